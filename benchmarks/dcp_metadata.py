@@ -10,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ckptcore_dcp.layouts import DcpLayout
+from ckptcore_dcp.metadata import read_metadata
+from ckptcore_dcp.metadata.reading import read_plainly
+from ckptcore_dcp.state import ChunkTable
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -28,10 +32,6 @@ from benchmarks.scale_transport import CountingStore, PlannedSnapshot
 from benchmarks.setting import Setting
 from ckptcore import model
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, Node, Receipt, TreeMetadata, WritePlan
-from ckptcore_dcp.layouts import DcpLayout
-from ckptcore_dcp.metadata import read_metadata
-from ckptcore_dcp.metadata.reading import read_plainly
-from ckptcore_dcp.state import ChunkTable
 
 __all__ = ["rows"]
 

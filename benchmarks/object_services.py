@@ -12,13 +12,13 @@ from typing import Any, Final
 
 import fsspec  # type: ignore[import-untyped]  # it comes without types
 import pytest
+from ckptcore_s3.testing import S3Server
 from ckptcore_testing.gcs_servers import gcs_server
 from ckptcore_testing.servers import ServerCommand, serve
 from obstore.store import GCSStore, S3Store
 
 import ckptcore
 from ckptcore.model import JSON
-from ckptcore_s3.testing import S3Server
 
 __all__ = ["ObjectService", "gs", "s3"]
 

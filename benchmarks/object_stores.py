@@ -21,6 +21,7 @@ from typing import Final
 import numpy as np
 import obstore
 import safetensors.numpy
+from ckptcore_s3.testing import S3Server, s3_server
 from ckptcore_testing import FaultProxy
 
 import ckptcore
@@ -29,7 +30,6 @@ from benchmarks.object_services import ObjectService, gs, s3
 from benchmarks.report import Row
 from benchmarks.setting import Setting
 from ckptcore.model import HostArray
-from ckptcore_s3.testing import S3Server, s3_server
 
 __all__ = ["rows"]
 

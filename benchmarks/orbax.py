@@ -13,6 +13,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import torch
+from ckptcore_orbax import OcdbtLayout
 
 import ckptcore
 from benchmarks.alternating import Case, Contender, compare, huge
@@ -20,7 +21,6 @@ from benchmarks.local import Clearing, read_raw, write_raw
 from benchmarks.report import Row
 from benchmarks.setting import Setting
 from benchmarks.states import large_state, small_state
-from ckptcore_orbax import OcdbtLayout
 
 __all__ = ["jax_state", "rows"]
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
+from ckptcore_transforms import DequantizeAsConfigured
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -24,7 +25,6 @@ from benchmarks.alternating import Case, Contender, compare
 from benchmarks.local import State
 from benchmarks.report import Row
 from benchmarks.setting import Setting
-from ckptcore_transforms import DequantizeAsConfigured
 
 __all__ = ["rows"]
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from ckptcore_orbax import OcdbtLayout
 
 from benchmarks.report import Row
 from benchmarks.setting import Setting
@@ -35,7 +36,6 @@ from ckptcore.model import (
 )
 from ckptcore.planning import cuts_of, plan_read
 from ckptcore.protocols import Layout, StorageOptions
-from ckptcore_orbax import OcdbtLayout
 
 __all__ = ["CASES", "Case", "Count", "Mesh", "counts", "rows", "subchunked", "whole_shards"]
 

@@ -19,6 +19,7 @@ from typing import Final
 
 import jax
 import numpy as np
+from ckptcore_jax import JaxLeafHandler
 from xxhash import xxh3_64_intdigest
 
 import ckptcore
@@ -26,7 +27,6 @@ from benchmarks.alternating import Case, Contender, compare
 from benchmarks.report import Row
 from benchmarks.setting import Setting
 from ckptcore.model import BLOCK_BYTES, HostArray
-from ckptcore_jax import JaxLeafHandler
 
 __all__ = ["rows"]
 

@@ -16,6 +16,8 @@ from itertools import product
 from typing import Any, Final
 
 import numpy as np
+from ckptcore_dcp.layouts import DcpLayout
+from ckptcore_dcp.writing import file_of
 
 from benchmarks.scale_job import SimulatedJob
 from ckptcore.model import (
@@ -30,8 +32,6 @@ from ckptcore.model import (
     TreeMetadata,
 )
 from ckptcore.planning.replicas import Owners
-from ckptcore_dcp.layouts import DcpLayout
-from ckptcore_dcp.writing import file_of
 
 __all__ = ["JobReceipts", "expect_alike"]
 

@@ -43,10 +43,10 @@ if TYPE_CHECKING:
     from ckptcore.builtin.safetensors import SafetensorsLayout
     from ckptcore.builtin.sharded_arrays import ArrayShard, ShardedArray
     from ckptcore.context import Context, MemoryOptions
-    from ckptcore.distributions import transforms as transforms
     from ckptcore.distributions import copy as copy
     from ckptcore.distributions import copy_steps as copy_steps
     from ckptcore.distributions import plan as plan
+    from ckptcore.distributions import transforms as transforms
     from ckptcore.errors import CheckpointError
     from ckptcore.hookspecs import hookimpl
     from ckptcore.io.background import LoadHandle, Progress, SaveHandle

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import xxhash
 
 from ckptcore.commit.location import Location
-from ckptcore.commit.root import ROOT_KEY
 from ckptcore.commit.mark import Mark
+from ckptcore.commit.root import ROOT_KEY
 from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord
 
 __all__ = ["Manifest", "StoredRoot"]

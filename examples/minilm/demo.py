@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import numpy as np
 import numpy.typing as npt
-
-import ckptcore
 from ckptcore_transforms import describe, inverse
 from ckptcore_transforms.maps import bert_to_scanned
+
+import ckptcore
 from examples.minilm import network_jax, network_numpy, network_scanned, network_torch
 from examples.minilm.interrupted import kill_save_halfway, leftovers
 from examples.minilm.pretrained import Sizes, model_directory

@@ -13,10 +13,10 @@ import jax
 import numpy as np
 import numpy.typing as npt
 import safetensors.numpy
+from ckptcore_orbax import OcdbtLayout
 from orbax.checkpoint import v1 as ocp  # type: ignore[import-untyped]  # it has no types
 
 import ckptcore
-from ckptcore_orbax import OcdbtLayout
 from examples.minilm import network_jax, network_torch
 from examples.minilm.demo import abstract_weights, agree, agreement, same_bits
 from examples.minilm.pretrained import Sizes, model_directory

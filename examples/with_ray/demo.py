@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ckptcore_ray.jobs import RayJob, make_job
 
 import ckptcore
 from ckptcore.errors import RankFailedError
-from ckptcore_ray.jobs import RayJob, make_job
 from examples.minilm.report import Report
 from examples.with_ray.worker import Worker
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from ckptcore_ray.coordinator import RayCoordinator
 
 import ckptcore
 from ckptcore.errors import CheckpointError
 from ckptcore.policies import LatestN
-from ckptcore_ray.coordinator import RayCoordinator
 
 __all__ = ["Worker"]
 

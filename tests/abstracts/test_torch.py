@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ckptcore_torch import dtensors
+from ckptcore_torch.abstracts import abstract_like, abstract_subclass, empty_tensor
+from ckptcore_torch.named_optimizers import NamedOptimizer, NamedOptimizerPart
+from ckptcore_torch.tensors import is_fake
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,10 +23,6 @@ from torch.utils._pytree import tree_leaves
 
 import ckptcore
 from ckptcore.errors import TreeMismatchError, UnsupportedLeafError
-from ckptcore_torch import dtensors
-from ckptcore_torch.abstracts import abstract_like, abstract_subclass, empty_tensor
-from ckptcore_torch.named_optimizers import NamedOptimizer, NamedOptimizerPart
-from ckptcore_torch.tensors import is_fake
 from tests.abstracts.untouched import UntouchedMemory, assert_same
 
 

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from ckptcore_tools.cli.application import application
 from click.testing import CliRunner
 
 import ckptcore
 from ckptcore import Checkpointer, CheckpointReader
 from ckptcore.errors import StorageError
 from ckptcore.policies import LatestN
-from ckptcore_tools.cli.application import application
 from tests.checkpointer.runs import Watch, save_steps, through, watched
 from tests.checkpointer.test_collecting import step_names
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ckptcore_tools.cli import inspect
+from ckptcore_tools.cli.command import EXIT_CODE_HELP, ExitCode, exit_code_of
 
 import ckptcore
 from ckptcore.errors import CheckpointError
-from ckptcore_tools.cli import inspect
-from ckptcore_tools.cli.command import EXIT_CODE_HELP, ExitCode, exit_code_of
 from plugins.tools.tests.cli.conftest import Run, flip
 from plugins.tools.tests.cli.runs import save_run
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_orbax import Zarr3Layout
+from ckptcore_tools.copies.streaming import StreamedSnapshot, StreamSizes, items_by_object
 
 import ckptcore
 from ckptcore.errors import CorruptCheckpointError, PluginError, SaveLostError
@@ -19,8 +21,6 @@ from ckptcore.loading.opened import Opened
 from ckptcore.loading.tries import open_checkpoint
 from ckptcore.model import ArraySpec, Box, HostArray, ReadPlan, WriteItem, WritePlan
 from ckptcore.protocols import Layout, ReadsChunks, ReadStore
-from ckptcore_orbax import Zarr3Layout
-from ckptcore_tools.copies.streaming import StreamedSnapshot, StreamSizes, items_by_object
 from tests.consolidation.test_jobs import CountedFiles
 
 ARRAYS, ARRAY_BYTES = 10, 8000

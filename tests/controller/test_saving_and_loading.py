@@ -10,11 +10,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from ckptcore_testing import RemoteArray, WorkerProcesses
+from ckptcore_transforms import Cast, Fuse, Scale, Transform, Transpose
 
 import ckptcore
 from ckptcore.errors import TransformError
 from ckptcore.model import ArraySpec, Box
-from ckptcore_transforms import Cast, Fuse, Scale, Transform, Transpose
 from tests.controller.arrays import COLUMNS, ROWS, SPEC, WHOLE, digests_of, make_rows, make_whole
 from tests.controller.elements import counted
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ckptcore_tools.copies.copying import copy_checkpoint
 
 import ckptcore
 from ckptcore.commit.root import Claimed
@@ -23,7 +24,6 @@ from ckptcore.errors import (
     InvalidLocationError,
     UncommittedCheckpointError,
 )
-from ckptcore_tools.copies.copying import copy_checkpoint
 from tests.copying.places import new_place, objects_at, store_at
 from tests.crashes.states import LARGE, make_composite, make_state, version_at
 

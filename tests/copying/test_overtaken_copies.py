@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from ckptcore_testing.faults import FaultPlan, Operation
+from ckptcore_tools.copies.copying import copy_checkpoint
 
 import ckptcore
 from ckptcore.context import default_context
 from ckptcore.errors import CheckpointError, CheckpointExistsError, SaveLostError
-from ckptcore_tools.copies.copying import copy_checkpoint
 from tests.copying.places import new_place, objects_at
 from tests.crashes.places import InterruptedPlan, faulty_context, through
 from tests.crashes.states import make_composite, make_state, version_at

@@ -11,13 +11,13 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
+from ckptcore_orbax import OcdbtLayout, Zarr3Layout, ZarrLayout
 
 import ckptcore
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.errors import CheckpointError
 from ckptcore.io.memory import allocate
 from ckptcore.model import ArraySpec, HostArray
-from ckptcore_orbax import OcdbtLayout, Zarr3Layout, ZarrLayout
 from tests.crashes.states import same_value
 
 __all__ = ["ORIGINALS", "Original", "bounded_memory", "make_original"]

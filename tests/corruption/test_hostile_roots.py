@@ -14,12 +14,12 @@ from typing import Any, Final
 import numpy as np
 import pytest
 import xxhash
+from ckptcore_orbax import OcdbtLayout, Zarr3Layout
 from ckptcore_testing.hostile_json import tampered
 
 import ckptcore
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, InvalidLocationError
 from ckptcore.model import Box
-from ckptcore_orbax import OcdbtLayout, Zarr3Layout
 from tests.corruption.checkpoints import bounded_memory
 
 _CONTEXT: Final = ckptcore.Context(durability="none", threads=1)

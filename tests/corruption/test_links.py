@@ -12,13 +12,13 @@ from typing import Any, Final
 import numpy as np
 import pytest
 import torch
+from ckptcore_tools.cli.application import application
 from click.testing import CliRunner
 from safetensors.numpy import save_file
 
 import ckptcore
 from ckptcore.errors import CheckpointError, NotMappableError
 from ckptcore.model import ArrayRecord
-from ckptcore_tools.cli.application import application
 from tests.corruption.checkpoints import ORIGINALS
 
 _CONTEXT: Final = ckptcore.Context(durability="none", threads=1)

@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal
 
 import numpy as np
+from ckptcore_orbax import OcdbtLayout
 
 import ckptcore
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.errors import CheckpointExistsError, SaveLostError
-from ckptcore_orbax import OcdbtLayout
 from tests.crashes.states import LARGE, SMALL, make_composite, make_state
 
 __all__ = ["LOST", "NEW", "OLD", "TASKS", "copied_from", "exported", "partial_state"]

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
+from ckptcore_orbax import OcdbtLayout, Zarr3Layout
 
 import ckptcore
 from ckptcore.builtin.host_leaves import HostArrayHandler
@@ -18,7 +19,6 @@ from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.errors import CheckpointError, StorageFullError, UnsupportedLeafError
 from ckptcore.model import JSON, Box, HostArray, Pending, Receipt, Shard, TreeMetadata
 from ckptcore.protocols import Layout, Snapshot, WriteStore
-from ckptcore_orbax import OcdbtLayout, Zarr3Layout
 from tests.crashes.states import make_state, version_at
 
 _OLD, _NEW = 1, 2

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Final
 
 import pytest
+from ckptcore_orbax import OcdbtLayout
 from ckptcore_testing.faults import SimulatedCrash
 from ckptcore_testing.simulated_disk import SimulatedDisk
 
 import ckptcore
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.errors import CheckpointError
-from ckptcore_orbax import OcdbtLayout
 from tests.crashes.places import SCHEME, simulated_context
 from tests.crashes.states import make_composite, make_state, version_at
 

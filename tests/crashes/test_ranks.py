@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
+from ckptcore_orbax import OcdbtLayout
 from ckptcore_testing import ThreadJob
 from ckptcore_testing.faults import FailAt, FaultPlan
 
@@ -17,7 +18,6 @@ from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.errors import BackgroundSaveError, CheckpointExistsError, RankFailedError
 from ckptcore.model import JSON, Box, HostArray, LeafRecord, Pending, Receipt, TreeMetadata
 from ckptcore.protocols import Coordinator, Snapshot, WriteStore
-from ckptcore_orbax import OcdbtLayout
 from tests.crashes.places import faulty_context, through
 from tests.crashes.states import make_state, version_at
 

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ckptcore_tools.cli.application import application
 from click.testing import CliRunner
 
-from ckptcore_tools.cli.application import application
 from tests.architecture.sources import ROOT
 from tests.docs.pages import CodeBlock, code_blocks, documentation_pages
 from tests.docs.running import page_module, run_program, run_python

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_tools.cli.application import application
 from click.testing import CliRunner
 
 import ckptcore
@@ -18,7 +19,6 @@ from ckptcore.errors import CheckpointError, StorageError
 from ckptcore.events import Event
 from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
 from ckptcore.redaction import chainable, redacted
-from ckptcore_tools.cli.application import application
 
 SECRET = "canary0secret"
 

@@ -10,13 +10,13 @@ import sys
 from collections.abc import Mapping
 
 import pytest
+from ckptcore_tools.step_statistics import StepStatisticsObserver, log_step_statistics
 from orbax.checkpoint.logging.step_statistics import (  # type: ignore[import-untyped]  # it has no types
     RestoreStepStatistics,
     SaveStepStatistics,
 )
 
 from ckptcore.events import Event, Recording
-from ckptcore_tools.step_statistics import StepStatisticsObserver, log_step_statistics
 from plugins.tools.tests.events.sample_events import BEGAN, async_save, event
 
 GOODPUT_READS = {

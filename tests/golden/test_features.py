@@ -89,7 +89,7 @@ def _hosts(at: Path) -> None:
         for copy in copies.iterdir() if copies.exists() else ():
             (box,) = ckptcore.load(copy)
             assert box.size and np.isin(box, host_state(0)["weight"]).all()
-    rows = np.repeat(np.float32([0, 1]), 6).reshape(4, 3)
+    rows = np.repeat(np.array([0, 1], np.float32), 6).reshape(4, 3)
     assert_same_value(ckptcore.load(at / "whole"), {"rows": rows, "weight": host_state(0)["weight"]})
     shutil.rmtree(at / "whole")
 

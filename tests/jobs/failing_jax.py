@@ -10,10 +10,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from ckptcore_jax import KeyValueCoordinator
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ckptcore.protocols import Coordinator
-from ckptcore_jax import KeyValueCoordinator
 from tests.jobs.failing_job import PATIENCE_SECONDS, Cell, take_part, told_file
 
 __all__ = ["run"]

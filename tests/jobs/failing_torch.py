@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from ckptcore_torch.store_coordinator import StoreCoordinator
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ckptcore.protocols import Coordinator
-from ckptcore_torch.store_coordinator import StoreCoordinator
 from tests.jobs.failing_job import Cell, take_part
 
 __all__ = ["run", "serve"]

@@ -10,12 +10,12 @@ from typing import Any, Final, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ckptcore_jax import abstract_arrays
 from jax._src.interpreters import pxla
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 import ckptcore
 from ckptcore import Context
-from ckptcore_jax import abstract_arrays
 from tests.jobs.counting import Counting
 from tests.jobs.processes import Place
 from tests.jobs.topologies import WHOLE, assert_part

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from ckptcore_torch.named_optimizers import NamedOptimizer, NamedOptimizerPart
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -20,7 +21,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import ckptcore
-from ckptcore_torch.named_optimizers import NamedOptimizer, NamedOptimizerPart
 from tests.jobs.processes import Place
 
 __all__ = ["LAYERS", "Layers", "adamw", "go_on", "load_whole", "load_whole_by_torch", "optimizers", "stored_of"]

@@ -13,10 +13,10 @@ os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])  # for the actors, whi
 
 import numpy as np
 import ray
+from ckptcore_ray.jobs import RayJob, make_job
 
 import ckptcore
 from ckptcore.model import Box
-from ckptcore_ray.jobs import RayJob, make_job
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.launchers.states import ARRAYS, STEP, assert_box, run_job  # the program is run by its path

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 from ckptcore_testing import ThreadJob
+from ckptcore_transforms import Cast, Stack
 
 import ckptcore
 from ckptcore import ArrayShard, Context, LoadedPart, LoadReport, MemoryOptions, ShardedArray, select
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, TreeMismatchError
 from ckptcore.model import BLOCK_BYTES, Box
 from ckptcore.protocols import Coordinator
-from ckptcore_transforms import Cast, Stack
 
 FAST = Context(durability="none")
 SMALL = Context(durability="none", memory=MemoryOptions(load_bytes=6 << 20))

@@ -13,6 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from ckptcore_orbax import Zarr3Layout
 from ckptcore_testing import FaultPlan, FaultyStorage, ThreadJob
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -26,7 +27,6 @@ from ckptcore.errors import CheckpointNotFoundError, ChecksumError, CorruptCheck
 from ckptcore.io.held_objects import VerifiedBlocks, Window
 from ckptcore.model import BLOCK_BYTES, Box
 from ckptcore.protocols import Coordinator, StorageBackend, StorageOpener, StorageOptions
-from ckptcore_orbax import Zarr3Layout
 
 LAYOUTS = ["safetensors", "zarr3", "ocdbt", "dcp"]
 FAST = Context(durability="none")

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from ckptcore_testing import assert_same_tree
 from ckptcore_testing.strategies import trees
+from ckptcore_transforms import Cast, Drop, IfPresent, Rename, Transform, inverse
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import ckptcore
 from ckptcore import PLACEHOLDER, LoadReport, select
 from ckptcore.errors import CheckpointError, TransformError, TreeMismatchError
-from ckptcore_transforms import Cast, Drop, IfPresent, Rename, Transform, inverse
 
 LOCATION = "memory://loading/random-trees"
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]

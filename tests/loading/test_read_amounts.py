@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_orbax import OcdbtLayout, Zarr3Layout
 from ckptcore_testing import FaultPlan, FaultyStorage, ThreadJob, ThreadNetwork
+from ckptcore_transforms import Cast, Stack
 
 import ckptcore
 from ckptcore import ArrayShard, Context, ShardedArray
 from ckptcore.builtin.local import LocalStorage
 from ckptcore.model import Box, TileRead
 from ckptcore.protocols import Coordinator, Layout, StorageBackend, StorageOpener, StorageOptions
-from ckptcore_orbax import OcdbtLayout, Zarr3Layout
-from ckptcore_transforms import Cast, Stack
 
 RANKS = 4
 

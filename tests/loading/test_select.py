@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from ckptcore_testing import ThreadJob, ThreadNetwork
+from ckptcore_transforms import Default, Rename
+from ckptcore_transforms.derived_arrays import stack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,8 +26,6 @@ from ckptcore.loading.tries import open_checkpoint
 from ckptcore.model import BLOCK_BYTES, LEAF, ArrayRecord, ArraySpec, Node, TreeMetadata
 from ckptcore.protocols import Coordinator
 from ckptcore.select import LeafTable, Selection
-from ckptcore_transforms import Default, Rename
-from ckptcore_transforms.derived_arrays import stack
 
 ANY: Any = select  # which what a user may write does not fit
 FAST = Context(durability="none")

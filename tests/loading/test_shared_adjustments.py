@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from ckptcore_testing import ThreadJob, ThreadNetwork
 from ckptcore_testing.strategies import partitions
+from ckptcore_transforms import Cast, Default, Rename, Scale, Stack, Transform, Transpose
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptcore
 from ckptcore import AbstractArray, ArrayShard, Context, LoadReport, Matching, MemoryOptions, ShardedArray
-from ckptcore_transforms import Cast, Default, Rename, Scale, Stack, Transform, Transpose
 
 NARROWING = Matching(cast="narrowing", shapes={"pad", "truncate", "reshape"}, unexpected="ignore")
 

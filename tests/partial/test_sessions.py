@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
+from ckptcore_orbax import Zarr3Layout
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
@@ -25,7 +26,6 @@ from ckptcore.errors import (
     TreeMismatchError,
     UncommittedCheckpointError,
 )
-from ckptcore_orbax import Zarr3Layout
 from tests.copying.places import new_place, objects_at
 from tests.crashes.states import same_value
 

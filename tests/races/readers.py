@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, TypeAlias
 
 import numpy as np
+from ckptcore_tools.cli.locations import describe
 
 import ckptcore
 from ckptcore.errors import CheckpointError, TargetUndefinedError
 from ckptcore.loading.stored_arrays import StoredArray
 from ckptcore.loading.verify import has_its_sizes
 from ckptcore.model import AbstractArray, Box
-from ckptcore_tools.cli.locations import describe
 
 __all__ = ["READERS", "Outcome", "Reader", "outcome_of"]
 

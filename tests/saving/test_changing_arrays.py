@@ -17,6 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from ckptcore_dcp.layouts import DcpLayout
+from ckptcore_orbax import OcdbtLayout, Zarr3Layout, ZarrLayout
+from ckptcore_orbax.zarr import chunk_codec
 
 import ckptcore
 from ckptcore import Context
@@ -24,9 +27,6 @@ from ckptcore.builtin import local_writer, memory
 from ckptcore.commit.occupants import Overwrite
 from ckptcore.model import JSON, Box
 from ckptcore.protocols import Layout, Snapshot, WriteStore
-from ckptcore_dcp.layouts import DcpLayout
-from ckptcore_orbax import OcdbtLayout, Zarr3Layout, ZarrLayout
-from ckptcore_orbax.zarr import chunk_codec
 
 LAYOUTS: Mapping[str, Layout] = {
     "safetensors": ckptcore.SafetensorsLayout(),

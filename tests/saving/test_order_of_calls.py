@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import ckptcore
+from ckptcore.io import background
 from tests.checkpointer.runs import Gate, Watch, through, watched
 
 _Save = Callable[[str, int, ckptcore.Context], ckptcore.SaveHandle | None]
@@ -87,13 +88,13 @@ def test_what_blocks_comes_after_what_began_before(
     gate = Gate(watch)
     earlier = _async(location, 1, watched(watch))
     assert earlier is not None and gate.arrived.wait(60)
-    wait_for = ckptcore.io.background._ORDER.wait_for
+    wait_for = background._ORDER.wait_for
 
     def open_and_wait(place: str) -> None:
         gate.open()
         wait_for(place)
 
-    monkeypatch.setattr(ckptcore.io.background._ORDER, "wait_for", open_and_wait)
+    monkeypatch.setattr(background._ORDER, "wait_for", open_and_wait)
     other = watched(Watch())
     second(location, 2, other)
     assert earlier.done()

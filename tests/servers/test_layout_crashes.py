@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
+from ckptcore_dcp.layouts import DcpLayout
+from ckptcore_orbax import OcdbtLayout, Zarr3Layout, ZarrLayout
 from ckptcore_testing import LayoutCrashTests, StorageSample
 
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.protocols import Layout
-from ckptcore_dcp.layouts import DcpLayout
-from ckptcore_orbax import OcdbtLayout, Zarr3Layout, ZarrLayout
 from tests.servers.samples import SERVERS
 
 

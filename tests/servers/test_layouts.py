@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ckptcore_dcp.layouts import DcpLayout
+from ckptcore_orbax import OcdbtLayout, Zarr3Layout, ZarrLayout
 from ckptcore_testing import LayoutTests
 
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.errors import StorageError
 from ckptcore.protocols import Layout, StorageBackend
-from ckptcore_dcp.layouts import DcpLayout
-from ckptcore_orbax import OcdbtLayout, Zarr3Layout, ZarrLayout
 from tests.servers.samples import SERVERS, open_storage
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_s3.testing import DIALECT, S3Server, s3_server
 from ckptcore_testing import (
     DeliverLater,
     FaultProxy,
@@ -26,7 +27,6 @@ from ckptcore_testing import (
 import ckptcore
 from ckptcore import Checkpointer, CheckpointReader, Context, NearTier
 from ckptcore.policies import LatestN
-from ckptcore_s3.testing import DIALECT, S3Server, s3_server
 from tests.checkpointer.runs import assert_is_step, save_steps
 
 _LARGE = 7 << 20

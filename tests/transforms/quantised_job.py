@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from ckptcore_transforms import DequantizeAsConfigured, Transpose
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import ckptcore
-from ckptcore_transforms import DequantizeAsConfigured, Transpose
 
 PLACEMENTS: list[tuple[Placement, Placement]] = [
     (Shard(0), Shard(0)),

@@ -9,12 +9,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-
-import ckptcore
-from ckptcore import AbstractArray
-from ckptcore.errors import CorruptCheckpointError, TransformError, TreeMismatchError
 from ckptcore_transforms import (
     Dequantize,
     DequantizeAsConfigured,
@@ -29,6 +23,12 @@ from ckptcore_transforms import (
     inverse,
 )
 from ckptcore_transforms.maps import bert_to_scanned
+from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+import ckptcore
+from ckptcore import AbstractArray
+from ckptcore.errors import CorruptCheckpointError, TransformError, TreeMismatchError
 from tests.transforms.quantizing import (
     BLOCK,
     fp8_blocks,

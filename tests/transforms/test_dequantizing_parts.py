@@ -16,6 +16,7 @@ import pytest
 import torch
 from ckptcore_testing import ThreadJob, ThreadNetwork
 from ckptcore_testing.strategies import partitions
+from ckptcore_transforms import Dequantize, DequantizeAsConfigured, Stack, Transform
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -25,7 +26,6 @@ from ckptcore import ArrayShard, Context, LoadReport, MemoryOptions, ShardedArra
 from ckptcore.model import Box, HostArray
 from ckptcore.model.arrays import dtype_from_name
 from ckptcore.protocols import Coordinator
-from ckptcore_transforms import Dequantize, DequantizeAsConfigured, Stack, Transform
 from tests.transforms.quantizing import fp8_blocks, minilm, mxfp4_experts, publish, turned_back
 
 RANKS = 4

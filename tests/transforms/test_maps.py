@@ -12,11 +12,6 @@ import jax
 import numpy as np
 import pytest
 from ckptcore_testing import assert_same_tree
-from orbax.checkpoint import v1  # type: ignore[import-untyped]  # it has no types
-from safetensors.numpy import load_file
-
-import ckptcore
-from ckptcore.errors import TransformError
 from ckptcore_transforms import Drop, Transform, inverse
 from ckptcore_transforms.maps import (
     MAPS,
@@ -26,6 +21,11 @@ from ckptcore_transforms.maps import (
     llama_to_scanned,
     qwen_to_maxtext,
 )
+from orbax.checkpoint import v1  # type: ignore[import-untyped]  # it has no types
+from safetensors.numpy import load_file
+
+import ckptcore
+from ckptcore.errors import TransformError
 from examples.minilm.pretrained import model_directory
 
 LAYERS, EMBED, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCABULARY = 3, 16, 4, 2, 16, 24, 66

@@ -15,14 +15,14 @@ import numpy as np
 import orbax.checkpoint as orbax  # type: ignore[import-untyped]  # it has no types
 import pytest
 from ckptcore_testing import assert_same_tree
+from ckptcore_transforms import Pad, Transform, describe, inverse
+from ckptcore_transforms.maps import llama_to_maxtext, qwen_to_maxtext
 from safetensors.numpy import load_file
 
 import ckptcore
 from ckptcore import PLACEHOLDER, ArrayShard, Context, LoadReport, ShardedArray
 from ckptcore.errors import TransformError
 from ckptcore.model import Box
-from ckptcore_transforms import Pad, Transform, describe, inverse
-from ckptcore_transforms.maps import llama_to_maxtext, qwen_to_maxtext
 from tests.transforms.maxtext import Family, maxtext_logits, maxtext_tree
 from tests.transforms.published import EPSILON, HEAD_DIM, TOKENS, logits, publish
 

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ckptcore_transforms.maps import llama_to_scanned
 from flax import nnx
 
 import ckptcore
-from ckptcore_transforms.maps import llama_to_scanned
 from tests.transforms.published import EPSILON, HEAD_DIM, TOKENS, logits, publish
 
 EMBED, MLP, HEADS, KV_HEADS, LAYERS, VOCABULARY = 24, 40, 4, 2, 3, 66

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_tools.copies.copying import copy_whole
 
 import ckptcore
 from ckptcore import Checkpointer, CheckpointReader, NearTier
 from ckptcore.policies import FixedInterval, LatestN
-from ckptcore_tools.copies.copying import copy_whole
 from tests.copying.places import new_place, objects_at
 from tests.crashes.states import same_value
 

@@ -20,6 +20,7 @@ os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={sys.argv[4]}
 import jax  # after the flags that it reads
 import ml_dtypes
 import numpy as np
+from ckptcore_jax.collectives import collectives_of_job
 from ckptcore_testing import FaultPlan, FaultyStorage
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -28,7 +29,6 @@ from ckptcore import Context
 from ckptcore.builtin.local import LocalStorage
 from ckptcore.errors import CheckpointError
 from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
-from ckptcore_jax.collectives import collectives_of_job
 
 SPECS: Mapping[str, tuple[str | None, ...]] = {"w": ("x", "y"), "e": (None, "y"), "b": (), "i": ("x",)}
 

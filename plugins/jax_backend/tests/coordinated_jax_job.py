@@ -20,12 +20,12 @@ os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ckptcore_jax import KeyValueCoordinator, abstract_arrays
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ckptcore
 from ckptcore import Context
 from ckptcore.errors import CheckpointError, CoordinationTimeoutError, PluginConflictError, RankFailedError
-from ckptcore_jax import KeyValueCoordinator, abstract_arrays
 
 P: Final[Any] = PartitionSpec
 ROWS: Final = np.arange(12 * 8, dtype=np.float32).reshape(12, 8)

@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from ckptcore_jax import ColocatedExecutor
 from ckptcore_testing import ExecutorTests
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ckptcore.model import ArraySpec, HostArray
 from ckptcore.protocols import Executor
-from ckptcore_jax import ColocatedExecutor
 
 
 def two_workers() -> ColocatedExecutor:

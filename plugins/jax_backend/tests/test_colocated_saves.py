@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ckptcore_jax import ColocatedExecutor, JaxLeafHandler, pathways, worker_links
+from ckptcore_jax.colocated import _HeldArrays, devices_by_host
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
@@ -23,8 +25,6 @@ from ckptcore import hookimpl
 from ckptcore.errors import PluginError, RankFailedError, UnsupportedLeafError
 from ckptcore.model import JSON, ArrayRecord, ArraySpec, Box
 from ckptcore.protocols import LeafBoxes, Snapshot, WantedLeaf, WriteStore
-from ckptcore_jax import ColocatedExecutor, JaxLeafHandler, pathways, worker_links
-from ckptcore_jax.colocated import _HeldArrays, devices_by_host
 
 LAYOUTS = ("safetensors", "ocdbt", "zarr3", "dcp")
 

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ckptcore_jax import abstract_arrays
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import ckptcore
 from ckptcore.model import ArrayRecord, ArraySpec, Node, TreeMetadata
-from ckptcore_jax import abstract_arrays
 
 CONTEXT = ckptcore.Context(durability="none")
 

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+from ckptcore_jax.plugin import ckpt_collectives
 from ckptcore_testing import CollectivesTests
 
 import ckptcore
 from ckptcore.protocols import Collectives
-from ckptcore_jax.plugin import ckpt_collectives
 
 pytestmark = pytest.mark.system
 

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from ckptcore_jax import RegisteredContainer
+from ckptcore_jax.plugin import ckpt_container_handler
 from ckptcore_testing import ContainerExample, ContainerHandlerTests
 from flax import nnx
 
@@ -20,8 +22,6 @@ from ckptcore.errors import UnsupportedKeyError
 from ckptcore.model import LEAF, Attribute, Node, TreeMetadata, format_path
 from ckptcore.plugins import installed_plugins
 from ckptcore.tree.flattening import flatten, rebuild, unflatten
-from ckptcore_jax import RegisteredContainer
-from ckptcore_jax.plugin import ckpt_container_handler
 
 HANDLER = RegisteredContainer()
 

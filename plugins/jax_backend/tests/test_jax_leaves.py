@@ -10,6 +10,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from ckptcore_jax import JaxLeafHandler, leaves
+from ckptcore_jax.placements import placement_of
+from ckptcore_jax.plugin import ckpt_leaf_handler
 from ckptcore_testing import LateHostMemory, LeafExample, LeafHandlerTests
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,9 +22,6 @@ from jax.sharding import PartitionSpec as P
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import ArrayRecord, ArraySpec, Box, ValueRecord, name_of_dtype
 from ckptcore.planning import cuts_of, uncovered
-from ckptcore_jax import JaxLeafHandler, leaves
-from ckptcore_jax.placements import placement_of
-from ckptcore_jax.plugin import ckpt_leaf_handler
 
 HANDLER = JaxLeafHandler()
 WIDE = {"int64", "uint64", "float64", "complex128"}

@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ckptcore_jax.leaves import JaxLeafHandler
+from ckptcore_jax.placements import Placement, placement_of, shards_in_process
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ckptcore
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import Box, Shard
 from ckptcore.protocols import ForecastsLeaves
-from ckptcore_jax.leaves import JaxLeafHandler
-from ckptcore_jax.placements import Placement, placement_of, shards_in_process
 
 
 def _mesh() -> Mesh:

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 import pytest
+from ckptcore_jax.placements import placement_of, shards_of
 
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import ArraySpec, Box, Shard
 from ckptcore.planning import uncovered
-from ckptcore_jax.placements import placement_of, shards_of
 
 
 @dataclass(frozen=True)

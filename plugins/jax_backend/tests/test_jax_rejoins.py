@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from ckptcore_jax.job_service import JobService
+from ckptcore_jax.key_value_coordinator import _JobCoordinators
+from ckptcore_jax.plugin import ckpt_coordinator
 from jax._src import distributed
 
 import ckptcore
 from ckptcore import Context
 from ckptcore.job.exchanges import ExchangeCounts
 from ckptcore.protocols import Rejoinable
-from ckptcore_jax.job_service import JobService
-from ckptcore_jax.key_value_coordinator import _JobCoordinators
-from ckptcore_jax.plugin import ckpt_coordinator
 
 pytestmark = pytest.mark.system
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from ckptcore_jax import JaxLeafHandler, abstract_arrays
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -23,7 +24,6 @@ from jax.sharding import PartitionSpec as P
 import ckptcore
 from ckptcore.errors import TreeMismatchError, UnsupportedLeafError
 from ckptcore.model import ArrayRecord, format_path
-from ckptcore_jax import JaxLeafHandler, abstract_arrays
 
 CONTEXT = ckptcore.Context(durability="none")
 

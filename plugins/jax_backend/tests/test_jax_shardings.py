@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ckptcore_jax import JaxLeafHandler, sharding_from_notes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-
-from ckptcore_jax import JaxLeafHandler, sharding_from_notes
 
 HANDLER = JaxLeafHandler()
 HAS_AXIS_TYPES = hasattr(jax.sharding, "AxisType") and hasattr(jax.sharding.AxisType, "Explicit")

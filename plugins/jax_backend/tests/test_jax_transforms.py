@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from ckptcore_testing import assert_same_tree
+from ckptcore_transforms import Cast, Fuse, Stack, Transform, Transpose, inverse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ckptcore
 from ckptcore import LoadReport
-from ckptcore_transforms import Cast, Fuse, Stack, Transform, Transpose, inverse
 
 CHAIN: list[Transform] = [
     Transpose("layers.*.weight"),

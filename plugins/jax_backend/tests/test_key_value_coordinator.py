@@ -12,15 +12,15 @@ from typing import TypeVar
 
 import jax
 import pytest
+from ckptcore_jax import KeyValueCoordinator
+from ckptcore_jax.job_service import KeyValueClient
+from ckptcore_jax.plugin import ckpt_coordinator
 from ckptcore_testing import CoordinatorTests
 from jax._src import distributed
 
 from ckptcore import Context, hookimpl
 from ckptcore.errors import PluginConflictError, PluginError, RankFailedError
 from ckptcore.protocols import Coordinator
-from ckptcore_jax import KeyValueCoordinator
-from ckptcore_jax.job_service import KeyValueClient
-from ckptcore_jax.plugin import ckpt_coordinator
 
 pytestmark = pytest.mark.system
 

@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from ckptcore_torch.store_coordinator import StoreCoordinator
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import ckptcore
-from ckptcore_torch.store_coordinator import StoreCoordinator
 
 MAX_FILE_BYTES = 500
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+from ckptcore_dcp.dtypes import TORCH_DTYPES
 from ckptcore_testing import DTYPE_NAMES, bit_patterns
 
 from ckptcore.model import ArraySpec
-from ckptcore_dcp.dtypes import TORCH_DTYPES
 
 __all__ = ["DTYPES", "NESTED", "assert_same", "blank", "bytes_of", "loaded", "network", "saved", "tensor_of", "trained"]
 

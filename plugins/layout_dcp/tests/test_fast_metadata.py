@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from ckptcore_dcp.metadata import DcpMetadata, read_metadata
+from ckptcore_dcp.metadata.fast import FastObjects
+from ckptcore_dcp.metadata.pickled import PickledMetadata
+from ckptcore_dcp.metadata.reading import read_fast, read_plainly
+from ckptcore_dcp.pickles import Global, read_pickle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import metadata as theirs
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ckptcore.errors import CheckpointError
-from ckptcore_dcp.metadata import DcpMetadata, read_metadata
-from ckptcore_dcp.metadata.fast import FastObjects
-from ckptcore_dcp.metadata.pickled import PickledMetadata
-from ckptcore_dcp.metadata.reading import read_fast, read_plainly
-from ckptcore_dcp.pickles import Global, read_pickle
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 

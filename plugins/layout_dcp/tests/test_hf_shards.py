@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from ckptcore_dcp.inspecting import inspect_dcp
+from ckptcore_dcp.state import ChunkTable
 from ckptcore_testing import ThreadJob
 
 import ckptcore
@@ -18,8 +20,6 @@ from ckptcore.builtin.host_leaves import HostArrayHandler
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import ArrayRecord, Box, Shard
 from ckptcore.protocols import Coordinator
-from ckptcore_dcp.inspecting import inspect_dcp
-from ckptcore_dcp.state import ChunkTable
 from plugins.layout_dcp.tests.directories import Directory
 
 

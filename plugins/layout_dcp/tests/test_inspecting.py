@@ -22,6 +22,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import zstandard
+from ckptcore_dcp.inspecting import inspect_dcp
+from ckptcore_dcp.state import Chunk, ChunkTable
 from torch.distributed.checkpoint import metadata as theirs
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
@@ -37,8 +39,6 @@ from ckptcore.errors import (
 )
 from ckptcore.model import ArrayRecord, Box, LeafRecord, Node, Skeleton, TreeMetadata, ValueRecord
 from ckptcore.protocols import Inspection
-from ckptcore_dcp.inspecting import inspect_dcp
-from ckptcore_dcp.state import Chunk, ChunkTable
 from plugins.layout_dcp.tests.directories import Directory
 from plugins.layout_dcp.tests.test_hf_shards import expect_shards
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from ckptcore_dcp.item_templates import KnownTemplates
+from ckptcore_dcp.zips import ZipMember, read_member, read_zip, torch_members
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import ckptcore
 from ckptcore.errors import ChecksumError, CorruptCheckpointError
-from ckptcore_dcp.item_templates import KnownTemplates
-from ckptcore_dcp.zips import ZipMember, read_member, read_zip, torch_members
 
 
 def _item(value: Any) -> bytes:

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ckptcore_dcp.dtypes import TORCH_DTYPES, physical_box, physical_spec
+from ckptcore_dcp.items import tensor_item, value_item
 from ckptcore_testing import DTYPE_NAMES, SHAPES, bit_patterns
 
 from ckptcore.model import ArraySpec, Box
-from ckptcore_dcp.dtypes import TORCH_DTYPES, physical_box, physical_spec
-from ckptcore_dcp.items import tensor_item, value_item
 
 _DTYPES = sorted(name for name in DTYPE_NAMES if TORCH_DTYPES.get(name) == name)
 

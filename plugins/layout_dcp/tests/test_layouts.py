@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ckptcore_dcp.layouts import DcpLayout
 from ckptcore_testing import LayoutForecastTests, LayoutTests
 
 from ckptcore.protocols import Layout
-from ckptcore_dcp.layouts import DcpLayout
 
 
 class TestDcp(LayoutTests):

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from ckptcore_dcp.metadata import DcpChunk, DcpMetadata, DcpTensor, DcpValue, read_metadata, write_metadata
+from ckptcore_dcp.pickles import Call, Global, write_pickle
 from torch.distributed.checkpoint import metadata as theirs
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
-from ckptcore_dcp.metadata import DcpChunk, DcpMetadata, DcpTensor, DcpValue, read_metadata, write_metadata
-from ckptcore_dcp.pickles import Call, Global, write_pickle
 
 
 def _tensor(dtype: torch.dtype, shape: tuple[int, ...], *boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> Any:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from ckptcore_dcp.names import StoredNames, fqns, tree_of_names
+from ckptcore_dcp.pickles import write_pickle
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
@@ -25,8 +27,6 @@ from ckptcore.model import (
     TreeMetadata,
     ValueRecord,
 )
-from ckptcore_dcp.names import StoredNames, fqns, tree_of_names
-from ckptcore_dcp.pickles import write_pickle
 
 _ARRAY = ArrayRecord(ArraySpec((2,), "float32"))
 _TENSOR = torch.zeros(2)

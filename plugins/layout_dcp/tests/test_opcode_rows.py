@@ -5,9 +5,6 @@ from __future__ import annotations
 import pickle
 
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
-
 from ckptcore_dcp.metadata import ChunkRows, ChunkTableColumns, DcpChunk, DcpMetadata, DcpTensor, write_metadata
 from ckptcore_dcp.metadata.opcode_rows import (
     bytes_field,
@@ -17,6 +14,8 @@ from ckptcore_dcp.metadata.opcode_rows import (
     size_fields,
 )
 from ckptcore_dcp.pickles import Call, Global, read_pickle
+from hypothesis import given
+from hypothesis import strategies as st
 
 _NUMBERS = st.integers(0, 1 << 62) | st.sampled_from(
     [0, 255, 256, 65535, 65536, (1 << 31) - 1, 1 << 31, -1, -(1 << 40)]

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+from ckptcore_dcp.pickles import Call, Global, Persistent, brief, builtin_value, check_walk, read_pickle, write_pickle
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
-from ckptcore_dcp.pickles import Call, Global, Persistent, brief, builtin_value, check_walk, read_pickle, write_pickle
 
 SCALARS = (
     st.none()

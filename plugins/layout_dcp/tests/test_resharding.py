@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ckptcore_dcp.whole_reads import is_read_whole
 from ckptcore_testing import FaultPlan
 
 import ckptcore
 from ckptcore.errors import ChecksumError
 from ckptcore.model import ArraySpec, Box, HostArray
-from ckptcore_dcp.whole_reads import is_read_whole
 from plugins.layout_dcp.tests.counted_places import Part, counted, place
 from plugins.layout_dcp.tests.sharded_saves import boxes_of, save_ours, save_torch
 

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from ckptcore_dcp.layouts import DcpLayout
+from ckptcore_dcp.writing import file_of
 from ckptcore_testing import ThreadJob
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 import ckptcore
 from ckptcore.model import Box
 from ckptcore.protocols import Coordinator
-from ckptcore_dcp.layouts import DcpLayout
-from ckptcore_dcp.writing import file_of
 
 pytestmark = [
     # torch says of one process without a process group that it assumes to be alone.

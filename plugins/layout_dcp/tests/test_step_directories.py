@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from ckptcore_dcp.directories import files_of_ranks
+from ckptcore_dcp.layouts import DcpLayout
 from ckptcore_testing.layout_stores import DirectoryReadStore
 
 import ckptcore
@@ -22,8 +24,6 @@ from ckptcore.errors import (
     UncommittedCheckpointError,
     UnsupportedLeafError,
 )
-from ckptcore_dcp.directories import files_of_ranks
-from ckptcore_dcp.layouts import DcpLayout
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
-from ckptcore.model import LEAF, ArrayRecord, Attribute, Node, ValueRecord
 from ckptcore_dcp.pickles import Call, Global, Persistent, Value, read_pickle
 from ckptcore_dcp.stored_tensors import StoredTensor, check_bounds, stored_tensor
 from ckptcore_dcp.tensors import leaf_record, tree_of
 from ckptcore_dcp.zips import read_member, read_zip, torch_members
+
+from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
+from ckptcore.model import LEAF, ArrayRecord, Attribute, Node, ValueRecord
 
 _HOOKS = Call(Global("collections", "OrderedDict"))
 

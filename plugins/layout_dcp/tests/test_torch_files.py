@@ -18,6 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ckptcore_dcp import storages
+from ckptcore_dcp.torch_files import TorchLayout
+from ckptcore_dcp.zips import read_zip, torch_members
 from ckptcore_testing.layout_stores import DirectoryReadStore
 
 import ckptcore
@@ -25,9 +28,6 @@ from ckptcore.errors import CheckpointError, ChecksumError, CorruptCheckpointErr
 from ckptcore.hookspecs import hookimpl
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, HostArray, ReadItem, ReadPlan, TileRead, TreeMetadata
 from ckptcore.protocols import Inspection, LayoutFactory
-from ckptcore_dcp import storages
-from ckptcore_dcp.torch_files import TorchLayout
-from ckptcore_dcp.zips import read_zip, torch_members
 
 _FORMATS = pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 

@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from ckptcore_dcp.zip_records import DEFLATED, STORED
+from ckptcore_dcp.zips import ZipMember, read_member, read_zip, torch_members
 from torch.utils.serialization import config
 
 from ckptcore.errors import CheckpointError, ChecksumError, CorruptCheckpointError
-from ckptcore_dcp.zip_records import DEFLATED, STORED
-from ckptcore_dcp.zips import ZipMember, read_member, read_zip, torch_members
 
 
 class _Object:

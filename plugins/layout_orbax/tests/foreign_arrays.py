@@ -11,12 +11,12 @@ from typing import Any, Final, Literal
 import ml_dtypes
 import numpy as np
 import tensorstore as ts
+from ckptcore_orbax.zarr.dtypes import STORED_DTYPES
 from ckptcore_testing import bit_patterns
 from ckptcore_testing.strategies import boxes
 from hypothesis import strategies as st
 
 from ckptcore.model import ArraySpec, Box, HostArray, dtype_from_name
-from ckptcore_orbax.zarr.dtypes import STORED_DTYPES
 
 __all__ = ["DATABASES", "ForeignArray", "foreign_arrays", "open_array", "tree_file", "write_arrays"]
 

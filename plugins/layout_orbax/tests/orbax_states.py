@@ -10,10 +10,9 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import torch
+from ckptcore_orbax import ArrayRule, OcdbtLayout, Zarr3Layout, ZarrLayout
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1
-
-from ckptcore_orbax import ArrayRule, OcdbtLayout, Zarr3Layout, ZarrLayout
 
 DTYPES = (
     "bool", "int4", "uint4", "int8", "uint8", "int16", "uint16", "int32", "uint32", "float8_e4m3fn", "float8_e5m2",

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import msgpack
 import pytest
+from ckptcore_orbax.orbax.axlearn import find_axlearn
 from ckptcore_testing.hostile_json import tampered
 from ckptcore_testing.layout_stores import DirectoryReadStore
 
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, UncommittedCheckpointError, UnsupportedLeafError
 from ckptcore.model import ArraySpec, TreeMetadata
-from ckptcore_orbax.orbax.axlearn import find_axlearn
 
 GOLDEN = Path(__file__).parent / "golden" / "axlearn" / "step_00000004"
 ITERATOR = "<class 'some.Iterator'>"

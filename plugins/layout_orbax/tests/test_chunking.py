@@ -7,12 +7,12 @@ from math import gcd, prod
 
 import numpy as np
 import pytest
+from ckptcore_orbax.zarr.chunking import chunks_of, is_aligned, read_chunk, write_chunk
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptcore.model import ArraySpec, Box
 from ckptcore.planning import cuts_of
-from ckptcore_orbax.zarr.chunking import chunks_of, is_aligned, read_chunk, write_chunk
 
 SHAPES = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 

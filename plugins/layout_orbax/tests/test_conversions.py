@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ckptcore_orbax import OcdbtLayout, Zarr3Layout, ZarrLayout
 from ckptcore_testing import DTYPE_NAMES, SHAPES, FaultPlan, assert_same_tree, bit_patterns, with_faults
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -24,7 +25,6 @@ from ckptcore.hookspecs import hookimpl
 from ckptcore.model import ArraySpec
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import Layout, StorageBackend, StorageOpener, StorageOptions
-from ckptcore_orbax import OcdbtLayout, Zarr3Layout, ZarrLayout
 
 _GOLDEN: Final = Path(__file__).parent / "golden"
 _EXPECTED: Final = {path.stem: json.loads(path.read_text()) for path in sorted(_GOLDEN.glob("*.json"))}

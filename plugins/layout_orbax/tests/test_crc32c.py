@@ -6,10 +6,9 @@ import copy
 import pickle
 
 import numpy as np
+from ckptcore_orbax.crc32c import CRC32C, crc32c_of
 from hypothesis import given
 from hypothesis import strategies as st
-
-from ckptcore_orbax.crc32c import CRC32C, crc32c_of
 
 
 def test_published_values() -> None:

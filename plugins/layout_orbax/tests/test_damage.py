@@ -13,6 +13,12 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
+from ckptcore_orbax import OcdbtLayout, Zarr3Layout
+from ckptcore_orbax.crc32c import CRC32C
+from ckptcore_orbax.ocdbt.database import Database
+from ckptcore_orbax.ocdbt.encoding import encode_database
+from ckptcore_orbax.ocdbt.frame import MANIFEST_MAGIC, NODE_MAGIC
+from ckptcore_orbax.ocdbt.node import Value
 from ckptcore_testing.hostile_json import tampered
 from ckptcore_testing.layout_stores import DirectoryReadStore
 
@@ -21,12 +27,6 @@ from ckptcore.errors import CheckpointError
 from ckptcore.io.memory import allocate
 from ckptcore.model import ArraySpec, HostArray
 from ckptcore.protocols import Layout
-from ckptcore_orbax import OcdbtLayout, Zarr3Layout
-from ckptcore_orbax.crc32c import CRC32C
-from ckptcore_orbax.ocdbt.database import Database
-from ckptcore_orbax.ocdbt.encoding import encode_database
-from ckptcore_orbax.ocdbt.frame import MANIFEST_MAGIC, NODE_MAGIC
-from ckptcore_orbax.ocdbt.node import Value
 
 _GOLDEN: Final = Path(__file__).parent / "golden"
 _NAMES: Final = sorted(path.stem for path in _GOLDEN.glob("*.json"))

@@ -9,14 +9,14 @@ from typing import Literal
 import numpy as np
 import pytest
 import tensorstore
+from ckptcore_orbax import Zarr3Layout
+from ckptcore_orbax.zarr.state import ArraysState, StoredName
+from ckptcore_orbax.zarr.version3 import parse_zarr3
 from ckptcore_testing.layout_stores import DirectoryReadStore
 
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, Node, TreeMetadata
 from ckptcore.planning import plan_read
-from ckptcore_orbax import Zarr3Layout
-from ckptcore_orbax.zarr.state import ArraysState, StoredName
-from ckptcore_orbax.zarr.version3 import parse_zarr3
 
 
 def _write(directory: Path, name: str, elements: np.ndarray) -> StoredName:

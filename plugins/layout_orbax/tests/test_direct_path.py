@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 import tensorstore as ts
+from ckptcore_orbax import ArrayRule, OcdbtLayout, Zarr3Layout, ZarrLayout
 from ckptcore_testing import DTYPE_NAMES, FaultPlan, assert_same_bits, strategies, with_faults
 from ckptcore_testing.layout_stores import StrictReadStore, local_directory
 from ckptcore_testing.layout_trials import Trial, Written, flat_trial, write_trial
@@ -26,7 +27,6 @@ from ckptcore.io.reader import ObjectReader
 from ckptcore.io.threads import IOThreads
 from ckptcore.model import BLOCK_BYTES, ArrayRecord, ArraySpec, Box, HostArray
 from ckptcore.protocols import Layout
-from ckptcore_orbax import ArrayRule, OcdbtLayout, Zarr3Layout, ZarrLayout
 from plugins.layout_orbax.tests.foreign_arrays import (
     DATABASES,
     ForeignArray,

@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_orbax import OcdbtLayout, Zarr3Layout
+from ckptcore_orbax.zarr import encoding, writing
+from ckptcore_orbax.zarr.chunk_codec import EncodingChunk
 
 from ckptcore import Context
 from ckptcore.io.snapshot import HeldSnapshot
 from ckptcore.model import Segment
 from ckptcore.protocols import Layout
 from ckptcore.saving.parts import describe_part
-from ckptcore_orbax import OcdbtLayout, Zarr3Layout
-from ckptcore_orbax.zarr import encoding, writing
-from ckptcore_orbax.zarr.chunk_codec import EncodingChunk
 
 
 class _FullStore:

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from ckptcore_tools.cli import main
 
 import ckptcore
-from ckptcore_tools.cli import main
 
 DIRECTORY = Path(__file__).parent / "golden_ours"
 CHECKPOINTS = sorted(path for version in (DIRECTORY / "checkpoints").iterdir() for path in version.iterdir())

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 import tensorstore
 import zstandard
+from ckptcore_orbax import OcdbtLayout, Zarr3Layout
+from ckptcore_orbax.orbax.trees import tree_of_names
+from ckptcore_orbax.zarr.chunk_codec import ChunkCodec, DecodingChunk
 
 import ckptcore
 from ckptcore.errors import ChecksumError, CorruptCheckpointError, InvalidLocationError
 from ckptcore.model import Box, HostArray, Node
-from ckptcore_orbax import OcdbtLayout, Zarr3Layout
-from ckptcore_orbax.orbax.trees import tree_of_names
-from ckptcore_orbax.zarr.chunk_codec import ChunkCodec, DecodingChunk
 
 LITTLE = [{"name": "bytes", "configuration": {"endian": "little"}}]
 BIG = [{"name": "bytes", "configuration": {"endian": "big"}}]

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_orbax import OcdbtLayout, Zarr3Layout, ZarrLayout
 from ckptcore_testing import ThreadJob
 
 import ckptcore
 from ckptcore.model import ArrayRecord, ArraySpec, Box, Shard, name_of_dtype
 from ckptcore.planning import cuts_of
 from ckptcore.protocols import Coordinator, Layout
-from ckptcore_orbax import OcdbtLayout, Zarr3Layout, ZarrLayout
 
 SIZE = 4
 STEPS = {"even": (0, 8, 16, 24, 32), "uneven": (0, 3, 5, 8, 10)}

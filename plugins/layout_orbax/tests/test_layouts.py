@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+from ckptcore_orbax import ArrayRule, OcdbtLayout, Zarr3Layout, ZarrLayout
 from ckptcore_testing import LayoutCrashTests, LayoutForecastTests, LayoutTests
 from ckptcore_testing.layout_stores import local_directory
 from ckptcore_testing.layout_trials import flat_trial, write_trial
 
 from ckptcore.model import ArraySpec, Box
 from ckptcore.protocols import Layout, StorageBackend
-from ckptcore_orbax import ArrayRule, OcdbtLayout, Zarr3Layout, ZarrLayout
 
 _FEWER_CHUNKS: Final[Sequence[ArrayRule]] = (
     ArrayRule(pattern="large", chunk_bytes=400_000),

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ckptcore_orbax.zarr.names import directory_names, key_names
 
 import ckptcore
-from ckptcore_orbax.zarr.names import directory_names, key_names
 
 
 def names_of(paths: list[tuple[str | int, ...]]) -> list[str]:

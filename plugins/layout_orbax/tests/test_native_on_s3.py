@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from ckptcore_orbax.zarr import decoding
+from ckptcore_orbax.zarr.native_reading import native_base
+from ckptcore_s3.testing import ACCESS_KEY_ID, SECRET_ACCESS_KEY, S3Server, s3_server
 
 import ckptcore
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, StorageError, StoragePermissionError
 from ckptcore.protocols import StorageAddress, StorageOptions
-from ckptcore_orbax.zarr import decoding
-from ckptcore_orbax.zarr.native_reading import native_base
-from ckptcore_s3.testing import ACCESS_KEY_ID, SECRET_ACCESS_KEY, S3Server, s3_server
 
 ELEMENTS = np.arange(64 * 48, dtype=np.float32).reshape(64, 48)
 

@@ -11,13 +11,13 @@ from typing import Final
 
 import pytest
 import tensorstore as ts
-from ckptcore_testing.layout_stores import DirectoryReadStore
-
-from ckptcore.errors import CheckpointError, ChecksumError, CorruptCheckpointError, UnsupportedVersionError
 from ckptcore_orbax.ocdbt.database import Database
 from ckptcore_orbax.ocdbt.encoding import encode_database
 from ckptcore_orbax.ocdbt.frame import MANIFEST_MAGIC, NODE_MAGIC, encode_frame
 from ckptcore_orbax.ocdbt.node import Value
+from ckptcore_testing.layout_stores import DirectoryReadStore
+
+from ckptcore.errors import CheckpointError, ChecksumError, CorruptCheckpointError, UnsupportedVersionError
 
 _NODE_FILE: Final = "d/0123"
 _UUID: Final = bytes(range(16))

@@ -10,15 +10,15 @@ from typing import Final
 import numpy as np
 import pytest
 import zstandard
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from ckptcore.errors import CorruptCheckpointError, UnsupportedVersionError
 from ckptcore_orbax.crc32c import crc32c_of
 from ckptcore_orbax.ocdbt.cursor import Place
 from ckptcore_orbax.ocdbt.node import Interior, Leaf, NodeReference, Statistics, Value, decode_node
 from ckptcore_orbax.ocdbt.paths import DataFile
 from ckptcore_orbax.ocdbt.varints import encode_varint, encode_varints
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptcore.errors import CorruptCheckpointError, UnsupportedVersionError
 
 _NODE: Final = bytes.fromhex("0cdb20de")
 

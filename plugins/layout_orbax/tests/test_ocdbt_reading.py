@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import tensorstore as ts
+from ckptcore_orbax.ocdbt.database import Database
 from ckptcore_testing.layout_stores import DirectoryReadStore
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptcore.errors import ObjectNotFoundError
-from ckptcore_orbax.ocdbt.database import Database
 
 
 def _context() -> Any:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from ckptcore_orbax.ocdbt.varints import decode_varints, encode_varint, encode_varints
 from hypothesis import given
 from hypothesis import strategies as st
-
-from ckptcore_orbax.ocdbt.varints import decode_varints, encode_varint, encode_varints
 
 _NUMBERS = st.one_of(
     st.integers(0, 127), st.integers(0, 2**14 + 1), st.integers(0, 2**64 - 1), st.sampled_from([2**63, 2**64 - 1])

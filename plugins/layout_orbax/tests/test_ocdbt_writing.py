@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 import tensorstore as ts
-from ckptcore_testing.layout_stores import DirectoryReadStore
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from ckptcore.errors import InvalidLocationError, NameCollisionError, UnsupportedLeafError
 from ckptcore_orbax.ocdbt.cursor import Place
 from ckptcore_orbax.ocdbt.database import Database
 from ckptcore_orbax.ocdbt.encoding import encode_database
 from ckptcore_orbax.ocdbt.manifest import Version, decode_manifest, encode_manifest
 from ckptcore_orbax.ocdbt.node import NodeReference, Statistics, Value
 from ckptcore_orbax.ocdbt.paths import DataFile
+from ckptcore_testing.layout_stores import DirectoryReadStore
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptcore.errors import InvalidLocationError, NameCollisionError, UnsupportedLeafError
 
 _UUID = bytes(range(16))
 _NODE_FILE = "d/00112233445566778899aabbccddeeff"

@@ -7,12 +7,6 @@ import msgpack
 import numpy as np
 import pytest
 import tensorstore as ts
-from ckptcore_testing.layout_stores import DirectoryReadStore
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
-from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Attribute, Node, TreeMetadata, ValueRecord
 from ckptcore_orbax.orbax.aggregate import parse_aggregate
 from ckptcore_orbax.orbax.composites import find_composite
 from ckptcore_orbax.orbax.item_files import Strings, encode_strings, item_files
@@ -21,6 +15,12 @@ from ckptcore_orbax.orbax.markers import PYTREE_HANDLER, encode_metrics, marker_
 from ckptcore_orbax.orbax.shardings import encode_shardings, parse_shardings
 from ckptcore_orbax.orbax.tree_file import orbax_name, parse_tree
 from ckptcore_orbax.orbax.values import scalar_record, value_array, value_record, value_text, value_type
+from ckptcore_testing.layout_stores import DirectoryReadStore
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
+from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Attribute, Node, TreeMetadata, ValueRecord
 
 ON_ONE = {"sharding": {"type": "SingleDeviceSharding", "device": "cpu:0"}}
 

@@ -5,16 +5,16 @@ import shutil
 from pathlib import Path
 
 import pytest
+from ckptcore_orbax.orbax.axlearn import find_axlearn
+from ckptcore_orbax.orbax.composites import find_composite, find_root_metadata
+from ckptcore_orbax.orbax.items import find_item
+from ckptcore_orbax.orbax.trees import tree_of_names
 from ckptcore_testing.hostile_json import tampered
 from ckptcore_testing.layout_stores import DirectoryReadStore
 
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, UncommittedCheckpointError
 from ckptcore.model import Attribute, Node
 from ckptcore.protocols import StorageAddress
-from ckptcore_orbax.orbax.axlearn import find_axlearn
-from ckptcore_orbax.orbax.composites import find_composite, find_root_metadata
-from ckptcore_orbax.orbax.items import find_item
-from ckptcore_orbax.orbax.trees import tree_of_names
 
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = sorted(path.stem for path in GOLDEN.glob("*.json"))

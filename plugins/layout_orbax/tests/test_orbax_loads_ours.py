@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from ckptcore_orbax import OcdbtLayout, Zarr3Layout, ZarrLayout
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1
 
 import ckptcore
-from ckptcore_orbax import OcdbtLayout, Zarr3Layout, ZarrLayout
 from plugins.layout_orbax.tests.orbax_states import (
     FEW,
     LAYOUTS,

@@ -166,9 +166,8 @@ def test_conversions_keep_every_bit(saved, tmp_path, writer, layout):
 
 
 def command(*arguments):
-    from click.testing import CliRunner
-
     from ckptcore_tools.cli.application import application
+    from click.testing import CliRunner
 
     result = CliRunner().invoke(application, [*map(str, arguments)])
     return result.exit_code, result.output

@@ -11,10 +11,10 @@ from typing import Any, Final
 import numpy as np
 import pytest
 import tensorstore
+from ckptcore_orbax import OcdbtLayout
 
 import ckptcore
 from ckptcore.protocols import Layout
-from ckptcore_orbax import OcdbtLayout
 
 pytestmark = pytest.mark.system
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
+from ckptcore_orbax import ArrayRule, OcdbtLayout, Zarr3Layout, ZarrLayout
 from ckptcore_testing.layout_stores import DirectoryWriteStore, HeldSnapshot, local_directory
 from ckptcore_testing.layout_trials import Trial, flat_trial, write_trial
 
@@ -16,7 +17,6 @@ import ckptcore
 from ckptcore.errors import CheckpointError, StorageError, UnsupportedKeyError, UnsupportedLeafError
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, Node, Receipt, Segment, TreeMetadata
 from ckptcore.protocols import Layout
-from ckptcore_orbax import ArrayRule, OcdbtLayout, Zarr3Layout, ZarrLayout
 
 
 def test_saves_without_arrays_share_no_names(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from ckptcore_orbax import OcdbtLayout, Zarr3Layout, ZarrLayout
 from orbax.checkpoint import v1
 
 import ckptcore
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, TreeMismatchError, UnsupportedLeafError
-from ckptcore_orbax import OcdbtLayout, Zarr3Layout, ZarrLayout
 from plugins.layout_orbax.tests.orbax_states import (
     LAYOUTS,
     assert_same,

@@ -9,9 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorstore as ts
-
-from ckptcore.errors import UnsupportedLeafError
-from ckptcore.model import ArraySpec, Box, dtype_from_name
 from ckptcore_orbax.crc32c import CRC32C, crc32c_of
 from ckptcore_orbax.zarr.chunking import chunks_of
 from ckptcore_orbax.zarr.dtypes import STORED_DTYPES, stored_spec
@@ -26,6 +23,9 @@ from ckptcore_orbax.zarr.shard_index import (
 )
 from ckptcore_orbax.zarr.version2 import parse_zarr2, zarr2_array
 from ckptcore_orbax.zarr.version3 import inner_array, parse_zarr3, zarr3_array
+
+from ckptcore.errors import UnsupportedLeafError
+from ckptcore.model import ArraySpec, Box, dtype_from_name
 
 ALL_DTYPES = sorted(STORED_DTYPES[3])
 assert STORED_DTYPES[2] == STORED_DTYPES[3]

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import tensorstore
 import zarr
+from ckptcore_orbax import OcdbtLayout, Zarr3Layout, ZarrLayout
 from ckptcore_testing import ThreadJob
 
 import ckptcore
 from ckptcore.protocols import Coordinator
-from ckptcore_orbax import OcdbtLayout, Zarr3Layout, ZarrLayout
 
 LAYOUTS: Mapping[str, Any] = {"zarr": ZarrLayout, "zarr3": Zarr3Layout}
 KEYS = {"zarr": ".zgroup", "zarr3": "zarr.json"}

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 import ray
+from ckptcore_ray.coordinator import RayCoordinator
+from ckptcore_ray.jobs import RayJob, make_job
 
 import ckptcore
 from ckptcore.protocols import Coordinator
-from ckptcore_ray.coordinator import RayCoordinator
-from ckptcore_ray.jobs import RayJob, make_job
 
 __all__ = ["Rank", "Ranks", "new_name"]
 

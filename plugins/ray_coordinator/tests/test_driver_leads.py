@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from ckptcore_ray.coordinator import RayCoordinator
+from ckptcore_ray.jobs import RayJob, make_job
 
 import ckptcore
 from ckptcore.errors import CheckpointError, RankFailedError
 from ckptcore.policies import FixedInterval, LatestN
-from ckptcore_ray.coordinator import RayCoordinator
-from ckptcore_ray.jobs import RayJob, make_job
 from plugins.ray_coordinator.tests.ranks import Ranks, new_name
 
 ROWS = (0, 3, 4)

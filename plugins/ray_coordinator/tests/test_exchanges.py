@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 
 import pytest
-
 from ckptcore_ray.exchanges import Exchanges
 from ckptcore_ray.outcomes import Delivered, Lost, Missing, Over
 from ckptcore_ray.progress import JobProgress

@@ -13,14 +13,14 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 import pytest
 import ray
+from ckptcore_ray.coordinator import RayCoordinator
+from ckptcore_ray.jobs import RayJob, make_job
 from ray.exceptions import GetTimeoutError, RayActorError
 
 import ckptcore
 from ckptcore.errors import CheckpointError
 from ckptcore.model import Box
 from ckptcore.saving import persisting
-from ckptcore_ray.coordinator import RayCoordinator
-from ckptcore_ray.jobs import RayJob, make_job
 from plugins.ray_coordinator.tests.ranks import new_name
 
 End: TypeAlias = Literal["works", "raises", "dies", "hangs"]

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import ray
+from ckptcore_ray.jobs import make_job
 
 import ckptcore
 from ckptcore.errors import CheckpointError
-from ckptcore_ray.jobs import make_job
 from plugins.ray_coordinator.tests.ranks import Ranks, new_name, state
 
 

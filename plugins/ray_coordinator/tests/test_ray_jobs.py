@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from ckptcore_ray.coordinator import RayCoordinator
+from ckptcore_ray.jobs import RayJob, find_job, make_job
 
 import ckptcore
 from ckptcore.errors import CoordinationTimeoutError, PluginError, RankFailedError
-from ckptcore_ray.coordinator import RayCoordinator
-from ckptcore_ray.jobs import RayJob, find_job, make_job
 from plugins.ray_coordinator.tests.ranks import Ranks, new_name, state
 
 

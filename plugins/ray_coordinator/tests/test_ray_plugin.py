@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 
+import ckptcore_ray
+from ckptcore_ray.membership import joined_coordinator
 from ckptcore_testing import PluginTests
 
-import ckptcore_ray
 from ckptcore import Context
-from ckptcore_ray.membership import joined_coordinator
 
 
 class TestPluginConforms(PluginTests):

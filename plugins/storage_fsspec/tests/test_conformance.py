@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from ckptcore_fsspec.opening import open_url
 from ckptcore_testing import StorageBackendTests
 
 from ckptcore.protocols import StorageBackend, StorageOptions
-from ckptcore_fsspec.opening import open_url
 
 
 class TestMemory(StorageBackendTests):

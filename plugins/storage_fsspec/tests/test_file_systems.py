@@ -7,8 +7,8 @@ import threading
 from pathlib import Path
 
 import fsspec
-
 from ckptcore_fsspec.file_systems import Connection
+
 from plugins.storage_fsspec.tests.web_servers import RangesHandler, serve_directory
 
 
@@ -42,8 +42,9 @@ def test_a_process_that_was_forked_reads_too(tmp_path: Path) -> None:
     """With a file system of its own: that of its parent waits for a thread that the fork did not copy."""
     (tmp_path / "data").write_bytes(b"read me")
     with serve_directory(tmp_path, RangesHandler) as (url, _):
-        from ckptcore.protocols import StorageOptions
         from ckptcore_fsspec.opening import open_url
+
+        from ckptcore.protocols import StorageOptions
 
         storage = open_url(url, StorageOptions())
         assert storage.get("data") == b"read me"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from ckptcore_fsspec.plugin import ckpt_storage_for
 from ckptcore_testing import PluginTests
 
 import ckptcore
 from ckptcore import Context
 from ckptcore.errors import InvalidLocationError, PluginError, UnknownPluginError
 from ckptcore.plugins import installed_plugins
-from ckptcore_fsspec.plugin import ckpt_storage_for
 
 
 class TestPluginConforms(PluginTests):

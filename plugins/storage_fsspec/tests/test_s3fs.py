@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from ckptcore_fsspec.opening import open_url
+from ckptcore_s3.testing import ACCESS_KEY_ID, SECRET_ACCESS_KEY, S3Server, s3_server
 from ckptcore_testing import StorageBackendTests
 
 from ckptcore.errors import ObjectNotFoundError
 from ckptcore.model import JSON
 from ckptcore.protocols import StorageBackend, StorageOptions
-from ckptcore_fsspec.opening import open_url
-from ckptcore_s3.testing import ACCESS_KEY_ID, SECRET_ACCESS_KEY, S3Server, s3_server
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ckptcore_fsspec.opening import open_url
 from ckptcore_testing.storage import UNUSUAL_KEYS
 
 import ckptcore
@@ -23,7 +24,6 @@ from ckptcore.errors import (
     StorageThrottledError,
 )
 from ckptcore.protocols import OpensObjects, StorageBackend, StorageOptions
-from ckptcore_fsspec.opening import open_url
 from plugins.storage_fsspec.tests.web_servers import PlainHandler, RangesHandler, serve_directory
 
 Requests = list[tuple[str, str | None]]

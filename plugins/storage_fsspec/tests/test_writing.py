@@ -9,10 +9,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-
-from ckptcore.errors import StorageError, StorageFullError
 from ckptcore_fsspec import writing
 from ckptcore_fsspec.writing import InOrderWriter
+
+from ckptcore.errors import StorageError, StorageFullError
 
 
 class Collected:

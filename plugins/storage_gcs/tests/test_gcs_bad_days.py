@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 from ckptcore_gcs.plugin import GcsPlugin
 from ckptcore_gcs_server import Answer, Request, StrictGcs
+from ckptcore_obstore.storage import ObjectStoreDirectory
 
 from ckptcore.errors import ConditionFailedError, StorageError
 from ckptcore.model import JSON
 from ckptcore.protocols import IF_ABSENT, IfTag, StorageOptions
-from ckptcore_obstore.storage import ObjectStoreDirectory
 
 PART = 5 << 20
 LARGE = bytes(range(256)) * (48 << 10)  # two parts and a piece

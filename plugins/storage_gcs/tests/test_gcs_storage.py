@@ -6,11 +6,11 @@ from typing import Literal
 
 import pytest
 from ckptcore_gcs.plugin import GcsPlugin
+from ckptcore_obstore.storage import ObjectStoreDirectory
 from ckptcore_testing import CreatesObjectsTests, HoldsUploadsTests, RepeatsDeletionsTests, StorageBackendTests
 from ckptcore_testing.gcs_servers import GcsServer
 
 from ckptcore.protocols import StorageOptions
-from ckptcore_obstore.storage import ObjectStoreDirectory
 
 
 class _OnStrictGcs:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from ckptcore_obstore.failures import FailureKind, failure_of_answer, failure_of_text
 
 NOT_FOUND = (

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 from ckptcore_gcs.opening import GcsBuckets
-
-from ckptcore.protocols import StorageOptions
 from ckptcore_obstore.open_buckets import OpenBuckets
 from ckptcore_obstore.storage import ObjectStoreDirectory
 from ckptcore_s3.opening import S3Buckets
+
+from ckptcore.protocols import StorageOptions
 
 
 def test_the_buckets_that_were_used_last_are_kept() -> None:

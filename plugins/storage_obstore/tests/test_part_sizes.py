@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
 from ckptcore_obstore.part_sizes import PartSizes
 from ckptcore_obstore.uploads import LEAST_PART_BYTES, MOST_PARTS
+from hypothesis import given
+from hypothesis import strategies as st
 
 MIB = 1 << 20
 MOST_BYTES = 5 << 40  # of an object in S3

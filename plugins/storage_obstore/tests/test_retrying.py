@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 import pytest
-
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
 from ckptcore_obstore.limits import AdaptiveLimit
 from ckptcore_obstore.retrying import RetryPolicy, try_request

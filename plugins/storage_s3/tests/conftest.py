@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from ckptcore_s3.testing import S3Server, s3_server
 
 

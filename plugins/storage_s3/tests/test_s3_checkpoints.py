@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from ckptcore_s3.testing import S3Server
 
 import ckptcore
 from ckptcore import policies
-from ckptcore_s3.testing import S3Server
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_s3.testing import S3Server
 
 import ckptcore
-from ckptcore_s3.testing import S3Server
 
 pytest.importorskip("click")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-import ckptcore
-from ckptcore.saving import persisting
 from ckptcore_obstore.buckets import Bucket
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
 from ckptcore_s3.testing import S3Server
+
+import ckptcore
+from ckptcore.saving import persisting
 
 
 def test_what_another_save_committed_meanwhile_stays(ministack: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:

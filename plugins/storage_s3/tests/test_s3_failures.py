@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from ckptcore_s3.plugin import S3Plugin
 
 from ckptcore.errors import (
     BucketNotFoundError,
@@ -25,7 +26,6 @@ from ckptcore.errors import (
 )
 from ckptcore.model import JSON
 from ckptcore.protocols import IF_ABSENT, IfTag, StorageOptions
-from ckptcore_s3.plugin import S3Plugin
 from plugins.storage_s3.tests.stub_server import Reply, Request, error_reply, stub_server
 
 

@@ -9,15 +9,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-
-from ckptcore import Context
-from ckptcore.errors import InvalidLocationError, StorageCredentialsError
-from ckptcore.protocols import StorageOptions
 from ckptcore_s3.credentials import ChainCredentials, Credentials
 from ckptcore_s3.plugin import S3Plugin
 from ckptcore_s3.service import S3Service
 from ckptcore_s3.settings import OPTIONS, settings_of
 from ckptcore_s3.signing import signed_headers
+
+from ckptcore import Context
+from ckptcore.errors import InvalidLocationError, StorageCredentialsError
+from ckptcore.protocols import StorageOptions
 
 NO_FILES = {"AWS_CONFIG_FILE": "/nonexistent/config", "AWS_SHARED_CREDENTIALS_FILE": "/nonexistent/credentials"}
 

@@ -6,12 +6,12 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from ckptcore_testing import CreatesObjectsTests, HoldsUploadsTests, RepeatsDeletionsTests, StorageBackendTests
-
-from ckptcore.protocols import HoldsUploads, ManyRequests, StorageBackend, StorageOptions
 from ckptcore_obstore.storage import ObjectStoreDirectory
 from ckptcore_s3.plugin import S3Plugin
 from ckptcore_s3.testing import S3Server
+from ckptcore_testing import CreatesObjectsTests, HoldsUploadsTests, RepeatsDeletionsTests, StorageBackendTests
+
+from ckptcore.protocols import HoldsUploads, ManyRequests, StorageBackend, StorageOptions
 
 
 class OnMiniStack:

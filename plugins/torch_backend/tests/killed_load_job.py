@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch.distributed as dist
+from ckptcore_torch.collectives import GlooCollectives
+from ckptcore_torch.store_coordinator import StoreCoordinator, store_of_job
 
 import ckptcore
 from ckptcore import Context
 from ckptcore.errors import CheckpointError
 from ckptcore.loading.broadcasts import Broadcasts
-from ckptcore_torch.collectives import GlooCollectives
-from ckptcore_torch.store_coordinator import StoreCoordinator, store_of_job
 
 _PATIENT_SECONDS: Final = 120
 _MESSAGE_SECONDS: Final = {signal.SIGKILL: 600, signal.SIGSTOP: 5}

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ckptcore_torch.store_coordinator import StoreCoordinator
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckptcore
 from ckptcore.builtin.host_leaves import HostArrayHandler
 from ckptcore.protocols import LeafHandler
-from ckptcore_torch.store_coordinator import StoreCoordinator
 
 
 class Deadly:

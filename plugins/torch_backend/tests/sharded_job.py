@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from ckptcore_torch.named_optimizers import NamedOptimizer, NamedOptimizerPart
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
@@ -28,7 +29,6 @@ from torch.distributed.fsdp import StateDictType, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import ckptcore
-from ckptcore_torch.named_optimizers import NamedOptimizer, NamedOptimizerPart
 
 Job = tuple[torch.nn.Module, torch.optim.Optimizer]
 

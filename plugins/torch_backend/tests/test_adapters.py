@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
+from ckptcore_torch.adapters import AdapterLayout, adapter_state, load_adapter, load_adapter_into, save_adapter
 
 import ckptcore
 from ckptcore.errors import (
@@ -24,7 +25,6 @@ from ckptcore.errors import (
     NameCollisionError,
     TreeMismatchError,
 )
-from ckptcore_torch.adapters import AdapterLayout, adapter_state, load_adapter, load_adapter_into, save_adapter
 
 GOLDEN = Path(__file__).parent / "golden_adapters"
 NAMES = ["biases_of_its_own", "dora_and_biases", "everything", "tokens"]

@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from ckptcore_testing import CollectivesTests, ThreadJob
+from ckptcore_torch.collectives import GlooCollectives, collectives_of_job
+from ckptcore_torch.group_channels import DeviceChannels, Member
 
 from ckptcore.errors import RankFailedError
 from ckptcore.protocols import Channels, Collectives
-from ckptcore_torch.collectives import GlooCollectives, collectives_of_job
-from ckptcore_torch.group_channels import DeviceChannels, Member
 
 T = TypeVar("T")
 

@@ -10,17 +10,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import ckptcore_torch
 import numpy as np
 import pytest
 import torch.distributed as dist
+from ckptcore_torch.store_coordinator import StoreCoordinator, _GroupCoordinators
 
 import ckptcore
-import ckptcore_torch
 from ckptcore import Context
 from ckptcore.errors import PluginError
 from ckptcore.job.exchanges import ExchangeCounts
 from ckptcore.protocols import Rejoinable
-from ckptcore_torch.store_coordinator import StoreCoordinator, _GroupCoordinators
 
 pytestmark = pytest.mark.system
 

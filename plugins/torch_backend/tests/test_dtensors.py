@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from ckptcore_testing import LeafExample, LeafHandlerTests
+from ckptcore_torch.dtensors import DTensorHandler
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-
-from ckptcore_torch.dtensors import DTensorHandler
 
 WHOLE = torch.arange(1, 36, dtype=torch.float32).reshape(5, 7)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from ckptcore_torch.dtypes import encoding_of, encoding_of_stored
 
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import PLAIN_ARRAY, dtype_from_name
-from ckptcore_torch.dtypes import encoding_of, encoding_of_stored
 
 ALL = sorted(
     {found for name in dir(torch) if isinstance(found := getattr(torch, name), torch.dtype)},

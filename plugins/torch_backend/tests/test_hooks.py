@@ -9,11 +9,10 @@ import sys
 from collections import OrderedDict
 from pathlib import Path
 
+import ckptcore_torch
 import pytest
 import torch
 from ckptcore_testing import ContainerExample, ContainerHandlerTests, PluginTests
-
-import ckptcore_torch
 from ckptcore_torch.modules import ModuleHandler
 from ckptcore_torch.optimizers import OptimizerHandler
 from ckptcore_torch.stateful import GeneratorHandler, StateDictHandler

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from ckptcore_torch.tensors import TensorHandler
+from ckptcore_torch.transfers import Transfers
 
 import ckptcore
 from ckptcore.model import ArraySpec, Box, HostArray, Pending
 from ckptcore.protocols import HostMemory
-from ckptcore_torch.tensors import TensorHandler
-from ckptcore_torch.transfers import Transfers
 from plugins.torch_backend.tests.held_memory import OPERATIONS, State, without_collector
 from plugins.torch_backend.tests.test_transfers import LateDevice
 

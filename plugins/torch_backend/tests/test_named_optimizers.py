@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from ckptcore_testing import CheckpointableExample, CheckpointableHandlerTests
+from ckptcore_torch.named_optimizers import NamedOptimizer, NamedOptimizerHandler
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -21,7 +22,6 @@ from torch.nn.parallel import DataParallel
 
 import ckptcore
 from ckptcore.errors import NameCollisionError, TargetUndefinedError, TreeMismatchError, UnsupportedLeafError
-from ckptcore_torch.named_optimizers import NamedOptimizer, NamedOptimizerHandler
 
 Make = Callable[[torch.nn.Module], torch.optim.Optimizer]
 HANDLER = NamedOptimizerHandler()

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ckptcore_torch.modules import ModuleHandler
+from ckptcore_torch.names import plain_names
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import ckptcore
 from ckptcore.errors import NameCollisionError, TreeMismatchError
-from ckptcore_torch.modules import ModuleHandler
-from ckptcore_torch.names import plain_names
 
 Module = torch.nn.Module
 Wrap = Callable[[Module], Module]

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from ckptcore_testing import CheckpointableExample, CheckpointableHandlerTests, ThreadJob
+from ckptcore_torch.named_optimizers import NamedOptimizer, NamedOptimizerPart, NamedOptimizerPartHandler
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -20,7 +21,6 @@ from torch.distributed.checkpoint.state_dict import (
 import ckptcore
 from ckptcore.errors import TreeMismatchError
 from ckptcore.protocols import Coordinator
-from ckptcore_torch.named_optimizers import NamedOptimizer, NamedOptimizerPart, NamedOptimizerPartHandler
 
 HANDLER = NamedOptimizerPartHandler()
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from ckptcore_torch.named_optimizers import NamedOptimizer
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     _patch_model_state_dict,
@@ -15,7 +16,6 @@ from torch.distributed.checkpoint.state_dict import (
 
 import ckptcore
 from ckptcore.errors import TreeMismatchError, UnsupportedLeafError
-from ckptcore_torch.named_optimizers import NamedOptimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from ckptcore_torch.placements import Placed, placed_pieces, sharding_cuts
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -15,7 +16,6 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import ArraySpec, Box
 from ckptcore.planning import cuts_of, uncovered
-from ckptcore_torch.placements import Placed, placed_pieces, sharding_cuts
 
 
 def _by_torch(placed: Placed, coordinate: Sequence[int]) -> torch.Tensor:

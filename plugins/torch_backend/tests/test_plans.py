@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from ckptcore_torch.dtensors import DTensorHandler
+from ckptcore_torch.tensors import TensorHandler
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ckptcore
 from ckptcore.protocols import ForecastsLeaves
-from ckptcore_torch.dtensors import DTensorHandler
-from ckptcore_torch.tensors import TensorHandler
 
 PROCESSES = 8
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 from ckptcore_testing import assert_same_bits, bit_patterns
+from ckptcore_torch.dtypes import encoding_of
 
 import ckptcore
 from ckptcore.errors import TreeMismatchError, UnsupportedLeafError
 from ckptcore.model import ArraySpec
-from ckptcore_torch.dtypes import encoding_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ckptcore_torch.named_optimizers import NamedOptimizer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import ckptcore
-from ckptcore_torch.named_optimizers import NamedOptimizer
 
 pytestmark = pytest.mark.system
 

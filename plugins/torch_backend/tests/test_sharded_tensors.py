@@ -8,21 +8,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import ckptcore_torch
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from ckptcore_testing import LeafExample, LeafHandlerTests
+from ckptcore_torch.sharded_tensors import ShardedTensorHandler, sharded_like
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 
 import ckptcore
-import ckptcore_torch
 from ckptcore.errors import PluginError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.model import ArrayRecord, ArraySpec, Box, ValueRecord
-from ckptcore_torch.sharded_tensors import ShardedTensorHandler, sharded_like
 
 GOLDEN = Path(__file__).with_name("golden_sharded_tensors")
 HANDLER = ShardedTensorHandler()

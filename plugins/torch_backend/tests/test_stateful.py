@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 from ckptcore_testing import CheckpointableExample, CheckpointableHandlerTests
+from ckptcore_torch.modules import ModuleHandler
+from ckptcore_torch.optimizers import OptimizerHandler
+from ckptcore_torch.stateful import GeneratorHandler, StateDictHandler, handler_of_type
 
 from ckptcore.errors import TreeMismatchError
 from ckptcore.model import AbstractArray
 from ckptcore.protocols import LazyCheckpointableHandler, PerProcessHandler
-from ckptcore_torch.modules import ModuleHandler
-from ckptcore_torch.optimizers import OptimizerHandler
-from ckptcore_torch.stateful import GeneratorHandler, StateDictHandler, handler_of_type
 
 
 def fingerprint(state: Any) -> object:

@@ -12,9 +12,9 @@ from typing import TypeVar
 import pytest
 import torch.distributed as dist
 from ckptcore_testing import CoordinatorTests
+from ckptcore_torch.store_coordinator import StoreCoordinator
 
 from ckptcore.protocols import Coordinator
-from ckptcore_torch.store_coordinator import StoreCoordinator
 
 pytestmark = pytest.mark.system
 

@@ -13,9 +13,9 @@ from typing import Any, Final
 
 import pytest
 import torch.distributed as dist
+from ckptcore_torch.store_coordinator import StoreCoordinator
 
 from ckptcore.errors import CoordinationTimeoutError, PluginError, RankFailedError
-from ckptcore_torch.store_coordinator import StoreCoordinator
 
 pytestmark = pytest.mark.system
 

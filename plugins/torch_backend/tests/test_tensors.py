@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 from ckptcore_testing import SHAPES, LateHostMemory, LeafExample, LeafHandlerTests, assert_same_bits, bit_patterns
+from ckptcore_torch.dtypes import encoding_of
+from ckptcore_torch.leaf_handlers import handler_of_type
+from ckptcore_torch.tensors import SubclassHandler, TensorHandler, same_memory
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.masked import masked_tensor
 
 import ckptcore
 from ckptcore.errors import PluginError, TargetUndefinedError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray, ValueRecord
-from ckptcore_torch.dtypes import encoding_of
-from ckptcore_torch.leaf_handlers import handler_of_type
-from ckptcore_torch.tensors import SubclassHandler, TensorHandler, same_memory
 
 # What PyTorch says of some kinds of tensors, whoever makes one.
 pytestmark = [

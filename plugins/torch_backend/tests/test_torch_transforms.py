@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from ckptcore_transforms import Cast, Rename, Split, Stack, Transform, Transpose
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ckptcore
 from ckptcore import LoadReport
-from ckptcore_transforms import Cast, Rename, Split, Stack, Transform, Transpose
 
 RANK, RANKS = 2, 4
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 from ckptcore_testing import LateHostMemory
-
-from ckptcore.model import Box, HostArray
 from ckptcore_torch.tensors import TensorHandler
 from ckptcore_torch.transfers import Lane, Moment, Transfers, finish_work_on, start_copy
+
+from ckptcore.model import Box, HostArray
 
 SIZE = 64
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from ckptcore_testing.strategies import boxes
+from ckptcore_transforms.derived_arrays import permute, stack, weighted_sum
 from hypothesis import strategies as st
 
 from ckptcore.context import Context
@@ -17,7 +18,6 @@ from ckptcore.loading.opened import Opened
 from ckptcore.loading.tries import open_checkpoint
 from ckptcore.model import ArraySpec, Box, HostArray, ReadPlan
 from ckptcore.protocols import DerivedArray, ReadStore
-from ckptcore_transforms.derived_arrays import permute, stack, weighted_sum
 
 CASTS = ("float32", "bfloat16", "float16", "int8", "float64", "float8_e4m3fn")
 

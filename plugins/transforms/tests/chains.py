@@ -10,11 +10,6 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
-from hypothesis import strategies as st
-
-import ckptcore
-from ckptcore import AbstractArray
-from ckptcore.model import HostArray
 from ckptcore_transforms import (
     Apply,
     Average,
@@ -39,6 +34,11 @@ from ckptcore_transforms import (
     Transpose,
     Unstack,
 )
+from hypothesis import strategies as st
+
+import ckptcore
+from ckptcore import AbstractArray
+from ckptcore.model import HostArray
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int8", "int32", "uint4", "int4", "bool", "complex64")
 FLOATS = ("float32", "bfloat16", "float16", "float64")

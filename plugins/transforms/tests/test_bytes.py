@@ -10,10 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-import ckptcore
-from ckptcore import AbstractArray, ArrayShard, Context, LoadReport, Matching, MemoryOptions, ShardedArray
-from ckptcore.model import Box, dtype_from_name
 from ckptcore_transforms import (
     Apply,
     Average,
@@ -41,6 +37,10 @@ from ckptcore_transforms import (
     Transpose,
     Unstack,
 )
+
+import ckptcore
+from ckptcore import AbstractArray, ArrayShard, Context, LoadReport, Matching, MemoryOptions, ShardedArray
+from ckptcore.model import Box, dtype_from_name
 
 SIDE, RANK, SHARDS = 1024, 16, 8
 WHOLE = SIDE * SIDE * 4

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import ckptcore_transforms
 import numpy as np
 import pytest
 from ckptcore_testing.strategies import partitions
+from ckptcore_transforms import describe
+from ckptcore_transforms.patterns import path_text
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ckptcore
-import ckptcore_transforms
 import plugins.transforms.tests.chains
 from ckptcore import ArrayShard, Context, MemoryOptions, ShardedArray
 from ckptcore.loading.transformed import apply_transforms
 from ckptcore.model import ArrayRecord, HostArray
 from ckptcore.planning import plan_read
-from ckptcore_transforms import describe
-from ckptcore_transforms.patterns import path_text
 from plugins.transforms.tests.array_chains import open_counted
 from plugins.transforms.tests.chains import Chain, chains, save_beside, stored_trees
 

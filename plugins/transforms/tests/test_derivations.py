@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ckptcore_testing.strategies import boxes
+from ckptcore_transforms import Stack, Transform, Transpose
+from ckptcore_transforms.derived_arrays import computed, merge_low_rank, permute, stack, weighted_sum
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,8 +26,6 @@ from ckptcore.loading.tries import open_checkpoint
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, HostArray, Node, TreeMetadata
 from ckptcore.planning import plan_read
 from ckptcore.protocols import DerivedArray
-from ckptcore_transforms import Stack, Transform, Transpose
-from ckptcore_transforms.derived_arrays import computed, merge_low_rank, permute, stack, weighted_sum
 from plugins.transforms.tests.array_chains import Chain, chains, open_counted
 
 STORED: Sequence[HostArray] = [

@@ -6,15 +6,10 @@ import dataclasses
 import itertools
 from typing import Any
 
+import ckptcore_transforms
 import numpy as np
 import pytest
 from ckptcore_testing import assert_same_tree
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-import ckptcore
-import ckptcore_transforms
-from ckptcore.errors import TransformError
 from ckptcore_transforms import (
     Apply,
     Average,
@@ -45,6 +40,11 @@ from ckptcore_transforms import (
     describe,
     inverse,
 )  # fmt: skip
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ckptcore
+from ckptcore.errors import TransformError
 
 _numbers = itertools.count()
 

@@ -9,9 +9,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from ckptcore_testing import assert_same_tree
-
-import ckptcore
-from ckptcore.errors import TransformError
 from ckptcore_transforms import (
     Average,
     Default,
@@ -27,6 +24,9 @@ from ckptcore_transforms import (
     Unstack,
     inverse,
 )
+
+import ckptcore
+from ckptcore.errors import TransformError
 
 _numbers = itertools.count()
 ONES = np.ones(2, np.float32)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from ckptcore_testing import ThreadJob, ThreadNetwork
 from ckptcore_testing.strategies import partitions
+from ckptcore_transforms import Cast, Fuse, Pad, Rename, Reshape, Slice, Split, Stack, Transform, Transpose, inverse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +19,6 @@ from ckptcore import ArrayShard, Context, LoadReport, MemoryOptions, ShardedArra
 from ckptcore.errors import CheckpointError
 from ckptcore.model import Box
 from ckptcore.protocols import Coordinator
-from ckptcore_transforms import Cast, Fuse, Pad, Rename, Reshape, Slice, Split, Stack, Transform, Transpose, inverse
 
 RANKS = 4
 LAYERS, ROWS, COLUMNS = 4, 1024, 1024

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from ckptcore_testing.strategies import boxes
+from ckptcore_transforms.derived_arrays import permute
+from ckptcore_transforms.quantized_arrays import _tile, block_scaled, mxfp4, reinterpret, unpack_fp4
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -24,8 +26,6 @@ from ckptcore.loading.opened import Opened
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, HostArray, Node, TreeMetadata, dtype_from_name
 from ckptcore.planning import plan_read
 from ckptcore.protocols import DerivedArray
-from ckptcore_transforms.derived_arrays import permute
-from ckptcore_transforms.quantized_arrays import _tile, block_scaled, mxfp4, reinterpret, unpack_fp4
 from plugins.transforms.tests.array_chains import open_counted
 
 BFLOAT16, E4M3FN, E8M0 = (dtype_from_name(name) for name in ("bfloat16", "float8_e4m3fn", "float8_e8m0fnu"))

@@ -12,10 +12,6 @@ import numpy as np
 import pytest
 from ckptcore_testing import assert_same_tree
 from ckptcore_testing.strategies import Point
-
-import ckptcore
-from ckptcore import AbstractArray
-from ckptcore.errors import CorruptCheckpointError, TransformError, TreeMismatchError
 from ckptcore_transforms import (
     Apply,
     Average,
@@ -39,6 +35,10 @@ from ckptcore_transforms import (
     describe,
     inverse,
 )
+
+import ckptcore
+from ckptcore import AbstractArray
+from ckptcore.errors import CorruptCheckpointError, TransformError, TreeMismatchError
 
 _numbers = itertools.count()
 

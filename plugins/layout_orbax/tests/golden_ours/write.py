@@ -13,11 +13,11 @@ from typing import Any, Final
 import jax
 import ml_dtypes
 import numpy as np
+from ckptcore_orbax import ArrayRule, OcdbtLayout, Zarr3Layout, ZarrLayout
 from ckptcore_testing.fixed_saves import fixed_saves
 
 import ckptcore
 from ckptcore.protocols import Layout
-from ckptcore_orbax import ArrayRule, OcdbtLayout, Zarr3Layout, ZarrLayout
 
 VERSION: Final = "state-1"
 """The version of the state that the layouts keep in the root."""

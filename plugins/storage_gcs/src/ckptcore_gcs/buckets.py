@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from ckptcore_obstore.buckets import Bucket
+from ckptcore_obstore.listing import list_objects
+from ckptcore_obstore.uploads import PartUpload
+
 from ckptcore.protocols import PutCondition
 from ckptcore_gcs.json_requests import MOST_IN_A_BATCH, JsonRequests
 from ckptcore_gcs.service import GcsService
 from ckptcore_gcs.uploads import CompositeUpload, NewObjectUpload, temporary_mark
-from ckptcore_obstore.buckets import Bucket
-from ckptcore_obstore.listing import list_objects
-from ckptcore_obstore.uploads import PartUpload
 
 __all__ = ["GcsBucket"]
 

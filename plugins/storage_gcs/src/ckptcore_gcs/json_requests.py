@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import quote
 
-from ckptcore.protocols import IfAbsent, PutCondition
-from ckptcore_gcs.settings import Settings
 from ckptcore_obstore.bucket_requests import MARK, BucketRequests
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_answer
+
+from ckptcore.protocols import IfAbsent, PutCondition
+from ckptcore_gcs.settings import Settings
 
 __all__ = ["MOST_COMPONENTS", "MOST_IN_A_BATCH", "JsonRequests"]
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Final
 
+from ckptcore_obstore.open_buckets import OpenBuckets
+from ckptcore_obstore.storage import ObjectStoreDirectory
+
 from ckptcore.errors import InvalidLocationError
 from ckptcore.protocols import StorageOptions
 from ckptcore_gcs.buckets import GcsBucket
 from ckptcore_gcs.service import GcsService
 from ckptcore_gcs.settings import Settings, settings_of
-from ckptcore_obstore.open_buckets import OpenBuckets
-from ckptcore_obstore.storage import ObjectStoreDirectory
 
 __all__ = ["GcsBuckets"]
 

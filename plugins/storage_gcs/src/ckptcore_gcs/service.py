@@ -8,11 +8,12 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
+from ckptcore_obstore.failures import Failure, FailureKind
+from ckptcore_obstore.services import Tuning
+
 from ckptcore.protocols import IfAbsent, PutCondition, StorageAddress
 from ckptcore_gcs.credentials import DefaultTokens, GivenToken, TokenSource
 from ckptcore_gcs.settings import Settings
-from ckptcore_obstore.failures import Failure, FailureKind
-from ckptcore_obstore.services import Tuning
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore

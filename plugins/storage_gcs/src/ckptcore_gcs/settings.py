@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 from urllib.parse import urlsplit
 
-from ckptcore.errors import InvalidLocationError
-from ckptcore.model import JSON
 from ckptcore_obstore.options import Option, check_options, choice, flag, text, tuning_of, tuning_options
 from ckptcore_obstore.services import Tuning
+
+from ckptcore.errors import InvalidLocationError
+from ckptcore.model import JSON
 
 __all__ = ["OPTIONS", "Settings", "settings_of"]
 

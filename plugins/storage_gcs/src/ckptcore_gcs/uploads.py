@@ -12,11 +12,12 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from ckptcore.protocols import IF_ABSENT, Buffer
-from ckptcore_gcs.json_requests import MOST_COMPONENTS, JsonRequests
 from ckptcore_obstore.buckets import Bucket
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
 from ckptcore_obstore.uploads import Upload
+
+from ckptcore.protocols import IF_ABSENT, Buffer
+from ckptcore_gcs.json_requests import MOST_COMPONENTS, JsonRequests
 
 __all__ = ["CompositeUpload", "NewObjectUpload", "temporary_mark"]
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Protocol
 
-from ckptcore.errors import StorageCredentialsError
 from ckptcore_obstore.forks import renew_in_children
+
+from ckptcore.errors import StorageCredentialsError
 
 __all__ = ["ChainCredentials", "CredentialSource", "Credentials", "GivenCredentials", "environment_credentials"]
 

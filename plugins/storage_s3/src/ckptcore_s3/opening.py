@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from typing import Final
 
-from ckptcore.errors import InvalidLocationError
-from ckptcore.protocols import StorageOptions
 from ckptcore_obstore.buckets import Bucket
 from ckptcore_obstore.open_buckets import OpenBuckets
 from ckptcore_obstore.storage import ObjectStoreDirectory
+
+from ckptcore.errors import InvalidLocationError
+from ckptcore.protocols import StorageOptions
 from ckptcore_s3.service import S3Service
 from ckptcore_s3.settings import Settings, settings_of
 

@@ -8,10 +8,11 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
-from ckptcore.model import JSON
-from ckptcore.protocols import IfAbsent, PutCondition, StorageAddress
 from ckptcore_obstore.failures import Failure, FailureKind
 from ckptcore_obstore.services import Tuning
+
+from ckptcore.model import JSON
+from ckptcore.protocols import IfAbsent, PutCondition, StorageAddress
 from ckptcore_s3.credentials import ChainCredentials, CredentialSource, GivenCredentials, environment_credentials
 from ckptcore_s3.settings import Settings
 from ckptcore_s3.signing import signed_headers

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from ckptcore.errors import InvalidLocationError, StorageCredentialsError
-from ckptcore.model import JSON
 from ckptcore_obstore.options import Option, check_options, choice, flag, text, tuning_of, tuning_options
 from ckptcore_obstore.services import Tuning
+
+from ckptcore.errors import InvalidLocationError, StorageCredentialsError
+from ckptcore.model import JSON
 from ckptcore_s3.credentials import Credentials, environment_credentials
 
 __all__ = ["OPTIONS", "Settings", "settings_of"]

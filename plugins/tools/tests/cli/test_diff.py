@@ -10,12 +10,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from ckptcore_tools.cli import comparison
+from ckptcore_tools.cli.comparison import BoxReader
 from safetensors.numpy import save_file
 
 import ckptcore
 from ckptcore.model import Box, HostArray
-from ckptcore_tools.cli import comparison
-from ckptcore_tools.cli.comparison import BoxReader
 from plugins.tools.tests.cli.conftest import Run, RunJson, flip, state
 from plugins.tools.tests.cli.expected_documents import DiffDocument, ErrorDocument
 

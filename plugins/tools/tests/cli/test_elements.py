@@ -8,12 +8,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from ckptcore_tools.cli.comparison import boxes_within
+from ckptcore_tools.cli.elements import SAME, Distance, Tolerance, distance
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptcore.model import ArraySpec, HostArray
-from ckptcore_tools.cli.comparison import boxes_within
-from ckptcore_tools.cli.elements import SAME, Distance, Tolerance, distance
 
 EXACT = Tolerance()
 NUMBERS = [

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ckptcore_tools.cli.inspect import tree_rows
+
 from ckptcore.model import JSON, ArrayRecord, ArraySpec, TreeMetadata
 from ckptcore.model.tree import LEAF, Node
-from ckptcore_tools.cli.inspect import tree_rows
 
 
 def details(*notes: Mapping[str, JSON]) -> list[str]:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 
 import pytest
+from ckptcore_tools.opentelemetry import OpenTelemetryObserver
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import HistogramDataPoint, InMemoryMetricReader, NumberDataPoint
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -14,7 +15,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from ckptcore.events import Event, Recording
-from ckptcore_tools.opentelemetry import OpenTelemetryObserver
 from plugins.tools.tests.events.sample_events import BEGAN, async_save, event
 
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, TypeAlias, get_args
 
+from ckptcore_obstore.plain_requests import PlainRequests
 from ckptcore_testing import HTTPAnswer, StoreDialect
 from ckptcore_testing.servers import Server, ServerCommand, serve
 
 from ckptcore.model import JSON
-from ckptcore_obstore.plain_requests import PlainRequests
 from ckptcore_s3.service import S3Service
 from ckptcore_s3.settings import settings_of
 from ckptcore_s3.testing.ceph import serve_ceph

@@ -13,8 +13,9 @@ import click
 
 import ckptcore
 from ckptcore.commit.location import resolve_location, subdirectory
-from ckptcore.commit.ownership import look_at_owner
+from ckptcore.commit.mark import Mark, root_mark
 from ckptcore.commit.occupants import parse_root, root_bytes
+from ckptcore.commit.ownership import look_at_owner
 from ckptcore.commit.root import ROOT_KEY, Composite, Root, Summary
 from ckptcore.commit.root_json import summarize_root
 from ckptcore.commit.steps import StepHolds
@@ -28,7 +29,6 @@ from ckptcore.errors import (
 )
 from ckptcore.loading.describe import describe_either
 from ckptcore.loading.members import present_members
-from ckptcore.commit.mark import Mark, root_mark
 from ckptcore.loading.opened import OpenedComposite
 from ckptcore.loading.tries import ATTEMPTS
 from ckptcore.model import JSON

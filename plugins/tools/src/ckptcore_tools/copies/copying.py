@@ -17,7 +17,15 @@ from ckptcore.commit.location import Location, Place, resolve_location
 from ckptcore.commit.mark import root_mark
 from ckptcore.commit.occupants import Overwrite, is_claimed_by, read_root, root_bytes
 from ckptcore.commit.root import ROOT_KEY, Claimed, Root
-from ckptcore.commit.root_json import bases_of_root, decode_root, encode_root, is_claim, is_partial, read_head, summarize_root
+from ckptcore.commit.root_json import (
+    bases_of_root,
+    decode_root,
+    encode_root,
+    is_claim,
+    is_partial,
+    read_head,
+    summarize_root,
+)
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,

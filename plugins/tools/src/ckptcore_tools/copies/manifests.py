@@ -8,9 +8,7 @@ from functools import partial
 from typing import Final
 
 from ckptcore.commit.location import Location, Place
-from ckptcore.commit.mark import Mark
 from ckptcore.commit.occupants import is_hidden_name
-from ckptcore.commit.root import ROOT_KEY
 from ckptcore.commit.root_json import decode_root
 from ckptcore.context import Context
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, ObjectNotFoundError
