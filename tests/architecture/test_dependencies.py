@@ -25,8 +25,10 @@ PUBLIC = {
     "ckptcore.hookspecs",
     "ckptcore.model",
     "ckptcore.planning",
+    "ckptcore.policies",
     "ckptcore.protocols",
     "ckptcore.redaction",
+    "ckptcore.step_names",
 }
 """The modules that a plugin may import; of the package `ckptcore.model` also the modules inside."""
 
@@ -45,6 +47,7 @@ SHARED = {
     "ckptcore.plugins",
     "ckptcore.runtime",
     "ckptcore.saving",
+    "ckptcore.timelines",
     "ckptcore.training",
     "ckptcore.tree",
 }
@@ -52,9 +55,6 @@ SHARED = {
 
 LAZY = "ckptcore.distributions"
 """The one module of the core that names distributions; type checkers see the lazy names of `ckptcore` there."""
-
-FEATURES = {"ckptcore_tools"}
-"""Packages of our own features, which share the core's version and may import its internals."""
 
 
 def foreign_imports(source: Source) -> list[str]:

@@ -262,16 +262,12 @@ def convert_command(
     if map_name is None and (head_dim is not None or rope_type is not None or prefix):
         raise click.UsageError("--head-dim, --rope-type and --prefix are of a map: give --map, too.")
     if dequantize is not None:
-        from ckptcore_transforms import DequantizeAsConfigured  # only who transforms waits for it
-
         try:
-            transforms.append(DequantizeAsConfigured(dequantize))
+            transforms.append(ckptcore.transforms.DequantizeAsConfigured(dequantize))
         except TypeError as error:
             raise click.UsageError(f"--dequantize: {error}") from error
     if map_name is not None:
-        from ckptcore_transforms.maps import find_map
-
-        transforms += find_map(map_name, head_dim, prefix, rope_type)
+        transforms += ckptcore.transforms.maps.find_map(map_name, head_dim, prefix, rope_type)
     context = command_context()
     with byte_progress("converting") as progress:
         ckptcore.copy(
