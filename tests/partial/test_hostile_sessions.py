@@ -123,10 +123,3 @@ def test_a_hostile_table_of_a_session_is_an_error(layout: str, tmp_path: Path) -
 
 def _line(document: JSON) -> bytes:
     return json.dumps(document).encode()
-
-
-def test_older_versions_refuse_a_partial_save(tmp_path: Path) -> None:
-    """They would take its root for one that they can replace."""
-    place = _place(tmp_path)
-    document = json.loads(store_at(place).get("checkpoint.json"))
-    assert document["version"] > 2 and document["state"] == "partial"
