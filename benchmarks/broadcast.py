@@ -60,7 +60,7 @@ def _job(directory: Path, side: int, rounds: int) -> None:
 
     if rank == 0:
         whole = model(lambda number: torch.from_numpy(_elements(number, side)).view(torch.bfloat16))
-        alone = ckptcore.Context(coordinator=SingleProcess())
+        alone = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=SingleProcess()))
         ckptcore.save(location, dict(whole.state_dict()), layout="dcp", context=alone)
         del whole
     dist.barrier()
@@ -76,7 +76,7 @@ def _job(directory: Path, side: int, rounds: int) -> None:
         set_model_state_dict(target, full, options=options)
 
     def ours(reads: Literal["all", "broadcast"]) -> Contender:
-        context = ckptcore.Context(reads=reads)
+        context = ckptcore.Context(job=ckptcore.context.JobOptions(reads=reads))
         return Contender(
             f"ckptcore.load_into, reads {reads}", lambda: ckptcore.load_into(location, state, context=context)
         )

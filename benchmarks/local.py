@@ -19,6 +19,7 @@ from benchmarks.alternating import Case, Contender, compare, huge
 from benchmarks.report import Row
 from benchmarks.setting import Setting
 from benchmarks.states import large_state, small_state
+from ckptcore.io.background import SaveHandle
 
 __all__ = ["Clearing", "State", "read_raw", "rows", "write_raw"]
 
@@ -26,7 +27,7 @@ State = dict[str, torch.Tensor]
 
 _FAST = ckptcore.Context(durability="none")
 _FULL = ckptcore.Context()
-_TRUSTING = ckptcore.Context(verify=False)
+_TRUSTING = ckptcore.Context(io=ckptcore.context.IOOptions(verify=False))
 _PIECE = 1 << 20
 
 
@@ -169,10 +170,10 @@ def _async_cases(directory: Path, state: State) -> Sequence[Case]:
     reused = ckptcore.Context(durability="none")
     clear = Clearing(ours)
 
-    def save(context: ckptcore.Context) -> ckptcore.SaveHandle:
+    def save(context: ckptcore.Context) -> SaveHandle:
         return ckptcore.save_async(ours, state, context=context)
 
-    def finish(handle: ckptcore.SaveHandle) -> None:
+    def finish(handle: SaveHandle) -> None:
         handle.result()
 
     return [

@@ -27,6 +27,7 @@ from benchmarks.alternating import Case, Contender, compare
 from benchmarks.report import Row
 from benchmarks.setting import Setting
 from ckptcore.model import BLOCK_BYTES, HostArray
+from ckptcore.runtime import runtime_of
 
 __all__ = ["rows"]
 
@@ -40,7 +41,7 @@ def rows(setting: Setting) -> Iterator[Row]:
     """Measure a blocking save to the page cache, and how long an asynchronous one blocks."""
     count = setting.count(1_000_000_000) // _ARRAYS // 4
     arrays = [np.random.default_rng(number).random(count, np.float32) for number in range(_ARRAYS)]
-    with ThreadPoolExecutor(_FAST.io_threads.count) as threads:
+    with ThreadPoolExecutor(runtime_of(_FAST).io_threads.count) as threads:
         yield from compare(_blocking(setting.directory, arrays, threads), setting.rounds)
     yield from compare(_asynchronous(setting.directory, arrays), setting.rounds)
 
@@ -71,7 +72,9 @@ def _asynchronous(directory: Path, arrays: Sequence[HostArray]) -> Case:
         shutil.rmtree(path, ignore_errors=True)
 
     def contender(name: str, *, copy: bool) -> Contender:
-        context = ckptcore.Context(durability="none", handlers={jax.Array: JaxLeafHandler(copy=copy)})
+        context = ckptcore.Context(
+            durability="none", plugins=ckptcore.context.PluginOptions(handlers={jax.Array: JaxLeafHandler(copy=copy)})
+        )
         return Contender(name, lambda: _blocked_seconds(path, state, context), clear, clear, float)
 
     contenders = [contender("ckptcore.save_async", copy=True), contender("JaxLeafHandler(copy=False)", copy=False)]

@@ -37,6 +37,7 @@ from ckptcore.model import Receipt, TreeMetadata
 from ckptcore.planning import check_coverage, plan_write
 from ckptcore.planning.replicas import Owners, ReplicaOptions, Shares, owners_of
 from ckptcore.protocols import Layout
+from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import describe_part
 from ckptcore.saving.persisting import merge_objects
 from ckptcore.saving.preparing import tree_digest
@@ -102,7 +103,7 @@ class Simulation:
         self._job = job
         self._replicas = replicas or ReplicaOptions()
         self._context = ckptcore.Context(durability="none")
-        self._layout: Layout = self._context.registry.layout(layout)
+        self._layout: Layout = runtime_of(self._context).registry.layout(layout)
         self._wire = Wire()
         self.measured = Measured(job.size, layout)
 
@@ -136,7 +137,13 @@ class Simulation:
 
         def describe() -> TreeDescription:
             found = describe_part(
-                "", value, self._layout, self._context.registry, rank=rank, size=self._job.size, replicas=replicas
+                "",
+                value,
+                self._layout,
+                runtime_of(self._context).registry,
+                rank=rank,
+                size=self._job.size,
+                replicas=replicas,
             )
             assert isinstance(found, TreeDescription)
             return found
@@ -241,7 +248,7 @@ class Simulation:
         decoded = _timed(seconds, "decode", lambda: [decode_receipts([tree], data)[0] for data in told])
         _timed(seconds, "cover", lambda: check_coverage(tree, decoded))
         storage = DiscardingStorage()
-        recorder = ObjectRecorder(storage, self._context.io_threads)
+        recorder = ObjectRecorder(storage, runtime_of(self._context).io_threads)
         state = _timed(seconds, "finish", lambda: self._layout.finish(tree, decoded, recorder))
         self.measured.finished_bytes = storage.nbytes
 

@@ -2,7 +2,7 @@
 
 Both sides give out copies. Safetensors maps its file and verifies nothing; ckptcore verifies a block of 1 MiB when something of it is read first.
 So there are rows for what is open and was read before, where both do the same work, and rows that open the checkpoint each time, where ckptcore
-reads and verifies sixteen times the bytes that are wanted. Beside each stands what it takes with `Context(verify=False)`. A Context remembers what the
+reads and verifies sixteen times the bytes that are wanted. Beside each stands what it takes with `Context(io=IOOptions(verify=False))`. A Context remembers what the
 roots said that it opened last: rows of openings stand for the second one and all after it, and those with a new Context for the first.
 """
 
@@ -26,13 +26,12 @@ from benchmarks.alternating import Case, Contender, compare
 from benchmarks.report import Row
 from benchmarks.setting import Setting
 from ckptcore import LoadReport, select
-from ckptcore.model import Box
 from ckptcore.select import Selection
 
 __all__ = ["rows"]
 
 _FAST = ckptcore.Context(durability="none")
-_TRUSTING = ckptcore.Context(durability="none", verify=False)
+_TRUSTING = ckptcore.Context(durability="none", io=ckptcore.context.IOOptions(verify=False))
 _LAYOUTS = ("safetensors", "dcp", "zarr3", "ocdbt")
 _ROWS = 16
 _SETTLED_SECONDS = 2.5
@@ -119,8 +118,8 @@ def _opening(name: str, directory: Path, wanted: list[tuple[str, int]]) -> Case:
 
     def loading() -> None:
         for array, start in wanted:
-            box = Box((start, 0), (start + _ROWS, 1024))
-            ckptcore.load_slice(directory / "safetensors", array, box, context=_FAST)
+            with ckptcore.open(directory / "safetensors", context=_FAST) as opened:
+                _ = opened[array][start : start + _ROWS]
 
     ours, *others = [
         Contender(_named(layout, context), _reading_anew(directory / layout, context, wanted))
@@ -129,7 +128,7 @@ def _opening(name: str, directory: Path, wanted: list[tuple[str, int]]) -> Case:
     location = directory / "safetensors"
     contenders = [ours, Contender("safe_open, get_slice", partial(_theirs, location, wanted))]
     if len(wanted) == 1:
-        contenders.append(Contender("load_slice, safetensors", loading))
+        contenders.append(Contender("open for one slice, safetensors", loading))
     return Case(name, [*contenders, *others, *_first_openings(location, wanted)])
 
 
@@ -166,7 +165,9 @@ def _reading_anew(
     """Open a checkpoint, by a Context of its own where none is given, and read slices."""
 
     def run() -> None:
-        with ckptcore.open(location, context=context or ckptcore.Context(verify=verify)) as opened:
+        with ckptcore.open(
+            location, context=context or ckptcore.Context(io=ckptcore.context.IOOptions(verify=verify))
+        ) as opened:
             for name, start in wanted:
                 opened[name][start : start + _ROWS]
 
@@ -181,7 +182,7 @@ def _ours() -> Iterator[tuple[str, ckptcore.Context]]:
 
 
 def _named(layout: str, context: ckptcore.Context) -> str:
-    return f"ckptcore.open, {layout}" + ("" if context.verify else ", verify=False")
+    return f"ckptcore.open, {layout}" + ("" if context.io.verify else ", verify=False")
 
 
 def _experts(setting: Setting, directory: Path) -> Iterator[Row]:

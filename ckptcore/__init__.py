@@ -1,206 +1,51 @@
-"""Checkpointing for machine learning that belongs to no framework.
+"""Checkpoints for machine learning: save and load the state of a training job, with any framework.
 
-A map of the package:
+Save and load: `save`, `load` and `load_into` for one tree of arrays, `save_checkpointables` and `load_checkpointables`
+for several objects, each with a variant in the background. `Checkpointer` saves the steps of a training run and resumes
+it; `CheckpointReader` reads the steps of another job.
 
-- `save`, `save_async`, `load`, `load_async`, `load_into`, `metadata`, `delete`, `verify`: what users call (`ckptcore.api`, as
-  the functions below)
-- `save_checkpointables`, `save_checkpointables_async`, `load_checkpointables`, `checkpointables_metadata`: several objects in one checkpoint (`ckptcore.loading.composites`)
-- `abstract`: what asks a load for a value like one that is there (`ckptcore.tree.abstract_values`)
-- `save_partial`, `save_partial_async`, `finalize`: a checkpoint that is filled in several sessions (`ckptcore.commit.session_claims`)
-- `save_update`, `save_update_async`: a checkpoint that refers to another one for what did not change (`ckptcore.commit.references`)
-- `open`, `load_slice`: single arrays and parts of arrays, read as they are asked for (`ckptcore.loading.open_checkpoints`)
-- `load_parts`: all arrays in boxes, one after the other, with little in memory (`ckptcore.loading.loaded_parts`)
-- `ckptcore.select`: which leaves a load reads
-- `Checkpointer`: a run's steps; `CheckpointReader`: the same for who only reads (`ckptcore.training.checkpointer`, `ckptcore.training.reader`)
-- `NearTier`: a fast directory that steps are saved to, and uploaded from (`ckptcore.training.tiers`)
-- `ckptcore.policies`, `ckptcore.step_names`: when to save, which steps to keep, how they are named
-- `Context`, `MemoryOptions`, `ReplicaOptions`, `ReadGroups`: options (`ckptcore.context`, `ckptcore.planning.replicas`, `ckptcore.planning.read_groups`)
-- `Export`, `StepExport`: further checkpoints of one save in other layouts (`ckptcore.saving.exports`)
-- `ShardedArray`, `ArrayShard`: NumPy arrays of which each process holds a part
-- `Matching`, `LoadReport`: which differences a load allows, and what it did (`ckptcore.loading.matching_options`, `ckptcore.loading.load_reports`); `LoadAs`: the same for one of several objects
-- `ckptcore.transforms`: changes of a stored tree while it is loaded (in the distribution `ckptcore-transforms`)
-- `AbstractArray`, `PLACEHOLDER`: what a load asks for; `PerProcess`: what differs from process to process
-- `SafetensorsLayout`: the built-in layout with its options
-- `ckptcore.errors`: every error
-- `ckptcore.handlers`: what saves objects by their own methods, to choose among them; `ckptcore.events`: what a save is doing
-- `copy`, `copy_steps`, `plan`: of the distribution that
-  ``pip install 'ckptcore[tools]'`` adds
-- `ckptcore.model`, `ckptcore.protocols`, `ckptcore.hookspecs`, `ckptcore.planning`: for authors of plugins
+Inspect and manage: `open` reads parts of arrays on demand, `metadata` describes a checkpoint, `verify` checks every
+byte, `copy` and `delete` do what they say, and `plan` predicts a save.
+
+Options are in `Context`. Modules with more: `ckptcore.policies`, `select`, `transforms`, `step_names`, `errors`, `events`,
+`handlers`, `context`; for authors of plugins `protocols`, `hookspecs`, `model`, `planning`. `copy`, `plan` and `transforms`
+are in distributions of their own, and an error names the command that installs them.
 """
 
 import importlib
 import logging
 from typing import TYPE_CHECKING, Final
 
-if TYPE_CHECKING:
-    from ckptcore.api.descriptions import abstract, checkpointables_metadata, metadata
-    from ckptcore.api.loads import load, load_async, load_checkpointables, load_into
-    from ckptcore.api.parts import load_parts, load_slice, open
-    from ckptcore.api.saves import save, save_async, save_checkpointables, save_checkpointables_async
-    from ckptcore.api.sessions import finalize, save_partial, save_partial_async
-    from ckptcore.api.updates import save_update, save_update_async
-    from ckptcore.api.upkeep import delete, verify
-    from ckptcore.builtin.safetensors import SafetensorsLayout
-    from ckptcore.builtin.sharded_arrays import ArrayShard, ShardedArray
-    from ckptcore.context import Context, MemoryOptions
-    from ckptcore.distributions import copy as copy
-    from ckptcore.distributions import copy_steps as copy_steps
-    from ckptcore.distributions import plan as plan
-    from ckptcore.distributions import transforms as transforms
-    from ckptcore.errors import CheckpointError
-    from ckptcore.hookspecs import hookimpl
-    from ckptcore.io.background import LoadHandle, Progress, SaveHandle
-    from ckptcore.loading.describe import CheckpointablesMetadata, CheckpointMetadata
-    from ckptcore.loading.load_reports import LeafChange, LoadReport
-    from ckptcore.loading.load_requests import LoadAs
-    from ckptcore.loading.loaded_parts import LoadedPart
-    from ckptcore.loading.matching_options import Matching
-    from ckptcore.loading.open_checkpoints import OpenCheckpoint, StoredTree
-    from ckptcore.loading.stored_arrays import StoredArray
-    from ckptcore.loading.verify import Problem, VerifyReport
-    from ckptcore.model import AbstractArray
-    from ckptcore.planning.read_groups import ReadGroups
-    from ckptcore.planning.replicas import ReplicaOptions
-    from ckptcore.protocols import StatefulCheckpointable
-    from ckptcore.saving.exports import Export, StepExport
-    from ckptcore.step_names import StepNameFormat, StepNames
-    from ckptcore.training.checkpointer import Checkpointer
-    from ckptcore.training.reader import CheckpointReader
-    from ckptcore.training.restoring import SkippedStep
-    from ckptcore.training.tiers.near import NearTier
-    from ckptcore.training.tiers.status import UploadStatus
-    from ckptcore.tree.flattening import PLACEHOLDER
-    from ckptcore.tree.per_process import PerProcess
-
-__all__ = [
-    "PLACEHOLDER",
-    "AbstractArray",
-    "ArrayShard",
-    "CheckpointError",
-    "CheckpointMetadata",
-    "CheckpointReader",
-    "CheckpointablesMetadata",
-    "Checkpointer",
-    "Context",
-    "Export",
-    "LeafChange",
-    "LoadAs",
-    "LoadHandle",
-    "LoadReport",
-    "LoadedPart",
-    "Matching",
-    "MemoryOptions",
-    "NearTier",
-    "OpenCheckpoint",
-    "PerProcess",
-    "Problem",
-    "Progress",
-    "ReadGroups",
-    "ReplicaOptions",
-    "SafetensorsLayout",
-    "SaveHandle",
-    "ShardedArray",
-    "SkippedStep",
-    "StatefulCheckpointable",
-    "StepExport",
-    "StepNameFormat",
-    "StepNames",
-    "StoredArray",
-    "StoredTree",
-    "UploadStatus",
-    "VerifyReport",
-    "abstract",
-    "checkpointables_metadata",
-    "delete",
-    "finalize",
-    "hookimpl",
-    "load",
-    "load_async",
-    "load_checkpointables",
-    "load_into",
-    "load_parts",
-    "load_slice",
-    "metadata",
-    "open",
-    "save",
-    "save_async",
-    "save_checkpointables",
-    "save_checkpointables_async",
-    "save_partial",
-    "save_partial_async",
-    "save_update",
-    "save_update_async",
-    "verify",
-]
-
-# A library is silent unless the program asks; without this, Python prints warnings for it.
-logging.getLogger("ckptcore").addHandler(logging.NullHandler())
-
-_NAMES: Final[dict[str, tuple[str, ...]]] = {
-    "ckptcore.api.descriptions": ("abstract", "checkpointables_metadata", "metadata"),
-    "ckptcore.api.loads": ("load", "load_async", "load_checkpointables", "load_into"),
-    "ckptcore.api.parts": ("load_parts", "load_slice", "open"),
-    "ckptcore.api.saves": ("save", "save_async", "save_checkpointables", "save_checkpointables_async"),
-    "ckptcore.api.sessions": ("finalize", "save_partial", "save_partial_async"),
-    "ckptcore.api.updates": ("save_update", "save_update_async"),
-    "ckptcore.api.upkeep": ("delete", "verify"),
-    "ckptcore.io.background": (
-        "LoadHandle",
-        "Progress",
-        "SaveHandle",
-    ),
-    "ckptcore.builtin.safetensors": ("SafetensorsLayout",),
-    "ckptcore.builtin.sharded_arrays": (
-        "ArrayShard",
-        "ShardedArray",
-    ),
-    "ckptcore.training.checkpointer": ("Checkpointer",),
-    "ckptcore.context": (
-        "Context",
-        "MemoryOptions",
-    ),
-    "ckptcore.loading.describe": (
-        "CheckpointMetadata",
-        "CheckpointablesMetadata",
-    ),
-    "ckptcore.errors": ("CheckpointError",),
-    "ckptcore.saving.exports": (
-        "Export",
-        "StepExport",
-    ),
-    "ckptcore.tree.flattening": ("PLACEHOLDER",),
-    "ckptcore.hookspecs": ("hookimpl",),
-    "ckptcore.loading.load_reports": ("LeafChange", "LoadReport"),
-    "ckptcore.loading.load_requests": ("LoadAs",),
-    "ckptcore.loading.loaded_parts": ("LoadedPart",),
-    "ckptcore.loading.matching_options": ("Matching",),
-    "ckptcore.model": ("AbstractArray",),
-    "ckptcore.loading.open_checkpoints": (
-        "OpenCheckpoint",
-        "StoredTree",
-    ),
-    "ckptcore.tree.per_process": ("PerProcess",),
-    "ckptcore.protocols": ("StatefulCheckpointable",),
-    "ckptcore.planning.read_groups": ("ReadGroups",),
-    "ckptcore.training.reader": ("CheckpointReader",),
-    "ckptcore.training.restoring": ("SkippedStep",),
-    "ckptcore.planning.replicas": ("ReplicaOptions",),
-    "ckptcore.step_names": (
-        "StepNameFormat",
-        "StepNames",
-    ),
-    "ckptcore.loading.stored_arrays": ("StoredArray",),
-    "ckptcore.training.tiers.near": ("NearTier",),
-    "ckptcore.training.tiers.status": ("UploadStatus",),
-    "ckptcore.loading.verify": (
-        "Problem",
-        "VerifyReport",
-    ),
+# Each name is imported with its first use, so that importing this package is fast. Type checkers read the imports below
+# instead; a test compares the two.
+_NAMES: Final = {
+    "ckptcore.api.descriptions": "abstract metadata open",
+    "ckptcore.api.loads": "load load_async load_checkpointables load_into",
+    "ckptcore.api.saves": "save save_async save_checkpointables save_checkpointables_async",
+    "ckptcore.api.sessions": "finalize save_partial save_partial_async",
+    "ckptcore.api.updates": "save_update save_update_async",
+    "ckptcore.api.upkeep": "delete verify",
+    "ckptcore.builtin.safetensors": "SafetensorsLayout",
+    "ckptcore.builtin.sharded_arrays": "ArrayShard ShardedArray",
+    "ckptcore.training.checkpointer": "Checkpointer",
+    "ckptcore.context": "Context",
+    "ckptcore.errors": "CheckpointError",
+    "ckptcore.hookspecs": "hookimpl",
+    "ckptcore.loading.describe": "CheckpointMetadata",
+    "ckptcore.loading.load_reports": "LoadReport",
+    "ckptcore.loading.load_requests": "LoadAs",
+    "ckptcore.loading.matching_options": "Matching",
+    "ckptcore.model": "AbstractArray",
+    "ckptcore.protocols": "StatefulCheckpointable",
+    "ckptcore.training.reader": "CheckpointReader",
+    "ckptcore.saving.exports": "Export StepExport",
+    "ckptcore.training.tiers.near": "NearTier",
+    "ckptcore.tree.flattening": "PLACEHOLDER",
+    "ckptcore.tree.per_process": "PerProcess",
 }
-"""The names of this page, by where they are defined. Each is imported with its first use: a program that imports this package, or a plugin, and saves nothing
-does not wait for it."""
 
 _MODULES: Final = (
+    "context",
     "errors",
     "events",
     "handlers",
@@ -212,9 +57,70 @@ _MODULES: Final = (
     "select",
     "step_names",
 )
-"""The modules that are public, which need no import of their own."""
 
-_HOMES: Final = {name: module for module, names in _NAMES.items() for name in names}
+_HOMES: Final = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+if TYPE_CHECKING:
+    from ckptcore import context as context
+    from ckptcore import errors as errors
+    from ckptcore import events as events
+    from ckptcore import handlers as handlers
+    from ckptcore import hookspecs as hookspecs
+    from ckptcore import model as model
+    from ckptcore import planning as planning
+    from ckptcore import policies as policies
+    from ckptcore import protocols as protocols
+    from ckptcore import select as select
+    from ckptcore import step_names as step_names
+    from ckptcore.api.descriptions import abstract as abstract
+    from ckptcore.api.descriptions import metadata as metadata
+    from ckptcore.api.descriptions import open as open
+    from ckptcore.api.loads import load as load
+    from ckptcore.api.loads import load_async as load_async
+    from ckptcore.api.loads import load_checkpointables as load_checkpointables
+    from ckptcore.api.loads import load_into as load_into
+    from ckptcore.api.saves import save as save
+    from ckptcore.api.saves import save_async as save_async
+    from ckptcore.api.saves import save_checkpointables as save_checkpointables
+    from ckptcore.api.saves import save_checkpointables_async as save_checkpointables_async
+    from ckptcore.api.sessions import finalize as finalize
+    from ckptcore.api.sessions import save_partial as save_partial
+    from ckptcore.api.sessions import save_partial_async as save_partial_async
+    from ckptcore.api.updates import save_update as save_update
+    from ckptcore.api.updates import save_update_async as save_update_async
+    from ckptcore.api.upkeep import delete as delete
+    from ckptcore.api.upkeep import verify as verify
+    from ckptcore.builtin.safetensors import SafetensorsLayout as SafetensorsLayout
+    from ckptcore.builtin.sharded_arrays import ArrayShard as ArrayShard
+    from ckptcore.builtin.sharded_arrays import ShardedArray as ShardedArray
+    from ckptcore.context import Context as Context
+    from ckptcore.distributions import copy as copy
+    from ckptcore.distributions import copy_steps as copy_steps
+    from ckptcore.distributions import plan as plan
+    from ckptcore.distributions import transforms as transforms
+    from ckptcore.errors import CheckpointError as CheckpointError
+    from ckptcore.hookspecs import hookimpl as hookimpl
+    from ckptcore.loading.describe import CheckpointMetadata as CheckpointMetadata
+    from ckptcore.loading.load_reports import LoadReport as LoadReport
+    from ckptcore.loading.load_requests import LoadAs as LoadAs
+    from ckptcore.loading.matching_options import Matching as Matching
+    from ckptcore.model import AbstractArray as AbstractArray
+    from ckptcore.protocols import StatefulCheckpointable as StatefulCheckpointable
+    from ckptcore.saving.exports import Export as Export
+    from ckptcore.saving.exports import StepExport as StepExport
+    from ckptcore.training.checkpointer import Checkpointer as Checkpointer
+    from ckptcore.training.reader import CheckpointReader as CheckpointReader
+    from ckptcore.training.tiers.near import NearTier as NearTier
+    from ckptcore.tree.flattening import PLACEHOLDER as PLACEHOLDER
+    from ckptcore.tree.per_process import PerProcess as PerProcess
+
+    __version__: str
+else:
+    __all__ = list(_HOMES)
+
+
+# A library is silent unless the program configures logging; without this, Python prints its warnings.
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 
 def __getattr__(name: str) -> object:
@@ -224,9 +130,12 @@ def __getattr__(name: str) -> object:
         return found
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
+    if name == "__version__":
+        from importlib.metadata import version  # slow to import, and rarely used
+
+        return version(__name__)
     if not name.startswith("_"):
-        # Imported here, because most programs use no such name.
-        from ckptcore.distributions import import_name, lazy_names
+        from ckptcore.distributions import import_name, lazy_names  # only names of other distributions need it
 
         if name in lazy_names():
             return import_name(name)
@@ -234,4 +143,7 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_MODULES})
+    from ckptcore.distributions import installed_names
+
+    special = [name for name in globals() if name.startswith("__")]
+    return sorted({*special, "__version__", *_HOMES, *_MODULES, *installed_names()})

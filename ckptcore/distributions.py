@@ -7,8 +7,9 @@ other distributions define, such as `ckptcore.copy`.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 from ckptcore.errors import MissingDistributionError
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from ckptcore_tools.copies import copy_steps as copy_steps  # noqa: PLC0414
     from ckptcore_tools.dry_run import plan as plan  # noqa: PLC0414
 
-__all__ = ["DISTRIBUTIONS", "Distribution", "import_name", "install_hint", "lazy_names"]
+__all__ = ["DISTRIBUTIONS", "Distribution", "import_name", "install_hint", "installed_names", "lazy_names"]
 
 if TYPE_CHECKING:  # type checkers see the lazy names of `ckptcore` here
     import ckptcore_transforms as transforms  # noqa: TC004  # `__all__` exports the type only
@@ -91,6 +92,11 @@ def install_hint(*, type_: str = "", scheme: str = "", layout: str = "") -> str:
 def lazy_names() -> Mapping[str, Distribution]:
     """Return the attributes of `ckptcore` that other distributions define, with their distributions."""
     return {name: distribution for distribution in DISTRIBUTIONS for name in distribution.names}
+
+
+def installed_names() -> Sequence[str]:
+    """Return the lazy names whose distributions are installed. Imports none of them."""
+    return [name for name, distribution in lazy_names().items() if find_spec(distribution.package) is not None]
 
 
 def import_name(name: str, *, purpose: str = "") -> object:

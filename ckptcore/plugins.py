@@ -198,7 +198,7 @@ class Plugins:
             names = " and ".join(sorted(name for name, _ in best))
             raise PluginConflictError(
                 f"the plugins {names} both claim {_type_name(value_type)} with priority {highest}; "
-                "give Context(handlers={type: handler}) the one to use, or uninstall one of them"
+                "give Context(plugins=PluginOptions(handlers={type: handler})) the one to use, or uninstall one of them"
             )
         return best[0][1]
 
@@ -281,7 +281,7 @@ class Plugins:
         if len(several) > 1:
             names = " and ".join(name for name, _ in several)
             raise PluginConflictError(
-                f"this process is part of several jobs: of {names}; give Context(coordinator=...) the one that saves"
+                f"this process is part of several jobs: of {names}; give Context(job=JobOptions(coordinator=...)) the one that saves"
             )
         return cast(Coordinator, (several or found)[0][1])
 
@@ -295,7 +295,7 @@ class Plugins:
         if len(found) > 1:
             names = " and ".join(name for name, _ in found)
             raise PluginConflictError(
-                f"this process is the controller of the workers of several plugins: of {names}; give Context(executor=...) the one to use"
+                f"this process is the controller of the workers of several plugins: of {names}; give Context(job=JobOptions(executor=...)) the one to use"
             )
         return cast(Executor, found[0][1]) if found else None
 
@@ -309,7 +309,7 @@ class Plugins:
         if len(found) > 1:
             names = " and ".join(name for name, _ in found)
             raise PluginConflictError(
-                f"this process is part of several jobs: of {names}; give Context(collectives=...) those to send over"
+                f"this process is part of several jobs: of {names}; give Context(job=JobOptions(collectives=...)) those to send over"
             )
         return cast(Collectives, found[0][1]) if found else None
 
@@ -378,7 +378,7 @@ def _as_dispatch(handler: Handler) -> Dispatch:
     if hasattr(handler, "save") and hasattr(handler, "load"):
         return Dispatch(files=handler)
     raise PluginError(
-        f"Context(handlers=...) holds {handler!r}, which is no handler of leaves, containers, checkpointables or files"
+        f"Context(plugins=PluginOptions(handlers=...)) holds {handler!r}, which is no handler of leaves, containers, checkpointables or files"
     )
 
 

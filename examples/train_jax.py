@@ -95,7 +95,7 @@ def train(directory: str, *, steps: int, save_every: int) -> None:
         if checkpointer.latest is not None:
             # The newest that is sound. A tree of arrays is built anew, on the devices of the one that is passed;
             # the iterator is restored in place.
-            state = checkpointer.load_checkpointables(wanted={"state": state, "data": data})["state"]
+            state = checkpointer.load_checkpointables(abstract={"state": state}, into={"data": data})["state"]
             assert checkpointer.restored_step is not None
             first = checkpointer.restored_step
             print(f"resumed from step {first}", flush=True)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import ckptcore
+from ckptcore.io.background import SaveHandle
 
 SAVE_EVERY = 10
 
@@ -33,7 +34,7 @@ def train(directory: Path, steps: int) -> float:
         state = ckptcore.load_into(location, state)
         print(f"resumed from {location.name}")
 
-    saving: ckptcore.SaveHandle | None = None
+    saving: SaveHandle | None = None
     loss = torch.tensor(0.0)
     for step in range(state["step"] + 1, steps + 1):
         loss = (model(features) - wanted).square().mean()

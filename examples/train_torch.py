@@ -73,7 +73,7 @@ def train(directory: str, *, steps: int, save_every: int) -> None:
     ) as checkpointer:
         step = 0
         if checkpointer.latest is not None:
-            checkpointer.load_checkpointables(wanted=state)  # the newest that is sound
+            checkpointer.load_checkpointables(into=state)  # the newest that is sound
             assert checkpointer.restored_step is not None
             step = checkpointer.restored_step
             print(f"resumed from step {step}", flush=True)

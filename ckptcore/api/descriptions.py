@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself, and what asks a load for a value."""
+"""Look into a checkpoint: its metadata, parts of its arrays on demand, and the abstract tree of a value."""
 
 from __future__ import annotations
 
@@ -7,43 +7,52 @@ from typing import Any
 from ckptcore.commit.location import LocationLike
 from ckptcore.context import Context, default_context
 from ckptcore.loading.describe import (
-    CheckpointablesMetadata,
     CheckpointMetadata,
     describe_checkpoint,
-    describe_checkpointables,
+    describe_tree,
 )
+from ckptcore.loading.open_checkpoints import OpenCheckpoint
 from ckptcore.protocols import Transforms
+from ckptcore.runtime import runtime_of
 from ckptcore.tree.abstract_values import abstract_value
 
-__all__ = ["abstract", "checkpointables_metadata", "metadata"]
+__all__ = ["abstract", "metadata", "open"]
+
+
+def open(location: LocationLike, *, context: Context | None = None) -> OpenCheckpoint:
+    """Open a checkpoint to inspect it and to read parts of its arrays on demand. Reads no array.
+
+    The result is a mapping of the tree: ``checkpoint["params/w"][0:16]`` reads these rows only, and
+    ``checkpoint.iter_boxes()`` streams all arrays. Close it, best with a ``with`` statement.
+
+    Args:
+        location: as for `load`.
+        context: options; checksums are verified as by loads.
+
+    Raises:
+        CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError
+        CompositeCheckpointError: if it holds several checkpointables: open one by its own location.
+    """
+    return OpenCheckpoint(location, context or default_context())
 
 
 def metadata(
     location: LocationLike, *, context: Context | None = None, transforms: Transforms = ()
 ) -> CheckpointMetadata:
-    """What a checkpoint says of itself; reads no array.
+    """Read the metadata of a checkpoint of one tree or of several objects; reads no array.
 
     Args:
         location: a path or URL.
         context: options.
-        transforms: as for `load`: the tree that is told is the one that they make.
+        transforms: as for `load`, for a checkpoint of one tree: describes the tree that they make.
 
     Raises:
         TransformError: as for `load`.
-        CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError
-        CompositeCheckpointError: if it holds several checkpointables: use `checkpointables_metadata`.
-    """
-    return describe_checkpoint(location, context or default_context(), transforms)
-
-
-def checkpointables_metadata(location: LocationLike, *, context: Context | None = None) -> CheckpointablesMetadata:
-    """What a checkpoint of several checkpointables says of itself; reads no array.
-
-    Raises:
-        CompositeCheckpointError: if it is one tree: use `metadata`.
+        CompositeCheckpointError: if transforms are given for a checkpoint of several objects.
         CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError
     """
-    return describe_checkpointables(location, context or default_context())
+    context = context or default_context()
+    return describe_tree(location, context, transforms) if transforms else describe_checkpoint(location, context)
 
 
 def abstract(state: Any, *, context: Context | None = None) -> Any:
@@ -67,4 +76,4 @@ def abstract(state: Any, *, context: Context | None = None) -> Any:
         UnsupportedLeafError: lists, by path, every leaf that cannot be saved or loaded, and those that nothing abstract stands for.
         UnsupportedKeyError: if a key is neither an int nor a str.
     """
-    return abstract_value(state, (context or default_context()).registry)
+    return abstract_value(state, runtime_of(context or default_context()).registry)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.commit.location import LocationLike
@@ -12,8 +13,9 @@ from ckptcore.loading.composites import load_composite
 from ckptcore.loading.load import load_into_target, load_value, recorded_load
 from ckptcore.loading.load_requests import LoadRequest
 from ckptcore.loading.matching_options import EXACT, Matching
-from ckptcore.loading.wanted import Wanted
+from ckptcore.loading.wanted import Abstracts, Wanted
 from ckptcore.protocols import Transforms
+from ckptcore.runtime import runtime_of
 
 if TYPE_CHECKING:
     from ckptcore.loading.load_reports import LoadReport
@@ -80,7 +82,7 @@ def load_async(
     A report is told by the time the handle has the result.
     """
     context = context or default_context()
-    return context.saves.load(
+    return runtime_of(context).saves.load(
         functools.partial(
             load,
             location,
@@ -136,28 +138,35 @@ def load_into(
 
 
 def load_checkpointables(
-    location: LocationLike, wanted: Wanted = None, *, context: Context | None = None
+    location: LocationLike,
+    abstract: Abstracts = None,
+    *,
+    into: Mapping[str, object] | None = None,
+    context: Context | None = None,
 ) -> dict[str, Any]:
-    """Load objects by name from a checkpoint that `save_checkpointables` made.
+    """Load objects by name from a checkpoint that `save_checkpointables` wrote.
 
     Args:
         location: a path or URL.
-        wanted: None for all there are, names, or names with what each is to be loaded as: an object that has a state of its own
-            (a module, an optimizer, an iterator) is restored in place, and so is a tree that has such objects in it; any other
-            tree is built anew as `load` does, even if it has only abstract leaves; None gives what was saved in
-            Python's and NumPy's own types (files as bytes by their paths), `PLACEHOLDER` leaves it out. `LoadAs`
-            around any of them gives it a selection, transforms, and differences that are allowed.
+        abstract: objects to build anew, as `load` does: abstract trees by name, or a list of names. None as an abstract
+            tree builds the object in types of Python and NumPy (files as bytes by their paths), and `PLACEHOLDER` leaves
+            it out. Without `abstract` and `into`, every object is loaded.
+        into: objects to restore in place, by name: modules, optimizers, iterators, and trees as for `load_into`.
         context: options.
 
+    `LoadAs` around an abstract tree or an object gives it a selection, transforms, and allowed differences.
+
     Returns:
-        By name what was loaded; an object that was restored is that object.
+        The loaded objects by name; those of `into` are the same objects.
 
     Raises:
         CheckpointNotFoundError: if a name was not saved, or was deleted since. Nothing was changed.
         CompositeCheckpointError: if the checkpoint is one tree.
+        TypeError: if `abstract` has an object with a state, which belongs into `into`.
         TransformError, TreeMismatchError, CorruptCheckpointError: as for `load`.
         TargetUndefinedError: if it failed after an object was changed.
     """
+    wanted = Wanted(abstract, into)
     context = context or default_context()
     with recorded_load(location, context) as recording:
         return load_composite(location, wanted, context, recording)

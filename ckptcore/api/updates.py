@@ -36,7 +36,7 @@ def save_update(
         state: what is new. Keys of mappings that are left out, and what a `PLACEHOLDER` stands for, are those of the base; other keys are
             added. A container that is no mapping is given whole, or with placeholders.
         base: the checkpoint that has the rest, of one tree, in the same directory; elsewhere in the same storage with
-            ``Context(bases="anywhere")``.
+            ``Context(io=IOOptions(bases="anywhere"))``.
         layout, overwrite, metadata, context: as for `save`. The layout may be another one than that of the base.
 
     Raises:

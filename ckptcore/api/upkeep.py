@@ -6,6 +6,7 @@ from ckptcore.commit.delete import delete_checkpoint
 from ckptcore.commit.location import LocationLike, resolve_location
 from ckptcore.context import Context, default_context
 from ckptcore.loading.verify import ProgressCallback, VerifyReport, verify_checkpoint
+from ckptcore.runtime import runtime_of
 
 __all__ = ["delete", "verify"]
 
@@ -38,6 +39,7 @@ def delete(location: LocationLike, *, context: Context | None = None) -> None:
         CheckpointReferredError: if checkpoints beside it have arrays in it; names them. Those elsewhere cannot be known.
     """
     chosen = context or default_context()
+    runtime = runtime_of(chosen)
     durable = chosen.durability == "full"
-    resolved = resolve_location(location, chosen.registry, durable=durable, config=chosen.storage)
-    delete_checkpoint(resolved, chosen.conditions, chosen.io_threads)
+    resolved = resolve_location(location, runtime.registry, durable=durable, config=chosen.storage)
+    delete_checkpoint(resolved, runtime.conditions, runtime.io_threads)

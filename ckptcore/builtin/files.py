@@ -31,7 +31,7 @@ class SavesToDirectoryHandler:
             raise PluginError(
                 f"{type(value).__qualname__}.save returned {type(rest).__name__}, expected None or a function that does the "
                 "rest; write it as `async def save` and load as `async def load`, or give "
-                "Context(handlers={type: SavesToDirectoryAsyncHandler()})"
+                "Context(plugins=PluginOptions(handlers={type: SavesToDirectoryAsyncHandler()}))"
             )
         return rest if callable(rest) else None
 

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import urllib.parse
 from dataclasses import replace
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
 from ckptcore.commit.location import Location, Subdirectory
 from ckptcore.commit.root import ROOT_KEY
+from ckptcore.context import WithoutConditions
 from ckptcore.errors import AtomicityError, ConditionFailedError, ObjectNotFoundError, SaveLostError
 from ckptcore.io.new_objects import LooksBefore
 from ckptcore.protocols import IF_ABSENT, AtomicDirectories, IfAbsent, IfTag, ObjectWriter, PutCondition, StorageBackend
 
-__all__ = ["WITHOUT_CONDITIONS", "Conditions", "WithoutConditions", "refuse_conditions"]
-
-WithoutConditions: TypeAlias = Literal["refuse", "marker"]
-"""What a save does on storage whose puts cannot be conditional, or ignore conditions."""
-
-WITHOUT_CONDITIONS: Final = ("refuse", "marker")
-"""The values of `WithoutConditions`."""
+__all__ = ["Conditions", "refuse_conditions"]
 
 
 class Conditions:
@@ -85,7 +80,7 @@ def refuse_conditions(location: Location, found: str) -> AtomicityError:
     return AtomicityError(
         f"cannot save to {location.display}: {found}, so that two saves at once, or one that stood still, could destroy a "
         "checkpoint. Use a storage that keeps conditions (of an S3 service, one that knows If-None-Match and If-Match); or, where only "
-        "one process ever saves to a location at a time, pass Context(without_conditions='marker'). Nothing was saved"
+        "one process ever saves to a location at a time, pass Context(io=IOOptions(without_conditions='marker')). Nothing was saved"
     )
 
 

@@ -1,4 +1,4 @@
-"""Handlers to choose by hand, where an object has the methods of several: ``Context(handlers={type: handler})``.
+"""Handlers to choose by hand, where an object has the methods of several: ``Context(plugins=PluginOptions(handlers={type: handler}))``.
 
 And what a handler of your own can use: `state_to_load`.
 """

@@ -24,6 +24,7 @@ from ckptcore.loading.opened import Opened
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.tree import format_path
 from ckptcore.protocols import DerivedArray
+from ckptcore.runtime import runtime_of
 
 __all__ = ["base_location", "base_path", "open_base", "read_base", "with_bases"]
 
@@ -40,10 +41,10 @@ def base_location(location: Location, base: Base, context: Context) -> Location:
     found = location.to_open
     if base.is_beside:
         return Location(display, location.parent, base.path, f"{found.scheme}:{found.parent}/{base.path}")
-    if context.bases != "anywhere":
+    if context.io.bases != "anywhere":
         raise InvalidLocationError(
             f"{location.display} refers to a base at {display}, and only checkpoints beside it are read: if you trust who wrote it, load "
-            'with Context(bases="anywhere"), or let them copy it with ckptcore.copy'
+            'with Context(io=IOOptions(bases="anywhere")), or let them copy it with ckptcore.copy'
         )
     authority = _AUTHORITY.match(found.parent)
     assert authority is not None  # it may be empty
@@ -60,7 +61,7 @@ def base_location(location: Location, base: Base, context: Context) -> Location:
     parent = "/".join([authority[0], *names[:-1]]) or "/"
     return open_address(
         LocationAddress(display, found.scheme, parent, names[-1]),
-        context.registry,
+        runtime_of(context).registry,
         durable=False,
         config=context.storage,
     )
@@ -129,8 +130,8 @@ def open_base(referring: str, at: Location, save_id: str, context: Context) -> O
         raise CorruptCheckpointError(
             f"{referring} refers to {at.display}, which holds no tree; load another checkpoint"
         )
-    store = ObjectReader(at.store, root.objects, context.io_threads, verify=context.verify, strict=True)
-    opened = Opened.of_root(at, mark, root, context.registry.layout(root.layout), store, None)
+    store = ObjectReader(at.store, root.objects, runtime_of(context).io_threads, verify=context.io.verify, strict=True)
+    opened = Opened.of_root(at, mark, root, runtime_of(context).registry.layout(root.layout), store, None)
     return dataclasses.replace(opened, tree=stored_tree(root.tree, root.references))
 
 
@@ -153,7 +154,7 @@ def with_bases(opened: Opened, root: Root, context: Context) -> Opened:
         return open_base(location.display, base_location(location, base, context), base.save_id, context)
 
     parallelism = requests_of(location.parent).concurrency
-    bases = ask_each(context.io_threads, references.bases, open_one, parallelism=parallelism)
+    bases = ask_each(runtime_of(context).io_threads, references.bases, open_one, parallelism=parallelism)
     derivations: dict[int, DerivedArray] = {}
     values: dict[int, int] = {}
     for leaf, number in stored_numbers(root.tree, references).items():

@@ -24,6 +24,7 @@ from ckptcore.loading.tries import ATTEMPTS, Tries, replaced_too_often, while_tr
 from ckptcore.loading.wanted import Everything, Request, Wanted, plan_requests
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Coordinator
+from ckptcore.runtime import runtime_of
 
 __all__ = ["load_composite"]
 
@@ -34,17 +35,15 @@ def load_composite(
     """Load checkpointables by name.
 
     Raises:
-        TypeError: if what is wanted is one str.
+        TypeError: if an object that is restored in place is given as an abstract tree.
         CheckpointNotFoundError: if a name was never saved, or was deleted; nothing was changed.
         CorruptCheckpointError: also if everything that was saved is asked for, and some of it is gone.
         TreeMismatchError: if something is stored otherwise than it is asked for; nothing was changed.
         TargetUndefinedError: if it failed after an object was changed.
     """
-    if isinstance(wanted, str | bytes):
-        raise TypeError(f"what is wanted is a list of names, or a mapping; write [{wanted!r}]")
     changed: list[str] = []
     """The names of what was restored in place, also by an attempt that was overtaken."""
-    job = context.job() if context.reads != "alone" else None
+    job = runtime_of(context).job() if context.job.reads != "alone" else None
     try:
         if job is not None and job.size > 1:
             return _load_together(location, wanted, context, recording, job, changed)
@@ -86,8 +85,8 @@ def _as_asked_for(
     loaded: Mapping[str, object], wanted: Wanted | Everything, composite: OpenedComposite
 ) -> dict[str, object]:
     """Return what was loaded, in the order of `wanted`; in that of the save if all checkpointables were loaded."""
-    names = composite.members if wanted is None or isinstance(wanted, Everything) else wanted
-    return {name: loaded[name] for name in names if name in loaded}
+    names = None if isinstance(wanted, Everything) else wanted.names
+    return {name: loaded[name] for name in (composite.members if names is None else names) if name in loaded}
 
 
 def _load_request(request: Request, context: Context, recording: Recording, changed: list[str]) -> object:
@@ -124,7 +123,7 @@ def _load_together(
     from ckptcore.loading.joint_loading import agreed_name  # only jobs need it
     from ckptcore.loading.joint_steps import take_step
 
-    agreement = Agreement(job, context.exchange_key(f"{agreed_name(location, recording)}/names"), recording)
+    agreement = Agreement(job, runtime_of(context).exchange_key(f"{agreed_name(location, recording)}/names"), recording)
     for number in range(ATTEMPTS):
         attempt = _JointAttempt(location, wanted, context, recording, changed)
         joint = take_step(agreement, f"begin-{number}", attempt.begin, stands=attempt.stands)
@@ -193,7 +192,9 @@ class _JointAttempt:
         is_shared = member.processes is None and member.kind == "tree"
         if request is not None:
             # What a process saved for itself it reads for itself.
-            context = self._context if is_shared else replace(self._context, reads="alone")
+            context = (
+                self._context if is_shared else replace(self._context, job=replace(self._context.job, reads="alone"))
+            )
             self._loaded[name] = _load_request(request, context, self._recording, self._changed)
         elif is_shared:
             opened = open_member(composite, name, name, self._location, self._context)

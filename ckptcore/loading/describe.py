@@ -1,133 +1,216 @@
-"""What checkpoints say of themselves, without their arrays."""
+"""Metadata of checkpoints: structure, layout and origin, without reading arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckptcore.builtin.files_layout import FilesLayout
 from ckptcore.commit.location import Place
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
     CheckpointNotFoundError,
+    CompositeCheckpointError,
     CorruptCheckpointError,
     StorageError,
+    UncommittedCheckpointError,
 )
 from ckptcore.events import Event
 from ckptcore.loading.load import abstract_tree, is_files, transformed
 from ckptcore.loading.members import is_deleted, open_member, present_members
 from ckptcore.loading.opened import Opened, OpenedComposite
-from ckptcore.loading.opening import open_either, open_names
+from ckptcore.loading.opening import open_either, open_tree
 from ckptcore.loading.tries import while_tree_unchanged, while_unchanged
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Transforms
+from ckptcore.runtime import runtime_of
 from ckptcore.timelines import timeline_from_json
 
 __all__ = [
     "CheckpointMetadata",
     "CheckpointablesMetadata",
+    "TreeContents",
     "describe_checkpoint",
-    "describe_checkpointables",
-    "describe_either",
+    "describe_opened",
+    "describe_tree",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointMetadata:
-    """What a checkpoint says of itself, without its arrays.
-
-    Attributes:
-        abstract: what can be passed to `load`, with no framework: a tree with `AbstractArray` for arrays, and small values themselves. None
-            of files that an object wrote: they load as bytes.
-        tree: the structure and a record of each leaf.
-        layout: the name of its layout.
-        created: when the save began, ISO 8601 in UTC; None where other software wrote it and does not say.
-        writer: the software that wrote it.
-        custom: metadata of the user's.
-        save_id: which save wrote it; None where other software did.
-        objects: its objects, by key.
-        metrics: measurements that were given with it.
-        timeline: what the save did until its commit; empty where other software wrote it.
-        bases: the checkpoints that have arrays of it, as paths relative to the directory that it is in; empty where it has all itself.
-    """
+class TreeContents:
+    """Contents of a checkpoint of one tree, without its arrays. `CheckpointMetadata` describes the attributes."""
 
     abstract: Any
     tree: TreeMetadata
     layout: str
-    created: str | None
-    writer: str
-    custom: Mapping[str, JSON]
-    save_id: str | None
     objects: Mapping[str, ObjectRecord]
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    timeline: Sequence[Event] = ()
     bases: tuple[str, ...] = ()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays, tied ones counted once."""
-        return self.tree.nbytes
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckpointablesMetadata(Mapping[str, "CheckpointMetadata"]):
+    """Metadata of each object of a checkpoint of several objects: a mapping by name.
+
+    Objects that were deleted since the save are left out. If every process saved a state of its own, the metadata is
+    that of the first state that exists.
+
+    Attributes:
+        members: the metadata by name.
+        deleted: names of objects that were deleted.
+        processes: by name, the number of processes that saved a state of their own. Names that all processes saved
+            together are left out.
+        unreadable: by name, the reason why no installed layout reads an object that other software wrote. The other
+            objects can be loaded by name.
+    """
+
+    members: Mapping[str, CheckpointMetadata] = field(default_factory=dict)
+    deleted: tuple[str, ...] = ()
+    processes: Mapping[str, int] = field(default_factory=dict)
+    unreadable: Mapping[str, str] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> CheckpointMetadata:
+        """Return the metadata of an object."""
+        return self.members[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names, in the order of the save."""
+        return iter(self.members)
+
+    def __len__(self) -> int:
+        """Return the number of objects."""
+        return len(self.members)
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointablesMetadata:
-    """What a checkpoint of several checkpointables says of itself, without their arrays.
+class CheckpointMetadata:
+    """Metadata of a checkpoint, without its arrays.
+
+    A checkpoint has either one tree (`contents`) or several objects (`checkpointables`). A checkpoint of other software
+    has both if it has several objects of which `ckptcore.load` loads one.
 
     Attributes:
-        checkpointables: by name, what each says of itself; what was deleted since the save is left out. Where every process saved
-            a state of its own, that of the first that is there.
-        deleted: the names of what was deleted.
-        processes: by name, how many processes saved a state of their own; names of what all saved together are left out.
-        created, writer, custom, save_id, metrics, timeline: as of `CheckpointMetadata`.
-        unreadable: by name, why nothing that is installed reads what other software wrote there. The others can be loaded by name.
+        created: when the save began, ISO 8601 in UTC; None if other software wrote the checkpoint and does not say.
+        writer: the software that wrote it.
+        custom: metadata of the user.
+        save_id: id of the save; None for checkpoints of other software.
+        metrics: measurements saved with it.
+        timeline: events of the save until its commit; empty for checkpoints of other software.
+        contents: the tree; None if there are several objects.
+        checkpointables: by name, the metadata of each object; empty for one tree.
     """
 
-    checkpointables: Mapping[str, CheckpointMetadata]
-    deleted: tuple[str, ...]
-    processes: Mapping[str, int]
     created: str | None
     writer: str
     custom: Mapping[str, JSON]
     save_id: str | None
-    metrics: Mapping[str, float]
-    timeline: Sequence[Event]
-    unreadable: Mapping[str, str] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    timeline: Sequence[Event] = ()
+    contents: TreeContents | None = None
+    checkpointables: CheckpointablesMetadata = field(default_factory=CheckpointablesMetadata)
+
+    @property
+    def is_composite(self) -> bool:
+        """True for several objects, which `ckptcore.load_checkpointables` loads by name."""
+        return self.contents is None or bool(self.checkpointables or self.checkpointables.unreadable)
+
+    @property
+    def abstract(self) -> Any:
+        """Abstract tree that can be passed to `ckptcore.load`: `AbstractArray` for arrays, and small values themselves.
+
+        None for files that an object wrote: they load as bytes. For several objects, a dict of such trees by name.
+        """
+        if self.contents is not None:
+            return self.contents.abstract
+        return {name: one.abstract for name, one in self.checkpointables.items()}
+
+    @property
+    def tree(self) -> TreeMetadata:
+        """Structure of the tree, and a record of each leaf. Raises CompositeCheckpointError for several objects."""
+        return self._one("tree").tree
+
+    @property
+    def layout(self) -> str:
+        """Name of the layout. Raises CompositeCheckpointError for several objects."""
+        return self._one("layout").layout
+
+    @property
+    def objects(self) -> Mapping[str, ObjectRecord]:
+        """Objects in the storage, by key. Raises CompositeCheckpointError for several objects."""
+        return self._one("objects").objects
+
+    @property
+    def bases(self) -> tuple[str, ...]:
+        """Checkpoints that have arrays of this one, as paths relative to its directory; empty if it has all arrays."""
+        return self._one("bases").bases
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays and files of those that are there; of several processes, the first one's."""
-        return sum(
-            sum(record.size for record in found.objects.values()) if found.layout == "files" else found.nbytes
-            for found in self.checkpointables.values()
-        )
+        """Bytes of all arrays and files; tied arrays are counted once, and one process of those that saved a state."""
+        if self.contents is None or self.is_composite:
+            return sum([one.nbytes for one in self.checkpointables.values()])
+        if self.contents.layout == FilesLayout.name:
+            return sum([record.size for record in self.contents.objects.values()])
+        return self.contents.tree.nbytes
+
+    def _one(self, attribute: str) -> TreeContents:
+        if self.contents is None:
+            names = list(self.checkpointables)
+            raise CompositeCheckpointError(
+                f"this checkpoint holds several checkpointables ({', '.join(names)}): use "
+                f"metadata.checkpointables[{names[0] if names else 'NAME'!r}].{attribute}",
+                names,
+            )
+        return self.contents
 
 
-def describe_checkpoint(place: Place, context: Context, transforms: Transforms = ()) -> CheckpointMetadata:
-    """See `ckptcore.metadata`."""
+def describe_checkpoint(place: Place, context: Context) -> CheckpointMetadata:
+    """Describe a checkpoint of one tree or of several objects. See `ckptcore.metadata`.
 
-    def describe(opened: Opened) -> CheckpointMetadata:
-        return _describe_opened(context, transformed(opened, transforms, context))
+    Raises:
+        CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError
+    """
 
-    return while_tree_unchanged(place, context, describe)
+    def describe(found: Opened | OpenedComposite) -> CheckpointMetadata:
+        if isinstance(found, Opened):
+            return describe_opened(found, context)
+        return _describe_composite(found, place, context)
+
+    return while_unchanged(place, context, describe, open_either)
 
 
-def _describe_opened(context: Context, opened: Opened) -> CheckpointMetadata:
+def describe_tree(place: Place, context: Context, transforms: Transforms = ()) -> CheckpointMetadata:
+    """Describe a checkpoint of one tree, or the tree that `ckptcore.load` loads.
+
+    Raises:
+        CompositeCheckpointError: if it holds several objects, and none of them stands for all.
+        What `describe_checkpoint` does.
+    """
+    return while_tree_unchanged(
+        place, context, lambda opened: describe_opened(transformed(opened, transforms, context), context)
+    )
+
+
+def describe_opened(opened: Opened, context: Context) -> CheckpointMetadata:
+    """Describe an open tree. Reads nothing."""
     root = opened.root
     return CheckpointMetadata(
-        abstract=None if is_files(opened) else abstract_tree(opened.tree, context.registry),
-        tree=opened.tree,
-        layout=opened.layout.name,
         created=opened.created,
         writer=opened.writer,
         custom=opened.custom,
         save_id=root.save_id if root else None,
-        objects=opened.objects,
         metrics=opened.metrics,
         timeline=_timeline(root.timeline, opened.location.display) if root else (),
-        bases=tuple(dict.fromkeys([base.path for base in root.references.bases])) if root else (),
+        contents=TreeContents(
+            abstract=None if is_files(opened) else abstract_tree(opened.tree, runtime_of(context).registry),
+            tree=opened.tree,
+            layout=opened.layout.name,
+            objects=opened.objects,
+            bases=tuple(dict.fromkeys([base.path for base in root.references.bases])) if root else (),
+        ),
     )
 
 
@@ -135,38 +218,14 @@ def _timeline(stored: JSON, location: str) -> Sequence[Event]:
     return () if stored is None else timeline_from_json(stored, location=location)
 
 
-def describe_checkpointables(location: Place, context: Context) -> CheckpointablesMetadata:
-    """See `ckptcore.checkpointables_metadata`."""
-    return while_unchanged(
-        location, context, lambda composite: _describe_composite(composite, location, context), open_names
-    )
-
-
-def describe_either(location: Place, context: Context) -> CheckpointMetadata | CheckpointablesMetadata:
-    """What a checkpoint says of itself, be it one tree or several checkpointables.
-
-    Of what other software wrote a plain load may give one of several: here all are told.
-
-    Raises:
-        What `describe_checkpoint` and `describe_checkpointables` do.
-    """
-
-    def describe(found: Opened | OpenedComposite) -> CheckpointMetadata | CheckpointablesMetadata:
-        if isinstance(found, Opened):
-            return _describe_opened(context, found)
-        return _describe_composite(found, location, context)
-
-    return while_unchanged(location, context, describe, open_either)
-
-
-def _describe_composite(composite: OpenedComposite, location: Place, context: Context) -> CheckpointablesMetadata:
+def _describe_composite(composite: OpenedComposite, location: Place, context: Context) -> CheckpointMetadata:
     root, members = composite.root, composite.members
     present = present_members(composite)
     found: dict[str, CheckpointMetadata] = {}
     unreadable: dict[str, str] = {}
     for name in members:
         try:
-            told = _describe_first(composite, name, present.get(name, ()), location, context)
+            described = _describe_first(composite, name, present.get(name, ()), location, context)
         except (CorruptCheckpointError, StorageError):
             raise
         except CheckpointError as error:
@@ -174,20 +233,34 @@ def _describe_composite(composite: OpenedComposite, location: Place, context: Co
                 raise
             unreadable[name] = str(error)
             continue
-        if told is not None:
-            found[name] = told
-    return CheckpointablesMetadata(
-        checkpointables=found,
-        deleted=tuple([name for name in members if name not in found and name not in unreadable]),
-        processes={name: member.processes for name, member in members.items() if member.processes is not None},
+        if described is not None:
+            found[name] = described
+    return CheckpointMetadata(
         created=composite.created,
         writer=composite.writer,
         custom=composite.custom,
         save_id=root.save_id if root else None,
         metrics=composite.metrics,
         timeline=_timeline(root.timeline, str(location)) if root else (),
-        unreadable=unreadable,
+        contents=None if root else _contents_to_load(composite, context),
+        checkpointables=CheckpointablesMetadata(
+            members=found,
+            deleted=tuple([name for name in members if name not in found and name not in unreadable]),
+            processes={name: member.processes for name, member in members.items() if member.processes is not None},
+            unreadable=unreadable,
+        ),
     )
+
+
+def _contents_to_load(composite: OpenedComposite, context: Context) -> TreeContents | None:
+    """Return the tree that `ckptcore.load` loads of a checkpoint of other software; None if it loads none."""
+    try:
+        opened = open_tree(composite.location, composite.mark, context)
+    except UncommittedCheckpointError:
+        raise
+    except CheckpointError:
+        return None
+    return describe_opened(opened, context).contents
 
 
 def _describe_first(
@@ -203,5 +276,5 @@ def _describe_first(
             if is_deleted(composite, directory):  # since it was looked at
                 continue
             raise
-        return _describe_opened(context, opened)
+        return describe_opened(opened, context)
     return None

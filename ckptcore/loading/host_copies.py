@@ -22,6 +22,7 @@ from ckptcore.model.transfer import ReadItem, ReadPlan
 from ckptcore.model.tree import JSON
 from ckptcore.planning.box_partition import without
 from ckptcore.protocols import Layout
+from ckptcore.runtime import runtime_of
 
 __all__ = ["HostCopies", "find_copies"]
 
@@ -180,8 +181,10 @@ def find_copies(location: Location, root: Root, context: Context) -> HostCopies 
             found = read_root(inside)
             if not isinstance(found, Root) or found.save_id != root.save_id:
                 continue  # a process that died has left it
-            layout = context.registry.layout(found.layout)
-            reader = ObjectReader(inside, found.objects, context.io_threads, verify=context.verify, strict=True)
+            layout = runtime_of(context).registry.layout(found.layout)
+            reader = ObjectReader(
+                inside, found.objects, runtime_of(context).io_threads, verify=context.io.verify, strict=True
+            )
             of_source = [
                 _copy_of(record, root.tree, len(sources), number) for number, record in enumerate(found.tree.leaves)
             ]

@@ -15,6 +15,7 @@ from ckptcore.loading.reading import Planned, Reading, perform
 from ckptcore.loading.tries import Tries, tries_of
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Coordinator
+from ckptcore.runtime import runtime_of
 
 __all__ = ["JointAttempt", "agreed_name", "load_jointly"]
 
@@ -47,7 +48,7 @@ def load_jointly(
         RankFailedError: if another rank failed.
         What opening, planning, reading and finishing do.
     """
-    agreement = Agreement(job, context.exchange_key(f"{agreed_name(location, recording)}/load"), recording)
+    agreement = Agreement(job, runtime_of(context).exchange_key(f"{agreed_name(location, recording)}/load"), recording)
     tries = tries_of(location, context)
     for number in itertools.count():  # `tries` limits the attempts
         attempt = attempt_type(tries, context, job, agreement, number, str(location))

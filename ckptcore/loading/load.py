@@ -23,6 +23,7 @@ from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.tree import MAX_DEPTH, Attribute, Skeleton, TreePath, format_path
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import LeafHandler, MutableContainerHandler, Transforms
+from ckptcore.runtime import runtime_of
 from ckptcore.tree.flattening import Flat, first_stuck, flatten, rebuild, restore, unflatten
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ T = TypeVar("T")
 @contextmanager
 def recorded_load(location: Place, context: Context, *, step: int | None = None) -> Iterator[Recording]:
     """Record a load, from here to the end of the block."""
-    recording = Recording("load", str(location), context.observers, step=step, rank=context.job().rank)
+    recording = Recording("load", str(location), context.observers, step=step, rank=runtime_of(context).job().rank)
     try:
         yield recording
     except BaseException as error:
@@ -80,25 +81,28 @@ def load_value(
                 opened = transformed(opened, request.transforms, context)
         tree = opened.tree
         if abstract is None:
-            array, value = abstract_leaves(context.registry)
+            array, value = abstract_leaves(runtime_of(context).registry)
             handlers = [array if isinstance(record, ArrayRecord) else value for record in tree.leaves]
             numbers: list[int | None] = list(range(len(tree.leaves)))
             matched, skeleton = Matched(numbers, handlers), tree.skeleton
             if request.select is not None:
                 matched, skeleton = _chosen_alone(opened, request.select, handlers, context)
             reading = plan_reading(
-                opened, matched.numbers, matched.handlers, [None] * len(matched.numbers), context.workers()
+                opened, matched.numbers, matched.handlers, [None] * len(matched.numbers), runtime_of(context).workers()
             )
             if account is not None:
                 account.planned(opened, matched, skeleton)
             return Planned(reading, _checking(opened, functools.partial(rebuild, skeleton)))
         with recording.phase("open"):
             flat = flatten(
-                abstract, context.registry, placeholders=True, stored_at=_stored_at(opened, context.registry)
+                abstract,
+                runtime_of(context).registry,
+                placeholders=True,
+                stored_at=_stored_at(opened, runtime_of(context).registry),
             )
             matched = _match(opened, flat, context, request)
         made = _adjusted(opened, matched, context)
-        reading = plan_reading(made, matched.numbers, matched.handlers, flat.leaves, context.workers())
+        reading = plan_reading(made, matched.numbers, matched.handlers, flat.leaves, runtime_of(context).workers())
         if account is not None:
             account.planned(opened, matched, flat.skeleton)
         return Planned(reading, _checking(opened, functools.partial(unflatten, flat.shape)))
@@ -152,12 +156,12 @@ def load_nothing(location: Source, context: Context, recording: Recording) -> No
 
 def _load(location: Source, context: Context, recording: Recording, plan: Callable[[Opened], Planned[T]]) -> T:
     """Open a checkpoint and load what is planned of it: here, or together with the other processes of the job."""
-    job = context.job() if context.reads != "alone" else None
+    job = runtime_of(context).job() if context.job.reads != "alone" else None
     if job is not None and job.size > 1:
         from ckptcore.loading.joint_loading import JointAttempt, load_jointly  # only jobs need it
 
         attempt_type = JointAttempt
-        if context.reads != "all":
+        if context.job.reads != "all":
             from ckptcore.loading.shared_loading import SharedAttempt  # costs as much to import as a tenth of the rest
 
             attempt_type = SharedAttempt
@@ -204,7 +208,12 @@ def check_target(opened: Opened, target: object, context: Context, request: Load
     """
     _refuse_placeholders(request)
     opened = transformed(opened, request.transforms, context)
-    flat = flatten(target, context.registry, placeholders=True, stored_at=_stored_at(opened, context.registry))
+    flat = flatten(
+        target,
+        runtime_of(context).registry,
+        placeholders=True,
+        stored_at=_stored_at(opened, runtime_of(context).registry),
+    )
     _match_target(opened, flat, context, request)
 
 
@@ -227,7 +236,7 @@ def _holds_objects(node: object, registry: Plugins, depth: int) -> bool:
 
 def _match(opened: Opened, flat: Flat, context: Context, request: LoadRequest) -> Matched:
     """Which stored leaf each leaf of an abstract tree is."""
-    job = context.job()
+    job = runtime_of(context).job()
     return match_leaves(
         flat,
         opened.tree,
@@ -247,7 +256,7 @@ def chosen_of(opened: Opened, selection: Selection, context: Context) -> frozens
     """
     from ckptcore.loading.chosen_trees import chosen_leaves  # only who selects waits for it
 
-    return chosen_leaves(opened, selection, lambda one: _abstract_leaves_of(one.tree, context.registry))
+    return chosen_leaves(opened, selection, lambda one: _abstract_leaves_of(one.tree, runtime_of(context).registry))
 
 
 def _chosen_alone(
@@ -328,7 +337,12 @@ def load_into_target(
         refuse_files(opened)
         with recording.phase("open"):
             opened = transformed(opened, request.transforms, context)
-            flat = flatten(target, context.registry, placeholders=True, stored_at=_stored_at(opened, context.registry))
+            flat = flatten(
+                target,
+                runtime_of(context).registry,
+                placeholders=True,
+                stored_at=_stored_at(opened, runtime_of(context).registry),
+            )
             matched = _match_target(opened, flat, context, request)
         if account is not None:
             account.planned(opened, matched, flat.skeleton)
@@ -343,7 +357,7 @@ def load_into_target(
             matched.numbers,
             matched.handlers,
             flat.leaves,
-            context.workers(),
+            runtime_of(context).workers(),
             filled=filled,
         )
         return Planned(reading, _checking(opened, finish), begin)

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from functools import cached_property
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from ckptcore.builtin.files_layout import FilesLayout
 from ckptcore.commit.location import LocationLike
 from ckptcore.context import Context
 from ckptcore.errors import TreeMismatchError, UnknownPathError
+from ckptcore.loading.describe import CheckpointMetadata, describe_opened
 from ckptcore.loading.load import abstract_leaves
+from ckptcore.loading.load_requests import LoadRequest
+from ckptcore.loading.loaded_boxes import LoadedBox, iter_boxes
 from ckptcore.loading.open_sessions import Session
+from ckptcore.loading.opened import Opened
+from ckptcore.loading.opening import open_tree
 from ckptcore.loading.reading import read_leaves
 from ckptcore.loading.stored_arrays import StoredArray
-from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.tree import LEAF, Attribute, Key, Node, Skeleton, TreePath, format_path, leaf_count
+from ckptcore.runtime import runtime_of
 
-__all__ = ["OpenCheckpoint", "StoredPath", "StoredTree", "load_box"]
+if TYPE_CHECKING:
+    from ckptcore.loading.load_reports import LoadReport
+    from ckptcore.protocols import Transforms
+    from ckptcore.select import Selection
+
+__all__ = ["OpenCheckpoint", "StoredPath", "StoredTree"]
 
 StoredPath: TypeAlias = str | int | Sequence[Key]
 """Where something is in an open tree: a key, keys, or text with ``/`` between them."""
@@ -158,7 +169,7 @@ class _Place:
         record = session.opened.tree.leaves[leaf]
         if isinstance(record, ArrayRecord) and record.kind not in _TEXT_KINDS:
             return StoredArray(session, leaf, self.path, record.spec)
-        array, value = abstract_leaves(session.context.registry)
+        array, value = abstract_leaves(runtime_of(session.context).registry)
         handler = array if isinstance(record, ArrayRecord) else value
         (found,) = session.guard(lambda opened: read_leaves(opened, [leaf], [handler], [None], session.context))
         return found
@@ -238,28 +249,52 @@ class OpenCheckpoint(StoredTree):
         store = self._session.opened.store
         return store.bytes_read + store.bytes_got
 
+    @cached_property
+    def metadata(self) -> CheckpointMetadata:
+        """Metadata of the checkpoint; see `ckptcore.metadata`. Reads no array.
+
+        Raises:
+            CheckpointNotFoundError: if the checkpoint was replaced or deleted, and its metadata must be read again.
+            ValueError: if the checkpoint was closed.
+        """
+
+        def describe(opened: Opened) -> CheckpointMetadata:
+            # The root of an open checkpoint is shared with others that open it; callers may change what they get.
+            own = opened if opened.root is None else open_tree(opened.location, opened.mark, self._session.context)
+            return describe_opened(own, self._session.context)
+
+        return self._session.attempt(describe)
+
+    def iter_boxes(
+        self,
+        *,
+        select: Selection | None = None,
+        transforms: Transforms = (),
+        first: Selection | Sequence[Selection] = (),
+        report: LoadReport | None = None,
+    ) -> Generator[LoadedBox, None, None]:
+        """Read all arrays in boxes, one after the other, with bounded memory.
+
+        Reads ahead: boxes in memory, with those that the caller has not taken yet, are about
+        ``MemoryOptions.load_bytes``, or 128 MiB. Data that can only be read whole may exceed this: a compressed chunk,
+        or an array of other software with one checksum. Boxes come in the order in which they are stored, and no byte
+        is read twice. Small values are not included; they are in ``metadata.abstract``.
+
+        Args:
+            select: as for `ckptcore.load`.
+            transforms: as for `ckptcore.load`; boxes are those of the transformed arrays.
+            first: arrays to read before all others; several selections are read one after the other.
+            report: filled when the last box was taken or the iterator is closed; values count as skipped.
+
+        Raises:
+            What `ckptcore.load` does, before anything is read. While boxes are taken:
+            CorruptCheckpointError: if bytes are not what was written. Earlier boxes are valid.
+            CheckpointNotFoundError: if the checkpoint was replaced or deleted. Without checksums, earlier boxes may be
+                of another save.
+        """
+        request = LoadRequest(select=select, transforms=transforms, report=report)
+        return iter_boxes(self._session, request, first)
+
     def close(self) -> None:
         """Let go of its files. Arrays that were read, and maps, stay; nothing more is read. Closing again does nothing."""
         self._session.close()
-
-
-def load_box(location: LocationLike, path: StoredPath, box: Box, context: Context) -> HostArray:
-    """See `ckptcore.load_slice`."""
-    with OpenCheckpoint(location, context) as opened:
-        array = opened[path]
-        if not isinstance(array, StoredArray):
-            raise TreeMismatchError(
-                f"{path!r} of {location} is no array, and has no slices: load it whole",
-                [f"{path!r}: an array is asked for"],
-            )
-        if (
-            len(box.start) != array.ndim
-            or not Box.whole(array.shape).contains(box)
-            or any(map(int.__gt__, box.start, box.stop))
-        ):
-            raise TreeMismatchError(
-                f"{path!r} of {location} has the shape {array.shape}, and the box from {box.start} to {box.stop} does not lie in it",
-                [f"{path!r}: shape: a box from {box.start} to {box.stop} is asked for, {array.shape} is stored"],
-            )
-        loaded: HostArray = array[box.slices]
-        return loaded

@@ -15,6 +15,7 @@ from ckptcore.loading.reading import unread
 from ckptcore.loading.tries import tries_of
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.planning import plan_read
+from ckptcore.runtime import runtime_of
 
 __all__ = ["Session"]
 
@@ -42,7 +43,7 @@ class Session:
         """
         self.context = context
         self.is_closed = False
-        self._now: Opened | None = tries_of(location, context, context.known_roots).open()
+        self._now: Opened | None = tries_of(location, context, runtime_of(context).known_roots).open()
         self._held: dict[str, HeldObject | None] = {}
         self._lock = threading.Lock()
 

@@ -29,6 +29,7 @@ from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import Node
 from ckptcore.protocols import InspectedComposite, InspectsComposites, Layout
+from ckptcore.runtime import runtime_of
 from ckptcore.step_names import StepNames
 
 __all__ = ["Opener", "foreign_checkpoints", "open_either", "open_files", "open_names", "open_tree"]
@@ -50,11 +51,11 @@ def _find_foreign_names(location: Location, mark: Mark, context: Context) -> Ope
     Raises:
         CorruptCheckpointError: also if a name is none that a directory can have, or it was written by ckptcore and lost its root.
     """
-    layouts = [layout for layout in context.registry.layouts() if isinstance(layout, InspectsComposites)]
+    layouts = [layout for layout in runtime_of(context).registry.layouts() if isinstance(layout, InspectsComposites)]
     if not layouts or not mark.names:
         return None
     _expect_no_root(location, mark)
-    store = ObjectReader(location.store, {}, context.io_threads, verify=context.verify)
+    store = ObjectReader(location.store, {}, runtime_of(context).io_threads, verify=context.io.verify)
     found: InspectedComposite | None = None
     for layout in layouts:
         found = layout.inspect_composite(store)
@@ -175,7 +176,7 @@ def open_files(location: Location, mark: Mark, context: Context) -> Opened:
     objects = {key: ObjectRecord(key, location.store.size(key)) for key in location.store.list()}
     if not objects:
         raise CheckpointNotFoundError(f"there is no file at {location.display}; check the path")
-    store = ObjectReader(location.store, objects, context.io_threads, verify=context.verify, strict=True)
+    store = ObjectReader(location.store, objects, runtime_of(context).io_threads, verify=context.io.verify, strict=True)
     tree = TreeMetadata(Node("dict", (), ()), ())
     return Opened(location, mark, None, FilesLayout(), None, tree, objects, store, "", {})
 
@@ -218,7 +219,9 @@ def _open_own(location: Location, mark: Mark, root: Root, context: Context, know
         if known is not None and isinstance(data, bytes)
         else _layout_of(root, context)
     )
-    store = ObjectReader(location.store, root.objects, context.io_threads, verify=context.verify, strict=True)
+    store = ObjectReader(
+        location.store, root.objects, runtime_of(context).io_threads, verify=context.io.verify, strict=True
+    )
     copies = None
     if location.of_host:
         from ckptcore.loading.host_copies import find_copies  # only who has hosts needs it
@@ -233,7 +236,7 @@ def _open_own(location: Location, mark: Mark, root: Root, context: Context, know
 
 
 def _layout_of(root: Root, context: Context) -> Layout:
-    return FilesLayout() if root.layout == FilesLayout.name else context.registry.layout(root.layout)
+    return FilesLayout() if root.layout == FilesLayout.name else runtime_of(context).registry.layout(root.layout)
 
 
 def _not_finalized(location: Location, partial: PartialSave) -> UncommittedCheckpointError:
@@ -311,8 +314,8 @@ def _open_tree(location: Location, mark: Mark, context: Context) -> Opened:
             f"there is nothing at {location.display}; check the path, or list the directory above"
         )
     _expect_no_root(location, mark)
-    store = ObjectReader(storage, {}, context.io_threads, verify=context.verify)
-    layouts = context.registry.layouts()
+    store = ObjectReader(storage, {}, runtime_of(context).io_threads, verify=context.io.verify)
+    layouts = runtime_of(context).registry.layouts()
     for layout in layouts:
         inspection = layout.inspect(store, entry)
         if inspection is not None:
@@ -334,7 +337,9 @@ def _open_tree(location: Location, mark: Mark, context: Context) -> Opened:
         raise _lost_root(location)
     if entry is None and (steps := StepNames().find([name[:-1] for name in mark.names if name[-1] == "/"])):
         raise CheckpointNotFoundError(_of_steps(location, steps))
-    failed = "".join(f"; {name} cannot be used: {reason}" for name, reason in context.registry.failed_layouts().items())
+    failed = "".join(
+        f"; {name} cannot be used: {reason}" for name, reason in runtime_of(context).registry.failed_layouts().items()
+    )
     raise CheckpointNotFoundError(
         f"{location.display} is no checkpoint that an installed layout reads (tried "
         f"{', '.join(layout.name for layout in layouts)}{failed}); check the path, or install the plugin of its format"
@@ -366,8 +371,8 @@ def foreign_checkpoints(context: Context) -> IsForeign:
 
 
 def _is_foreign(context: Context, location: Location) -> bool:
-    store = ObjectReader(location.store, {}, context.io_threads, verify=context.verify)
-    for layout in context.registry.layouts():
+    store = ObjectReader(location.store, {}, runtime_of(context).io_threads, verify=context.io.verify)
+    for layout in runtime_of(context).registry.layouts():
         try:
             found = layout.inspect(store, None) is not None
         except CompositeCheckpointError:

@@ -17,6 +17,7 @@ from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata, Value
 from ckptcore.model.tree import format_path
 from ckptcore.planning import plan_read
 from ckptcore.protocols import ChecksArrays, Executor, LeafHandler, WantedLeaf
+from ckptcore.runtime import runtime_of
 from ckptcore.tree.flattening import PLACEHOLDER
 from ckptcore.tree.scalars import are_interchangeable, array_of, value_of
 
@@ -99,7 +100,7 @@ def read_leaves(
         handlers, abstracts: for each, who builds it and as what.
         context: its bound on memory is kept.
     """
-    reading = plan_reading(opened, numbers, handlers, abstracts, context.workers())
+    reading = plan_reading(opened, numbers, handlers, abstracts, runtime_of(context).workers())
     perform(reading, context)
     return reading.leaves
 
@@ -286,7 +287,7 @@ def perform(reading: Reading, context: Context) -> None:
 def _fetch(reading: Reading, units: Sequence[Unit], context: Context) -> None:
     """Let workers read and make those of the units that are theirs."""
     wanted = [(unit, fetched) for unit in units if (fetched := unit.fetched) is not None]
-    executor = context.workers() if wanted else None
+    executor = runtime_of(context).workers() if wanted else None
     if executor is None:
         return
     check_sizes(reading.opened, {unit.leaf for unit, _ in wanted})

@@ -27,6 +27,7 @@ from ckptcore.model.transfer import Pending, StoredTile
 from ckptcore.model.tree import JSON
 from ckptcore.planning.read_groups import group_of
 from ckptcore.protocols import Channels, PlacesTiles
+from ckptcore.runtime import runtime_of
 
 __all__ = ["SharedAttempt"]
 
@@ -59,7 +60,7 @@ class SharedAttempt(JointAttempt):
         self._own = {leaf: SharedArray.of(reading.opened, leaf) for leaf in wanted}
         self._told = [[self._own[leaf].to_json(), _boxes_told(boxes)] for leaf, boxes in wanted.items()]
         memory = self._context.memory
-        options = [str(self._context.reads), memory.load_bytes, memory.exchange_bytes, _made_of(reading.opened)]
+        options = [str(self._context.job.reads), memory.load_bytes, memory.exchange_bytes, _made_of(reading.opened)]
         return [_digest(self._told), self._mark(opened), options, socket.gethostname()]
 
     def _agree(self, payloads: Sequence[JSON], reading: Reading) -> bool:
@@ -67,7 +68,7 @@ class SharedAttempt(JointAttempt):
         if decided["differ"]:
             raise ValueError(
                 f"the ranks load {self._location} with different options, or open different checkpoints there: "
-                f"{decided['differ']}; give all the same Context(reads=, memory=), a location that is the same for all, and abstract "
+                f"{decided['differ']}; give all the same Context(job=JobOptions(reads=...), memory=...), a location that is the same for all, and abstract "
                 'trees, transforms and matching by which the same arrays are made alike; else load with reads="all"'
             )
         if decided["again"]:
@@ -126,7 +127,7 @@ class SharedAttempt(JointAttempt):
 
     def _shares(self, reading: Reading) -> SharedPlan:
         opened, rank = reading.opened, self._agreement.rank
-        group = group_of(rank, self._context.reads, self._decided["hosts"])
+        group = group_of(rank, self._context.job.reads, self._decided["hosts"])
         request_of = {member: self._decided["of"][member] for member in group if member < self._agreement.size}
         wanted = {array for number in set(request_of.values()) for array in self._requests[number]}
         arrays = sorted(wanted, key=lambda array: array.order)
@@ -162,12 +163,12 @@ class SharedAttempt(JointAttempt):
         if not shares.groups:
             return _NoChannels()
         context, job = self._context, self._job
-        collectives = context.collectives or context.registry.collectives()
+        collectives = context.job.collectives or runtime_of(context).registry.collectives()
         if collectives is None:
             raise PluginError(
-                f"Context(reads={self._context.reads!r}) sends what one process reads of {self._location} to others, and no plugin "
+                f"Context(job=JobOptions(reads={self._context.job.reads!r})) sends what one process reads of {self._location} to others, and no plugin "
                 "knows how: expected a framework whose collectives connect the job (ckptcore-torch after torch.distributed."
-                "init_process_group, ckptcore-jax after jax.distributed.initialize), or Context(collectives=...). Else give "
+                "init_process_group, ckptcore-jax after jax.distributed.initialize), or Context(job=JobOptions(collectives=...)). Else give "
                 'reads="all"'
             )
         if (collectives.rank, collectives.size) != (job.rank, job.size):

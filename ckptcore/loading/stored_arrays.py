@@ -22,6 +22,7 @@ from ckptcore.loading.reading import allocate_for, check_sizes
 from ckptcore.model.arrays import ArraySpec, HostArray
 from ckptcore.model.objects import BLOCK_BYTES
 from ckptcore.model.tree import TreePath, format_path
+from ckptcore.runtime import runtime_of
 
 __all__ = ["StoredArray"]
 
@@ -261,7 +262,7 @@ class StoredArray:
         view = self._mapped(held) if self._view is None else self._view
         if view is None:
             return None
-        threads, itemsize = self._session.context.io_threads, self.dtype.itemsize
+        threads, itemsize = runtime_of(self._session.context).io_threads, self.dtype.itemsize
         array = np.empty(indexed.counts, self._stored_dtype)
         whole = _Part(indexed, tuple([slice(0, count) for count in indexed.counts]))
         for part in _far_parts(whole, tuple([stride * itemsize for stride in strides])):
@@ -281,7 +282,7 @@ class StoredArray:
         session = self._session
         place = session.attempt(lambda opened: find_plain_place(opened, self._leaf))  # what is held is looked at below
         held = None if place is None else session.hold(place.key)
-        if place is None or held is None or (place.is_sealed and session.context.verify and not held.is_verified):
+        if place is None or held is None or (place.is_sealed and session.context.io.verify and not held.is_verified):
             self._held = False
             return False
         self._offset = place.offset

@@ -20,6 +20,7 @@ from ckptcore.loading.tries import open_checkpoint
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import DerivedArray, DerivedTree, LeafHandler, TransformedTree, Transforms
+from ckptcore.runtime import runtime_of
 
 __all__ = ["apply_transforms", "describe", "expect_transforms", "is_transform"]
 
@@ -133,7 +134,7 @@ class _Source:
 
     def leaf_handler(self, value: object) -> LeafHandler | None:
         """See `TransformSource`."""
-        return self._context.registry.dispatch(value).leaf
+        return runtime_of(self._context).registry.dispatch(value).leaf
 
 
 def _cut(text: str) -> str:

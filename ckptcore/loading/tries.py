@@ -13,6 +13,7 @@ from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CorruptCheckpointError
 from ckptcore.loading.opened import Opened, OpenedComposite, Source, naming_arrays
 from ckptcore.loading.opening import Opener, open_tree
+from ckptcore.runtime import runtime_of
 
 __all__ = [
     "ATTEMPTS",
@@ -53,7 +54,9 @@ class Tries(Generic[Found]):
         while self._left:
             self._left -= 1
             # Opened anew each time: a storage may keep objects open by name.
-            resolved = resolve_location(self._location, context.registry, durable=False, config=context.storage)
+            resolved = resolve_location(
+                self._location, runtime_of(context).registry, durable=False, config=context.storage
+            )
             mark = read_mark(resolved)
             self._found = None
             try:

@@ -27,6 +27,7 @@ from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord
 from ckptcore.model.tree import format_path
 from ckptcore.planning import plan_read
+from ckptcore.runtime import runtime_of
 
 __all__ = ["Problem", "ProgressCallback", "VerifyReport", "has_its_sizes", "verify_checkpoint"]
 
@@ -204,8 +205,8 @@ def _verify(opened: Opened, context: Context, progress: ProgressCallback | None)
         return read(opened, context, progress)
     check = _Check(opened, context, progress)
     parallelism = requests_of(opened.location.store).concurrency  # of small objects each is waited for
-    run_each(context.io_threads, opened.objects.values(), check.size, parallelism=parallelism)
-    run_each(context.io_threads, check.pieces(), check.piece, parallelism=parallelism)
+    run_each(runtime_of(context).io_threads, opened.objects.values(), check.size, parallelism=parallelism)
+    run_each(runtime_of(context).io_threads, check.pieces(), check.piece, parallelism=parallelism)
     unverified = tuple(record.key for record in opened.objects.values() if record.size and not record.checksums)
     objects = len(opened.objects) + 1 + len(opened.root.parts)
     problems = list(check.problems)
@@ -228,7 +229,7 @@ def _find_unstored(opened: Opened, known: Sequence[Problem]) -> Sequence[Problem
 
 def _read_referred(opened: Opened, leaves: Sequence[int], context: Context, problems: list[Problem]) -> int:
     """Read the arrays that are in other checkpoints, a piece after the other; their bytes. What those have beside is not looked at."""
-    reading = context if context.verify else replace(context, verify=True)
+    reading = context if context.io.verify else replace(context, io=replace(context.io, verify=True))
     checked = opened if reading is context else open_tree(opened.location, opened.mark, reading)
     done = 0
     for leaf in leaves:
@@ -260,7 +261,7 @@ def _read_in_pieces(opened: Opened, leaf: int, spec: ArraySpec) -> None:
 class _Check:
     def __init__(self, opened: Opened, context: Context, progress: ProgressCallback | None) -> None:
         self._opened = opened
-        self._store = ObjectReader(opened.location.store, opened.objects, context.io_threads, verify=True)
+        self._store = ObjectReader(opened.location.store, opened.objects, runtime_of(context).io_threads, verify=True)
         self._progress = progress
         self._total = sum(record.size for record in opened.objects.values())
         self._there: dict[str, int] = {}
@@ -331,7 +332,7 @@ class _Check:
 
 def _read_foreign(opened: Opened, context: Context, progress: ProgressCallback | None) -> VerifyReport:
     """Other software keeps no checksums: everything is read, array by array, and only that can be said."""
-    array, _ = abstract_leaves(context.registry)
+    array, _ = abstract_leaves(runtime_of(context).registry)
     problems: list[Problem] = []
     done = 0
     for number, record in enumerate(opened.tree.leaves):

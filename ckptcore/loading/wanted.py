@@ -1,4 +1,4 @@
-"""What is wanted of a checkpoint of several checkpointables: names, and what each is loaded like or into."""
+"""Requests for a checkpoint of several objects: names, abstract trees, and objects that are restored in place."""
 
 from __future__ import annotations
 
@@ -22,20 +22,63 @@ from ckptcore.loading.load_requests import AS_IT_IS, LoadAs, LoadRequest
 from ckptcore.loading.members import is_deleted, open_member, present_members, told_names
 from ckptcore.loading.opened import OpenedComposite, Source
 from ckptcore.protocols import FilesHandler
+from ckptcore.runtime import runtime_of
 from ckptcore.tree.flattening import PLACEHOLDER
 from ckptcore.tree.per_process import PerProcess
 from ckptcore.tree.suggestions import NearNames
 
-__all__ = ["Everything", "Request", "Wanted", "plan_requests"]
+__all__ = ["Abstracts", "Everything", "Request", "Wanted", "plan_requests"]
 
 logger = logging.getLogger("ckptcore.wanted")
 
-Wanted: TypeAlias = Mapping[str, object] | Sequence[str] | None
-"""What is asked for: names with what each is to be loaded like or into, names alone, or None for all there is."""
+Abstracts: TypeAlias = Mapping[str, object] | Sequence[str] | None
+"""Objects to build anew: abstract trees by name, names alone, or None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Objects to load. Without arguments: every object that exists.
+
+    Attributes:
+        abstract: objects to build anew; None: all, unless `into` has names.
+        into: objects to restore in place, by name.
+    """
+
+    abstract: Abstracts = None
+    into: Mapping[str, object] | None = None
+
+    def __post_init__(self) -> None:
+        """Check the types.
+
+        Raises:
+            TypeError: for one str, and for an `into` that is not a mapping.
+            ValueError: if a name is to be both built anew and restored in place.
+        """
+        if isinstance(self.abstract, str | bytes):
+            raise TypeError(f"abstract={self.abstract!r}: give a list of names, [{self.abstract!r}], or a mapping")
+        if self.into is None:
+            return
+        if not isinstance(self.into, Mapping):
+            raise TypeError(f"into={self.into!r}: give a mapping of names to the objects to restore")
+        for name in self.abstract or ():
+            if name in self.into:
+                raise ValueError(f"{name!r} is in abstract and in into: give it once")
+
+    @property
+    def names(self) -> Sequence[str] | None:
+        """The names, those of `abstract` first; None for all objects."""
+        return None if self.abstract is None and self.into is None else [*(self.abstract or ()), *(self.into or ())]
+
+    @property
+    def likes(self) -> dict[str, tuple[object, bool]]:
+        """For each name the abstract tree or the object, and True for an object that is restored in place."""
+        abstract = self.abstract if isinstance(self.abstract, Mapping) else dict.fromkeys(self.abstract or ())
+        built = {name: (like, False) for name, like in abstract.items()}
+        return built | {name: (like, True) for name, like in (self.into or {}).items()}
 
 
 class Everything(enum.Enum):
-    """What can be asked for besides what is `Wanted`."""
+    """A request besides those of `Wanted`."""
 
     SAVED = enum.auto()
     """All that was saved, as against all that is there: what is absent is an error."""
@@ -75,18 +118,19 @@ def plan_requests(
         CheckpointNotFoundError: if a name was never saved, or was deleted.
         CorruptCheckpointError: also if everything that was saved is asked for, and some of it is gone.
         TreeMismatchError: if something is stored otherwise than it is asked for.
+        TypeError: if an object that is restored in place is given as an abstract tree.
     """
     members = composite.members
     present = present_members(composite)
-    if wanted is None:
-        likes = _there_for(composite, present, context)
-    elif isinstance(wanted, Everything):
-        likes = _all_for(composite, present, context)
+    if isinstance(wanted, Everything):
+        likes = Wanted(_all_for(composite, present, context)).likes
+    elif wanted.names is None:
+        likes = Wanted(_there_for(composite, present, context)).likes
     else:
-        likes = _likes(wanted)
+        likes = wanted.likes
     order = {name: number for number, name in enumerate(members)}
     # Every process of a job asks objects for their state in this order, because `state_dict` may be collective.
-    for name, asked in sorted(likes.items(), key=lambda item: order.get(item[0], -1)):
+    for name, (asked, in_place) in sorted(likes.items(), key=lambda item: order.get(item[0], -1)):
         like, how = _unwrapped(asked)
         if like is PLACEHOLDER:
             continue
@@ -107,7 +151,7 @@ def plan_requests(
         opened = open_member(composite, name, directory, location, context)
         # What has no root would only be looked for again: nothing tells whether it was replaced.
         source = opened if opened.root is None else Within(location, directory)
-        request = _request(name, source, member, like, how, context)
+        request = _request(name, source, member, like, how, in_place, context)
         if request.in_place and not request.is_files:
             check_target(opened, like, context, how)
         yield request
@@ -147,10 +191,6 @@ def _absent_for(composite: OpenedComposite, present: Mapping[str, Sequence[str]]
     return absent
 
 
-def _likes(wanted: Mapping[str, object] | Sequence[str]) -> dict[str, object]:
-    return dict(wanted) if isinstance(wanted, Mapping) else dict.fromkeys(wanted)
-
-
 def _unwrapped(asked: object) -> tuple[object, LoadRequest]:
     """What something is loaded like, and how; the wrappers may stand in each other."""
     how = AS_IT_IS
@@ -172,7 +212,7 @@ def _unknown(composite: OpenedComposite, name: str, present: Sequence[str]) -> s
 
 def _rank(composite: OpenedComposite, name: str, member: Member, context: Context) -> int:
     """The process whose state is asked for: this one's."""
-    job = context.job()
+    job = runtime_of(context).job()
     if member.processes is None or member.processes == job.size:
         return job.rank
     raise TreeMismatchError(
@@ -183,16 +223,25 @@ def _rank(composite: OpenedComposite, name: str, member: Member, context: Contex
     )
 
 
-def _request(name: str, source: Source, member: Member, like: object, how: LoadRequest, context: Context) -> Request:
+def _request(
+    name: str, source: Source, member: Member, like: object, how: LoadRequest, in_place: bool, context: Context
+) -> Request:
     is_files = member.kind == "files"
     if is_files and how != AS_IT_IS:
         raise TreeMismatchError(
             f"{name!r} is stored as files that its object wrote, and no tree: give it without LoadAs, which is for trees",
             [f"{name}: files are stored"],
         )
+    if like is None and in_place:
+        raise TypeError(f"into={{{name!r}: None}}: give the object to restore, or the name in abstract=[{name!r}]")
     if like is None:
         return Request(name, source, None, how, None, is_files, in_place=False)
-    named = context.registry.dispatch_named(like)
+    named = runtime_of(context).registry.dispatch_named(like)
+    if not in_place and (named.files is not None or holds_objects(like, runtime_of(context).registry)):
+        raise TypeError(
+            f"abstract={{{name!r}: {type(like).__qualname__}(...)}} is or holds an object with a state: give it as "
+            f"into={{{name!r}: ...}} to restore it in place, or ckptcore.abstract(...) of it to build its state anew"
+        )
     if is_files:
         if named.files is None:
             raise TreeMismatchError(
@@ -201,4 +250,4 @@ def _request(name: str, source: Source, member: Member, like: object, how: LoadR
                 [f"{name}: files are stored"],
             )
         return Request(name, source, like, how, named.files, is_files, in_place=True)
-    return Request(name, source, like, how, None, is_files, in_place=holds_objects(like, context.registry))
+    return Request(name, source, like, how, None, is_files, in_place)

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptcore.commit.commit import claimed_store
-from ckptcore.commit.conditions import WithoutConditions
 from ckptcore.commit.location import LocationAddress, open_address, subdirectory
 from ckptcore.commit.mark import read_mark
 from ckptcore.commit.root import Claimed
-from ckptcore.context import Context
+from ckptcore.context import Context, IOOptions
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, RankFailedError
 from ckptcore.io.memory import allocate
 from ckptcore.io.recorder import ObjectRecorder
@@ -27,6 +26,7 @@ from ckptcore.model.transfer import Receipt, WritePlan
 from ckptcore.model.tree import JSON, format_path
 from ckptcore.planning import plan_read
 from ckptcore.protocols import Layout
+from ckptcore.runtime import runtime_of
 
 if TYPE_CHECKING:
     from ckptcore.loading.derived import Recipe
@@ -36,51 +36,32 @@ __all__ = ["ReadBoxes", "ReadsOf", "WorkerOptions", "WorkerPart", "WriteParts", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
-    """What of a `Context` holds at a worker too. Plugins are those that are installed there.
+    """The options of a `Context` that workers use, too. Workers use the plugins that are installed there.
 
     Attributes:
-        durability, checksums, verify, threads, storage, without_conditions, bases: as of a `Context`.
+        durability, io, storage: as of a `Context`.
     """
 
     durability: Literal["full", "none"]
-    checksums: bool
-    verify: bool
-    threads: int | None
+    io: IOOptions
     storage: Mapping[str, Mapping[str, JSON]]
-    without_conditions: WithoutConditions
-    bases: Literal["beside", "anywhere"]
 
     @classmethod
     def of(cls, context: Context) -> WorkerOptions:
-        """Those of the controller."""
-        return cls(
-            durability=context.durability,
-            checksums=context.checksums,
-            verify=context.verify,
-            threads=context.threads,
-            storage={scheme: dict(options) for scheme, options in context.storage.items()},
-            without_conditions=context.without_conditions,
-            bases=context.bases,
-        )
+        """Return the options of the controller."""
+        storage = {scheme: dict(options) for scheme, options in context.storage.items()}
+        return cls(durability=context.durability, io=context.io, storage=storage)
 
     @property
     def context(self) -> Context:
-        """A Context of this process that has them; the same one each time, so that its threads are kept."""
+        """A Context of this process with these options; the same one each time, so that its threads are reused."""
         return _context(pickle.dumps(self))
 
 
 @functools.lru_cache(maxsize=4)
 def _context(options: bytes) -> Context:
     found: WorkerOptions = pickle.loads(options)
-    return Context(
-        durability=found.durability,
-        checksums=found.checksums,
-        verify=found.verify,
-        threads=found.threads,
-        storage=found.storage,
-        without_conditions=found.without_conditions,
-        bases=found.bases,
-    )
+    return Context(durability=found.durability, io=found.io, storage=found.storage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +107,13 @@ class WriteParts:
     def _write(self, arrays: Sequence[Sequence[HostArray]]) -> Sequence[Receipt]:
         context = self.options.context
         durable = self.options.durability == "full"
-        location = open_address(self.address, context.registry, durable=durable, config=context.storage)
+        location = open_address(self.address, runtime_of(context).registry, durable=durable, config=context.storage)
         expect_claim(self.claimed, location)
-        store = claimed_store(location, self.claimed.save_id, context.conditions)
+        store = claimed_store(location, self.claimed.save_id, runtime_of(context).conditions)
         receipts = []
         for part in self.parts:
             inside = subdirectory(store, part.directory)
-            recorder = ObjectRecorder(inside, context.io_threads, checksums=self.options.checksums)
+            recorder = ObjectRecorder(inside, runtime_of(context).io_threads, checksums=self.options.io.checksums)
             state = part.layout.write(HeldSnapshot(part.plan, [arrays[number] for number in part.held]), recorder)
             # What was written is told by the plan, which the controller has.
             receipts.append(Receipt(part.plan.rank, (), state, recorder.objects))
@@ -207,7 +188,7 @@ class ReadBoxes:
 
     def _open(self, address: LocationAddress) -> Opened:
         context = self.options.context
-        location = open_address(address, context.registry, durable=False, config=context.storage)
+        location = open_address(address, runtime_of(context).registry, durable=False, config=context.storage)
         return open_tree(location, read_mark(location), context)
 
 

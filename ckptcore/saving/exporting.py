@@ -14,6 +14,7 @@ from ckptcore.io.background import SaveHandle
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.transfer import WritePlan
 from ckptcore.protocols import Layout
+from ckptcore.runtime import runtime_of
 from ckptcore.saving.exports import Export
 from ckptcore.saving.parts import Captured, Part, PartDescription
 from ckptcore.saving.persisting import Described, fail_before_claim, persist
@@ -157,10 +158,10 @@ def _plan_export(
             f"{names[part]!r} {reason}, and cannot be exported; export another checkpointable. Nothing was written"
         )
     subtree = find_subtree(description.tree, keys)
-    layout = context.registry.layout(export.layout)
+    layout = runtime_of(context).registry.layout(export.layout)
     layout.check(subtree.tree, size + len(description.at_workers))
     location = resolve_location(
-        export.location, context.registry, durable=context.durability == "full", config=context.storage
+        export.location, runtime_of(context).registry, durable=context.durability == "full", config=context.storage
     )
     return PlannedExport(location, layout, part, subtree)
 

@@ -31,6 +31,7 @@ from ckptcore.model.transfer import Receipt, WritePlan
 from ckptcore.model.tree import JSON, format_path
 from ckptcore.planning.coverage import WrittenBoxes, makes_up
 from ckptcore.protocols import Layout, StorageBackend
+from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import Part
 from ckptcore.saving.persisting import NOTHING_COMMITTED, Described, commit_tree, finish_part
 from ckptcore.saving.save_requests import check_custom
@@ -47,17 +48,19 @@ def finalize_sessions(
     location: LocationLike, layout: str | Layout | None, custom: Mapping[str, JSON] | None, context: Context
 ) -> None:
     """See `ckptcore.finalize`. On every rank; the leader does it."""
-    key = context.exchange_key(location)  # before anything can fail: every rank counts it
-    job = context.job()
+    key = runtime_of(context).exchange_key(location)  # before anything can fail: every rank counts it
+    job = runtime_of(context).job()
     recording = Recording("save", str(location), context.observers, rank=job.rank)
     try:
         agreement = Agreement(job, key, recording)
         with agreement.stage("finalize", meaning=NOTHING_COMMITTED):
             checked = check_custom(custom)
-            chosen = None if layout is None else context.registry.layout(layout)
+            chosen = None if layout is None else runtime_of(context).registry.layout(layout)
             if agreement.rank == 0:
                 durable = context.durability == "full"
-                resolved = resolve_location(location, context.registry, durable=durable, config=context.storage)
+                resolved = resolve_location(
+                    location, runtime_of(context).registry, durable=durable, config=context.storage
+                )
                 _finalize(resolved, chosen, checked, context, agreement, recording)
     except BaseException as error:
         recording.finish(error=error)
@@ -76,7 +79,9 @@ def _finalize(
     examined = functools.partial(_examine, location, layout, context)
     try:
         with recording.phase("claim"):
-            partial, claim, (layout, tree, receipts) = claim_to_finalize(location, examined, context.conditions)
+            partial, claim, (layout, tree, receipts) = claim_to_finalize(
+                location, examined, runtime_of(context).conditions
+            )
     except CheckpointNotFoundError:
         if _remove_tables_of_committed(location):
             return  # who finalized it died right after the commit
@@ -100,7 +105,7 @@ def _finalize(
                 before_commit=None,
                 agreement=agreement,
             )
-            recorder = ObjectRecorder(claim.store, context.io_threads, checksums=context.checksums)
+            recorder = ObjectRecorder(claim.store, runtime_of(context).io_threads, checksums=context.io.checksums)
             with _told_as_damage(location):
                 root = finish_part(described, part, receipts, recorder)
             commit_tree(described, claim, layout, root, context, recording)
@@ -121,7 +126,7 @@ def _examine(
         CheckpointError: the layout is another one, or cannot store this.
         CorruptCheckpointError: what sessions wrote down cannot be read.
     """
-    layout = context.registry.layout(partial.layout) if layout is None else layout
+    layout = runtime_of(context).registry.layout(partial.layout) if layout is None else layout
     of_sessions = layout_of_sessions(layout)
     expect_same_layout(location, partial, layout, of_sessions)
     if not partial.sessions:

@@ -21,6 +21,7 @@ from ckptcore.job.hosts import OnHosts
 from ckptcore.job.visibility import expect_claim, show_claim
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import StorageBackend
+from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import Captured
 from ckptcore.saving.persisting import (
     NOTHING_COMMITTED,
@@ -87,7 +88,7 @@ def persist_on_hosts(
         store = (
             claim.store
             if claim is not None
-            else claimed_store(described.location, described.save_id, context.conditions)
+            else claimed_store(described.location, described.save_id, runtime_of(context).conditions)
         )
         with agreement.stage("write", meaning=NOTHING_COMMITTED) as stage:
             if claim is None:

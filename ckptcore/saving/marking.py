@@ -12,6 +12,7 @@ from ckptcore.errors import PluginError
 from ckptcore.io.recorder import ObjectRecorder
 from ckptcore.model.transfer import Segment
 from ckptcore.protocols import About, Layout, MarksCheckpoints, StorageAddress, StorageBackend
+from ckptcore.runtime import runtime_of
 
 __all__ = ["mark_composite", "mark_tree"]
 
@@ -56,7 +57,7 @@ def mark_tree(layout: Layout, root: Root, about: About, store: StorageBackend, c
     """Let the layout of a checkpoint that is one tree write what foreign readers look for; the root with that."""
     if not isinstance(layout, MarksCheckpoints):
         return root
-    recorder = ObjectRecorder(store, context.io_threads, checksums=context.checksums)
+    recorder = ObjectRecorder(store, runtime_of(context).io_threads, checksums=context.io.checksums)
     layout.mark(about, _MarkStore(layout.name, recorder, root.objects))
     return replace(root, objects={**root.objects, **{record.key: record for record in recorder.objects}})
 
@@ -70,6 +71,6 @@ def mark_composite(layouts: Iterable[Layout], about: About, store: StorageBacken
     taken: dict[str, object] = dict(about.members)
     for name, layout in by_name.items():
         if isinstance(layout, MarksCheckpoints):
-            recorder = ObjectRecorder(store, context.io_threads, checksums=context.checksums)
+            recorder = ObjectRecorder(store, runtime_of(context).io_threads, checksums=context.io.checksums)
             layout.mark(about, _MarkStore(name, recorder, taken))
             taken.update({record.key: record for record in recorder.objects})

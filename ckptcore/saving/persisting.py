@@ -31,6 +31,7 @@ from ckptcore.model.transfer import Receipt
 from ckptcore.model.tree import JSON
 from ckptcore.planning import check_coverage
 from ckptcore.protocols import About, Layout, MemberKind, StorageBackend, WriteStore
+from ckptcore.runtime import runtime_of
 from ckptcore.saving.marking import mark_composite, mark_tree
 from ckptcore.saving.parts import Captured, Part
 from ckptcore.saving.worker_writes import HeldByWorkers
@@ -164,7 +165,7 @@ def persist(
         if claim is not None:
             store = claim.store
         else:
-            store = claimed_store(described.location, described.save_id, context.conditions)
+            store = claimed_store(described.location, described.save_id, runtime_of(context).conditions)
         may_write = True
         try:
             with agreement.stage("write", meaning=NOTHING_COMMITTED) as stage:
@@ -214,7 +215,7 @@ def persist(
 def claim_for(described: Described, claimed: Claimed, context: Context) -> Claim:
     """Claim the location of a save. See `claim_location`."""
     return claim_location(
-        described.location, claimed, described.overwrite, context.conditions, foreign_checkpoints(context)
+        described.location, claimed, described.overwrite, runtime_of(context).conditions, foreign_checkpoints(context)
     )
 
 
@@ -286,7 +287,9 @@ def _write_here(
     receipts = []
     for part, held in zip(described.parts, captured, strict=True):
         inside = subdirectory(store, part.directory)
-        recorder = ObjectRecorder(inside, context.io_threads, checksums=context.checksums, progress=progress)
+        recorder = ObjectRecorder(
+            inside, runtime_of(context).io_threads, checksums=context.io.checksums, progress=progress
+        )
         state = held.write(part, recorder)
         held.close()
         receipts.append(Receipt(part.plan.rank, part.plan.items, state, recorder.objects))
@@ -333,7 +336,7 @@ def finish_part(described: Described, part: Part, receipts: Sequence[Receipt], r
 
 
 def _recorder(store: StorageBackend, context: Context) -> ObjectRecorder:
-    return ObjectRecorder(store, context.io_threads, checksums=context.checksums)
+    return ObjectRecorder(store, runtime_of(context).io_threads, checksums=context.io.checksums)
 
 
 def merge_objects(

@@ -21,6 +21,7 @@ from ckptcore.loading.opening import foreign_checkpoints
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.tree import JSON, format_path
 from ckptcore.protocols import Executor, Layout, SharesReplicas
+from ckptcore.runtime import runtime_of
 from ckptcore.saving.exporting import PlannedExport, PreparedExport, plan_exports
 from ckptcore.saving.exports import Export
 from ckptcore.saving.parts import Part, PartDescription, describe_part, naming
@@ -84,28 +85,28 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
     rank, size = agreement.rank, agreement.size
     composite = not isinstance(request.values, OneTree)
     with agreement.stage("describe", meaning=NOTHING_COMMITTED) as stage:
-        context.saves.raise_unnoticed()
-        executor = context.workers()
-        chosen = context.registry.layout(request.layout)
+        runtime_of(context).saves.raise_unnoticed()
+        executor = runtime_of(context).workers()
+        chosen = runtime_of(context).registry.layout(request.layout)
         custom = check_custom(request.custom)
         metrics = check_metrics(request.metrics)
         progress = check_progress(request)
         recording.step = progress.get("step")
         values = {"": request.values.state} if isinstance(request.values, OneTree) else dict(request.values)
         location = resolve_location(
-            request.location, context.registry, durable=context.durability == "full", config=context.storage
+            request.location, runtime_of(context).registry, durable=context.durability == "full", config=context.storage
         )
         if composite:
             for name in values:
                 check_name(name)
-        replicas = context.replicas if _share_replicas(chosen, request.exports, context) else None
+        replicas = context.job.replicas if _share_replicas(chosen, request.exports, context) else None
         # The same order on every process of a job, because `state_dict` may be collective.
         described_by_name = {
             name: describe_part(
                 name,
                 values[name],
                 chosen,
-                context.registry,
+                runtime_of(context).registry,
                 rank=rank,
                 size=size,
                 replicas=replicas,
@@ -115,7 +116,7 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
             for name in sorted(values)
         }
         descriptions: _Descriptions = [described_by_name[name] for name in values]
-        if size > 1 and context.replicas.objects == "refuse":
+        if size > 1 and context.job.replicas.objects == "refuse":
             _refuse_what_differs(values, descriptions, size)
         members = (
             {name: part.member(size) for name, part in zip(values, descriptions, strict=True)} if composite else None
@@ -203,7 +204,7 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
         from ckptcore.saving.host_shares import add_host_copies  # only who has hosts needs it
 
         trees = list(_common_trees(descriptions))
-        described, copied = add_host_copies(described, trees, hosts, context.registry)
+        described, copied = add_host_copies(described, trees, hosts, runtime_of(context).registry)
     exports = [
         export.prepare(described, export_id, agreement.part(f"export-{number}"))
         for number, (export, export_id) in enumerate(zip(planned, decided["exports"], strict=True))
@@ -237,13 +238,16 @@ def _refuse_what_differs(values: Mapping[str, object], descriptions: _Descriptio
                 "save together only one would be stored. To keep one for each rank, put it under a name of its own in "
                 "save_checkpointables. To store all shards and otherwise the lowest rank's state, as "
                 "torch.distributed.checkpoint does, save with "
-                'Context(replicas=ReplicaOptions(objects="lowest_rank")). Nothing was written'
+                'Context(job=JobOptions(replicas=ReplicaOptions(objects="lowest_rank"))). Nothing was written'
             )
 
 
 def _share_replicas(layout: Layout, exports: Sequence[Export], context: Context) -> bool:
     """Whether processes may share what they all hold: each writes for the exports the boxes that it writes for the save."""
-    layouts = [layout, *(context.registry.layout(export.layout) for export in exports if isinstance(export, Export))]
+    layouts = [
+        layout,
+        *(runtime_of(context).registry.layout(export.layout) for export in exports if isinstance(export, Export)),
+    ]
     return all(isinstance(one, SharesReplicas) and one.shares_replicas for one in layouts)
 
 
@@ -260,7 +264,7 @@ def _told(
     """
     names = None if members is None else [[name, member.kind, member.processes] for name, member in members.items()]
     exported = [
-        [context.registry.layout(export.layout).name, repr(path_keys(export.subtree))]
+        [runtime_of(context).registry.layout(export.layout).name, repr(path_keys(export.subtree))]
         for export in exports
         if isinstance(export, Export)
     ]

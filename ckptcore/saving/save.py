@@ -13,6 +13,7 @@ from ckptcore.io.memory import StagingMemory
 from ckptcore.io.requests import requests_of
 from ckptcore.io.snapshot import BoundedSnapshot
 from ckptcore.job.agreement import Agreement
+from ckptcore.runtime import runtime_of
 from ckptcore.saving.capturing import Copies, Holding
 from ckptcore.saving.exporting import PreparedExport, write_exports
 from ckptcore.saving.persisting import NOTHING_COMMITTED, Described, fail_before_claim, fail_everywhere, persist
@@ -28,16 +29,16 @@ def perform_save(request: SaveRequest, context: Context) -> None:
     Raises:
         CheckpointError: why it is not.
     """
-    key = context.exchange_key(request.agreed)  # before anything can fail: every rank counts every save
+    key = runtime_of(context).exchange_key(request.agreed)  # before anything can fail: every rank counts every save
     with _recorded(request, context) as recording, recording.phase("blocking"):
-        agreement = Agreement(context.job(), key, recording)
+        agreement = Agreement(runtime_of(context).job(), key, recording)
         with recording.phase("describe"):
             save = prepare_save(request, context, recording, agreement)
         holding = Holding()
         try:
             try:
                 with recording.phase("wait_for_previous"):
-                    context.saves.wait()
+                    runtime_of(context).saves.wait()
                 holding.view(save)
             except BaseException as error:  # noqa: BLE001  # told to the other ranks, then raised
                 fail_before_claim(agreement, error)
@@ -52,21 +53,21 @@ def begin_save(request: SaveRequest, context: Context) -> SaveHandle:
     Raises:
         CheckpointError: why it cannot begin; what comes later is told by the handle.
     """
-    key = context.exchange_key(request.agreed)  # before anything can fail: every rank counts every save
+    key = runtime_of(context).exchange_key(request.agreed)  # before anything can fail: every rank counts every save
     with _recorded(request, context, goes_on=True) as recording, recording.phase("blocking"):
-        agreement = Agreement(context.job(), key, recording)
+        agreement = Agreement(runtime_of(context).job(), key, recording)
         try:
             with recording.phase("wait_for_previous"):
                 if (request.when_busy or context.when_busy) == "wait":
-                    context.saves.wait()
+                    runtime_of(context).saves.wait()
                 else:
-                    context.saves.wait_for_room()
+                    runtime_of(context).saves.wait_for_room()
         except BaseException as error:  # noqa: BLE001  # told to the other ranks, then raised
             fail_everywhere(agreement, "describe", error)
         with recording.phase("describe"):
             save = prepare_save(request, context, recording, agreement)
         handle = SaveHandle(save.described.location.display, save.nbytes)
-        memory = StagingMemory(context.staging, context.io_threads)
+        memory = StagingMemory(runtime_of(context).staging, runtime_of(context).io_threads)
         holding = Holding()
         to_copy: Sequence[BoundedSnapshot] = ()
         copies: Copies | None = None
@@ -96,7 +97,9 @@ def begin_save(request: SaveRequest, context: Context) -> SaveHandle:
 @contextmanager
 def _recorded(request: SaveRequest, context: Context, *, goes_on: bool = False) -> Iterator[Recording]:
     """Record an operation; one that goes on in the background is over later, unless it failed to begin."""
-    recording = Recording("save", str(request.location), context.observers, step=request.step, rank=context.job().rank)
+    recording = Recording(
+        "save", str(request.location), context.observers, step=request.step, rank=runtime_of(context).job().rank
+    )
     try:
         yield recording
     except BaseException as error:
@@ -124,7 +127,7 @@ def _write(
         elif described.update is not None and described.agreement.rank == 0:
             with ExitStack() as pinned:
                 try:
-                    pinned.enter_context(described.update.pinned(context.conditions))
+                    pinned.enter_context(described.update.pinned(runtime_of(context).conditions))
                 except BaseException as error:  # noqa: BLE001  # sent to the other ranks, then raised
                     fail_before_claim(described.agreement, error)
                 persist(described, holding.parts, context, recording, handle, holding.at_workers)
@@ -168,10 +171,10 @@ def _go_on(
             holding.close()
             memory.close()
             if not context.memory.keep_staging:
-                context.staging.release_unused()
+                runtime_of(context).staging.release_unused()
 
     try:
-        context.saves.run(handle, work, locations, inline=inline)
+        runtime_of(context).saves.run(handle, work, locations, inline=inline)
     except RuntimeError as error:
         holding.close()
         memory.close()

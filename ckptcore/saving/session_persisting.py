@@ -15,6 +15,7 @@ from ckptcore.events import Recording
 from ckptcore.io.background import SaveHandle
 from ckptcore.job.agreement import Agreement
 from ckptcore.job.visibility import seen_by_all
+from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import Captured
 from ckptcore.saving.persisting import Described, decode_written, encode_written, write_parts
 from ckptcore.saving.preparing import save_created
@@ -57,8 +58,8 @@ def persist_session(
         ):
             if agreement.rank == 0:
                 with recording.phase("claim"):
-                    claim = claim_session(location, planned, context.conditions)
-        store = session_store(location, partial, context.conditions) if claim is None else claim.store
+                    claim = claim_session(location, planned, runtime_of(context).conditions)
+        store = session_store(location, partial, runtime_of(context).conditions) if claim is None else claim.store
         try:
             with agreement.stage("write", meaning=_NOTHING) as stage:
                 with recording.phase("write") as phase:

@@ -23,6 +23,7 @@ from ckptcore.job.agreement import Agreement
 from ckptcore.model.tree import JSON
 from ckptcore.policies import EveryStep, PreservationPolicy, PreserveAll, SavePolicy
 from ckptcore.protocols import Layout, Rejoinable
+from ckptcore.runtime import runtime_of
 from ckptcore.saving.exports import StepExport, check_exports
 from ckptcore.saving.save_requests import OneTree
 from ckptcore.step_names import StepNames, step_number, whole_number
@@ -117,7 +118,7 @@ class Checkpointer(CheckpointReader):
             raise TypeError(f"Checkpointer(near={near!r}): expected NearTier(directory)")
         options = StepOptions(
             layout=layout,
-            exports=check_exports(exports, directory, (context or default_context()).registry),
+            exports=check_exports(exports, directory, runtime_of(context or default_context()).registry),
             when_busy="wait" if when_busy == "wait" else "queue",
         )
         self._decider = SaveDecider(save_policy or EveryStep(), skips_when_busy=when_busy == "skip")
@@ -445,7 +446,7 @@ class Checkpointer(CheckpointReader):
             )
         if self._closed:
             raise CheckpointError(f"the Checkpointer of {self.directory} is closed; make a new one")
-        job = self._context.job()
+        job = runtime_of(self._context).job()
         if job is not self._job and (isinstance(job, Rejoinable) or isinstance(self._job, Rejoinable)):
             raise CheckpointError(
                 f"the Checkpointer of {self.directory} belongs to a job that this process has left or joined again since; close it, and "
@@ -453,7 +454,9 @@ class Checkpointer(CheckpointReader):
             )
 
     def _agreement(self, what: str) -> Agreement:
-        return Agreement(self._job, self._context.exchange_key(f"{self.directory}/checkpointer/{what}", job=self._job))
+        return Agreement(
+            self._job, runtime_of(self._context).exchange_key(f"{self.directory}/checkpointer/{what}", job=self._job)
+        )
 
 
 def _expect(given: object, kind: type, argument: str, wanted: str) -> None:

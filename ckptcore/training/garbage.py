@@ -34,6 +34,7 @@ from ckptcore.events import Recording
 from ckptcore.loading.verify import has_its_sizes
 from ckptcore.policies import PreservationPolicy, StepInfo, what_to_delete
 from ckptcore.protocols import AtomicDirectories, StorageBackend
+from ckptcore.runtime import runtime_of
 from ckptcore.training.steps import StepDirectory
 
 __all__ = ["BegunDeletion", "StepDeleter", "policy_infos", "readable_steps"]
@@ -193,7 +194,7 @@ class StepDeleter:
                 )
                 self._owned.check()
                 try:
-                    remove_leftover(self._location(step), new_save_id(), self._context.conditions)
+                    remove_leftover(self._location(step), new_save_id(), runtime_of(self._context).conditions)
                 except CheckpointExistsError as error:
                     logger.warning("step %d in %s stays: %s", step, self._steps.display, error)
 
@@ -366,7 +367,7 @@ class StepDeleter:
                 return ()
 
         name = self._steps.name(step)
-        beside = find_bases(self._store, self._context.io_threads, bases_of, without=name)
+        beside = find_bases(self._store, runtime_of(self._context).io_threads, bases_of, without=name)
         return referring_to(name, save_id, beside)
 
     def has_another(self, step: int, broken: Collection[int]) -> bool:
@@ -419,7 +420,7 @@ class StepDeleter:
             with intent, self._lock:
                 self._owned.check()
                 intent.check()
-                remove_checkpoint(self._location(step), new_save_id(), self._context.conditions)
+                remove_checkpoint(self._location(step), new_save_id(), runtime_of(self._context).conditions)
                 self._steps.forget([step])
         except BaseException as error:
             self._steps.distrust(step)
@@ -434,4 +435,6 @@ class StepDeleter:
     def _location(self, step: int) -> Location:
         place = self._steps.place(step)
         durable = self._context.durability == "full"
-        return resolve_location(place, self._context.registry, durable=durable, config=self._context.storage)
+        return resolve_location(
+            place, runtime_of(self._context).registry, durable=durable, config=self._context.storage
+        )

@@ -15,19 +15,16 @@ from ckptcore.context import Context, default_context
 from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement
 from ckptcore.loading.composites import load_composite
-from ckptcore.loading.describe import (
-    CheckpointablesMetadata,
-    CheckpointMetadata,
-    describe_either,
-)
+from ckptcore.loading.describe import CheckpointMetadata, describe_checkpoint
 from ckptcore.loading.load import load_into_target, load_value
 from ckptcore.loading.load_requests import LoadRequest
 from ckptcore.loading.matching_options import EXACT, Matching
-from ckptcore.loading.wanted import Everything, Wanted
+from ckptcore.loading.wanted import Abstracts, Everything, Wanted
 from ckptcore.model.tree import JSON
 from ckptcore.policies import StepInfo
 from ckptcore.protocols import Transforms
 from ckptcore.redaction import redacted
+from ckptcore.runtime import runtime_of
 from ckptcore.step_names import StepNames, step_number
 from ckptcore.training.directories import read_directory_metadata
 from ckptcore.training.restoring import Loading, SkippedStep, StepLoader
@@ -81,7 +78,7 @@ class CheckpointReader:
         names = step_names or StepNames()
         self._copies = TieredSteps([StepDirectory(directory, names, self._context) for directory in tiers])
         self._steps = self._copies.tiers[0]
-        self._job = self._context.job()
+        self._job = runtime_of(self._context).job()
         # Asked for each time: a subclass may agree and list in its own way.
         self._loader = StepLoader(
             self._copies,
@@ -173,14 +170,14 @@ class CheckpointReader:
         step = step_number(step)
         return self._copies.nearest(step).info(step)
 
-    def metadata(self, step: int) -> CheckpointMetadata | CheckpointablesMetadata:
-        """What a step says of itself; reads no array.
+    def metadata(self, step: int) -> CheckpointMetadata:
+        """Read the metadata of a step, as `ckptcore.metadata` does; reads no array.
 
         Raises:
             CheckpointNotFoundError, CorruptCheckpointError
         """
         step = step_number(step)
-        return describe_either(self._copies.nearest(step).place(step), self._context)
+        return describe_checkpoint(self._copies.nearest(step).place(step), self._context)
 
     def load(
         self,
@@ -238,25 +235,33 @@ class CheckpointReader:
 
         return self._load(step, Loading(into, "the target"))
 
-    def load_checkpointables(self, step: int | None = None, wanted: Wanted = None) -> dict[str, Any]:
-        """Load a step that was saved as several checkpointables.
+    def load_checkpointables(
+        self,
+        step: int | None = None,
+        abstract: Abstracts = None,
+        *,
+        into: Mapping[str, object] | None = None,
+    ) -> dict[str, Any]:
+        """Load a step that was saved as several objects.
 
         Args:
-            step: which; None: the newest that is valid. Damaged ones are passed over and told in `skipped_steps`.
-            wanted: as for `ckptcore.load_checkpointables`: None for all, names, or names with what each is restored into or like.
-                With both None a step of which something was deleted or lost is passed over, too.
+            step: the step; None: the newest valid one. Damaged steps are skipped and listed in `skipped_steps`. If no
+                objects are named either, steps that lack an object are skipped, too.
+            abstract: objects to build anew, as for `ckptcore.load_checkpointables`.
+            into: objects to restore in place, by name.
 
         Raises:
             What `load` and `ckptcore.load_checkpointables` do.
         """
 
         # A run must not resume without a part of its state: who names the step takes what is left of it.
-        asked = Everything.SAVED if wanted is None and step is None else wanted
+        wanted = Wanted(abstract, into)
+        asked = Everything.SAVED if wanted.names is None and step is None else wanted
 
         def run(place: Place, recording: Recording) -> dict[str, Any]:
             return load_composite(place, asked, self._context, recording)
 
-        changes = "what is restored in place" if isinstance(wanted, Mapping) else None
+        changes = "what is restored in place" if into else None
         return self._load(step, Loading(run, changes))
 
     @contextmanager
@@ -337,4 +342,4 @@ class CheckpointReader:
         return self._copies.tiers[tier].place(step)
 
     def _agreement(self, what: str) -> Agreement:
-        return Agreement(self._job, self._context.exchange_key(f"{self.directory}/{what}", job=self._job))
+        return Agreement(self._job, runtime_of(self._context).exchange_key(f"{self.directory}/{what}", job=self._job))

@@ -26,6 +26,7 @@ from ckptcore.job.agreement import Agreement
 from ckptcore.loading.joint_steps import take_step
 from ckptcore.loading.load import recorded_load
 from ckptcore.model.tree import JSON
+from ckptcore.runtime import runtime_of
 from ckptcore.step_names import step_number
 from ckptcore.training.tiered_steps import TieredSteps
 
@@ -167,8 +168,8 @@ class StepLoader:
         steps = self._copies.tiers[tier]
         if tier not in self._holds:
             context = self._context
-            store = open_directory(steps.directory, context.registry, durable=False, config=context.storage)
-            self._holds[tier] = StepHolds(context.conditions.storage(store, steps.directory), steps.display)
+            store = open_directory(steps.directory, runtime_of(context).registry, durable=False, config=context.storage)
+            self._holds[tier] = StepHolds(runtime_of(context).conditions.storage(store, steps.directory), steps.display)
         if not steps.is_committed(step):
             raise CheckpointNotFoundError(steps.missing(step))  # before anything is written beside the steps
         pin = self._holds[tier].pin(steps.name(step))

@@ -31,6 +31,7 @@ from ckptcore.loading.tries import Tries
 from ckptcore.policies import StepInfo
 from ckptcore.protocols import StorageBackend
 from ckptcore.redaction import redacted
+from ckptcore.runtime import runtime_of
 from ckptcore.step_names import StepNames
 
 __all__ = ["StepDirectory"]
@@ -60,7 +61,9 @@ class StepDirectory:
         self.directory = absolute_location(directory)
         self.names = names
         self._context = context
-        self._store = open_directory(self.directory, context.registry, durable=False, config=context.storage)
+        self._store = open_directory(
+            self.directory, runtime_of(context).registry, durable=False, config=context.storage
+        )
         self._found: dict[int, str] = {}
         self._ours: dict[str, bool] = {}
         """Names of committed steps; whether ckptcore wrote them."""
@@ -96,8 +99,8 @@ class StepDirectory:
         """The storage, opened at the directory, for who owns it: as durable, and with what instead of conditions, as the Context says."""
         context = self._context
         durable = context.durability == "full"
-        store = open_directory(self.directory, context.registry, durable=durable, config=context.storage)
-        return context.conditions.storage(store, self.directory)
+        store = open_directory(self.directory, runtime_of(context).registry, durable=durable, config=context.storage)
+        return runtime_of(context).conditions.storage(store, self.directory)
 
     def list_names(self) -> Mapping[int, str]:
         """Every name that stands for a step, committed or not, by step; one listing. Changes nothing.
@@ -130,7 +133,7 @@ class StepDirectory:
     def _open_anew(self) -> None:
         # A storage may remember what it saw.
         self._store = open_directory(
-            self.directory, self._context.registry, durable=False, config=self._context.storage
+            self.directory, runtime_of(self._context).registry, durable=False, config=self._context.storage
         )
 
     @property
@@ -323,7 +326,7 @@ class StepDirectory:
         parallelism = requests_of(self._store).concurrency
         if parallelism == 1:
             return [ask(step) for step in steps]
-        return ask_each(self._context.io_threads, steps, ask, parallelism=parallelism)
+        return ask_each(runtime_of(self._context).io_threads, steps, ask, parallelism=parallelism)
 
     def look_ahead(self, steps: Sequence[int]) -> None:
         """Read the roots of steps ahead of calls of `summary`. Ignores errors: `summary` raises them."""

@@ -54,11 +54,8 @@ class Training:
         self.data = batches()
         # The leaves of what is passed say what is built: arrays of JAX, whoever saved them. The iterator is restored in place.
         loaded: dict[str, Any] = checkpointer.load_checkpointables(
-            wanted={
-                "model": array,
-                "optimizer": {"state": moments, "param_groups": ckptcore.PLACEHOLDER},
-                "data": self.data,
-            }
+            abstract={"model": array, "optimizer": {"state": moments, "param_groups": ckptcore.PLACEHOLDER}},
+            into={"data": self.data},
         )
         self.params: Params = loaded["model"]
         # PyTorch numbers the parameters, Optax names them, and both keep the same two moments of each.

@@ -54,11 +54,11 @@ class Worker:
             with contextlib.suppress(CheckpointError):  # the driver knows it: it is why the worker joins again
                 self.run.close()
         # All three are new: a coordinator and a Context count the exchanges of one incarnation of the job.
-        context = ckptcore.Context(coordinator=RayCoordinator(job, self.rank, size))
+        context = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=RayCoordinator(job, self.rank, size)))
         self.run = ckptcore.Checkpointer(directory, context=context, preservation_policy=LatestN(2))
         if self.run.latest is None:
             return 0
-        loaded = self.run.load_checkpointables(wanted={"model": self.model, "draw": self.draw})
+        loaded = self.run.load_checkpointables(abstract={"model": self.model}, into={"draw": self.draw})
         self.model = loaded["model"]  # new arrays like those; the generator is restored in place
         return self.run.restored_step or 0
 

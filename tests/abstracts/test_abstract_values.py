@@ -190,5 +190,5 @@ def test_the_handlers_of_a_context_are_asked() -> None:
         def abstract(self, leaf: Any) -> object:
             return "NO ARRAY"
 
-    context = ckptcore.Context(handlers={np.ndarray: Shouting()})
+    context = ckptcore.Context(plugins=ckptcore.context.PluginOptions(handlers={np.ndarray: Shouting()}))
     assert ckptcore.abstract([np.ones(3), 4], context=context) == ["NO ARRAY", 4]

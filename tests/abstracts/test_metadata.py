@@ -75,7 +75,7 @@ class Words:
 def test_all_of_several_checkpointables_load_by_what_is_told_of_them(layout: str, tmp_path: Path) -> None:
     state: dict[str, Any] = {"w": np.arange(3.0), "name": "run"}
     ckptcore.save_checkpointables(tmp_path / "c", {"model": state, "words": Words(), "step": 3}, layout=layout)
-    found = ckptcore.checkpointables_metadata(tmp_path / "c").checkpointables
+    found = ckptcore.metadata(tmp_path / "c").checkpointables
     wanted = {name: metadata.abstract for name, metadata in found.items()}
     expected = {"model": state, "words": {"words.txt": b"a b"}, "step": 3}
     assert_same_tree(

@@ -57,7 +57,7 @@ def load(location):
     try:
         return ckptcore.load(location, ckptcore.metadata(location).abstract)
     except ckptcore.errors.CompositeCheckpointError:
-        told = ckptcore.checkpointables_metadata(location).checkpointables
+        told = ckptcore.metadata(location).checkpointables
         return ckptcore.load_checkpointables(location, {name: metadata.abstract for name, metadata in told.items()})
 
 

@@ -19,6 +19,7 @@ from ckptcore.events import Observer
 from ckptcore.hookspecs import hookimpl
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import Coordinator, StorageBackend, StorageOpener, StorageOptions
+from ckptcore.runtime import runtime_of
 
 ROOT: Final = "checkpoint.json"
 
@@ -46,7 +47,7 @@ def save_steps(run: ckptcore.Checkpointer, steps: Sequence[int], **arguments: An
 def store_of(directory: str) -> StorageBackend:
     """The storage of a directory of steps, to look and change behind the back of the run."""
     context = default_context()
-    return open_directory(directory, context.registry, durable=False, config=context.storage)
+    return open_directory(directory, runtime_of(context).registry, durable=False, config=context.storage)
 
 
 def keys_of(directory: str, prefix: str = "") -> list[str]:
@@ -128,7 +129,12 @@ def watched(
 ) -> ckptcore.Context:
     """A Context that reads and writes what `through` names through a plan."""
     openers = {f"seen-{kind}": functools.partial(_open, plan, kind) for kind in ("local", "memory", "s3", "gs")}
-    return ckptcore.Context(plugins=(_Plugin(openers),), threads=1, coordinator=coordinator, observers=observers)
+    return ckptcore.Context(
+        plugins=ckptcore.context.PluginOptions(extra=(_Plugin(openers),)),
+        io=ckptcore.context.IOOptions(threads=1),
+        job=ckptcore.context.JobOptions(coordinator=coordinator),
+        observers=observers,
+    )
 
 
 def through(directory: str) -> str:

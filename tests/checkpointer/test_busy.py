@@ -12,8 +12,10 @@ import pytest
 import ckptcore
 from ckptcore import Checkpointer
 from ckptcore.errors import BackgroundSaveError, StorageError
+from ckptcore.io.background import SaveHandle
 from ckptcore.io.memory import StagingMemory
 from ckptcore.policies import AnySave, ContinuousCheckpointing, EveryStep, PreemptionCheckpointing
+from ckptcore.runtime import runtime_of
 from tests.checkpointer.runs import Gate, Watch, assert_is_step, save_steps, through, tree, watched, writes_arrays
 
 
@@ -182,7 +184,7 @@ def test_a_failed_save_is_told_once(directory: str, hearer: str, capsys: pytest.
     run = Checkpointer(through(directory), context=watched(watch))
     handle = run.save(1, tree(1))
     assert handle is not None
-    run._context.saves.wait()  # it is over, and nobody asked
+    runtime_of(run._context).saves.wait()  # it is over, and nobody asked
     if hearer == "save":
         with pytest.raises(BackgroundSaveError, match="no room"):
             run.save(2, tree(2))
@@ -248,15 +250,15 @@ def test_who_is_interrupted_while_it_waits_can_wait_again(directory: str, monkey
     with gated(directory, "wait") as (run, gate):
         handle = run.save(1, tree(1))
         assert handle is not None
-        waits = ckptcore.SaveHandle.exception
+        waits = SaveHandle.exception
 
-        def interrupt(self: ckptcore.SaveHandle, timeout: float | None = None) -> BaseException | None:
+        def interrupt(self: SaveHandle, timeout: float | None = None) -> BaseException | None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(ckptcore.SaveHandle, "exception", interrupt)
+        monkeypatch.setattr(SaveHandle, "exception", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run.wait()
-        monkeypatch.setattr(ckptcore.SaveHandle, "exception", waits)
+        monkeypatch.setattr(SaveHandle, "exception", waits)
         gate.open()
         run.close()
         assert handle.done(), "closing waited for it"
@@ -272,6 +274,6 @@ def test_nothing_grows_over_a_thousand_saves(near: str) -> None:
                 run.wait()
         run.wait()
         assert len(run._saves) + len(run._cleaner) == 0
-        assert len(run._context.saves._handles) <= 2
+        assert len(runtime_of(run._context).saves._handles) <= 2
         assert len(run._steps._changes) <= 7
         assert run.steps == tuple(range(7))

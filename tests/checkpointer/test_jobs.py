@@ -59,7 +59,7 @@ def test_all_save_and_load_together(directory: str) -> None:
         assert run.latest == 3
         run.save_checkpointables(4, {"model": tree(4), "mine": ckptcore.PerProcess({"rank": rank})})
         run.wait()
-        loaded = run.load_checkpointables(wanted={"model": None, "mine": ckptcore.PerProcess(None)})
+        loaded = run.load_checkpointables(abstract={"model": None, "mine": ckptcore.PerProcess(None)})
         assert_is_step(loaded["model"], 4)
         assert loaded["mine"] == {"rank": rank}
         assert_is_step(run.load(2), 2)
@@ -373,7 +373,9 @@ def test_readers_wait_together(directory: str) -> None:
     """Their clocks and their listings differ; they see the same steps, and give up at the same time."""
 
     def read(coordinator: Coordinator) -> list[Any]:
-        reader = CheckpointReader(directory, context=ckptcore.Context(coordinator=coordinator))
+        reader = CheckpointReader(
+            directory, context=ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
+        )
         seen: list[Any] = []
         for step in reader.new_steps(timeout=0.2 + coordinator.rank, poll_seconds=0.005):
             with reader.pin(step):

@@ -107,7 +107,7 @@ def test_members_of_several_can_be_damaged_too(directory: str, damage: Callable[
         run.wait()
         damage(directory, "20/model")
         target = np.random.default_rng(3)
-        loaded = run.load_checkpointables(wanted={"rng": target, "model": None})
+        loaded = run.load_checkpointables(abstract={"model": None}, into={"rng": target})
         assert_is_step(loaded["model"], 10)
         assert target.integers(1 << 40) == np.random.default_rng(10).integers(1 << 40)
         assert [skip.step for skip in run.skipped_steps] == [20]
@@ -138,7 +138,7 @@ def test_files_of_objects_can_be_damaged_too(directory: str) -> None:
         (key,) = [key for key in store.list("2/data") if not key.startswith("2/data/checkpoint.")]
         flip(directory, key, 0)
         other = iterator()
-        assert_is_step(run.load_checkpointables(wanted={"data": other, "model": None})["model"], 1)
+        assert_is_step(run.load_checkpointables(abstract={"model": None}, into={"data": other})["model"], 1)
         assert next(other) == 1
 
 
@@ -175,11 +175,11 @@ def test_what_is_asked_wrongly_is_told_at_once(directory: str) -> None:
         with pytest.raises(TreeMismatchError):
             run.load(abstract={"other": ckptcore.AbstractArray((3, 5), "float32")})
         with pytest.raises(CompositeCheckpointError):
-            run.load_checkpointables(wanted=["model"])
+            run.load_checkpointables(abstract=["model"])
         run.save_checkpointables(3, {"model": tree(3)})
         run.wait()
         with pytest.raises(UnknownCheckpointableError):
-            run.load_checkpointables(wanted=["modle"])
+            run.load_checkpointables(abstract=["modle"])
         with pytest.raises(CompositeCheckpointError):
             run.load()
         assert run.skipped_steps == () and run.restored_step is None
@@ -313,5 +313,5 @@ def test_a_step_that_lost_a_part_is_passed_over(directory: str) -> None:
         assert checkpointer.restored_step == 1
         (skipped,) = checkpointer.skipped_steps
         assert skipped.step == 2 and "optimizer" in skipped.reason
-        assert checkpointer.load_checkpointables(wanted=["model"]) == {"model": {"w": 2}}
+        assert checkpointer.load_checkpointables(abstract=["model"]) == {"model": {"w": 2}}
         assert checkpointer.load_checkpointables(2) == {"model": {"w": 2}}

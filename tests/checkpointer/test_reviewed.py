@@ -161,7 +161,7 @@ def test_who_saves_below_a_newer_step_is_warned(directory: str, caplog: pytest.L
 
 def test_a_job_goes_back_as_the_documentation_says(directory: str) -> None:
     def work(coordinator: Coordinator) -> tuple[int, ...]:
-        context = ckptcore.Context(coordinator=coordinator)
+        context = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
         with Checkpointer(directory, preservation_policy=LatestN(4), context=context) as run:
             save_steps(run, range(1, 8))
             run.wait()
@@ -222,7 +222,7 @@ def test_a_step_of_several_without_its_root_is_told_and_replaced(directory: str)
         rng = np.random.default_rng(0)
         with Checkpointer(directory, save_policy=FixedInterval(10)) as run:
             if run.latest is not None:
-                run.load_checkpointables(wanted={"model": None, "rng": rng})
+                run.load_checkpointables(abstract={"model": None}, into={"rng": rng})
             restored, skipped = run.restored_step, [skip.step for skip in run.skipped_steps]
             for step in range((restored or 0) + 1, until + 1):
                 run.save_checkpointables(step, {"model": tree(step), "rng": rng})
@@ -251,7 +251,9 @@ class Position:
 
 def test_processes_agree_whether_the_step_that_was_named_is_loaded(directory: str) -> None:
     def work(coordinator: Coordinator) -> tuple[str, int | None, int | None]:
-        with Checkpointer(directory, context=ckptcore.Context(coordinator=coordinator)) as run:
+        with Checkpointer(
+            directory, context=ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
+        ) as run:
             for step in (1, 2):
                 run.save_checkpointables(step, {"model": tree(step), "data": Position()})
             run.wait()
@@ -259,11 +261,11 @@ def test_processes_agree_whether_the_step_that_was_named_is_loaded(directory: st
                 for key in keys_of(directory, "2/data.rank_1/"):
                     store_of(directory).put(key, b"x")
             run.reload()  # not before the leader has come here
-            wanted = {"model": None, "data": Position()}
+            data = Position()
             with pytest.raises(CheckpointError) as caught:
-                run.load_checkpointables(2, wanted)
+                run.load_checkpointables(2, ["model"], into={"data": data})
             after = run.restored_step
-            assert_is_step(run.load_checkpointables(wanted=wanted)["model"], 1)
+            assert_is_step(run.load_checkpointables(abstract=["model"], into={"data": data})["model"], 1)
             return type(caught.value).__name__, after, run.restored_step
 
     outcomes = ThreadJob(2, timeout_seconds=30).run(work)

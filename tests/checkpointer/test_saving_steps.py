@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore import Checkpointer, CheckpointReader, StepNames
+from ckptcore import Checkpointer, CheckpointReader
 from ckptcore.errors import (
     AtomicityError,
     CheckpointExistsError,
@@ -32,7 +32,7 @@ from ckptcore.policies import (
     SpecificSteps,
     TimeInterval,
 )
-from ckptcore.step_names import StepNameFormat
+from ckptcore.step_names import StepNameFormat, StepNames
 from tests.checkpointer.runs import Gate, Watch, assert_is_step, keys_of, save_steps, store_of, through, tree, watched
 
 
@@ -62,7 +62,7 @@ def test_several_objects_come_back(directory: str) -> None:
         expected = generator.integers(1000, size=4)  # it may advance once the call returned
         run.wait()
         other = np.random.default_rng(2)
-        loaded = run.load_checkpointables(wanted={"model": None, "rng": other})
+        loaded = run.load_checkpointables(abstract={"model": None}, into={"rng": other})
         assert_is_step(loaded["model"], 7)
         assert loaded["rng"] is other
         assert (other.integers(1000, size=4) == expected).all()

@@ -13,6 +13,7 @@ import ckptcore
 from ckptcore import Checkpointer
 from ckptcore.events import Event, Phase
 from ckptcore.policies import LatestN
+from ckptcore.protocols import Coordinator
 from tests.checkpointer.runs import array_key, flip, save_steps, tree
 
 
@@ -30,7 +31,7 @@ def test_saves_loads_and_deletions_say_which_step(directory: str) -> None:
         run.save_blocking(4, tree(4))
         run.save_checkpointables(5, {"rng": np.random.default_rng(0)})
         run.wait()
-        run.load_checkpointables(wanted={"rng": np.random.default_rng(1)})
+        run.load_checkpointables(into={"rng": np.random.default_rng(1)})
         run.delete(4)
     saving = {"save", "blocking", "wait_for_previous", "describe", "copy", "claim", "write", "commit"}
     assert phases(events, "save", 1) == saving
@@ -67,17 +68,19 @@ def test_the_table_says_what_is_told(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "run", context=context, preservation_policy=LatestN(1), near=near) as run:
         save_steps(run, [1, 2])
         run.load_into(tree(0))
-        run.load(abstract=run.metadata(2).abstract)  # type: ignore[union-attr]
+        run.load(abstract=run.metadata(2).abstract)
         model = torch.nn.Linear(2, 2)
         run.save_checkpointables(3, {"model": model})
         run.wait()
-        run.load_checkpointables(wanted={"model": model})
+        run.load_checkpointables(into={"model": model})
 
-    def together(coordinator: object) -> None:
+    def together(coordinator: Coordinator) -> None:
         ckptcore.save(
             tmp_path / "job",
             tree(1),
-            context=ckptcore.Context(observers=(events.append,), coordinator=coordinator),  # type: ignore[arg-type]
+            context=ckptcore.Context(
+                observers=(events.append,), job=ckptcore.context.JobOptions(coordinator=coordinator)
+            ),
         )
 
     ThreadJob(2).run(together)

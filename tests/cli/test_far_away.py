@@ -39,7 +39,7 @@ def far(monkeypatch: pytest.MonkeyPatch) -> Iterator[FarStorage]:
     """A storage far away, as ``far://``."""
     storage = FarStorage(latency=0.01)
     having = installed_plugins().having([_Plugin(storage)], {})
-    monkeypatch.setattr("ckptcore.context.installed_plugins", lambda: having)
+    monkeypatch.setattr("ckptcore.runtime.installed_plugins", lambda: having)
     default_context.cache_clear()
     yield storage
     default_context.cache_clear()

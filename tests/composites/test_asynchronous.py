@@ -17,7 +17,7 @@ from tests.crashes.states import same_value
 
 @pytest.mark.parametrize("save_bytes", [None, 1, 1000])
 def test_what_changes_afterwards_is_not_in_the_checkpoint(save_bytes: int | None, place: str) -> None:
-    context = ckptcore.Context(memory=ckptcore.MemoryOptions(save_bytes=save_bytes))
+    context = ckptcore.Context(memory=ckptcore.context.MemoryOptions(save_bytes=save_bytes))
     model, data, files = Linear(3), Counter(4), Files({"a": b"then"})
     params: dict[str, Any] = {"layers": [np.arange(500.0), [1, 2]], "name": "then"}
     written = threading.Event()
@@ -86,7 +86,7 @@ def test_a_bound_on_memory_holds_across_members(limit: int, tmp_path: Path, monk
     monkeypatch.setattr(StagingMemory, "copy", counted_copy)
     monkeypatch.setattr(StagingMemory, "give_back", counted_give_back)
     trees = {f"member {m}": {f"{n}": np.full(5000, 10 * m + n, "f8") for n in range(9)} for m in range(4)}
-    context = ckptcore.Context(memory=ckptcore.MemoryOptions(save_bytes=limit))
+    context = ckptcore.Context(memory=ckptcore.context.MemoryOptions(save_bytes=limit))
     handle = ckptcore.save_checkpointables_async(
         tmp_path / "c", {**trees, "files": Files({"a": b"1"})}, context=context
     )

@@ -46,7 +46,7 @@ _BROKEN: dict[str, Callable[[], object]] = {"at once": _fails_at_once, "late": _
 @pytest.mark.parametrize("name", _BROKEN)
 def test_an_object_that_fails_to_save(name: str, save_bytes: Any, place: str) -> None:
     context = ckptcore.Context(
-        memory=ckptcore.MemoryOptions(save_bytes=None if save_bytes == "blocking" else save_bytes)
+        memory=ckptcore.context.MemoryOptions(save_bytes=None if save_bytes == "blocking" else save_bytes)
     )
 
     def save(objects: dict[str, object], **options: Any) -> None:
@@ -93,7 +93,7 @@ def test_an_object_that_fails_to_load(place: str) -> None:
     model, broken = Linear(0), Files({"as it": b"was"})
     broken.load_error = ValueError("not mine")
     with pytest.raises(TargetUndefinedError, match="'files'.*ValueError: not mine"):
-        ckptcore.load_checkpointables(place + "/c", {"model": model, "files": broken, "params": None})
+        ckptcore.load_checkpointables(place + "/c", {"params": None}, into={"model": model, "files": broken})
     assert not staged()
 
 
@@ -105,7 +105,7 @@ class _BrokenSetter(Counter):
 def test_a_state_that_is_not_taken(place: str) -> None:
     ckptcore.save_checkpointables(place + "/c", {"data": Counter(3)})
     with pytest.raises(TargetUndefinedError, match=f"{place}/c/data"):
-        ckptcore.load_checkpointables(place + "/c", {"data": _BrokenSetter()})
+        ckptcore.load_checkpointables(place + "/c", into={"data": _BrokenSetter()})
 
 
 @pytest.mark.parametrize("with_files", [False, True])
@@ -125,7 +125,7 @@ def test_what_was_changed_and_then_deleted_is_not_said_to_be_as_it_was(with_file
     ckptcore.save_checkpointables(location, {"it": Files({"a": b"1"}) if with_files else Counter(3), "b": {"x": 1}})
     found = GoneFiles() if with_files else Gone()
     with pytest.raises(TargetUndefinedError, match="replaced or deleted"):
-        ckptcore.load_checkpointables(location, {"it": found})
+        ckptcore.load_checkpointables(location, into={"it": found})
 
 
 def test_damage_that_is_found_after_an_object_was_changed(tmp_path: Path) -> None:
@@ -136,13 +136,13 @@ def test_damage_that_is_found_after_an_object_was_changed(tmp_path: Path) -> Non
     damaged.write_bytes(b"2")
     model = Linear(0)
     with pytest.raises(TargetUndefinedError, match="'files' failed, after model had been restored"):
-        ckptcore.load_checkpointables(tmp_path / "c", {"model": model, "files": Files()})
+        ckptcore.load_checkpointables(tmp_path / "c", into={"model": model, "files": Files()})
     damaged.write_bytes(b"1")
     path = tmp_path / "c" / "params" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     model = Linear(0)
     with pytest.raises(ckptcore.errors.ChecksumError):
-        ckptcore.load_checkpointables(tmp_path / "c", {"model": model, "params": None})
+        ckptcore.load_checkpointables(tmp_path / "c", {"params": None}, into={"model": model})
     assert model.bias.tolist() == Linear(0).bias.tolist()  # what is built anew came first
 
 
@@ -152,7 +152,7 @@ def test_what_is_refused_changes_nothing(place: str) -> None:
     wrong.weight = np.zeros((9, 9), np.float32)
     files, data = Files({"as it": b"was"}), Counter()
     with pytest.raises(TreeMismatchError):
-        ckptcore.load_checkpointables(place + "/c", {"files": files, "data": data, "model": wrong})
+        ckptcore.load_checkpointables(place + "/c", into={"files": files, "data": data, "model": wrong})
     assert files.files == {"as it": b"was"} and data.position == 0
 
 
@@ -165,7 +165,7 @@ def test_a_local_disk_that_fails_while_files_are_copied_out(place: str, monkeypa
     found = Files({"as it": b"was"})
     monkeypatch.setattr("ckptcore.loading.composites.os.makedirs", no_room)
     with pytest.raises(StorageError, match="no space left") as caught:
-        ckptcore.load_checkpointables(place + "/c", {"files": found})
+        ckptcore.load_checkpointables(place + "/c", into={"files": found})
     assert not isinstance(caught.value, TargetUndefinedError)
     assert found.files == {"as it": b"was"}
 

@@ -37,18 +37,18 @@ def test_files_of_every_sort(place: str) -> None:
     }  # fmt: skip
     ckptcore.save_checkpointables(place + "/c", {"files": Files(files)})
     found = Files()
-    ckptcore.load_checkpointables(place + "/c", {"files": found})
+    ckptcore.load_checkpointables(place + "/c", into={"files": found})
     assert found.files == files
     assert ckptcore.load_checkpointables(place + "/c")["files"] == files
     assert set(ckptcore.metadata(place + "/c/files").objects) == set(files)
-    assert ckptcore.checkpointables_metadata(place + "/c").nbytes == sum(map(len, files.values()))
+    assert ckptcore.metadata(place + "/c").nbytes == sum(map(len, files.values()))
     assert ckptcore.verify(place + "/c").ok
 
 
 def test_no_files_at_all(place: str) -> None:
     ckptcore.save_checkpointables(place + "/c", {"files": Files()})
     found = Files({"a": b""})
-    ckptcore.load_checkpointables(place + "/c", {"files": found})
+    ckptcore.load_checkpointables(place + "/c", into={"files": found})
     assert found.files == {}
 
 
@@ -74,7 +74,7 @@ class Directories:
 def test_empty_directories(place: str) -> None:
     ckptcore.save_checkpointables(place + "/c", {"it": Directories("shards", "a/b/ä", "full/none", "a/.hidden", "x.y")})
     found = Directories()
-    ckptcore.load_checkpointables(place + "/c", {"it": found})
+    ckptcore.load_checkpointables(place + "/c", into={"it": found})
     assert found.found == ["a", "a/.hidden", "a/b", "a/b/ä", "full", "full/none", "shards", "x.y"]
     assert ckptcore.load_checkpointables(place + "/c")["it"] == {"full/file": b"x"}
     assert ckptcore.verify(place + "/c").ok
@@ -116,7 +116,7 @@ def test_hostile_empty_directories_of_a_checkpoint(key: str, tmp_path: Path) -> 
     found = Directories()
     found.found = ["as it was"]
     with pytest.raises(CorruptCheckpointError):
-        ckptcore.load_checkpointables(tmp_path / "c", {"it": found})
+        ckptcore.load_checkpointables(tmp_path / "c", into={"it": found})
     assert found.found == ["as it was"]
     assert not list(tmp_path.parent.rglob("outside"))
 
@@ -168,7 +168,7 @@ def test_one_flipped_bit_is_found(position: int, tmp_path: Path) -> None:
     path.write_bytes(content)
     found, model = Files({"as it": b"was"}), Linear(0)
     with pytest.raises(ChecksumError, match="sub/large"):
-        ckptcore.load_checkpointables(tmp_path / "c", {"files": found})
+        ckptcore.load_checkpointables(tmp_path / "c", into={"files": found})
     with pytest.raises(ChecksumError, match="sub/large"):
         ckptcore.load_checkpointables(tmp_path / "c")
     assert found.files == {"as it": b"was"}
@@ -177,7 +177,7 @@ def test_one_flipped_bit_is_found(position: int, tmp_path: Path) -> None:
     assert not (tmp_path / "d").exists()
     (problem,) = ckptcore.verify(tmp_path / "c").problems
     assert problem.key == "files/sub/large" and problem.start == position // BLOCK_BYTES * BLOCK_BYTES
-    ckptcore.load_checkpointables(tmp_path / "c", {"model": model})
+    ckptcore.load_checkpointables(tmp_path / "c", into={"model": model})
     assert model.bias.tolist() == Linear(3).bias.tolist()
 
 
@@ -197,7 +197,7 @@ def test_a_file_that_is_not_what_it_was(change: str, tmp_path: Path) -> None:
     if change != "longer":
         found = Files({"as it": b"was"})
         with pytest.raises(CheckpointError, match="a"):
-            ckptcore.load_checkpointables(tmp_path / "c", {"files": found})
+            ckptcore.load_checkpointables(tmp_path / "c", into={"files": found})
         assert found.files == {"as it": b"was"}
     with pytest.raises(CheckpointError):
         ckptcore.copy(tmp_path / "c", tmp_path / "d", layout="safetensors")

@@ -45,7 +45,7 @@ def test_no_tree_is_made_of_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"0123", b"0123456789 and more"])
 def test_a_file_of_another_size_is_not_given(content: bytes, tmp_path: Path) -> None:
     """Also where no checksums are kept."""
-    context = ckptcore.Context(checksums=False)
+    context = ckptcore.Context(io=ckptcore.context.IOOptions(checksums=False))
     ckptcore.save_checkpointables(tmp_path / "c", {"files": Files({"a": b"0123456789"})}, context=context)
     (tmp_path / "c" / "files" / "a").write_bytes(content)
     told = f"a in .* has {len(content)} bytes, where 10 were written"
@@ -54,4 +54,4 @@ def test_a_file_of_another_size_is_not_given(content: bytes, tmp_path: Path) -> 
     with pytest.raises(CorruptCheckpointError, match=told):
         ckptcore.load_checkpointables(tmp_path / "c", ["files"])
     with pytest.raises(CorruptCheckpointError, match=told):
-        ckptcore.load_checkpointables(tmp_path / "c", {"files": Files()})
+        ckptcore.load_checkpointables(tmp_path / "c", into={"files": Files()})

@@ -43,7 +43,7 @@ FILES = {"data": {"position": b"17", "deep/words": b"a b"}}
 @pytest.fixture
 def context() -> ckptcore.Context:
     """One that has the layout."""
-    return ckptcore.Context(plugins=(ShelfPlugin(),))
+    return ckptcore.Context(plugins=ckptcore.context.PluginOptions(extra=(ShelfPlugin(),)))
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_only_what_is_asked_for_is_read(shelf: Path, context: ckptcore.Context) 
 def test_objects_are_restored_in_place(shelf: Path, context: ckptcore.Context) -> None:
     model, files = Linear(9), Files()
     weight = model.weight
-    loaded = ckptcore.load_checkpointables(shelf, {"params": model, "data": files}, context=context)
+    loaded = ckptcore.load_checkpointables(shelf, into={"params": model, "data": files}, context=context)
     assert loaded["params"] is model and loaded["data"] is files
     assert model.weight is weight and weight.tolist() == PARAMS["weight"].tolist()
     assert files.files == FILES["data"]
@@ -110,11 +110,13 @@ def test_objects_are_restored_in_place(shelf: Path, context: ckptcore.Context) -
 def test_what_does_not_fit_changes_nothing(shelf: Path, context: ckptcore.Context) -> None:
     model = Linear(9)
     with pytest.raises(TreeMismatchError):
-        ckptcore.load_checkpointables(shelf, {"params": model, "data": Linear(1)}, context=context)
+        ckptcore.load_checkpointables(shelf, into={"params": model, "data": Linear(1)}, context=context)
     with pytest.raises(TreeMismatchError):
-        ckptcore.load_checkpointables(shelf, {"params": model, "moments": {"other": np.ones(2)}}, context=context)
+        ckptcore.load_checkpointables(
+            shelf, {"moments": {"other": np.ones(2)}}, into={"params": model}, context=context
+        )
     with pytest.raises(UnknownCheckpointableError, match="did you mean 'params'"):
-        ckptcore.load_checkpointables(shelf, {"params": model, "param": None}, context=context)
+        ckptcore.load_checkpointables(shelf, {"param": None}, into={"params": model}, context=context)
     assert model.bias.tolist() == Linear(9).bias.tolist()
 
 
@@ -122,7 +124,7 @@ def test_an_object_that_fails_half_way_is_told(shelf: Path, context: ckptcore.Co
     files = Files()
     files.load_error = RuntimeError("no")
     with pytest.raises(TargetUndefinedError, match="step_7/data"):
-        ckptcore.load_checkpointables(shelf, {"data": files}, context=context)
+        ckptcore.load_checkpointables(shelf, into={"data": files}, context=context)
 
 
 def test_each_opens_by_its_own_location(shelf: Path, context: ckptcore.Context) -> None:
@@ -138,7 +140,7 @@ def test_a_member_of_another_layout(shelf: Path, context: ckptcore.Context) -> N
     (shelf / "head" / "strange").touch()
     head = ckptcore.load_checkpointables(shelf, ["head"], context=context)["head"]
     assert same(dict(sorted(head.items(), reverse=True)), PARAMS)
-    assert ckptcore.checkpointables_metadata(shelf, context=context).checkpointables["head"].layout == "safetensors"
+    assert ckptcore.metadata(shelf, context=context).checkpointables["head"].layout == "safetensors"
     assert ckptcore.verify(shelf, context=context).ok
 
 
@@ -161,15 +163,20 @@ def test_a_plain_load_may_mean_one_of_several(tmp_path: Path, context: ckptcore.
     put_on_shelf(tmp_path / "c", {"tree": PARAMS, "ema": PARAMS})
     assert same(ckptcore.load(tmp_path / "c", context=context), PARAMS)
     assert ckptcore.verify(tmp_path / "c", context=context).objects == 4
+    found = ckptcore.metadata(tmp_path / "c", context=context)
+    assert list(found.checkpointables) == ["ema", "tree"] and found.tree == found.checkpointables["tree"].tree
     ckptcore.copy(tmp_path / "c", tmp_path / "ours", layout="safetensors", context=context)
     assert list(ckptcore.load_checkpointables(tmp_path / "ours")) == ["ema", "tree"]
 
 
 def test_a_tree_is_not_taken_from_several(shelf: Path, context: ckptcore.Context) -> None:
-    for function in (ckptcore.load, ckptcore.metadata):
+    for function in (ckptcore.load, ckptcore.open):
         with pytest.raises(CompositeCheckpointError, match="params") as caught:
             function(shelf, context=context)
         assert caught.value.names == ("data", "moments", "params")
+    with pytest.raises(CompositeCheckpointError, match="params") as caught:
+        _ = ckptcore.metadata(shelf, context=context).tree
+    assert caught.value.names == ("data", "moments", "params")
 
 
 def test_a_layout_that_says_nothing_of_a_plain_load(
@@ -200,16 +207,17 @@ def test_what_nobody_reads_is_named_and_the_others_load(shelf: Path, context: ck
         ckptcore.load_checkpointables(shelf, context=context)
     model = Linear(9)
     with pytest.raises(CheckpointNotFoundError, match="'ema'"):
-        ckptcore.load_checkpointables(shelf, {"params": model, "ema": None}, context=context)
+        ckptcore.load_checkpointables(shelf, {"ema": None}, into={"params": model}, context=context)
     assert model.bias.tolist() == Linear(9).bias.tolist()
     assert same(ckptcore.load_checkpointables(shelf, ["params", "data"], context=context)["params"], PARAMS)
 
 
 def test_what_nobody_reads_is_described(shelf: Path, context: ckptcore.Context) -> None:
-    found = ckptcore.checkpointables_metadata(strange(shelf), context=context)
-    assert list(found.checkpointables) == ["data", "moments", "params"] and found.deleted == ()
+    found = ckptcore.metadata(strange(shelf), context=context)
+    assert list(found.checkpointables) == ["data", "moments", "params"] and found.checkpointables.deleted == ()
     assert (
-        list(found.unreadable) == ["ema"] and "no checkpoint that an installed layout reads" in found.unreadable["ema"]
+        list(found.checkpointables.unreadable) == ["ema"]
+        and "no checkpoint that an installed layout reads" in found.checkpointables.unreadable["ema"]
     )
 
 
@@ -232,7 +240,7 @@ def test_what_is_listed_and_not_there_was_deleted(shelf: Path, context: ckptcore
     assert list(ckptcore.load_checkpointables(shelf, context=context)) == ["data", "moments", "params"]
     with pytest.raises(CheckpointNotFoundError, match="'gone', but it was deleted since"):
         ckptcore.load_checkpointables(shelf, ["gone"], context=context)
-    assert ckptcore.checkpointables_metadata(shelf, context=context).deleted == ("gone",)
+    assert ckptcore.metadata(shelf, context=context).checkpointables.deleted == ("gone",)
     assert ckptcore.verify(shelf, context=context).deleted == ("gone",)
     assert not has_its_sizes(shelf, context)
 
@@ -245,7 +253,7 @@ def test_sizes_of_what_is_there(shelf: Path, context: ckptcore.Context) -> None:
 def test_names_that_lead_elsewhere_are_refused(name: str, shelf: Path, context: ckptcore.Context) -> None:
     put_on_shelf(shelf.parent / "outside", {"w": PARAMS})
     (shelf / MARK).write_text(json.dumps({"also": [name]}))
-    for function in (ckptcore.load_checkpointables, ckptcore.checkpointables_metadata, ckptcore.load):
+    for function in (ckptcore.load_checkpointables, ckptcore.metadata, ckptcore.load):
         with pytest.raises((CorruptCheckpointError, CompositeCheckpointError)):
             function(shelf, context=context)
     assert not ckptcore.verify(shelf, context=context).ok
@@ -253,7 +261,7 @@ def test_names_that_lead_elsewhere_are_refused(name: str, shelf: Path, context: 
 
 def test_what_was_never_finished(shelf: Path, context: ckptcore.Context) -> None:
     (shelf / MARK).write_text('{"unfinished": true}')
-    for function in (ckptcore.load_checkpointables, ckptcore.checkpointables_metadata, ckptcore.verify):
+    for function in (ckptcore.load_checkpointables, ckptcore.metadata, ckptcore.verify):
         with pytest.raises(UncommittedCheckpointError):
             function(shelf, context=context)
 
@@ -273,7 +281,7 @@ def test_arrays_that_are_damaged(shelf: Path, context: ckptcore.Context) -> None
     assert problem.key == "params/0.bin" and problem.arrays == ("params: weight",)
     model = Linear(9)
     with pytest.raises(TargetUndefinedError):
-        ckptcore.load_checkpointables(shelf, {"params": model}, context=context)
+        ckptcore.load_checkpointables(shelf, into={"params": model}, context=context)
 
 
 def test_a_composite_of_ours_without_its_root_is_none_of_theirs(tmp_path: Path, context: ckptcore.Context) -> None:
@@ -293,14 +301,19 @@ def test_a_composite_of_ours_without_its_root_is_none_of_theirs(tmp_path: Path, 
 
 
 def test_what_it_says_of_itself(shelf: Path, context: ckptcore.Context) -> None:
-    found = ckptcore.checkpointables_metadata(shelf, context=context)
+    found = ckptcore.metadata(shelf, context=context)
     assert (found.created, found.writer, found.custom, found.metrics) == (
         CREATED,
         "shelfware 3",
         {"run": 1},
         {"loss": 0.5},
     )
-    assert found.save_id is None and found.timeline == () and found.processes == {} and found.unreadable == {}
+    assert (
+        found.save_id is None
+        and found.timeline == ()
+        and found.checkpointables.processes == {}
+        and found.checkpointables.unreadable == {}
+    )
     assert {name: one.layout for name, one in found.checkpointables.items()} == {
         "data": "files",
         "moments": "shelf",
@@ -350,7 +363,9 @@ class CachingPlugin:
 def test_a_tree_is_read_through_one_store(ours: bool, shelf: Path, tmp_path: Path) -> None:
     """However often it is read from, so that a layout can keep what it knows; and it lives no longer."""
     plugin = CachingPlugin()
-    context = ckptcore.Context(plugins=(plugin,), memory=ckptcore.MemoryOptions(load_bytes=1))
+    context = ckptcore.Context(
+        plugins=ckptcore.context.PluginOptions(extra=(plugin,)), memory=ckptcore.context.MemoryOptions(load_bytes=1)
+    )
     source = shelf / "params"
     if ours:
         source = tmp_path / "ours"
@@ -379,7 +394,7 @@ def test_converting(layout: str, shelf: Path, context: ckptcore.Context, tmp_pat
     loaded = ckptcore.load_checkpointables(tmp_path / "ours", context=context)
     assert list(loaded) == ["data", "moments", "params"]
     assert same(loaded["params"], PARAMS) and loaded["data"] == FILES["data"]
-    found = ckptcore.checkpointables_metadata(tmp_path / "ours", context=context)
+    found = ckptcore.metadata(tmp_path / "ours", context=context)
     assert (found.custom, found.metrics) == ({"run": 1}, {"loss": 0.5})
     assert (tmp_path / "ours" / MARK).exists() == (layout == "shelf")
 
@@ -435,6 +450,10 @@ def test_what_is_read_is_the_foreign_one_or_ours(tmp_path: Path) -> None:
 
 def load_all(location: str, plan: FaultPlan) -> set[float]:
     context = faulty_context(location, plan)
-    context = ckptcore.Context(plugins=(*context.plugins, ShelfPlugin()), threads=1, durability="none")
+    context = ckptcore.Context(
+        plugins=ckptcore.context.PluginOptions(extra=(*context.plugins.extra, ShelfPlugin())),
+        io=ckptcore.context.IOOptions(threads=1),
+        durability="none",
+    )
     loaded = ckptcore.load_checkpointables(through(location), context=context)
     return {float(one["bias"][0]) for one in loaded.values()}

@@ -41,7 +41,7 @@ class _Plugin:
 
 @pytest.fixture
 def context() -> ckptcore.Context:
-    return ckptcore.Context(plugins=(_Plugin(),))
+    return ckptcore.Context(plugins=ckptcore.context.PluginOptions(extra=(_Plugin(),)))
 
 
 @pytest.fixture
@@ -73,8 +73,10 @@ def test_a_file_that_is_gone_is_told(listed: Path, context: ckptcore.Context) ->
     assert set(ckptcore.load_checkpointables(listed, context=context)) == {"weights.safetensors", "inner"}
     with pytest.raises(CheckpointNotFoundError, match=r"was saved with 'gone.safetensors', but it was deleted since"):
         ckptcore.load_checkpointables(listed, ["gone.safetensors"], context=context)
-    found = ckptcore.checkpointables_metadata(listed, context=context)
-    assert list(found.checkpointables) == ["weights.safetensors", "inner"] and found.deleted == ("gone.safetensors",)
+    found = ckptcore.metadata(listed, context=context)
+    assert list(found.checkpointables) == ["weights.safetensors", "inner"] and found.checkpointables.deleted == (
+        "gone.safetensors",
+    )
 
 
 def test_a_file_is_verified_and_converted(listed: Path, tmp_path: Path, context: ckptcore.Context) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +54,9 @@ def test_each_rank_gets_its_own_back(background: bool, place: str) -> None:
 
     def load(rank: int, context: ckptcore.Context) -> None:
         model, data, files = Linear(0), Counter(), Files()
-        wanted = {"model": model, "data": data, "files": files, "seed": ckptcore.PerProcess(None), "params": None}
-        loaded = ckptcore.load_checkpointables(place + "/c", wanted, context=context)
+        wanted = {"seed": ckptcore.PerProcess(None), "params": None}
+        into = {"model": model, "data": data, "files": files}
+        loaded = ckptcore.load_checkpointables(place + "/c", wanted, into=into, context=context)
         assert model.bias.tolist() == Linear(3).bias.tolist() and loaded["params"]["w"].tolist() == [0, 1, 2, 3, 4]
         assert next(data) == 10 * rank
         assert files.files == {f"of {rank}": b"%d" % rank, "each": b"%d" % rank}
@@ -68,10 +69,10 @@ def test_each_rank_gets_its_own_back(background: bool, place: str) -> None:
     _run(save)
     _run(load)
     assert ckptcore.verify(place + "/c").ok
-    found = ckptcore.checkpointables_metadata(place + "/c")
-    assert found.processes == {"data": SIZE, "seed": SIZE, "files": SIZE} and list(found.checkpointables) == list(
-        _objects(0)
-    )
+    found = ckptcore.metadata(place + "/c")
+    assert found.checkpointables.processes == {"data": SIZE, "seed": SIZE, "files": SIZE} and list(
+        found.checkpointables
+    ) == list(_objects(0))
     if "://" not in place:
         assert sorted(os.listdir(place + "/c")) == sorted(
             ["checkpoint.json", "model", "params"]
@@ -87,11 +88,16 @@ def test_another_number_of_processes(place: str) -> None:
 
     def load(rank: int, context: ckptcore.Context) -> None:
         model = Linear(0)
-        for name, like in (("data", Counter()), ("seed", None), ("files", Files())):
+        wanted: Sequence[tuple[str, Any, dict[str, Any]]] = (
+            ("data", None, {"data": Counter()}),
+            ("seed", ["seed"], {}),
+            ("files", None, {"files": Files()}),
+        )
+        for name, abstract, into in wanted:
             with pytest.raises(TreeMismatchError, match=rf"each of 3 processes.*{name}\.rank_0"):
-                ckptcore.load_checkpointables(place + "/c", {"model": model, name: like}, context=context)
+                ckptcore.load_checkpointables(place + "/c", abstract, into={"model": model, **into}, context=context)
         assert model.bias.tolist() == Linear(0).bias.tolist()
-        ckptcore.load_checkpointables(place + "/c", {"model": model}, context=context)
+        ckptcore.load_checkpointables(place + "/c", into={"model": model}, context=context)
         assert model.bias.tolist() == Linear(3).bias.tolist()
 
     for size in (1, 2, 4):
@@ -110,7 +116,7 @@ def test_the_state_of_one_process_is_gone(tmp_path: Path) -> None:
 
     def load(rank: int, context: ckptcore.Context) -> None:
         with pytest.raises(CheckpointNotFoundError, match=r"data\.rank_1"):
-            ckptcore.load_checkpointables(tmp_path / "c", {"data": Counter()}, context=context)
+            ckptcore.load_checkpointables(tmp_path / "c", into={"data": Counter()}, context=context)
         assert ("data" in ckptcore.load_checkpointables(tmp_path / "c", context=context)) == (rank != 1)
 
     _run(load)
@@ -212,8 +218,8 @@ def test_converting_keeps_every_state(place: str) -> None:
 
     def load(rank: int, context: ckptcore.Context) -> None:
         data, files = Counter(), Files()
-        ckptcore.load_checkpointables(place + "/d", {"data": data, "files": files}, context=context)
+        ckptcore.load_checkpointables(place + "/d", into={"data": data, "files": files}, context=context)
         assert next(data) == 10 * rank and files.files["each"] == b"%d" % rank
 
     _run(load)
-    assert ckptcore.checkpointables_metadata(place + "/d").custom == {"note": "kept"}
+    assert ckptcore.metadata(place + "/d").custom == {"note": "kept"}

@@ -11,6 +11,7 @@ from ckptcore_transforms import Cast, Rename
 
 import ckptcore
 from ckptcore import PLACEHOLDER, AbstractArray, Checkpointer, Context, LoadAs, LoadReport, Matching, PerProcess, select
+from ckptcore.context import JobOptions
 from ckptcore.errors import TransformError, TreeMismatchError
 from ckptcore.protocols import Coordinator
 from tests.composites.objects import Counter, Files, Linear
@@ -35,9 +36,8 @@ def test_each_has_its_own_options(location: str) -> None:
             matching=Matching(missing="keep", cast="narrowing"),
             report=report,
         ),
-        "data": LoadAs(PerProcess(Counter())),
     }
-    loaded = ckptcore.load_checkpointables(location, wanted)
+    loaded = ckptcore.load_checkpointables(location, wanted, into={"data": LoadAs(PerProcess(Counter()))})
     assert loaded["params"]["weight"].dtype == np.float32 and loaded["params"]["scale"].tolist() == [4, 4]
     assert loaded["data"].position == 5
     assert list(report.changed) == ["weight"] and report.defaulted == ["scale"] and report.bytes_read > 0
@@ -52,9 +52,9 @@ def test_an_object_is_restored_of_what_transforms_make(place: str) -> None:
     ckptcore.save_checkpointables(place + "/d", {"model": renamed})
     model = Linear(0)
     with pytest.raises(TreeMismatchError, match="old_"):
-        ckptcore.load_checkpointables(place + "/d", {"model": model})
+        ckptcore.load_checkpointables(place + "/d", into={"model": model})
     wanted = {"model": LoadAs(model, transforms=[Rename("old_{name}", "{name}")])}
-    assert ckptcore.load_checkpointables(place + "/d", wanted)["model"] is model
+    assert ckptcore.load_checkpointables(place + "/d", into=wanted)["model"] is model
     for name, value in model.get_state_tree().items():
         np.testing.assert_array_equal(value, stored.get_state_tree()[name])
 
@@ -68,13 +68,13 @@ def test_nothing_is_changed_where_something_does_not_fit(location: str) -> None:
         (LoadAs(data, select=select.names("positio")), TreeMismatchError),
     ):
         with pytest.raises(error):
-            ckptcore.load_checkpointables(location, {"model": model, "data": wrong})
+            ckptcore.load_checkpointables(location, into={"model": model, "data": wrong})
         assert model.weight.tobytes() == before and data.position == 0
 
 
 def test_files_are_no_tree(location: str) -> None:
     with pytest.raises(TreeMismatchError, match="no tree: give it without LoadAs"):
-        ckptcore.load_checkpointables(location, {"files": LoadAs(Files(), transforms=[Rename("a", "b")])})
+        ckptcore.load_checkpointables(location, into={"files": LoadAs(Files(), transforms=[Rename("a", "b")])})
     assert ckptcore.load_checkpointables(location, {"files": LoadAs(None)})["files"] == {"a": b"one"}
 
 
@@ -85,7 +85,7 @@ def test_processes_load_one_together(place: str) -> None:
 
     def load(coordinator: Coordinator) -> None:
         collectives = network.collectives(coordinator.rank)
-        context = Context(reads="broadcast", coordinator=coordinator, collectives=collectives)
+        context = Context(job=JobOptions(reads="broadcast", coordinator=coordinator, collectives=collectives))
         wanted = {"params": LoadAs(None, transforms=[Cast("w", "float32")])}
         loaded = ckptcore.load_checkpointables(location, wanted, context=context)["params"]
         assert loaded["w"].dtype == np.float32 and loaded["w"].tolist() == PARAMS["w"].tolist()

@@ -52,7 +52,7 @@ class Told(ShelfLayout):
 @pytest.fixture
 def context() -> ckptcore.Context:
     """One that has the layout."""
-    return ckptcore.Context(plugins=(ShelfPlugin(),))
+    return ckptcore.Context(plugins=ckptcore.context.PluginOptions(extra=(ShelfPlugin(),)))
 
 
 def keys(place: str) -> list[str]:
@@ -89,7 +89,7 @@ def test_several_are_marked_once_beside_their_directories(place: str, context: c
     layout = Told()
     state = {"params": ARRAYS, "ema": ARRAYS, "data": Counter(3), "words": Files({"a": b"b"})}
     ckptcore.save_checkpointables(place + "/c", state, layout=layout, metadata={"run": 1}, context=context)
-    created = ckptcore.checkpointables_metadata(place + "/c", context=context).created
+    created = ckptcore.metadata(place + "/c", context=context).created
     members = {"params": "tree", "ema": "tree", "data": "tree", "words": "files"}
     assert [dataclasses.asdict(about) for about in layout.about] == [
         {"created": created, "custom": {"run": 1}, "metrics": {}, "members": members}
@@ -121,7 +121,10 @@ def test_states_of_processes_are_told_by_directory(tmp_path: Path) -> None:
     layout = Told()
 
     def save(coordinator: Coordinator) -> None:
-        context = ckptcore.Context(coordinator=coordinator, plugins=(ShelfPlugin(),))
+        context = ckptcore.Context(
+            job=ckptcore.context.JobOptions(coordinator=coordinator),
+            plugins=ckptcore.context.PluginOptions(extra=(ShelfPlugin(),)),
+        )
         values = {"params": ARRAYS, "data": Counter(coordinator.rank), "words": Files({"a": b"b"})}
         ckptcore.save_checkpointables(location, values, layout=layout, context=context)
 
@@ -237,7 +240,11 @@ def above(scheme: str, tmp_path: Path) -> str:
 def save_both(location: str, version: int, plan: FaultPlan) -> None:
     state: Mapping[str, Any] = {name: {"version": version, "w": np.full(3, version)} for name in ("a", "b")}
     context = faulty_context(location, plan)
-    context = ckptcore.Context(plugins=(*context.plugins, ShelfPlugin()), threads=1, durability="none")
+    context = ckptcore.Context(
+        plugins=ckptcore.context.PluginOptions(extra=(*context.plugins.extra, ShelfPlugin())),
+        io=ckptcore.context.IOOptions(threads=1),
+        durability="none",
+    )
     ckptcore.save_checkpointables(through(location), state, layout="shelf", overwrite=True, context=context)
 
 
@@ -260,6 +267,6 @@ def test_a_save_that_dies_leaves_the_old_or_the_new(scheme: str, tmp_path: Path,
             continue
         (version,) = {loaded[name]["version"] for name in "ab"} | {int(value) for value in loaded["a"]["w"]}
         outcomes.add(version)
-        assert ckptcore.checkpointables_metadata(location, context=context).save_id is not None, "theirs, not ours"
+        assert ckptcore.metadata(location, context=context).save_id is not None, "theirs, not ours"
         assert ckptcore.verify(location, context=context).ok
     assert outcomes == ({1, 2} if scheme == "file" else {0, 2})

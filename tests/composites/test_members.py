@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def test_every_function_takes_the_location_of_a_member(place: str) -> None:
     ckptcore.load_into(place + "/c/model", model)
     assert model.bias.tolist() == Linear(3).bias.tolist()
     found = ckptcore.metadata(place + "/c/model")
-    assert found.layout == "safetensors" and found.save_id == ckptcore.checkpointables_metadata(place + "/c").save_id
+    assert found.layout == "safetensors" and found.save_id == ckptcore.metadata(place + "/c").save_id
     assert ckptcore.verify(place + "/c/model").ok and ckptcore.verify(place + "/c/files").ok
     for name in ("model", "files"):
         ckptcore.copy(f"{place}/c/{name}", f"{place}/{name}", layout="safetensors")
@@ -77,7 +78,7 @@ def test_a_member_in_another_composite_does_not_count(tmp_path: Path) -> None:
         ckptcore.load(tmp_path / "two" / "model")
     model = Linear(0)
     with pytest.raises(CheckpointError):
-        ckptcore.load_checkpointables(tmp_path / "two", {"model": model})
+        ckptcore.load_checkpointables(tmp_path / "two", into={"model": model})
     assert model.bias.tolist() == Linear(0).bias.tolist()
     assert not ckptcore.verify(tmp_path / "two").ok
     with pytest.raises(CheckpointError):
@@ -119,9 +120,10 @@ def test_a_member_that_was_replaced_is_refused(name: str, place: str) -> None:
     ckptcore.save(f"{place}/other", {"weight": np.ones((3, 4), np.float32), "bias": np.ones(4)})
     put_in_the_place_of(place, f"c/{name}", "other")
     target = {"model": Linear(0), "data": Counter(), "files": Files()}[name]
-    for wanted in ([name], {name: target}, None):
+    wanted: Sequence[dict[str, Any]] = ({"abstract": [name]}, {"into": {name: target}}, {})
+    for how in wanted:
         with pytest.raises(CorruptCheckpointError, match="replaced"):
-            ckptcore.load_checkpointables(place + "/c", wanted)
+            ckptcore.load_checkpointables(place + "/c", **how)
     report = ckptcore.verify(place + "/c")
     assert [problem.key for problem in report.problems] == [f"{name}/{ROOT_KEY}"]
     with pytest.raises(CorruptCheckpointError, match="replaced"):

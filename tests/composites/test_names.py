@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_transforms import Rename
 
 import ckptcore
 from ckptcore.commit.root import check_name
@@ -61,9 +62,9 @@ def test_objects_are_restored_in_place_and_trees_built_anew(place: str) -> None:
         "layers": [ckptcore.AbstractArray((2, 3), "int32"), ckptcore.PLACEHOLDER],
         "name": "",
     }
-    wanted = {"files": files, "params": abstract, "data": data, "model": model}
-    loaded = ckptcore.load_checkpointables(place + "/c", wanted)
-    assert list(loaded) == list(wanted)
+    into = {"files": files, "data": data, "model": model}
+    loaded = ckptcore.load_checkpointables(place + "/c", {"params": abstract}, into=into)
+    assert list(loaded) == ["params", *into]
     assert loaded["model"] is model and loaded["data"] is data and loaded["files"] is files
     assert model.weight is weight and weight.tolist() == Linear(3).weight.tolist()
     assert next(data) == 5
@@ -71,6 +72,27 @@ def test_objects_are_restored_in_place_and_trees_built_anew(place: str) -> None:
     assert loaded["params"]["layers"][0].dtype == np.int32
     assert loaded["params"]["layers"][1] is ckptcore.PLACEHOLDER
     assert abstract["layers"][1] is ckptcore.PLACEHOLDER  # what was asked with is as it was
+
+
+def test_objects_with_a_state_are_not_built_anew(place: str) -> None:
+    save_all(place + "/c")
+    model = Linear(0)
+    for name, wrong in (("model", model), ("files", Files()), ("data", {"in": [Counter()]})):
+        with pytest.raises(TypeError, match=f"give it as into={{'{name}'"):
+            ckptcore.load_checkpointables(place + "/c", {name: wrong})
+    with pytest.raises(ValueError, match="in abstract and in into"):
+        ckptcore.load_checkpointables(place + "/c", ["model"], into={"model": model})
+    with pytest.raises(TypeError, match="give the object to restore"):
+        ckptcore.load_checkpointables(place + "/c", into={"model": None})
+    assert model.weight.tolist() == Linear(0).weight.tolist()
+
+
+def test_trees_are_filled_in_place_too(place: str) -> None:
+    ckptcore.save_checkpointables(place + "/c", {"params": {"w": np.arange(3), "step": 7}})
+    weight = np.zeros(3, np.int64)
+    tree = {"w": weight, "step": 0}
+    assert ckptcore.load_checkpointables(place + "/c", into={"params": tree})["params"] is tree
+    assert tree["w"] is weight and weight.tolist() == [0, 1, 2] and tree["step"] == 7
 
 
 def test_a_placeholder_leaves_a_name_out_even_one_that_is_not_there(place: str) -> None:
@@ -85,7 +107,7 @@ def test_a_name_that_was_never_saved(place: str) -> None:
     save_all(place + "/c")
     model = Linear(0)
     with pytest.raises(CheckpointNotFoundError, match=r"without 'parms'.*did you mean 'params'"):
-        ckptcore.load_checkpointables(place + "/c", {"model": model, "parms": None})
+        ckptcore.load_checkpointables(place + "/c", {"parms": None}, into={"model": model})
     assert model.weight.tolist() == Linear(0).weight.tolist()
 
 
@@ -101,8 +123,8 @@ def test_deleting_one_leaves_the_others(name: str, place: str, caplog: pytest.Lo
     assert report.ok and report.deleted == (name,)
     with pytest.raises(CheckpointNotFoundError, match=f"'{name}', but it was deleted"):
         ckptcore.load_checkpointables(place + "/c", [name])
-    found = ckptcore.checkpointables_metadata(place + "/c")
-    assert found.deleted == (name,) and name not in found.checkpointables
+    found = ckptcore.metadata(place + "/c")
+    assert found.checkpointables.deleted == (name,) and name not in found.checkpointables
     ckptcore.copy(place + "/c", place + "/converted", layout="safetensors")
     assert list(ckptcore.load_checkpointables(place + "/converted")) == list(loaded)
     with pytest.raises(CheckpointNotFoundError):
@@ -118,7 +140,7 @@ def test_removing_one_by_hand_leaves_the_others(keep_directory: bool, tmp_path: 
     assert list(ckptcore.load_checkpointables(tmp_path / "c")) == ["params", "model", "data"]
     report = ckptcore.verify(tmp_path / "c")
     assert report.ok and report.deleted == ("files",)
-    assert ckptcore.checkpointables_metadata(tmp_path / "c").deleted == ("files",)
+    assert ckptcore.metadata(tmp_path / "c").checkpointables.deleted == ("files",)
 
 
 def test_who_asks_for_everything_that_was_saved_is_told_what_is_gone(place: str) -> None:
@@ -144,7 +166,7 @@ def test_a_deletion_that_died_leaves_the_others() -> None:
     store = installed_plugins().storage("memory")(location, StorageOptions())
     store.put(f"model/{ROOT_KEY}", encode_claim(Claimed("0123456789abcdef", "2024-01-01T00:00:00+00:00")))
     assert list(ckptcore.load_checkpointables(location)) == ["params", "data", "files"]
-    assert ckptcore.checkpointables_metadata(location).deleted == ("model",)
+    assert ckptcore.metadata(location).checkpointables.deleted == ("model",)
     assert ckptcore.verify(location).ok
     ckptcore.copy(location, "memory://half-deleted/converted", layout="safetensors")
     assert list(ckptcore.load_checkpointables("memory://half-deleted/converted")) == ["params", "data", "files"]
@@ -200,12 +222,23 @@ def test_each_kind_says_which_function_loads_it(place: str) -> None:
     with pytest.raises(CompositeCheckpointError, match="load_checkpointables") as caught:
         ckptcore.load(place + "/several")
     assert caught.value.names == ("params", "model", "data", "files")
-    for function in (ckptcore.metadata, lambda location: ckptcore.load_into(location, {})):
-        with pytest.raises(CompositeCheckpointError):
-            function(place + "/several")
-    for several in (ckptcore.load_checkpointables, ckptcore.checkpointables_metadata):
-        with pytest.raises(CompositeCheckpointError, match="one tree"):
-            several(place + "/one")
+    with pytest.raises(CompositeCheckpointError):
+        ckptcore.load_into(place + "/several", {})
+    with pytest.raises(CompositeCheckpointError, match="one tree"):
+        ckptcore.load_checkpointables(place + "/one")
+
+
+def test_metadata_of_several_objects_has_no_tree_of_its_own(place: str) -> None:
+    save_all(place + "/several")
+    found = ckptcore.metadata(place + "/several")
+    assert found.is_composite and found.contents is None
+    with pytest.raises(CompositeCheckpointError, match=r"metadata.checkpointables\['params'\].tree"):
+        _ = found.tree
+    with pytest.raises(CompositeCheckpointError):
+        ckptcore.metadata(place + "/several", transforms=[Rename("w", "v")])
+    assert list(ckptcore.load_checkpointables(place + "/several", found.abstract)) == list(found.checkpointables)
+    ckptcore.save(place + "/one", PARAMS)
+    assert not ckptcore.metadata(place + "/one").is_composite
 
 
 def test_none_at_all(place: str) -> None:
@@ -228,13 +261,13 @@ def test_errors_name_the_checkpointable(place: str) -> None:
     wrong.bias = np.zeros(5)
     model = Linear(0)
     with pytest.raises(TreeMismatchError, match="bias") as caught:
-        ckptcore.load_checkpointables(place + "/c", {"model": wrong})
+        ckptcore.load_checkpointables(place + "/c", into={"model": wrong})
     assert f"{place}/c/model" in str(caught.value)
     with pytest.raises(TreeMismatchError, match=f"{place}/c/params"):
-        ckptcore.load_checkpointables(place + "/c", {"model": model, "params": {"other": np.ones(1)}})
+        ckptcore.load_checkpointables(place + "/c", {"params": {"other": np.ones(1)}}, into={"model": model})
     assert model.weight.tolist() == Linear(0).weight.tolist()  # what is built anew is read first
     with pytest.raises(TreeMismatchError, match="'files' is stored as files"):
-        ckptcore.load_checkpointables(place + "/c", {"files": {"a": 1}, "model": model})
+        ckptcore.load_checkpointables(place + "/c", {"files": {"a": 1}}, into={"model": model})
     assert model.weight.tolist() == Linear(0).weight.tolist()
 
 

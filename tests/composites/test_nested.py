@@ -31,7 +31,7 @@ def test_objects_in_a_tree_are_restored_in_place(place: str) -> None:
         "v": ckptcore.AbstractArray((2,), "int8"),
     }  # fmt: skip
     params = {"w": ckptcore.AbstractArray((3,), "int64")}
-    loaded = ckptcore.load_checkpointables(place + "/c", {"train": train, "params": params})
+    loaded = ckptcore.load_checkpointables(place + "/c", {"params": params}, into={"train": train})
     assert loaded["train"] is train and train["model"] is model
     assert train["more"][0] is counter and train["more"][1][0] is other
     assert (train["step"], train["more"][1][1]) == (7, 5)
@@ -46,9 +46,9 @@ def test_a_leaf_beside_an_object_that_nothing_can_replace(place: str) -> None:
     ckptcore.save_checkpointables(place + "/c", {"train": Train(Linear(3), 7)})
     model = Linear(0)
     with pytest.raises(TreeMismatchError, match=r"step.*its own name"):
-        ckptcore.load_checkpointables(place + "/c", {"train": Train(model, 0)})
+        ckptcore.load_checkpointables(place + "/c", into={"train": Train(model, 0)})
     assert model.bias.tolist() == Linear(0).bias.tolist()
-    found = ckptcore.load_checkpointables(place + "/c", {"train": Train(model, ckptcore.PLACEHOLDER)})["train"]
+    found = ckptcore.load_checkpointables(place + "/c", into={"train": Train(model, ckptcore.PLACEHOLDER)})["train"]
     assert found.model is model and model.bias.tolist() == Linear(3).bias.tolist()
 
 
@@ -58,7 +58,7 @@ def test_a_tree_of_objects_that_does_not_fit_is_left_as_it_was(place: str) -> No
     before = copy.deepcopy(train)
     first = {"model": Linear(0)}
     with pytest.raises(TreeMismatchError, match="other"):
-        ckptcore.load_checkpointables(place + "/c", {"z": first, "train": train})
+        ckptcore.load_checkpointables(place + "/c", into={"z": first, "train": train})
     assert train["model"].bias.tolist() == before["model"].bias.tolist() and train["other"] == 0
     assert first["model"].bias.tolist() == Linear(0).bias.tolist()
 
@@ -70,7 +70,7 @@ def test_an_object_in_a_tree_that_fails(place: str) -> None:
 
     ckptcore.save_checkpointables(place + "/c", {"train": {"data": Counter(3)}})
     with pytest.raises(TargetUndefinedError, match="train"):
-        ckptcore.load_checkpointables(place + "/c", {"train": {"data": Broken()}})
+        ckptcore.load_checkpointables(place + "/c", into={"train": {"data": Broken()}})
 
 
 @pytest.mark.parametrize("save", [ckptcore.save, ckptcore.save_checkpointables])

@@ -30,8 +30,8 @@ def _member_metadata(location: str, context: ckptcore.Context) -> set[Any]:
 
 
 def _metadata(location: str, context: ckptcore.Context) -> set[Any]:
-    found = ckptcore.checkpointables_metadata(location, context=context)
-    assert not found.deleted
+    found = ckptcore.metadata(location, context=context)
+    assert not found.checkpointables.deleted
     assert {told.save_id for told in found.checkpointables.values()} == {found.save_id}
     return {found.custom["version"], *(told.abstract["version"] for told in found.checkpointables.values())}
 

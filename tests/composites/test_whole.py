@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,9 +25,9 @@ def save_all(location: str, version: int = 3, **options: object) -> None:
 
 def test_metadata_by_name(place: str) -> None:
     save_all(place + "/c", metadata={"note": [1, None]})
-    found = ckptcore.checkpointables_metadata(place + "/c")
-    assert found.custom == {"note": [1, None]} and found.deleted == ()
-    assert found.processes == {"data": 1, "files": 1}
+    found = ckptcore.metadata(place + "/c")
+    assert found.custom == {"note": [1, None]} and found.checkpointables.deleted == ()
+    assert found.checkpointables.processes == {"data": 1, "files": 1}
     model = found.checkpointables["model"]
     assert model.abstract == {
         "weight": ckptcore.AbstractArray((3, 4), "float32"), "bias": ckptcore.AbstractArray((4,), "float64"),
@@ -42,9 +44,14 @@ def test_metadata_by_name(place: str) -> None:
 def test_loading_one_name_reads_nothing_of_the_others(scheme: str, tmp_path: Path) -> None:
     location = f"file://{tmp_path}/c" if scheme == "file" else f"memory://{tmp_path.name}/c"
     save_all(location)
-    for wanted in (["model"], {"model": Linear(0)}, {"model": None, "data": ckptcore.PLACEHOLDER}):
+    wanted: Sequence[dict[str, Any]] = (
+        {"abstract": ["model"]},
+        {"into": {"model": Linear(0)}},
+        {"abstract": {"model": None, "data": ckptcore.PLACEHOLDER}},
+    )
+    for how in wanted:
         plan = FaultPlan()
-        ckptcore.load_checkpointables(through(location), wanted, context=faulty_context(location, plan))
+        ckptcore.load_checkpointables(through(location), **how, context=faulty_context(location, plan))
         read = [operation for operation in plan.operations if operation.name != "list_names"]
         assert read and not [operation for operation in plan.operations if operation.changes]
         keys = {key.removeprefix("c/") for operation in read for key in operation.keys}
@@ -92,8 +99,8 @@ def test_converting_to_another_place_and_layout(tmp_path: Path) -> None:
     assert len(list((tmp_path / "back" / "model").glob("*.safetensors"))) == 2
     original, back = ckptcore.load_checkpointables(source), ckptcore.load_checkpointables(tmp_path / "back")
     assert same_value(back, original)
-    metadata = ckptcore.checkpointables_metadata(tmp_path / "back")
-    assert metadata.custom == {"note": "kept"} and metadata.save_id != ckptcore.checkpointables_metadata(source).save_id
+    metadata = ckptcore.metadata(tmp_path / "back")
+    assert metadata.custom == {"note": "kept"} and metadata.save_id != ckptcore.metadata(source).save_id
     with pytest.raises(CheckpointExistsError):
         ckptcore.copy(source, tmp_path / "back", layout="safetensors")
     ckptcore.copy(source, tmp_path / "back", layout="safetensors", overwrite=True)
@@ -117,8 +124,10 @@ def test_a_load_that_is_overtaken_is_of_one_save(scheme: str, tmp_path: Path) ->
     above = f"file://{tmp_path}" if scheme == "file" else f"memory://{tmp_path.name}"
     save_all(f"{above}/count")
     counting = FaultPlan()
-    wanted = {"model": Linear(0), "data": None, "files": Files()}
-    ckptcore.load_checkpointables(through(f"{above}/count"), wanted, context=faulty_context(above + "/count", counting))
+    into = {"model": Linear(0), "files": Files()}
+    ckptcore.load_checkpointables(
+        through(f"{above}/count"), ["data"], into=into, context=faulty_context(above + "/count", counting)
+    )
     overtaken = set()
     for number in range(len(counting.operations)):
         location = f"{above}/{number}"
@@ -126,7 +135,10 @@ def test_a_load_that_is_overtaken_is_of_one_save(scheme: str, tmp_path: Path) ->
         plan = InterruptedPlan(number, lambda location=location: save_all(location, 2, overwrite="non-atomic"))  # type: ignore[misc]  # bound now
         model, files = Linear(0), Files()
         loaded = ckptcore.load_checkpointables(
-            through(location), {"model": model, "data": None, "files": files}, context=faulty_context(location, plan)
+            through(location),
+            {"data": None},
+            into={"model": model, "files": files},
+            context=faulty_context(location, plan),
         )
         assert plan.interrupted
         version = loaded["data"]["position"]

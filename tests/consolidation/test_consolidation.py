@@ -23,7 +23,7 @@ from ckptcore.errors import (
     TreeMismatchError,
 )
 
-FAST = ckptcore.Context(durability="none", memory=ckptcore.MemoryOptions(load_bytes=24 << 10))
+FAST = ckptcore.Context(durability="none", memory=ckptcore.context.MemoryOptions(load_bytes=24 << 10))
 """Pieces of 8 KiB."""
 
 

@@ -144,7 +144,7 @@ def test_a_job_has_the_same_metadata(tmp_path: Path) -> None:
     same, different = tmp_path / "same", tmp_path / "different"
 
     def work(coordinator: Coordinator) -> None:
-        context = ckptcore.Context(coordinator=coordinator, durability="none")
+        context = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator), durability="none")
         layout = functools.partial(ckptcore.SafetensorsLayout, 64, "model")
         ckptcore.copy(tmp_path / "source", same, layout=layout({"by": "us"}), subtree=(), context=context)
         with pytest.raises(CheckpointError, match="other files"):

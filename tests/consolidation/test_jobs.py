@@ -37,8 +37,13 @@ class CountedFiles:
 
 def context_of(coordinator: Coordinator | None = None, **options: Any) -> ckptcore.Context:
     """Pieces of 8 KiB."""
-    memory = ckptcore.MemoryOptions(load_bytes=24 << 10)
-    return ckptcore.Context(coordinator=coordinator, durability="none", memory=memory, threads=2, **options)
+    memory = ckptcore.context.MemoryOptions(load_bytes=24 << 10)
+    return ckptcore.Context(
+        job=ckptcore.context.JobOptions(coordinator=coordinator),
+        durability="none",
+        memory=memory,
+        **{"io": ckptcore.context.IOOptions(threads=2), **options},
+    )
 
 
 @pytest.fixture
@@ -57,7 +62,11 @@ def consolidated(source: Path, destination: Path, size: int, *, files: int = 6) 
     def job(coordinator: Coordinator) -> FaultPlan:
         storage = CountedFiles()
         # Without checksums of blocks, so that what is read is what is wanted, to the byte.
-        context = context_of(coordinator, plugins=(storage,), verify=False)
+        context = context_of(
+            coordinator,
+            plugins=ckptcore.context.PluginOptions(extra=(storage,)),
+            io=ckptcore.context.IOOptions(threads=2, verify=False),
+        )
         ckptcore.copy(
             f"counted://{source}",
             destination,
@@ -157,7 +166,7 @@ def test_files_of_one_save_may_come_from_several_processes(max_file_bytes: int, 
     layout = ckptcore.SafetensorsLayout(max_file_bytes=max_file_bytes)
 
     def work(rank: Coordinator) -> None:
-        context = context_of(rank, handlers={np.ndarray: OneRankEach()})
+        context = context_of(rank, plugins=ckptcore.context.PluginOptions(handlers={np.ndarray: OneRankEach()}))
         ckptcore.save(tmp_path / "c", state, layout=layout, context=context)
 
     found = run_ranks(work, 2)
@@ -193,7 +202,7 @@ def test_a_save_whose_processes_have_other_options_is_whole_or_not_there(
 
     def work(rank: Coordinator) -> None:
         layout = other if rank.rank else SafetensorsLayout(1)
-        context = context_of(rank, handlers={np.ndarray: OneRankEach()})
+        context = context_of(rank, plugins=ckptcore.context.PluginOptions(handlers={np.ndarray: OneRankEach()}))
         ckptcore.save(tmp_path / "c", state, layout=layout, context=context)
 
     if other.stem != "model":

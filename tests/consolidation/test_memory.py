@@ -20,7 +20,7 @@ import sys
 import ckptcore
 
 source, destination, action, bound, warm = sys.argv[1:]
-memory = ckptcore.MemoryOptions(load_bytes=int(bound) or None)
+memory = ckptcore.context.MemoryOptions(load_bytes=int(bound) or None)
 context = ckptcore.Context(durability="none", memory=memory)
 perform = getattr(ckptcore, action)
 perform(warm, warm + "-again", context=context)

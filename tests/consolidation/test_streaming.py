@@ -24,7 +24,7 @@ from ckptcore.protocols import Layout, ReadsChunks, ReadStore
 from tests.consolidation.test_jobs import CountedFiles
 
 ARRAYS, ARRAY_BYTES = 10, 8000
-CONTEXT = ckptcore.Context(durability="none", threads=2)
+CONTEXT = ckptcore.Context(durability="none", io=ckptcore.context.IOOptions(threads=2))
 SMALL = StreamSizes(piece=16_000, item=16_000, held=24_000)
 
 
@@ -179,7 +179,7 @@ def test_what_nobody_takes_is_not_read(opened: Opened) -> None:
 
 @pytest.mark.parametrize("load_bytes", [None, 1 << 40, 300 << 20, 3 << 20, 1])
 def test_sizes_follow_the_options(load_bytes: int | None) -> None:
-    sizes = StreamSizes.of(ckptcore.Context(memory=ckptcore.MemoryOptions(load_bytes=load_bytes)))
+    sizes = StreamSizes.of(ckptcore.Context(memory=ckptcore.context.MemoryOptions(load_bytes=load_bytes)))
     if load_bytes is None or load_bytes == 1 << 40:
         assert sizes == StreamSizes()
     elif load_bytes == 300 << 20:
@@ -198,8 +198,13 @@ def test_chunks_are_read_once(layout: Layout, tmp_path: Path) -> None:
     array = rng.standard_normal((300, 100)).astype(np.float32)
     ckptcore.save(tmp_path / "source", {"w": array}, layout=layout, context=CONTEXT)
     storage = CountedFiles()
-    memory = ckptcore.MemoryOptions(load_bytes=60_000)
-    context = ckptcore.Context(durability="none", memory=memory, verify=False, plugins=(storage,))
+    memory = ckptcore.context.MemoryOptions(load_bytes=60_000)
+    context = ckptcore.Context(
+        durability="none",
+        memory=memory,
+        io=ckptcore.context.IOOptions(verify=False),
+        plugins=ckptcore.context.PluginOptions(extra=(storage,)),
+    )
     ckptcore.copy(f"counted://{tmp_path}/source", tmp_path / "hf", subtree=(), context=context)
     assert np.array_equal(ckptcore.load(tmp_path / "hf")["w"], array)
     stored = sum(path.stat().st_size for path in (tmp_path / "source").rglob("c/**/*") if path.is_file())

@@ -26,7 +26,8 @@ def context(workers: WorkerProcesses) -> ckptcore.Context:
 def controlling(workers: WorkerProcesses) -> ckptcore.Context:
     """A Context for a controller of workers."""
     return ckptcore.Context(
-        executor=workers,
-        handlers={RemoteArray: RemoteArrayHandler()},
-        replicas=ckptcore.ReplicaOptions(piece_bytes=1 << 14),
+        job=ckptcore.context.JobOptions(
+            executor=workers, replicas=ckptcore.context.ReplicaOptions(piece_bytes=1 << 14)
+        ),
+        plugins=ckptcore.context.PluginOptions(handlers={RemoteArray: RemoteArrayHandler()}),
     )

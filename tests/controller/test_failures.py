@@ -11,6 +11,7 @@ import ckptcore
 from ckptcore.errors import CorruptCheckpointError, NotSharedError, RankFailedError, UnsupportedLeafError
 from ckptcore.model import Pending
 from ckptcore.protocols import Held, WriteStage
+from ckptcore.runtime import runtime_of
 from tests.controller.arrays import ROWS, SPEC, WHOLE, digests_of, make_rows
 from tests.controller.conftest import controlling
 from tests.controller.failing_layouts import EndingLayout, RaisingLayout, SlowRaisingLayout
@@ -127,6 +128,8 @@ def test_what_has_no_elements_is_named(context: ckptcore.Context, tmp_path: Path
 
 
 def test_an_executor_in_a_job_is_refused(workers: WorkerProcesses, tmp_path: Path) -> None:
-    context = ckptcore.Context(executor=workers, coordinator=ThreadJob(2).coordinator(0))
+    context = ckptcore.Context(
+        job=ckptcore.context.JobOptions(executor=workers, coordinator=ThreadJob(2).coordinator(0))
+    )
     with pytest.raises(ValueError, match="one of 2"):
-        context.workers()
+        runtime_of(context).workers()

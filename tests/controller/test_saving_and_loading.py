@@ -229,7 +229,9 @@ def test_a_bound_on_memory_reads_in_turns(workers: WorkerProcesses, tmp_path: Pa
     state = state_of(workers)
     ckptcore.save(tmp_path / "it", state, context=context)
     bounded = ckptcore.Context(
-        executor=workers, handlers=context.handlers, memory=ckptcore.MemoryOptions(load_bytes=SPEC.nbytes)
+        job=ckptcore.context.JobOptions(executor=workers),
+        plugins=ckptcore.context.PluginOptions(handlers=context.plugins.handlers),
+        memory=ckptcore.context.MemoryOptions(load_bytes=SPEC.nbytes),
     )
     asked = crossings(workers, lambda: ckptcore.load(tmp_path / "it", state, context=bounded))
     assert asked == ["read 0", "read 0", "read 1", "read 1"]
@@ -239,7 +241,9 @@ def test_a_bound_on_copies_is_one_on_the_controller(
     workers: WorkerProcesses, tmp_path: Path, context: ckptcore.Context
 ) -> None:
     bounded = ckptcore.Context(
-        executor=workers, handlers=context.handlers, memory=ckptcore.MemoryOptions(save_bytes=1000)
+        job=ckptcore.context.JobOptions(executor=workers),
+        plugins=ckptcore.context.PluginOptions(handlers=context.plugins.handlers),
+        memory=ckptcore.context.MemoryOptions(save_bytes=1000),
     )
     ckptcore.save_async(tmp_path / "it", state_of(workers), context=bounded).result()
     assert_saved(tmp_path / "it")

@@ -11,6 +11,7 @@ import pytest
 from ckptcore_testing import RemoteArray, WorkerProcesses
 
 import ckptcore
+from ckptcore.context import IOOptions
 from ckptcore.model import ArraySpec, Box
 from tests.controller.arrays import COLUMNS, ROWS, SPEC, digests_of, make_rows, make_whole
 from tests.controller.elements import counted
@@ -23,12 +24,12 @@ def test_workers_save_and_load_updates(
 ) -> None:
     first, second = tmp_path / "run" / "1", tmp_path / ("run" if bases == "beside" else "other") / "2"
     if bases == "anywhere":
-        context = replace(context, bases="anywhere")
+        context = replace(context, io=replace(context.io, bases="anywhere"))
     ckptcore.save(first, {"kept": make_rows(workers), "given": np.ones(3), "n": 1}, layout=layout, context=context)
     update = {"given": make_whole(workers), "more": make_rows(workers), "n": 2}
     ckptcore.save_update(second, update, base=first, layout="safetensors", context=context)
     whole = counted(SPEC, Box.whole(SPEC.shape))
-    loaded = ckptcore.load(second, context=replace(ckptcore.Context(), bases=context.bases))
+    loaded = ckptcore.load(second, context=replace(ckptcore.Context(), io=IOOptions(bases=context.io.bases)))
     assert loaded["n"] == 2
     for name in ("kept", "given", "more"):
         assert np.array_equal(loaded[name], whole), name

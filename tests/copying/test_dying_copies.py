@@ -20,7 +20,7 @@ from tests.crashes.states import LARGE, make_composite, make_state, version_at
 
 _OLD, _NEW, _NEXT = 1, 2, 3
 _MOMENTS: Final[tuple[Literal["before", "midway", "after"], ...]] = ("before", "midway", "after")
-_FAST: Final = ckptcore.Context(durability="none", threads=1)
+_FAST: Final = ckptcore.Context(durability="none", io=ckptcore.context.IOOptions(threads=1))
 
 
 class _Trial:

@@ -15,7 +15,7 @@ from ckptcore.errors import StorageError
 from tests.copying.places import new_place, objects_at, store_at
 from tests.crashes.places import faulty_context, through
 
-_FAST = ckptcore.Context(threads=1)
+_FAST = ckptcore.Context(io=ckptcore.context.IOOptions(threads=1))
 
 
 def _state(version: int) -> dict[str, object]:

@@ -22,8 +22,8 @@ from tests.crashes.states import same_value
 
 __all__ = ["ORIGINALS", "Original", "bounded_memory", "make_original"]
 
-_FAST: Final = ckptcore.Context(durability="none", threads=1)
-_RELAXED: Final = ckptcore.Context(verify=False, threads=1)
+_FAST: Final = ckptcore.Context(durability="none", io=ckptcore.context.IOOptions(threads=1))
+_RELAXED: Final = ckptcore.Context(io=ckptcore.context.IOOptions(verify=False, threads=1))
 _SLACK_BYTES: Final = 1 << 16
 
 

@@ -22,7 +22,7 @@ from tests.composites.objects import Counter, Files, Linear
 from tests.corruption.checkpoints import bounded_memory
 from tests.crashes.places import faulty_context, through
 
-_CONTEXT: Final = ckptcore.Context(durability="none", threads=1)
+_CONTEXT: Final = ckptcore.Context(durability="none", io=ckptcore.context.IOOptions(threads=1))
 _MEMORY_BYTES: Final = 32 << 20
 _OPERATIONS: Final = 300
 """More than any of the small composites below may make one function ask of its storage."""
@@ -62,12 +62,12 @@ class _Forgery:
         """Everything that reads a composite."""
         yield lambda context, location: ckptcore.load_checkpointables(location, context=context)
         yield lambda context, location: ckptcore.load_checkpointables(
-            location, {"model": Linear(0), "data": Counter(), "files": Files()}, context=context
+            location, into={"model": Linear(0), "data": Counter(), "files": Files()}, context=context
         )
         yield lambda context, location: ckptcore.load_checkpointables(location, ["modle"], context=context)
         yield lambda context, location: ckptcore.load(location, context=context)
         yield lambda context, location: ckptcore.load(location + "/model", context=context)
-        yield lambda context, location: ckptcore.checkpointables_metadata(location, context=context).nbytes
+        yield lambda context, location: ckptcore.metadata(location, context=context).nbytes
         yield lambda context, location: ckptcore.verify(location, context=context).ok
         yield lambda context, location: ckptcore.copy(
             location,
@@ -210,7 +210,9 @@ def test_kinds_that_are_not_known(forgery: _Forgery) -> None:
 def test_kinds_that_are_mixed_up(forgery: _Forgery) -> None:
     forgery.with_members({"model": ["files", None], "files": ["tree", None], "data": ["tree", 1]})
     forgery.assert_refused()
-    for name, like in (("model", Files()), ("files", {"a": 1}), ("model", None), ("files", None)):
+    with pytest.raises(CheckpointError):
+        ckptcore.load_checkpointables(forgery.location, into={"model": Files()})
+    for name, like in (("files", {"a": 1}), ("model", None), ("files", None)):
         with pytest.raises(CheckpointError):
             ckptcore.load_checkpointables(forgery.location, {name: like})
 
@@ -246,7 +248,7 @@ def test_files_that_lead_out(key: str, forgery: _Forgery) -> None:
     forgery.assert_refused()
     found = Files({"as it": b"was"})
     with pytest.raises(CheckpointError):
-        ckptcore.load_checkpointables(forgery.location, {"files": found})
+        ckptcore.load_checkpointables(forgery.location, into={"files": found})
     assert found.files == {"as it": b"was"}
 
 
@@ -276,7 +278,7 @@ def test_files_that_no_file_system_holds_beside_each_other(forgery: _Forgery) ->
     store.put("files/a", b"two")
     found = Files({"as it": b"was"})
     with pytest.raises(CheckpointError, match="or as a directory too"):
-        ckptcore.load_checkpointables(location, {"files": found})
+        ckptcore.load_checkpointables(location, into={"files": found})
     assert found.files == {"as it": b"was"}
 
 

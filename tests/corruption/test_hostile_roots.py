@@ -19,11 +19,10 @@ from ckptcore_testing.hostile_json import tampered
 
 import ckptcore
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, InvalidLocationError
-from ckptcore.model import Box
 from tests.corruption.checkpoints import bounded_memory
 
-_CONTEXT: Final = ckptcore.Context(durability="none", threads=1)
-_RELAXED: Final = ckptcore.Context(verify=False, threads=1)
+_CONTEXT: Final = ckptcore.Context(durability="none", io=ckptcore.context.IOOptions(threads=1))
+_RELAXED: Final = ckptcore.Context(io=ckptcore.context.IOOptions(verify=False, threads=1))
 _MEMORY_BYTES: Final = 32 << 20
 """More than any of the small roots below may make a load allocate, in bytes."""
 
@@ -235,14 +234,14 @@ def test_an_array_that_is_larger_than_what_is_stored_of_it(name: str, shape: lis
     try:
         for read in (
             ckptcore.load,
-            lambda location: list(ckptcore.load_parts(location)),
+            lambda location: list(ckptcore.open(location).iter_boxes()),
             lambda location: ckptcore.copy(location, tmp_path / "copy", layout="safetensors"),
         ):
             with pytest.raises(CorruptCheckpointError):
                 read(location)
         if name != "safetensors":  # of an array in one place only the bytes of the slice are looked at
             with pytest.raises(CorruptCheckpointError):
-                ckptcore.load_slice(location, "w", Box((0, 0), (1, 1)))
+                ckptcore.open(location)["w"][:1, :1]
         assert not _is_sound(location)
         peak = tracemalloc.get_traced_memory()[1]
     finally:

@@ -21,7 +21,7 @@ from ckptcore.errors import CheckpointError, NotMappableError
 from ckptcore.model import ArrayRecord
 from tests.corruption.checkpoints import ORIGINALS
 
-_CONTEXT: Final = ckptcore.Context(durability="none", threads=1)
+_CONTEXT: Final = ckptcore.Context(durability="none", io=ckptcore.context.IOOptions(threads=1))
 _MOST_FILES: Final = 12
 
 
@@ -41,7 +41,7 @@ _SAVES: Final[Mapping[str, Callable[[Path], Any]]] = {
 
 def _readers(location: Path) -> Mapping[str, Callable[[], object]]:
     """Everything that reads a checkpoint, by name."""
-    unverified = ckptcore.Context(verify=False, threads=1)
+    unverified = ckptcore.Context(io=ckptcore.context.IOOptions(verify=False, threads=1))
     there = location.parent / "copy"
     return {
         "load": lambda: ckptcore.load(location, context=_CONTEXT),
@@ -50,7 +50,9 @@ def _readers(location: Path) -> Mapping[str, Callable[[], object]]:
         "metadata": lambda: ckptcore.metadata(location).nbytes,
         "copy": lambda: ckptcore.copy(location, there, context=_CONTEXT),
         "convert": lambda: ckptcore.copy(location, there, layout="safetensors", context=_CONTEXT),
-        "load_parts": lambda: [part.elements.tobytes() for part in ckptcore.load_parts(location, context=_CONTEXT)],
+        "iter_boxes": lambda: [
+            part.elements.tobytes() for part in ckptcore.open(location, context=_CONTEXT).iter_boxes()
+        ],
         "slices": lambda: _slices(location),
         "memory_map": lambda: _mapped(location),
         "verify": lambda: _verify(location),

@@ -34,10 +34,13 @@ class Storages:
         """All that is there."""
         return self.memory.open("memory://bucket", StorageOptions())
 
-    def context(self, answers: Answers | None = None, **options: Any) -> ckptcore.Context:
+    def context(self, answers: Answers | None = None, **io: Any) -> ckptcore.Context:
         """A Context of a process of its own, to which these answers are given."""
         answers = answers or Answers()
-        return ckptcore.Context(plugins=[_Plugin(self, answers)], threads=1, **options)
+        return ckptcore.Context(
+            plugins=ckptcore.context.PluginOptions(extra=[_Plugin(self, answers)]),
+            io=ckptcore.context.IOOptions(threads=1, **io),
+        )
 
 
 class Answers:

@@ -60,13 +60,21 @@ def faulty_context(location: str, plan: FaultPlan, *, exchanges: bool = True) ->
     scheme = location[: location.index("://")]
     opener = functools.partial(_open_with_faults, scheme, plan, exchanges)
     # One thread, so that operations come in the same order every time.
-    return ckptcore.Context(plugins=(_Plugin(opener),), threads=1, durability="none")
+    return ckptcore.Context(
+        plugins=ckptcore.context.PluginOptions(extra=(_Plugin(opener),)),
+        io=ckptcore.context.IOOptions(threads=1),
+        durability="none",
+    )
 
 
 def simulated_context(disk: SimulatedDisk, durability: Literal["full", "none"] = "full") -> ckptcore.Context:
     """A Context of a process of its own on a machine with a disk; locations are ``tested://...``."""
     opener = functools.partial(open_simulated, disk)
-    return ckptcore.Context(plugins=(_Plugin(opener),), threads=1, durability=durability)
+    return ckptcore.Context(
+        plugins=ckptcore.context.PluginOptions(extra=(_Plugin(opener),)),
+        io=ckptcore.context.IOOptions(threads=1),
+        durability=durability,
+    )
 
 
 class InterruptedPlan(FaultPlan):

@@ -39,7 +39,7 @@ LOST: Final = 3
 
 def _context(durability: Literal["full", "none"] = "full") -> ckptcore.Context:
     # One thread, so that the system calls of one run are those of the next.
-    return ckptcore.Context(durability=durability, threads=1)
+    return ckptcore.Context(durability=durability, io=ckptcore.context.IOOptions(threads=1))
 
 
 def _save(location: str, number: int) -> None:
@@ -64,7 +64,12 @@ def _save_large(location: str, number: int) -> None:
 
 
 def _save_with_threads(location: str, number: int) -> None:
-    ckptcore.save(location, make_state(number, LARGE), overwrite=True, context=ckptcore.Context(threads=4))
+    ckptcore.save(
+        location,
+        make_state(number, LARGE),
+        overwrite=True,
+        context=ckptcore.Context(io=ckptcore.context.IOOptions(threads=4)),
+    )
 
 
 def _save_in_background(location: str, number: int) -> None:
@@ -72,7 +77,9 @@ def _save_in_background(location: str, number: int) -> None:
 
 
 def _save_in_bounded_memory(location: str, number: int) -> None:
-    context = ckptcore.Context(threads=1, memory=ckptcore.MemoryOptions(save_bytes=300))
+    context = ckptcore.Context(
+        io=ckptcore.context.IOOptions(threads=1), memory=ckptcore.context.MemoryOptions(save_bytes=300)
+    )
     ckptcore.save_async(location, make_state(number), overwrite=True, context=context).result()
 
 
@@ -109,7 +116,7 @@ def _copy(location: str, number: int) -> None:
 
 
 def _copy_with_threads(location: str, number: int) -> None:
-    ckptcore.copy(copied_from(location), location, context=ckptcore.Context(threads=4))
+    ckptcore.copy(copied_from(location), location, context=ckptcore.Context(io=ckptcore.context.IOOptions(threads=4)))
 
 
 def _save_composite(location: str, number: int) -> None:
@@ -117,7 +124,9 @@ def _save_composite(location: str, number: int) -> None:
 
 
 def _save_composite_in_background(location: str, number: int) -> None:
-    context = ckptcore.Context(threads=1, memory=ckptcore.MemoryOptions(save_bytes=300))
+    context = ckptcore.Context(
+        io=ckptcore.context.IOOptions(threads=1), memory=ckptcore.context.MemoryOptions(save_bytes=300)
+    )
     ckptcore.save_checkpointables_async(location, make_composite(number), overwrite=True, context=context).result()
 
 

@@ -22,7 +22,7 @@ from ckptcore.protocols import Layout, Snapshot, WriteStore
 from tests.crashes.states import make_state, version_at
 
 _OLD, _NEW = 1, 2
-_FAST: Final = ckptcore.Context(durability="none", threads=1)
+_FAST: Final = ckptcore.Context(durability="none", io=ckptcore.context.IOOptions(threads=1))
 _DISK_BYTES: Final = 4 << 20
 
 
@@ -177,11 +177,17 @@ _FAILURES: Final[dict[str, tuple[Callable[[], dict[str, Any]], type[Exception]]]
     "an unsupported leaf": (lambda: _with(state={"fine": np.zeros(3), "odd": _Strange()}), UnsupportedLeafError),
     "an unsupported dtype": (lambda: _with(state={"odd": np.zeros(3, object)}), UnsupportedLeafError),
     "a leaf that is not whole": (
-        lambda: _with(state=[np.zeros(9)], context=ckptcore.Context(handlers={np.ndarray: _BrokenLeaves()})),
+        lambda: _with(
+            state=[np.zeros(9)],
+            context=ckptcore.Context(plugins=ckptcore.context.PluginOptions(handlers={np.ndarray: _BrokenLeaves()})),
+        ),
         CheckpointError,
     ),
     "a transfer that fails": (
-        lambda: _with(state=[np.zeros(9)], context=ckptcore.Context(handlers={np.ndarray: _FailingLeaves()})),
+        lambda: _with(
+            state=[np.zeros(9)],
+            context=ckptcore.Context(plugins=ckptcore.context.PluginOptions(handlers={np.ndarray: _FailingLeaves()})),
+        ),
         RuntimeError,
     ),
     "a layout that fails to write": (lambda: _with(layout=_FailingWrite()), RuntimeError),
@@ -210,8 +216,12 @@ def test_overwriting_that_fails_leaves_the_old(name: str, background: bool, tmp_
 @pytest.mark.parametrize("save_bytes", [None, 8])
 def test_a_copy_that_fails_is_told_once(save_bytes: int | None, tmp_path: Path) -> None:
     location = tmp_path / "run" / "step_1"
-    memory = ckptcore.MemoryOptions(save_bytes=save_bytes)
-    context = ckptcore.Context(handlers={np.ndarray: _FailingLeaves()}, memory=memory, durability="none")
+    memory = ckptcore.context.MemoryOptions(save_bytes=save_bytes)
+    context = ckptcore.Context(
+        plugins=ckptcore.context.PluginOptions(handlers={np.ndarray: _FailingLeaves()}),
+        memory=memory,
+        durability="none",
+    )
     with pytest.raises(RuntimeError, match="gone"):
         ckptcore.save_async(location, [np.zeros(9)], context=context)
     assert not location.parent.exists() or list(location.parent.iterdir()) == [], "leftovers"

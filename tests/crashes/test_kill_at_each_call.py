@@ -21,7 +21,7 @@ from tests.crashes.tracing import KillPoint, Saver, needs_strace
 _NEXT: Final = 3
 """The state that is saved after the crash."""
 
-_FAST: Final = ckptcore.Context(durability="none", threads=1)
+_FAST: Final = ckptcore.Context(durability="none", io=ckptcore.context.IOOptions(threads=1))
 _SAMPLE: Final = 12
 
 

@@ -403,4 +403,4 @@ def test_a_run_without_conditions_is_refused_and_can_be_read() -> None:
 
 def test_a_context_says_what_is_possible() -> None:
     with pytest.raises(ValueError, match="without_conditions='ignore'.: expected one of 'refuse', 'marker'"):
-        ckptcore.Context(without_conditions="ignore")  # type: ignore[arg-type]  # on purpose
+        ckptcore.Context(io=ckptcore.context.IOOptions(without_conditions="ignore"))  # type: ignore[arg-type]  # on purpose

@@ -14,6 +14,7 @@ from ckptcore_testing.simulated_disk import SimulatedDisk
 import ckptcore
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.errors import CheckpointError
+from ckptcore.runtime import runtime_of
 from tests.crashes.places import SCHEME, simulated_context
 from tests.crashes.states import make_composite, make_state, version_at
 
@@ -90,7 +91,7 @@ def _assert_next_save_cleans_up(disk: SimulatedDisk) -> None:
     context = simulated_context(disk)
     ckptcore.save(_LOCATION, make_state(_NEXT), overwrite=True, context=context)
     assert _version_on(disk) == _NEXT
-    storage = context.registry.storage(SCHEME)(f"{SCHEME}://runs/a", ckptcore.protocols.StorageOptions())
+    storage = runtime_of(context).registry.storage(SCHEME)(f"{SCHEME}://runs/a", ckptcore.protocols.StorageOptions())
     assert list(storage.list()) == ["step_1/checkpoint.json", "step_1/model.safetensors"]
 
 

@@ -19,7 +19,7 @@ from tests.crashes.test_kill_at_each_call import SCENARIOS, Scenario
 from tests.crashes.tracing import Saver, needs_strace
 
 _NEXT: Final = 3
-_FAST: Final = ckptcore.Context(durability="none", threads=1)
+_FAST: Final = ckptcore.Context(durability="none", io=ckptcore.context.IOOptions(threads=1))
 _DURABLE: Final = [name for name in SCENARIOS if "without durability" not in name and "large" not in name]
 
 

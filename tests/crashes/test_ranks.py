@@ -18,6 +18,7 @@ from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.errors import BackgroundSaveError, CheckpointExistsError, RankFailedError
 from ckptcore.model import JSON, Box, HostArray, LeafRecord, Pending, Receipt, TreeMetadata
 from ckptcore.protocols import Coordinator, Snapshot, WriteStore
+from ckptcore.runtime import Runtime, runtime_of
 from tests.crashes.places import faulty_context, through
 from tests.crashes.states import make_state, version_at
 
@@ -98,7 +99,10 @@ def _job(size: int) -> ThreadJob:
 def _save(location: str, coordinator: Coordinator, background: bool, **options: Any) -> None:
     state = options.pop("state", None) or make_state(_NEW)
     context = ckptcore.Context(
-        coordinator=coordinator, threads=1, durability="none", handlers=options.pop("handlers", {})
+        job=ckptcore.context.JobOptions(coordinator=coordinator),
+        io=ckptcore.context.IOOptions(threads=1),
+        durability="none",
+        plugins=ckptcore.context.PluginOptions(handlers=options.pop("handlers", {})),
     )
     if background:
         ckptcore.save_async(location, state, context=context, **options).result()
@@ -188,13 +192,16 @@ def test_a_storage_that_fails_at_any_operation_of_the_leader(
     scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The exchanges of a save are named after its location, and here the leader goes to it through another storage.
-    monkeypatch.setattr(ckptcore.Context, "exchange_key", lambda self, location: "save")
+    monkeypatch.setattr(Runtime, "exchange_key", lambda self, location: "save")
     above = f"file://{tmp_path}" if scheme == "file" else f"memory://{tmp_path.name}"
 
     def save(location: str, coordinator: Coordinator, plan: FaultPlan) -> str:
         led = faulty_context(location, plan)
         context = ckptcore.Context(
-            coordinator=coordinator, threads=1, durability="none", plugins=led.plugins if coordinator.rank == 0 else ()
+            job=ckptcore.context.JobOptions(coordinator=coordinator),
+            io=ckptcore.context.IOOptions(threads=1),
+            durability="none",
+            plugins=ckptcore.context.PluginOptions(extra=led.plugins.extra if coordinator.rank == 0 else ()),
         )
         there = through(location) if coordinator.rank == 0 else location
         try:
@@ -251,7 +258,11 @@ def test_an_error_that_one_rank_noticed_and_another_did_not(tmp_path: Path) -> N
     """The next save fails on both, and the one after it goes on."""
 
     def save(coordinator: Coordinator) -> list[str]:
-        context = ckptcore.Context(coordinator=coordinator, threads=1, durability="none")
+        context = ckptcore.Context(
+            job=ckptcore.context.JobOptions(coordinator=coordinator),
+            io=ckptcore.context.IOOptions(threads=1),
+            durability="none",
+        )
         handle = ckptcore.save_async(
             tmp_path / "first", make_state(_OLD), layout=_BrokenLayout("write"), context=context
         )
@@ -259,7 +270,7 @@ def test_an_error_that_one_rank_noticed_and_another_did_not(tmp_path: Path) -> N
             handle.exception()
         outcomes = []
         for name in ("second", "third"):
-            context.saves.wait()
+            runtime_of(context).saves.wait()
             try:
                 ckptcore.save(tmp_path / name, make_state(_NEW), context=context)
             except (BackgroundSaveError, RankFailedError) as error:

@@ -119,7 +119,7 @@ def test_a_reader_gets_one_of_the_states_whole_often(warm: Saver, tmp_path: Path
 def _read_while_replaced(warm: Saver, directory: Path, rounds: int) -> None:
     location = directory / "step_1"
     ckptcore.save(location, make_state(0), context=_FAST)
-    relaxed = ckptcore.Context(verify=False)
+    relaxed = ckptcore.Context(io=ckptcore.context.IOOptions(verify=False))
     target = make_state(0)
     found: Counter[int] = Counter()
     warm.start("replace-often", str(location), rounds)

@@ -18,9 +18,9 @@ from typing import Any, Final
 import numpy as np
 
 import ckptcore
-from ckptcore import VerifyReport
 from ckptcore.distributions import DISTRIBUTIONS
 from ckptcore.errors import UnsupportedLeafError
+from ckptcore.loading.verify import VerifyReport
 
 __all__ = ["digest", "outcomes"]
 

@@ -35,7 +35,7 @@ def test_the_documentation_names_no_hook_that_is_not_there() -> None:
         assert named <= set(HOOKS), page
 
 
-@pytest.mark.parametrize("name", ckptcore.__all__)
+@pytest.mark.parametrize("name", ckptcore._HOMES)
 def test_every_public_name_stands_in_the_reference(name: str) -> None:
     page = (ROOT / "docs/reference/api.md").read_text(encoding="utf-8")
     assert re.search(rf"\bckptcore\.{name}\b", page)

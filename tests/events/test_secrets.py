@@ -46,7 +46,7 @@ CALLS: Mapping[str, Callable[[str, ckptcore.Context], object]] = {
     "save_async": lambda url, context: ckptcore.save_async(url, STATE, context=context).result(),
     "load": lambda url, context: ckptcore.load(url, context=context),
     "load_into": lambda url, context: ckptcore.load_into(url, {"w": np.zeros(4, int)}, context=context),
-    "load_parts": lambda url, context: list(ckptcore.load_parts(url, context=context)),
+    "iter_boxes": lambda url, context: list(ckptcore.open(url, context=context).iter_boxes()),
     "open": lambda url, context: ckptcore.open(url, context=context),
     "metadata": lambda url, context: ckptcore.metadata(url, context=context),
     "verify": lambda url, context: ckptcore.verify(url, context=context),
@@ -94,7 +94,7 @@ def test_no_error_and_no_event_has_them(name: str, url: str, told: list[str], mo
     events: list[Event] = []
     context = ckptcore.Context(
         observers=(events.append,),
-        plugins=(_Refusing(),),
+        plugins=ckptcore.context.PluginOptions(extra=(_Refusing(),)),
         storage={
             scheme: {"endpoint": "http://127.0.0.1:9", "anonymous": True, "retries": 0} for scheme in ("s3", "gs")
         },
@@ -167,7 +167,7 @@ def test_a_location_with_a_password_works(tmp_path: Path) -> None:
             return LocalStorage(str(tmp_path), options)
 
     events: list[Event] = []
-    context = ckptcore.Context(observers=(events.append,), plugins=(Plugin(),))
+    context = ckptcore.Context(observers=(events.append,), plugins=ckptcore.context.PluginOptions(extra=(Plugin(),)))
     url = f"guarded://user:{SECRET}@host/x"
     with ckptcore.Checkpointer(url, context=context) as checkpointer:
         checkpointer.save(1, STATE)

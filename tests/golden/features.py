@@ -12,9 +12,10 @@ from ckptcore_testing import ThreadJob
 from ckptcore_testing.fixed_saves import fixed_saves
 
 import ckptcore
-from ckptcore import ArrayShard, Checkpointer, NearTier, ReplicaOptions, ShardedArray
+from ckptcore import ArrayShard, Checkpointer, NearTier, ShardedArray
 from ckptcore.commit.root import Claimed
 from ckptcore.commit.root_json import encode_claim
+from ckptcore.context import JobOptions, ReplicaOptions
 from ckptcore.model import Box
 from ckptcore.policies import SpecificSteps
 from ckptcore.protocols import Coordinator
@@ -28,7 +29,7 @@ _QUICK = ckptcore.Context(durability="none")
 
 def _in_job(save: Callable[[ckptcore.Context, int], object], size: int = GOLDEN_PROCESSES) -> None:
     def run(coordinator: Coordinator) -> None:
-        save(dataclasses.replace(_QUICK, coordinator=coordinator), coordinator.rank)
+        save(dataclasses.replace(_QUICK, job=JobOptions(coordinator=coordinator)), coordinator.rank)
 
     ThreadJob(size).run(run)
 
@@ -116,7 +117,8 @@ def _save_hosts(at: Path) -> None:
 
     def save(context: ckptcore.Context, rank: int) -> None:
         near = NearTier(str(at / f"host-{rank}"), seen_by="host", upload_policy=SpecificSteps([]), close_seconds=60.0)
-        context = dataclasses.replace(context, replicas=ReplicaOptions(piece_bytes=64))
+        job = dataclasses.replace(context.job, replicas=ReplicaOptions(piece_bytes=64))
+        context = dataclasses.replace(context, job=job)
         with Checkpointer(str(at / "far"), near=near, context=context) as run:
             run.save(1, host_state(rank))
             run.wait()

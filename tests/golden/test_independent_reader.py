@@ -140,19 +140,23 @@ def test_golden_trees_load(path: Path) -> None:
 @pytest.mark.parametrize("path", COMPOSITES, ids=lambda path: str(path.relative_to(CHECKPOINTS)))
 def test_golden_composites_load(path: Path) -> None:
     assert ckptcore.verify(path).ok
-    metadata = ckptcore.checkpointables_metadata(path)
+    metadata = ckptcore.metadata(path)
     assert metadata.custom == {"made for": "tests/golden"}
-    assert metadata.processes == {"data": GOLDEN_PROCESSES, "files": GOLDEN_PROCESSES}
+    assert metadata.checkpointables.processes == {"data": GOLDEN_PROCESSES, "files": GOLDEN_PROCESSES}
 
     def load(coordinator: Coordinator) -> None:
-        loaded = ckptcore.load_checkpointables(path, context=ckptcore.Context(coordinator=coordinator))
+        loaded = ckptcore.load_checkpointables(
+            path, context=ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
+        )
         rank = coordinator.rank
         assert list(loaded) == list(golden_composite(rank))
         assert_same_value(loaded["state"], golden_state())
         assert_same_value(loaded["data"], {"rank": rank, "position": np.arange(rank, rank + 4)})
         assert loaded["files"] == golden_files(rank) and loaded["a name"] == {}
         into = {"files": GoldenFiles(rank)}
-        ckptcore.load_checkpointables(path, into, context=ckptcore.Context(coordinator=coordinator))
+        ckptcore.load_checkpointables(
+            path, into=into, context=ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
+        )
 
     ThreadJob(GOLDEN_PROCESSES).run(load)
     assert_golden_composite(path)
@@ -174,7 +178,7 @@ def test_the_reader_reads_a_composite(tmp_path: Path) -> None:
     def save(coordinator: Coordinator) -> None:
         ckptcore.save_checkpointables(
             tmp_path / "c", golden_composite(coordinator.rank), metadata={"made for": "tests/golden"},
-            context=ckptcore.Context(coordinator=coordinator),
+            context=ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator)),
         )  # fmt: skip
 
     ThreadJob(GOLDEN_PROCESSES).run(save)

@@ -14,6 +14,7 @@ from ckptcore.commit.ownership import look_at_owner, own_directory
 from ckptcore.context import Context
 from ckptcore.errors import DirectoryInUseError
 from ckptcore.protocols import AtomicDirectories, StorageBackend
+from ckptcore.runtime import runtime_of
 
 Open = Callable[[], StorageBackend]
 
@@ -22,7 +23,7 @@ Open = Callable[[], StorageBackend]
 def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
     """Opens a directory of a storage that has locks, and of one that has not."""
     place = str(tmp_path) if request.param == "locks" else f"memory://{uuid.uuid4()}/run"
-    return lambda: open_directory(place, Context().registry, durable=False, config={})
+    return lambda: open_directory(place, runtime_of(Context()).registry, durable=False, config={})
 
 
 def test_sees_the_owner_as_long_as_it_is_one(directory: Open) -> None:

@@ -55,9 +55,13 @@ class Counted:
 class Counting:
     """A Context that counts, its URLs, and what was counted."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **job: Any) -> None:
         self._plugin = CountingPlugin()
-        self.context = ckptcore.Context(plugins=[self._plugin], durability="none", **options)
+        self.context = ckptcore.Context(
+            plugins=ckptcore.context.PluginOptions(extra=[self._plugin]),
+            durability="none",
+            job=ckptcore.context.JobOptions(**job),
+        )
 
     def url(self, path: Path) -> str:
         """The URL of a directory."""

@@ -143,7 +143,11 @@ class _Resume:
 
     def __init__(self, cell: Cell, job: Job, trap: Trap, place: Path) -> None:
         self._job, self._place = job, place
-        self._context = ckptcore.Context(coordinator=job.coordinator(PATIENCE_SECONDS), durability="none", threads=1)
+        self._context = ckptcore.Context(
+            job=ckptcore.context.JobOptions(coordinator=job.coordinator(PATIENCE_SECONDS)),
+            durability="none",
+            io=ckptcore.context.IOOptions(threads=1),
+        )
 
     def prepare(self) -> None:
         pass

@@ -22,7 +22,12 @@ _LAYOUTS = ["safetensors", "ocdbt", "zarr3", "dcp"]
 
 
 def _context(coordinator: Coordinator, **options: Any) -> ckptcore.Context:
-    return ckptcore.Context(coordinator=coordinator, threads=1, durability="none", **options)
+    return ckptcore.Context(
+        job=ckptcore.context.JobOptions(coordinator=coordinator),
+        io=ckptcore.context.IOOptions(threads=1),
+        durability="none",
+        **options,
+    )
 
 
 def _run(job: Callable[[int, ckptcore.Context], Any], size: int = 4, **options: Any) -> Sequence[Any]:
@@ -117,7 +122,11 @@ class _Counting(HostArrayHandler):
 def test_each_leaf_is_written_by_one_of_those_that_have_it(tmp_path: Path) -> None:
     def job(rank: int, context: ckptcore.Context) -> list[tuple[int, ...]]:
         handler = _Counting()
-        mine = ckptcore.Context(coordinator=context.coordinator, threads=1, handlers={np.ndarray: handler})
+        mine = ckptcore.Context(
+            job=ckptcore.context.JobOptions(coordinator=context.job.coordinator),
+            io=ckptcore.context.IOOptions(threads=1),
+            plugins=ckptcore.context.PluginOptions(handlers={np.ndarray: handler}),
+        )
         ckptcore.save(tmp_path / "c", _stage(rank), layout="ocdbt", context=mine)
         return handler.written
 
@@ -174,7 +183,7 @@ def test_arrays_over_a_part_of_the_ranks_are_whole(layout: str, tmp_path: Path) 
         state = {"experts": {str(mesh[0]): {"w": _Rows((6, 4), mesh, rank, rows)}}, "step": 1}
         ckptcore.save(tmp_path / "c", state, layout=layout, context=context)
 
-    _run(job, handlers={_Rows: _RowsHandler()})
+    _run(job, plugins=ckptcore.context.PluginOptions(handlers={_Rows: _RowsHandler()}))
     experts = ckptcore.load(tmp_path / "c")["experts"]
     assert list(experts) == ["0", "1"] and all(np.array_equal(expert["w"], whole) for expert in experts.values())
 
@@ -194,7 +203,7 @@ def test_arrays_that_others_only_know_of_are_whole(layout: str, tmp_path: Path) 
 
     _run(
         lambda rank, context: ckptcore.save(tmp_path / "c", state(rank), layout=layout, context=context),
-        handlers={_Rows: _RowsHandler()},
+        plugins=ckptcore.context.PluginOptions(handlers={_Rows: _RowsHandler()}),
     )
     loaded = ckptcore.load(tmp_path / "c")
     assert all(np.array_equal(loaded[name], whole) for name in ("one", "three", "two"))
@@ -213,7 +222,10 @@ def test_an_array_that_all_ranks_only_know_of_is_refused(tmp_path: Path) -> None
             ckptcore.save_checkpointables(tmp_path / "c", {"own": ckptcore.PerProcess(states[0])}, context=context)
         return "refused"
 
-    assert _run(job, handlers={_Rows: _RowsHandler()}) == ["refused"] * 4 and list(tmp_path.iterdir()) == []
+    assert (
+        _run(job, plugins=ckptcore.context.PluginOptions(handlers={_Rows: _RowsHandler()})) == ["refused"] * 4
+        and list(tmp_path.iterdir()) == []
+    )
 
 
 @pytest.mark.parametrize("layout", _LAYOUTS)

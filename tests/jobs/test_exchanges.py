@@ -17,6 +17,7 @@ from ckptcore.hookspecs import hookimpl
 from ckptcore.job.agreement import Agreement
 from ckptcore.job.exchanges import ExchangeCounts
 from ckptcore.protocols import Coordinator, Rejoinable
+from ckptcore.runtime import runtime_of
 
 
 class _Slots:
@@ -35,9 +36,12 @@ class _Slots:
 
 def test_two_contexts_of_one_job_share_no_key() -> None:
     coordinator = ThreadJob(2).coordinator(1)
-    keys = [ckptcore.Context(coordinator=coordinator).exchange_key("run/1") for _ in range(3)]
+    keys = [
+        runtime_of(ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))).exchange_key("run/1")
+        for _ in range(3)
+    ]
     assert keys == ["run/1#0", "run/1#1", "run/1#2"]
-    found = [ckptcore.Context().exchange_key("an odd place: \ud800") for _ in range(2)]
+    found = [runtime_of(ckptcore.Context()).exchange_key("an odd place: \ud800") for _ in range(2)]
     assert len(set(found)) == 2
 
 
@@ -67,14 +71,17 @@ class _Launcher:
 
 def test_who_joined_again_counts_as_who_is_new(tmp_path: Path) -> None:
     launcher = _Launcher()
-    context = ckptcore.Context(plugins=[launcher])
-    assert isinstance(context.job(), Rejoinable) and not isinstance(_Slots(), Rejoinable)
-    assert [context.exchange_key("run"), context.exchange_key("run")] == ["run#0", "run#1"]
-    assert ckptcore.Context(coordinator=launcher.joined).exchange_key("run") == "run#2"
+    context = ckptcore.Context(plugins=ckptcore.context.PluginOptions(extra=[launcher]))
+    assert isinstance(runtime_of(context).job(), Rejoinable) and not isinstance(_Slots(), Rejoinable)
+    assert [runtime_of(context).exchange_key("run"), runtime_of(context).exchange_key("run")] == ["run#0", "run#1"]
+    assert (
+        runtime_of(ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=launcher.joined))).exchange_key("run")
+        == "run#2"
+    )
     run = ckptcore.Checkpointer(tmp_path, context=context)
     assert run.should_save(1)
     launcher.joined = _Incarnation(2)
-    assert context.exchange_key("run") == "run#0"
+    assert runtime_of(context).exchange_key("run") == "run#0"
     with pytest.raises(CheckpointError, match="joined again since; close it, and make a new one"):
         run.should_save(1)
     run.close()
@@ -87,12 +94,12 @@ def test_who_joined_again_counts_as_who_is_new(tmp_path: Path) -> None:
 
 def test_a_reader_of_a_former_incarnation_counts_for_that(tmp_path: Path) -> None:
     launcher = _Launcher()
-    context = ckptcore.Context(plugins=[launcher])
+    context = ckptcore.Context(plugins=ckptcore.context.PluginOptions(extra=[launcher]))
     with ckptcore.Checkpointer(tmp_path, context=context):
         reader = ckptcore.CheckpointReader(tmp_path, context=context)
     launcher.joined = _Incarnation(2)
     reader.reload()
-    assert context.exchange_key(f"{reader.directory}/list").endswith("#0"), "as in a process that is new"
+    assert runtime_of(context).exchange_key(f"{reader.directory}/list").endswith("#0"), "as in a process that is new"
 
 
 def test_every_job_and_every_name_has_its_own_count() -> None:
@@ -107,7 +114,11 @@ def test_every_job_and_every_name_has_its_own_count() -> None:
 
 def test_a_rank_that_missed_one_save_takes_part_in_the_next(tmp_path: Path) -> None:
     def of_rank(coordinator: Coordinator) -> list[str]:
-        context = ckptcore.Context(coordinator=coordinator, threads=1, durability="none")
+        context = ckptcore.Context(
+            job=ckptcore.context.JobOptions(coordinator=coordinator),
+            io=ckptcore.context.IOOptions(threads=1),
+            durability="none",
+        )
         told = []
         for step in range(3):
             if step == 1 and coordinator.rank == 1:

@@ -266,7 +266,11 @@ def test_a_large_job_saves_and_loads(tmp_path: Path) -> None:
             "same": np.arange(7),
             "name": "large",
         }
-        context = ckptcore.Context(coordinator=coordinator, threads=1, durability="none")
+        context = ckptcore.Context(
+            job=ckptcore.context.JobOptions(coordinator=coordinator),
+            io=ckptcore.context.IOOptions(threads=1),
+            durability="none",
+        )
         ckptcore.save(tmp_path / "saved", state, context=context)
 
     ThreadJob(size, timeout_seconds=_LONG_SECONDS).run(of_rank)

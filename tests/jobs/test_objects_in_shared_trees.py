@@ -11,10 +11,12 @@ import pytest
 from ckptcore_testing import ThreadJob
 
 import ckptcore
-from ckptcore import ArrayShard, Context, ReplicaOptions, ShardedArray
+from ckptcore import ArrayShard, Context, ShardedArray
+from ckptcore.context import JobOptions, ReplicaOptions
 from ckptcore.errors import CheckpointError, RankFailedError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.model import Box
 from ckptcore.protocols import Coordinator
+from ckptcore.runtime import runtime_of
 
 SIZE = 3
 
@@ -35,7 +37,9 @@ class Stateful:
 def run(work: Callable[[Context], Any], *, size: int = SIZE, **replicas: Any) -> list[Any]:
     options = ReplicaOptions(piece_bytes=64, **replicas)
     job = ThreadJob(size, timeout_seconds=60)
-    return list(job.run(lambda one: work(Context(coordinator=one, replicas=options, durability="none"))))
+    return list(
+        job.run(lambda one: work(Context(job=JobOptions(coordinator=one, replicas=options), durability="none")))
+    )
 
 
 def tree(job: Coordinator) -> dict[str, Any]:
@@ -61,7 +65,7 @@ def tree(job: Coordinator) -> dict[str, Any]:
 @pytest.mark.parametrize("layout", ["safetensors", "dcp", "zarr3", "ocdbt"])
 def test_shards_of_all_and_else_the_state_of_the_lowest_rank(tmp_path: Path, layout: str) -> None:
     run(
-        lambda context: ckptcore.save(tmp_path / "x", tree(context.job()), context=context, layout=layout),
+        lambda context: ckptcore.save(tmp_path / "x", tree(runtime_of(context).job()), context=context, layout=layout),
         objects="lowest_rank",
     )
     found = ckptcore.load(tmp_path / "x")
@@ -75,7 +79,10 @@ def test_shards_of_all_and_else_the_state_of_the_lowest_rank(tmp_path: Path, lay
 
 
 def test_the_state_is_loaded_by_jobs_of_other_sizes(tmp_path: Path) -> None:
-    run(lambda context: ckptcore.save(tmp_path / "x", tree(context.job()), context=context), objects="lowest_rank")
+    run(
+        lambda context: ckptcore.save(tmp_path / "x", tree(runtime_of(context).job()), context=context),
+        objects="lowest_rank",
+    )
 
     def load(context: Context) -> Any:
         target: dict[str, Any] = {name: Stateful({}) for name in ("data", "progress", "model")}
@@ -88,7 +95,7 @@ def test_the_state_is_loaded_by_jobs_of_other_sizes(tmp_path: Path) -> None:
 
 def test_an_array_that_is_equal_in_all_trees_is_of_the_lowest_rank_too(tmp_path: Path) -> None:
     def save(context: Context) -> None:
-        state = {name: np.full(500, float(context.job().rank)) for name in "abcdef"}
+        state = {name: np.full(500, float(runtime_of(context).job().rank)) for name in "abcdef"}
         ckptcore.save(tmp_path / "x", {"rng": Stateful(state)}, context=context, layout="zarr3")
 
     run(save, objects="lowest_rank")
@@ -108,7 +115,9 @@ def test_without_the_option_the_error_names_it(tmp_path: Path) -> None:
 def test_what_is_outside_of_objects_must_be_equal_all_the_same(tmp_path: Path) -> None:
     def save(context: Context) -> None:
         with pytest.raises((TreeMismatchError, RankFailedError), match="step: int 0 on rank 0; int 1 on rank 1"):
-            ckptcore.save(tmp_path / "x", {"data": Stateful({}), "step": context.job().rank}, context=context)
+            ckptcore.save(
+                tmp_path / "x", {"data": Stateful({}), "step": runtime_of(context).job().rank}, context=context
+            )
 
     run(save, objects="lowest_rank")
 
@@ -116,7 +125,7 @@ def test_what_is_outside_of_objects_must_be_equal_all_the_same(tmp_path: Path) -
 def test_containers_of_another_length_are_refused(tmp_path: Path) -> None:
     def save(context: Context) -> None:
         with pytest.raises(CheckpointError, match=r"data/list: list of 0 on rank 0; list of 1 on rank 1"):
-            state = {"list": [1] * context.job().rank}
+            state = {"list": [1] * runtime_of(context).job().rank}
             ckptcore.save(tmp_path / "x", {"data": Stateful(state)}, context=context)
 
     run(save, objects="lowest_rank", size=2)

@@ -218,11 +218,12 @@ def _saved(location: Path, layout: str, size: int = 3, **options: Any) -> Sequen
     def of_rank(coordinator: Coordinator) -> int:
         handler = _Counting()
         context = ckptcore.Context(
-            coordinator=coordinator,
-            threads=1,
+            job=ckptcore.context.JobOptions(
+                coordinator=coordinator, replicas=ckptcore.context.ReplicaOptions(piece_bytes=1 << 10)
+            ),
+            io=ckptcore.context.IOOptions(threads=1),
             durability="none",
-            handlers={np.ndarray: handler},
-            replicas=ckptcore.ReplicaOptions(piece_bytes=1 << 10),
+            plugins=ckptcore.context.PluginOptions(handlers={np.ndarray: handler}),
         )
         ckptcore.save(location, _state(), layout=layout, context=context, **options)
         return handler.nbytes

@@ -18,6 +18,7 @@ from ckptcore.job import visibility
 from ckptcore.job.agreement import Agreement
 from ckptcore.job.visibility import expect_one_directory
 from ckptcore.protocols import Coordinator
+from ckptcore.runtime import runtime_of
 
 SIZE = 3
 
@@ -68,7 +69,7 @@ def files(directory: Path) -> list[str]:
 def test_a_save_that_not_all_see_writes_no_array(begin: str, apart: list[int], tmp_path: Path) -> None:
     def work(coordinator: Coordinator) -> None:
         location = Mounted(directory_of(tmp_path, coordinator.rank, apart=apart) / "step")
-        context = ckptcore.Context(coordinator=coordinator)
+        context = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
         if begin == "save":
             ckptcore.save(location, {"w": np.ones(4)}, context=context)
         else:
@@ -86,7 +87,11 @@ def test_a_save_that_not_all_see_writes_no_array(begin: str, apart: list[int], t
 def test_every_rank_is_told_of_all_that_do_not_see_it(tmp_path: Path) -> None:
     def work(coordinator: Coordinator) -> None:
         location = Mounted(directory_of(tmp_path, coordinator.rank, apart=[1, 2]) / "step")
-        ckptcore.save(location, {"w": np.ones(4)}, context=ckptcore.Context(coordinator=coordinator))
+        ckptcore.save(
+            location,
+            {"w": np.ones(4)},
+            context=ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator)),
+        )
 
     leader, first, second = outcomes(work)
     assert "rank 1: NotSharedError" in str(leader) and "rank 2: NotSharedError" in str(leader)
@@ -103,7 +108,11 @@ def test_a_storage_without_directories_is_looked_at_too(tmp_path: Path) -> None:
 
     def work(coordinator: Coordinator) -> None:
         location = Place(Path(f"disk{coordinator.rank // 2}"))
-        ckptcore.save(location, {"w": np.ones(4)}, context=ckptcore.Context(coordinator=coordinator))
+        ckptcore.save(
+            location,
+            {"w": np.ones(4)},
+            context=ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator)),
+        )
 
     found = outcomes(work)
     assert [type(error) for error in found] == [RankFailedError, RankFailedError, NotSharedError]
@@ -115,7 +124,7 @@ def test_a_claim_that_another_save_left_is_not_that_of_the_leader(tmp_path: Path
         directory = directory_of(tmp_path, coordinator.rank, apart=[2])
         if coordinator.rank == 2:  # what an earlier job had here, on the disk that this host has now
             ckptcore.save(directory / "step", {"w": np.zeros(4)}, context=ckptcore.Context())
-        context = ckptcore.Context(coordinator=coordinator)
+        context = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
         ckptcore.save(Mounted(directory / "step"), {"w": np.ones(4)}, overwrite=True, context=context)
 
     assert [type(error) for error in outcomes(work)] == [RankFailedError, RankFailedError, NotSharedError]
@@ -125,7 +134,7 @@ def test_a_claim_that_another_save_left_is_not_that_of_the_leader(tmp_path: Path
 def test_a_directory_of_steps_is_looked_at_before_there_is_one(tmp_path: Path) -> None:
     def work(coordinator: Coordinator) -> None:
         directory = directory_of(tmp_path, coordinator.rank, apart=[2])
-        store = open_directory(directory, ckptcore.Context().registry, durable=False, config={})
+        store = open_directory(directory, runtime_of(ckptcore.Context()).registry, durable=False, config={})
         expect_one_directory(Agreement(coordinator, "key"), store, str(directory))
 
     found = outcomes(work)
@@ -149,7 +158,9 @@ def test_a_checkpointer_agrees_by_the_name_that_the_user_gave(tmp_path: Path, mo
     monkeypatch.setattr(Agreement, "_exchange", spied)
 
     def work(coordinator: Coordinator) -> None:
-        with ckptcore.Checkpointer("run", context=ckptcore.Context(coordinator=coordinator)) as run:
+        with ckptcore.Checkpointer(
+            "run", context=ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
+        ) as run:
             run.save(1, {"w": np.ones(4)})
 
     assert outcomes(work) == [None] * SIZE
@@ -169,7 +180,11 @@ def test_what_is_seen_late_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("ckptcore.saving.persisting.sees_claim", late)
 
     def work(coordinator: Coordinator) -> None:
-        ckptcore.save(tmp_path / "step", {"w": np.ones(4)}, context=ckptcore.Context(coordinator=coordinator))
+        ckptcore.save(
+            tmp_path / "step",
+            {"w": np.ones(4)},
+            context=ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator)),
+        )
 
     assert outcomes(work) == [None] * SIZE
     assert ckptcore.verify(tmp_path / "step").ok
@@ -180,7 +195,7 @@ def test_a_leader_that_cannot_claim_keeps_nobody_looking(tmp_path: Path) -> None
     (tmp_path / "step" / "theirs").write_text("")
 
     def work(coordinator: Coordinator) -> None:
-        context = ckptcore.Context(coordinator=coordinator)
+        context = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
         ckptcore.save(tmp_path / "step", {"w": np.ones(4)}, context=context)
 
     found = outcomes(work)
@@ -193,7 +208,9 @@ def test_probes_of_leaders_that_were_killed_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".ckptcore" / "probe-0011223344556677").write_bytes(b"")
 
     def work(coordinator: Coordinator) -> None:
-        ckptcore.Checkpointer(tmp_path, context=ckptcore.Context(coordinator=coordinator)).close()
+        ckptcore.Checkpointer(
+            tmp_path, context=ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
+        ).close()
 
     assert outcomes(work) == [None] * SIZE
     assert not [name for name in files(tmp_path) if "probe" in name]

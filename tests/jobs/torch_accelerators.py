@@ -140,11 +140,13 @@ def save_and_load(place: Place, backend: str) -> Any:
         assert torch.equal(found["copied"], expected["copied"]) and (found["host"] == value).all()
         assert found["step"] == value
 
-    quick = ckptcore.Context(durability="none", threads=2)
+    quick = ckptcore.Context(durability="none", io=ckptcore.context.IOOptions(threads=2))
     ckptcore.save(directory / "blocking", state(2, 0), context=quick)
     ckptcore.save_async(directory / "async", state(3, 0), layout="dcp", context=quick).result()
     expect(ckptcore.load(directory / "blocking", state(0, 1), context=quick), 2)
-    together = ckptcore.Context(durability="none", threads=2, reads="broadcast")  # over groups of its own
+    together = ckptcore.Context(
+        durability="none", io=ckptcore.context.IOOptions(threads=2), job=ckptcore.context.JobOptions(reads="broadcast")
+    )  # over groups of its own
     expect(ckptcore.load_into(directory / "async", state(0, 1), context=together), 3)
 
     trained, blank = train(mesh, 1.0), train(mesh, 9.0)
@@ -163,7 +165,7 @@ def save_and_load(place: Place, backend: str) -> Any:
             assert isinstance(error, RankFailedError) == (rank == 0), error
         else:
             raise AssertionError("a state that cannot be saved was saved")
-        found = steps.load_checkpointables(wanted={"model": state(0, 1), "mine": PerProcess(None)})
+        found = steps.load_checkpointables(abstract={"model": state(0, 1), "mine": PerProcess(None)})
         expect(found["model"], 2)
         assert found["mine"] == {"rank": rank}
         return list(steps.steps)

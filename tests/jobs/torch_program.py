@@ -232,7 +232,7 @@ def counted(place: Place) -> Any:
     answers = {}
     saved = state()
     for layout in place.layouts:
-        counting = Counting(replicas=ckptcore.ReplicaOptions(piece_bytes=1 << 16))
+        counting = Counting(replicas=ckptcore.context.ReplicaOptions(piece_bytes=1 << 16))
         location = counting.url(place.directory / f"counted-{layout}")
         ckptcore.save(location, saved, layout=layout, context=counting.context)
         written = counting.counted().written

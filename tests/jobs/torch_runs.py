@@ -78,7 +78,11 @@ class Rank:
         self.number = place.rank
         self.directory = place.directory
         self.sight = Sight()
-        self.context = ckptcore.Context(plugins=(self.sight,), durability="none", threads=2)
+        self.context = ckptcore.Context(
+            plugins=ckptcore.context.PluginOptions(extra=(self.sight,)),
+            durability="none",
+            io=ckptcore.context.IOOptions(threads=2),
+        )
         self._mesh = init_device_mesh("cpu", (place.size,))
 
     def open(self, name: str, **options: Any) -> Checkpointer:
@@ -130,7 +134,7 @@ def fall_back(rank: Rank) -> Any:
     rank.sight.flipped = ("2/",) if rank.number == 2 else ()
     told: dict[str, Any] = {}
     with rank.open("damaged") as run:
-        found = run.load_checkpointables(wanted=rank.parts(0))
+        found = run.load_checkpointables(abstract=rank.parts(0))
         assert run.restored_step is not None
         rank.expect_parts(found, run.restored_step)
         told["restored"] = run.restored_step
@@ -139,7 +143,7 @@ def fall_back(rank: Rank) -> Any:
         for step in (2, 4):  # what one found to be damaged, all replace
             run.save_checkpointables(step, rank.parts(step))
         run.wait()
-        rank.expect_parts(run.load_checkpointables(wanted=rank.parts(0)), 4)
+        rank.expect_parts(run.load_checkpointables(abstract=rank.parts(0)), 4)
         told["again"] = [run.restored_step, [skip.step for skip in run.skipped_steps]]
     return told
 

@@ -141,10 +141,9 @@ class _Storages:
 def trapped_context(trap: Trap, coordinator: Coordinator) -> ckptcore.Context:
     """A Context with a trap at every point but those of layouts; its storage has the scheme `SCHEME`."""
     return ckptcore.Context(
-        coordinator=coordinator,
+        job=ckptcore.context.JobOptions(coordinator=coordinator),
         durability="none",
-        threads=1,
-        handlers={np.ndarray: _Leaves(trap)},
-        plugins=(_Storages(trap),),
+        io=ckptcore.context.IOOptions(threads=1),
+        plugins=ckptcore.context.PluginOptions(handlers={np.ndarray: _Leaves(trap)}, extra=(_Storages(trap),)),
         observers=(trap.observe,),
     )

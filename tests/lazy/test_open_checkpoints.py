@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore import StoredArray, StoredTree
 from ckptcore.errors import (
     CheckpointNotFoundError,
     CompositeCheckpointError,
     UnknownPathError,
 )
+from ckptcore.loading.open_checkpoints import StoredTree
+from ckptcore.loading.stored_arrays import StoredArray
 
 
 class Pair(NamedTuple):

@@ -20,17 +20,19 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 import ckptcore
-from ckptcore import ArrayShard, Context, ShardedArray, StoredArray
+from ckptcore import ArrayShard, Context, ShardedArray
 from ckptcore.builtin import linux_calls
 from ckptcore.builtin.local import LocalStorage
+from ckptcore.context import IOOptions, JobOptions, PluginOptions
 from ckptcore.errors import CheckpointNotFoundError, ChecksumError, CorruptCheckpointError, NotMappableError
 from ckptcore.io.held_objects import VerifiedBlocks, Window
+from ckptcore.loading.stored_arrays import StoredArray
 from ckptcore.model import BLOCK_BYTES, Box
 from ckptcore.protocols import Coordinator, StorageBackend, StorageOpener, StorageOptions
 
 LAYOUTS = ["safetensors", "zarr3", "ocdbt", "dcp"]
 FAST = Context(durability="none")
-TRUSTING = Context(durability="none", verify=False)
+TRUSTING = Context(durability="none", io=IOOptions(verify=False))
 
 
 def state() -> dict[str, Any]:
@@ -434,13 +436,13 @@ def test_a_storage_that_holds_nothing_open_gives_the_same(
     large: tuple[Path, np.ndarray[Any, Any]], tmp_path: Path
 ) -> None:
     location, array = large
-    context = Context(durability="none", plugins=[Counted()])
+    context = Context(durability="none", plugins=PluginOptions(extra=[Counted()]))
     with ckptcore.open(f"bykey://{location}", context=context) as opened:
         np.testing.assert_array_equal(opened["w"][20:24], array[20:24])
         np.testing.assert_array_equal(opened["w"][::100, 5], array[::100, 5])
     ckptcore.save(tmp_path / "c", {"w": np.zeros(8)}, context=FAST)
     # Nothing but its root tells that it was replaced, where nothing is verified.
-    trusting = Context(durability="none", plugins=[Counted()], verify=False)
+    trusting = Context(durability="none", plugins=PluginOptions(extra=[Counted()]), io=IOOptions(verify=False))
     with ckptcore.open(f"bykey://{tmp_path}/c", context=trusting) as opened:
         ckptcore.save(tmp_path / "c", {"w": np.ones(8)}, overwrite=True, context=FAST)
         with pytest.raises(CheckpointNotFoundError, match="replaced or deleted"):
@@ -466,7 +468,9 @@ def test_an_array_in_slices_is_one_array(tmp_path: Path) -> None:
     def save(coordinator: Coordinator) -> None:
         box = Box((20 * coordinator.rank, 0), (20 * coordinator.rank + 20, 100))
         sharded = ShardedArray(array.shape, array.dtype, [ArrayShard(box, array[box.slices])])
-        ckptcore.save(tmp_path / "c", {"w": sharded}, context=Context(durability="none", coordinator=coordinator))
+        ckptcore.save(
+            tmp_path / "c", {"w": sharded}, context=Context(durability="none", job=JobOptions(coordinator=coordinator))
+        )
 
     ThreadJob(2).run(save)
     with ckptcore.open(tmp_path / "c", context=FAST) as opened:
@@ -510,24 +514,6 @@ def test_an_array_in_memory_is_not_mapped() -> None:
         assert opened["w"][1:3].tolist() == [1, 2]
         with pytest.raises(NotMappableError, match="not on a local disk"):
             opened["w"].memory_map()
-
-
-def test_a_box_is_loaded_alone(stored: Path) -> None:
-    array = state()["params"]["a"]
-    box = Box((1, 0, 2), (4, 5, 3))
-    np.testing.assert_array_equal(ckptcore.load_slice(stored, "params/a", box), array[box.slices])
-    for wrong in (
-        Box((0, 0), (1, 1)),
-        Box((0, 0, 0), (8, 1, 1)),
-        Box((2, 0, 0), (1, 1, 1)),
-        Box((-1, 0, 0), (1, 1, 1)),
-    ):
-        with pytest.raises(ckptcore.errors.TreeMismatchError, match="does not lie in it"):
-            ckptcore.load_slice(stored, ("params", "a"), wrong)
-    with pytest.raises(ckptcore.errors.TreeMismatchError, match="is no array"):
-        ckptcore.load_slice(stored, "step", Box((), ()))
-    with pytest.raises(ckptcore.errors.UnknownPathError, match="did you mean 'params'"):
-        ckptcore.load_slice(stored, "parms/a", box)
 
 
 def test_few_verified_blocks_are_kept() -> None:

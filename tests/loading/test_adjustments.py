@@ -12,7 +12,8 @@ import pytest
 from ckptcore_testing import ThreadJob, ThreadNetwork
 
 import ckptcore
-from ckptcore import AbstractArray, Context, LoadReport, Matching, MemoryOptions, select, transforms
+from ckptcore import AbstractArray, Context, LoadReport, Matching, select, transforms
+from ckptcore.context import JobOptions, MemoryOptions
 from ckptcore.derivations.dtype_values import is_narrowing
 from ckptcore.errors import TargetUndefinedError, TransformError, TreeMismatchError
 from ckptcore.model import HostArray, dtype_from_name
@@ -287,7 +288,9 @@ def test_a_process_reads_its_shards(rows: tuple[Path, HostArray], in_place: bool
     asked = DTensor.from_local(half, mesh, [Shard(0)], run_check=False)
     report = LoadReport()
     matching = Matching(cast="narrowing", shapes={"reshape"})
-    context = Context(memory=MemoryOptions(load_bytes=1 << 20), reads="alone")  # the other process does not exist
+    context = Context(
+        memory=MemoryOptions(load_bytes=1 << 20), job=JobOptions(reads="alone")
+    )  # the other process does not exist
     load = ckptcore.load_into if in_place else ckptcore.load
     loaded = load(location, {"w": asked}, matching=matching, report=report, context=context)["w"]
     expected = torch.from_numpy(array[4096:].reshape(-1, 512)).to(torch.bfloat16)
@@ -299,7 +302,11 @@ def shared(work: Callable[[Context, int], Any]) -> Any:
     network, job = ThreadNetwork(2, timeout_seconds=60), ThreadJob(2, timeout_seconds=60)
 
     def of_rank(coordinator: Any) -> Any:
-        context = Context(coordinator=coordinator, collectives=network.collectives(coordinator.rank), reads="broadcast")
+        context = Context(
+            job=JobOptions(
+                coordinator=coordinator, collectives=network.collectives(coordinator.rank), reads="broadcast"
+            )
+        )
         return work(context, coordinator.rank)
 
     return job.run(of_rank)

@@ -10,6 +10,7 @@ from safetensors.numpy import save_file
 
 import ckptcore
 from ckptcore.errors import CheckpointNotFoundError, PluginError, UnknownPluginError
+from ckptcore.runtime import runtime_of
 from tests.loading.incomplete_layout import Incomplete
 
 _CAUSE = "ModuleNotFoundError: No module named 'a_library_that_is_missing'"
@@ -17,7 +18,7 @@ _CAUSE = "ModuleNotFoundError: No module named 'a_library_that_is_missing'"
 
 @pytest.fixture
 def context() -> ckptcore.Context:
-    return ckptcore.Context(plugins=[Incomplete()])
+    return ckptcore.Context(plugins=ckptcore.context.PluginOptions(extra=[Incomplete()]))
 
 
 def test_checkpoints_of_other_layouts_are_saved_and_loaded(context: ckptcore.Context, tmp_path: Path) -> None:
@@ -51,7 +52,7 @@ def test_it_is_named_where_it_is_asked_for(context: ckptcore.Context, tmp_path: 
 
 
 def test_the_registry_tells_them_apart(context: ckptcore.Context) -> None:
-    registry = context.registry
+    registry = runtime_of(context).registry
     assert "incomplete" not in [layout.name for layout in registry.layouts()]
     assert registry.failed_layouts()["incomplete"] == _CAUSE
     (described,) = [info for info in registry.describe() if "incomplete" in info.layouts]

@@ -93,7 +93,7 @@ def test_text_that_has_no_code_points_is_damage(tmp_path: Path) -> None:
     data = file.read_bytes()
     file.write_bytes(data[:-4] + b"\xff" * 4)
     with pytest.raises(CorruptCheckpointError, match="UTF-32"):
-        ckptcore.load(tmp_path / "c", context=ckptcore.Context(verify=False))
+        ckptcore.load(tmp_path / "c", context=ckptcore.Context(io=ckptcore.context.IOOptions(verify=False)))
 
 
 @pytest.mark.parametrize(

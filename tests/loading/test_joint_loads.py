@@ -14,6 +14,7 @@ from ckptcore_testing import ThreadJob, ThreadNetwork
 
 import ckptcore
 from ckptcore import Context
+from ckptcore.context import JobOptions, PluginOptions
 from ckptcore.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -22,6 +23,7 @@ from ckptcore.errors import (
     TreeMismatchError,
 )
 from ckptcore.protocols import Coordinator, Priority
+from ckptcore.runtime import runtime_of
 
 PATIENCE_SECONDS = 60
 """Seconds after which a hang fails the test."""
@@ -82,8 +84,12 @@ class JointHandler:
         target.state = state["state"]
 
 
-def context_of(coordinator: Coordinator, **options: Any) -> Context:
-    return Context(coordinator=coordinator, handlers={Joint: JointHandler()}, durability="none", **options)
+def context_of(coordinator: Coordinator, **job: Any) -> Context:
+    return Context(
+        job=JobOptions(coordinator=coordinator, **job),
+        plugins=PluginOptions(handlers={Joint: JointHandler()}),
+        durability="none",
+    )
 
 
 def run(work: Callable[[Context], Any], *, size: int = 2) -> list[Any]:
@@ -125,7 +131,7 @@ def test_a_save_asks_objects_in_one_order_whatever_the_order_of_keys(tmp_path: P
     meetings = Meetings(2)
 
     def save(context: Context) -> None:
-        ckptcore.save(tmp_path / "x", tree(meetings, context.job().rank, 2.0), context=context)
+        ckptcore.save(tmp_path / "x", tree(meetings, runtime_of(context).job().rank, 2.0), context=context)
 
     run(save)
     assert meetings.order == [f"get {name}" for name in SORTED]
@@ -136,7 +142,7 @@ def test_objects_under_names_are_asked_in_one_order_too(tmp_path: Path) -> None:
     meetings = Meetings(2)
 
     def save(context: Context) -> None:
-        rank = context.job().rank
+        rank = runtime_of(context).job().rank
         objects = {name: Joint(name, 2.0, meetings, rank) for name in ("a", "b")}
         given = objects if rank == 0 else dict(reversed(objects.items()))
         with pytest.raises(CheckpointError, match="order"):
@@ -165,7 +171,7 @@ def test_load_builds_objects_in_one_order(tmp_path: Path) -> None:
     place, meetings = saved(tmp_path), Meetings(2)
 
     def load(context: Context) -> Any:
-        return ckptcore.load(place, with_number(tree(meetings, context.job().rank, 0.0)), context=context)
+        return ckptcore.load(place, with_number(tree(meetings, runtime_of(context).job().rank, 0.0)), context=context)
 
     for found in run(load):
         assert [found[3]["state"].tolist(), found["inner"]["number"]] == [[7.0] * 3, 1]
@@ -180,10 +186,10 @@ def test_objects_by_name_are_restored_in_one_order(tmp_path: Path) -> None:
         ckptcore.save_checkpointables(tmp_path / "x", objects, context=context)
 
     def load(context: Context) -> list[str]:
-        rank = context.job().rank
+        rank = runtime_of(context).job().rank
         objects = {name: Joint(name, 0.0, meetings, rank) for name in ("a", "b")}
         wanted = objects if rank == 0 else dict(reversed(objects.items()))
-        found = ckptcore.load_checkpointables(tmp_path / "x", wanted, context=context)
+        found = ckptcore.load_checkpointables(tmp_path / "x", into=wanted, context=context)
         assert all(one.state.tolist() == [5.0] * 3 for one in objects.values())
         return list(found)
 
@@ -201,9 +207,9 @@ def test_who_returns_may_delete_the_checkpoint(tmp_path: Path, load: Callable[..
         assert not returned.wait(0.2), "rank 0 returned while rank 1 was loading"
 
     def run_rank(context: Context) -> None:
-        hook = still_loading if context.job().rank == 1 else None
+        hook = still_loading if runtime_of(context).job().rank == 1 else None
         load(place, {"a": Joint("a", 0.0, hook=hook)}, context=context)
-        if context.job().rank == 0:
+        if runtime_of(context).job().rank == 0:
             returned.set()
             shutil.rmtree(place)
 
@@ -216,7 +222,7 @@ def test_a_rank_that_cannot_load_stops_all_before_any_object_is_restored(tmp_pat
     place, meetings = saved(tmp_path), Meetings(1)
 
     def load(context: Context) -> type[Exception]:
-        rank = context.job().rank
+        rank = runtime_of(context).job().rank
         target = tree(meetings, 0, 0.0) if rank == 0 else {"missing": np.zeros(3)}
         with pytest.raises(CheckpointError) as raised:
             ckptcore.load_into(place, with_number(target), context=context)
@@ -232,7 +238,7 @@ def test_a_rank_that_cannot_load_stops_all_before_any_object_is_restored(tmp_pat
 def test_a_rank_that_fails_as_it_restores_is_known_to_all(tmp_path: Path) -> None:
     def load(context: Context) -> None:
         def fail() -> None:
-            if context.job().rank == 1:
+            if runtime_of(context).job().rank == 1:
                 raise ValueError("no room")
 
         with pytest.raises(TargetUndefinedError, match="no room"):
@@ -251,7 +257,7 @@ def test_damage_that_one_rank_finds_is_raised_by_all(tmp_path: Path) -> None:
     file.write_bytes(data)
 
     def load(context: Context) -> None:
-        wanted = {"v": np.zeros(8), "w": np.zeros(8) if context.job().rank == 1 else ckptcore.PLACEHOLDER}
+        wanted = {"v": np.zeros(8), "w": np.zeros(8) if runtime_of(context).job().rank == 1 else ckptcore.PLACEHOLDER}
         with pytest.raises(CorruptCheckpointError, match="w"):
             ckptcore.load(place, wanted, context=context)
 

@@ -21,6 +21,7 @@ from ckptcore.errors import (
     UnsupportedVersionError,
 )
 from ckptcore.model import JSON, Box
+from ckptcore.runtime import runtime_of
 
 
 class Pair(NamedTuple):
@@ -302,9 +303,11 @@ def test_the_nearest_handler_of_a_context_is_used(tmp_path: Path) -> None:
         pass
 
     base, sub = HostArrayHandler(), HostArrayHandler()
-    context = ckptcore.Context(handlers={np.ndarray: HostArrayHandler(), Base: base, Sub: sub})
-    assert context.registry.dispatch(np.zeros(2).view(Sub)).leaf is sub
-    assert context.registry.dispatch(np.zeros(2).view(Base)).leaf is base
+    context = ckptcore.Context(
+        plugins=ckptcore.context.PluginOptions(handlers={np.ndarray: HostArrayHandler(), Base: base, Sub: sub})
+    )
+    assert runtime_of(context).registry.dispatch(np.zeros(2).view(Sub)).leaf is sub
+    assert runtime_of(context).registry.dispatch(np.zeros(2).view(Base)).leaf is base
     assert hash(context) != hash(ckptcore.Context())
 
 
@@ -324,7 +327,7 @@ def test_damage_names_file_array_and_range(tmp_path: Path) -> None:
     assert problem.stop - problem.start <= 1 << 20
     loaded = ckptcore.load(tmp_path / "c", {"first": tree["first"], "second": PLACEHOLDER})
     assert (loaded["first"] == 1).all()  # what is whole can be loaded
-    unchecked = ckptcore.load(tmp_path / "c", context=ckptcore.Context(verify=False))
+    unchecked = ckptcore.load(tmp_path / "c", context=ckptcore.Context(io=ckptcore.context.IOOptions(verify=False)))
     assert (unchecked["second"] != 0).sum() == 1
 
 

@@ -17,6 +17,7 @@ from ckptcore_transforms import Cast, Stack
 import ckptcore
 from ckptcore import ArrayShard, Context, ShardedArray
 from ckptcore.builtin.local import LocalStorage
+from ckptcore.context import JobOptions, PluginOptions
 from ckptcore.model import Box, TileRead
 from ckptcore.protocols import Coordinator, Layout, StorageBackend, StorageOpener, StorageOptions
 
@@ -79,10 +80,10 @@ def _read(directory: Path, wanted: Sequence[Any], expected: Mapping[str, Any]) -
 
     def load(coordinator: Coordinator) -> None:
         context = Context(
-            coordinator=coordinator,
-            collectives=network.collectives(coordinator.rank),
-            reads="broadcast",
-            plugins=[files],
+            job=JobOptions(
+                coordinator=coordinator, collectives=network.collectives(coordinator.rank), reads="broadcast"
+            ),
+            plugins=PluginOptions(extra=[files]),
         )
         found = ckptcore.load(f"counted://{directory}", wanted[coordinator.rank], context=context)
         for name, array in found.items():

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import ckptcore
 from ckptcore import PLACEHOLDER, AbstractArray, Context, LoadReport, select
+from ckptcore.context import IOOptions, JobOptions
 from ckptcore.derivations import Stored
 from ckptcore.errors import TreeMismatchError
 from ckptcore.loading.chosen_trees import chosen_leaves
@@ -296,7 +297,9 @@ def test_a_load_without_the_optimizer_reads_the_parameters(tmp_path: Path, layou
     kernels = {f"layer{number}": rng.integers(0, 9, (1024, 512), np.int32) for number in range(4)}
     moments = [{name: kernel * times for name, kernel in kernels.items()} for times in (2, 3)]
     train = {"params": kernels, "opt_state": Moments(*moments), "step": 7}
-    ckptcore.save(tmp_path / "c", train, layout=layout, context=Context(durability="none", checksums=False))
+    ckptcore.save(
+        tmp_path / "c", train, layout=layout, context=Context(durability="none", io=IOOptions(checksums=False))
+    )
     report = LoadReport()
     loaded = ckptcore.load(tmp_path / "c", context=FAST, select=~select.names("opt_state"), report=report)
     assert set(loaded) == {"params", "step"} and all(
@@ -339,9 +342,9 @@ def test_processes_that_load_together_select_by_themselves(tmp_path: Path) -> No
     def load(coordinator: Coordinator) -> None:
         context = Context(
             durability="none",
-            reads="broadcast",
-            coordinator=coordinator,
-            collectives=network.collectives(coordinator.rank),
+            job=JobOptions(
+                reads="broadcast", coordinator=coordinator, collectives=network.collectives(coordinator.rank)
+            ),
         )
         selection = select.experts("expert.{expert}", [coordinator.rank])
         loaded = ckptcore.load(tmp_path / "c", context=context, select=selection)

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptcore
-from ckptcore import AbstractArray, ArrayShard, Context, LoadReport, Matching, MemoryOptions, ShardedArray
+from ckptcore import AbstractArray, ArrayShard, Context, LoadReport, Matching, ShardedArray
+from ckptcore.context import IOOptions, JobOptions, MemoryOptions
 
 NARROWING = Matching(cast="narrowing", shapes={"pad", "truncate", "reshape"}, unexpected="ignore")
 
@@ -26,7 +27,9 @@ def run(size: int, work: Callable[[Context, int], Any], **options: Any) -> tuple
 
     def of_rank(coordinator: Any) -> Any:
         collectives = network.collectives(coordinator.rank)
-        context = Context(coordinator=coordinator, collectives=collectives, reads="broadcast", **options)
+        context = Context(
+            job=JobOptions(coordinator=coordinator, collectives=collectives, reads="broadcast"), **options
+        )
         return work(context, coordinator.rank)
 
     return job.run(of_rank), network
@@ -40,7 +43,7 @@ STATE: dict[str, Any] = {**LAYERS, "embed": np.arange(8192.0).reshape(128, 64), 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    ckptcore.save(tmp_path / "c", STATE, context=Context(durability="none", checksums=False))
+    ckptcore.save(tmp_path / "c", STATE, context=Context(durability="none", io=IOOptions(checksums=False)))
     return tmp_path / "c"
 
 
@@ -125,7 +128,7 @@ def test_what_is_transformed_is_cast_by_each_as_it_asks(saved: Path) -> None:
 
 def test_what_was_tied_is_shared_by_whatever_name(tmp_path: Path) -> None:
     one = np.arange(4096.0)
-    ckptcore.save(tmp_path / "c", {"a": one, "b": one, "c": one}, context=Context(checksums=False))
+    ckptcore.save(tmp_path / "c", {"a": one, "b": one, "c": one}, context=Context(io=IOOptions(checksums=False)))
     reports = [LoadReport(), LoadReport()]
 
     def work(context: Context, rank: int) -> Any:
@@ -186,7 +189,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     location = tmp_path_factory.mktemp("large") / "c"
     rng = np.random.default_rng(0)
     state = {f"l.{number}": rng.integers(0, 99, (ROWS, COLUMNS)).astype(np.float32) for number in range(2)}
-    ckptcore.save(location, state, context=Context(durability="none", checksums=False))
+    ckptcore.save(location, state, context=Context(durability="none", io=IOOptions(checksums=False)))
     return location
 
 

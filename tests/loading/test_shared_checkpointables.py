@@ -12,8 +12,10 @@ from ckptcore_testing import ThreadJob, ThreadNetwork, assert_same_tree
 
 import ckptcore
 from ckptcore import Checkpointer, Context, PerProcess
+from ckptcore.context import JobOptions
 from ckptcore.errors import CheckpointNotFoundError, RankFailedError
 from ckptcore.protocols import Coordinator
+from ckptcore.runtime import runtime_of
 
 MODEL = {"w": np.arange(600.0).reshape(20, 30), "step": 4}
 EXTRA = {"e": np.arange(200)}
@@ -37,7 +39,7 @@ def _run(size: int, work: Callable[[Context], Any]) -> tuple[list[Any], ThreadNe
 
     def run(coordinator: Coordinator) -> Any:
         collectives = network.collectives(coordinator.rank)
-        return work(Context(coordinator=coordinator, collectives=collectives, reads="broadcast"))
+        return work(Context(job=JobOptions(coordinator=coordinator, collectives=collectives, reads="broadcast")))
 
     return list(ThreadJob(size, timeout_seconds=20).run(run)), network
 
@@ -47,7 +49,7 @@ def saved(tmp_path: Path) -> Path:
     def save(context: Context) -> None:
         counter = Counter()
         counter.state = np.arange(50.0)
-        own = PerProcess({"rank": context.job().rank})
+        own = PerProcess({"rank": runtime_of(context).job().rank})
         ckptcore.save_checkpointables(
             tmp_path / "saved", {"model": MODEL, "extra": EXTRA, "counter": counter, "own": own}, context=context
         )
@@ -59,9 +61,9 @@ def saved(tmp_path: Path) -> Path:
 def test_all_of_it(saved: Path) -> None:
     def load(context: Context) -> None:
         counter = Counter()
-        wanted = {"counter": counter, "extra": None, "own": PerProcess(None), "model": None}
-        loaded = ckptcore.load_checkpointables(saved, wanted, context=context)
-        assert list(loaded) == list(wanted)
+        wanted = {"extra": None, "own": PerProcess(None), "model": None}
+        loaded = ckptcore.load_checkpointables(saved, wanted, into={"counter": counter}, context=context)
+        assert list(loaded) == [*wanted, "counter"]
         assert_same_tree(loaded["model"], MODEL)
         assert_same_tree(loaded["extra"], EXTRA)
         assert np.array_equal(counter.state, np.arange(50.0))
@@ -74,7 +76,7 @@ def test_ranks_that_want_different_names(saved: Path) -> None:
     """Each has one that the other does not want, in another order."""
 
     def load(context: Context) -> dict[str, Any]:
-        names = ["extra", "model"] if context.job().rank else ["model"]
+        names = ["extra", "model"] if runtime_of(context).job().rank else ["model"]
         return ckptcore.load_checkpointables(saved, names, context=context)
 
     (first, second), network = _run(2, load)
@@ -87,7 +89,9 @@ def test_ranks_that_want_different_names(saved: Path) -> None:
 def test_a_name_that_one_rank_has_wrong_fails_all(saved: Path) -> None:
     def load(context: Context) -> Exception:
         with pytest.raises((CheckpointNotFoundError, RankFailedError)) as caught:
-            ckptcore.load_checkpointables(saved, ["model" if context.job().rank else "modell"], context=context)
+            ckptcore.load_checkpointables(
+                saved, ["model" if runtime_of(context).job().rank else "modell"], context=context
+            )
         return caught.value
 
     first, second = _run(2, load)[0]
@@ -102,9 +106,9 @@ def test_an_object_that_refuses_its_state_fails_all_after_its_name(saved: Path) 
             raise ValueError("not like this")
 
     def load(context: Context) -> str:
-        counter = Refusing() if context.job().rank == 1 else Counter()
+        counter = Refusing() if runtime_of(context).job().rank == 1 else Counter()
         with pytest.raises(Exception, match="not like this") as caught:
-            ckptcore.load_checkpointables(saved, {"counter": counter, "model": None}, context=context)
+            ckptcore.load_checkpointables(saved, {"model": None}, into={"counter": counter}, context=context)
         return type(caught.value).__name__
 
     assert _run(2, load)[0][1] == "TargetUndefinedError"

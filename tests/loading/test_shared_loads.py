@@ -13,7 +13,8 @@ import pytest
 from ckptcore_testing import ThreadJob, ThreadNetwork, assert_same_tree
 
 import ckptcore
-from ckptcore import AbstractArray, ArrayShard, Context, MemoryOptions, ReadGroups, ShardedArray
+from ckptcore import AbstractArray, ArrayShard, Context, ShardedArray
+from ckptcore.context import JobOptions, MemoryOptions, ReadGroups
 from ckptcore.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -22,7 +23,9 @@ from ckptcore.errors import (
     RankFailedError,
 )
 from ckptcore.model import Box
+from ckptcore.planning.read_groups import Reads
 from ckptcore.protocols import Coordinator
+from ckptcore.runtime import runtime_of
 
 STATE: Mapping[str, Any] = {
     "w": np.arange(64 * 48, dtype=np.float32).reshape(64, 48),
@@ -34,9 +37,12 @@ STATE: Mapping[str, Any] = {
 }
 
 
-def _of_rank(job: ThreadJob, network: ThreadNetwork, **options: Any) -> Callable[[Coordinator], Context]:
+def _of_rank(
+    job: ThreadJob, network: ThreadNetwork, reads: Reads = "all", **options: Any
+) -> Callable[[Coordinator], Context]:
     return lambda coordinator: Context(
-        coordinator=coordinator, collectives=network.collectives(coordinator.rank), **options
+        job=JobOptions(coordinator=coordinator, collectives=network.collectives(coordinator.rank), reads=reads),
+        **options,
     )
 
 
@@ -86,7 +92,7 @@ def test_overlapping_parts_are_cut_at_each_other(saved: Path) -> None:
     """Of 64 rows each of three ranks wants 32 that begin 16 after those of the one before."""
 
     def load(context: Context) -> None:
-        rank = context.job().rank
+        rank = runtime_of(context).job().rank
         box = Box((16 * rank, 0), (16 * rank + 32, 48))
         wanted: dict[str, Any] = dict.fromkeys(STATE, ckptcore.PLACEHOLDER)
         wanted["w"] = ShardedArray((64, 48), np.dtype(np.float32), [ArrayShard(box)])
@@ -133,7 +139,7 @@ def _errors(size: int, work: Callable[[Context], Any], **options: Any) -> list[E
 def test_a_rank_that_wants_what_is_not_there_fails_all(saved: Path) -> None:
     def load(context: Context) -> None:
         wanted: dict[str, Any] = {name: None if name == "step" else ckptcore.PLACEHOLDER for name in STATE}
-        wanted |= {"step": 0, "w": AbstractArray((64, 48 + context.job().rank), "float32")}
+        wanted |= {"step": 0, "w": AbstractArray((64, 48 + runtime_of(context).job().rank), "float32")}
         ckptcore.load(saved, wanted, context=context)
 
     errors = _errors(2, load)
@@ -181,9 +187,9 @@ def test_options_that_differ_are_an_error_for_all(saved: Path) -> None:
     def load(coordinator: Coordinator) -> str:
         memory = MemoryOptions(exchange_bytes=1000 + coordinator.rank)
         context = Context(
-            coordinator=coordinator,
-            collectives=network.collectives(coordinator.rank),
-            reads="broadcast",
+            job=JobOptions(
+                coordinator=coordinator, collectives=network.collectives(coordinator.rank), reads="broadcast"
+            ),
             memory=memory,
         )
         with pytest.raises(ValueError, match="different options") as caught:
@@ -196,10 +202,14 @@ def test_options_that_differ_are_an_error_for_all(saved: Path) -> None:
 def test_without_collectives_it_says_what_is_expected(saved: Path) -> None:
     def load(coordinator: Coordinator) -> None:
         with pytest.raises(PluginError, match=r"torch.distributed.*jax.distributed"):
-            ckptcore.load(saved, context=Context(coordinator=coordinator, reads="broadcast"))
+            ckptcore.load(saved, context=Context(job=JobOptions(coordinator=coordinator, reads="broadcast")))
         with pytest.raises(PluginError, match="says 2 and"):
             context = Context(
-                coordinator=coordinator, reads="broadcast", collectives=ThreadNetwork(3).collectives(coordinator.rank)
+                job=JobOptions(
+                    coordinator=coordinator,
+                    reads="broadcast",
+                    collectives=ThreadNetwork(3).collectives(coordinator.rank),
+                )
             )
             ckptcore.load(saved, context=context)
 
@@ -207,7 +217,7 @@ def test_without_collectives_it_says_what_is_expected(saved: Path) -> None:
 
 
 def test_a_job_of_one_reads_for_itself(saved: Path) -> None:
-    assert_same_tree(ckptcore.load(saved, context=Context(reads="broadcast")), STATE)
+    assert_same_tree(ckptcore.load(saved, context=Context(job=JobOptions(reads="broadcast"))), STATE)
 
 
 def test_a_checkpoint_that_is_replaced_meanwhile_is_loaded_anew_by_all(
@@ -222,7 +232,9 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_loaded_anew_by_all(
     def replace_before(broadcasts: Broadcasts) -> None:
         if threading.current_thread().name == "rank 1" and not replaced.is_set():
             replaced.set()
-            ckptcore.save(saved, newer, overwrite=True, context=Context(coordinator=ThreadJob(1).coordinator(0)))
+            ckptcore.save(
+                saved, newer, overwrite=True, context=Context(job=JobOptions(coordinator=ThreadJob(1).coordinator(0)))
+            )
         run(broadcasts)
 
     monkeypatch.setattr(Broadcasts, "run", replace_before)
@@ -234,7 +246,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_loaded_anew_by_all(
 @pytest.mark.parametrize("reads", ["one", "", None])
 def test_what_cannot_be_meant_is_refused(reads: Any) -> None:
     with pytest.raises(ValueError, match="broadcast"):
-        Context(reads=reads)
+        Context(job=JobOptions(reads=reads))
 
 
 @pytest.mark.parametrize("groups", [[(0, 1), (1, 2)], [(0, -1)], [("0",)]])

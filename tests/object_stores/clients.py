@@ -50,7 +50,7 @@ class Task:
 
 def do(task: Task) -> None:
     """Do it, in this process, on one thread, so that the requests of one run are those of the next."""
-    context = ckptcore.Context(threads=1, storage=task.storage)
+    context = ckptcore.Context(io=ckptcore.context.IOOptions(threads=1), storage=task.storage)
     state = make_state(task.number, task.elements)
     if task.program == "step":
         with ckptcore.Checkpointer(task.location, layout=task.layout, context=context) as checkpointer:
@@ -75,7 +75,12 @@ class Client(WarmProgram):
 def _warm() -> None:
     """Import what tasks import."""
     for layout in ("safetensors", "dcp"):
-        ckptcore.save(f"memory://warm/{layout}", make_state(1), layout=layout, context=ckptcore.Context(threads=1))
+        ckptcore.save(
+            f"memory://warm/{layout}",
+            make_state(1),
+            layout=layout,
+            context=ckptcore.Context(io=ckptcore.context.IOOptions(threads=1)),
+        )
     import ckptcore_orbax.orbax.layouts  # noqa: F401  # it is not used before a fork, which its threads would not survive
 
 

@@ -27,6 +27,7 @@ from ckptcore.errors import (
     DirectoryInUseError,
 )
 from ckptcore.policies import LatestN
+from ckptcore.runtime import runtime_of
 from tests.crashes.states import SMALL, make_state, version_at, version_of
 from tests.object_stores.histories import History
 from tests.object_stores.stores import LAYOUTS, ObjectStore, may_come_late
@@ -104,7 +105,7 @@ def run(seed: int, store: ObjectStore) -> Run:
     with FaultProxy(store.upstream, plan, dialect=store.dialect) as proxy:
         going = Run(
             seed, store, proxy, store.new_place(f"run-{seed}"), draw,
-            ckptcore.Context(threads=draw.choice((1, 4)), storage=store.options(proxy.url)), store.direct,
+            ckptcore.Context(io=ckptcore.context.IOOptions(threads=draw.choice((1, 4))), storage=store.options(proxy.url)), store.direct,
         )  # fmt: skip
         try:
             _program(going)
@@ -196,7 +197,7 @@ def _die(run: Run, location: str) -> None:
 
 def release_directory(store: ObjectStore, directory: str) -> None:
     """Let the time pass in which a dead job's ownership of a directory of steps runs out."""
-    opened = open_directory(directory, store.direct.registry, durable=True, config=store.direct.storage)
+    opened = open_directory(directory, runtime_of(store.direct).registry, durable=True, config=store.direct.storage)
     opened.delete([_OWNER])
 
 
@@ -264,7 +265,7 @@ def _judge(run: Run) -> None:
 
 def expect_nothing_else(store: ObjectStore, location: str) -> None:
     """Beside what a checkpoint lists there is nothing at its location."""
-    opened = open_directory(location, store.direct.registry, durable=True, config=store.direct.storage)
+    opened = open_directory(location, runtime_of(store.direct).registry, durable=True, config=store.direct.storage)
     listed = set(ckptcore.metadata(location, context=store.direct).objects)
     extra = {key for key in opened.list() if key not in listed and not key.startswith("checkpoint.")}
     assert not extra, f"{location} holds objects that it does not list: {sorted(extra)}"

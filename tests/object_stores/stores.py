@@ -59,7 +59,7 @@ class ObjectStore:
     @property
     def direct(self) -> ckptcore.Context:
         """A context that reaches it with nothing between."""
-        return ckptcore.Context(storage=self.options(self.upstream), threads=2)
+        return ckptcore.Context(storage=self.options(self.upstream), io=ckptcore.context.IOOptions(threads=2))
 
 
 Headers: TypeAlias = Callable[[str, str], Mapping[str, str]]

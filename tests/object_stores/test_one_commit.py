@@ -72,7 +72,7 @@ def _prepare(store: ObjectStore, program: _Program) -> str:
 
 
 def _through(store: ObjectStore, proxy: FaultProxy) -> ckptcore.Context:
-    return ckptcore.Context(threads=1, storage=store.options(proxy.url))
+    return ckptcore.Context(io=ckptcore.context.IOOptions(threads=1), storage=store.options(proxy.url))
 
 
 def _requests(store: ObjectStore, program: _Program) -> Sequence[ProxiedRequest]:

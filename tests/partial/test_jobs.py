@@ -26,7 +26,14 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 def _run(size: int, job: Callable[[int, ckptcore.Context], Any]) -> Sequence[Any]:
     def of_rank(coordinator: Coordinator) -> Any:
-        return job(coordinator.rank, ckptcore.Context(coordinator=coordinator, threads=1, durability="none"))
+        return job(
+            coordinator.rank,
+            ckptcore.Context(
+                job=ckptcore.context.JobOptions(coordinator=coordinator),
+                io=ckptcore.context.IOOptions(threads=1),
+                durability="none",
+            ),
+        )
 
     return ThreadJob(size, timeout_seconds=30).run(of_rank)
 

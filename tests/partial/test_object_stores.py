@@ -55,7 +55,7 @@ def test_an_update_refers_to_its_base(object_store: ObjectStore) -> None:
     assert same_value(ckptcore.load(f"{run}/2", context=context), {**state, "b": np.zeros(2)})
     with pytest.raises(CheckpointReferredError):
         ckptcore.delete(f"{run}/1", context=context)
-    anywhere = ckptcore.Context(storage=context.storage, bases="anywhere", threads=2)
+    anywhere = ckptcore.Context(storage=context.storage, io=ckptcore.context.IOOptions(bases="anywhere", threads=2))
     ckptcore.save_update(f"{run}-elsewhere/x/3", {"c": 1}, base=f"{run}/2", context=anywhere)
     assert ckptcore.load(f"{run}-elsewhere/x/3", context=anywhere)["c"] == 1
     ckptcore.copy(f"{run}/2", f"{run}/copied", context=context)

@@ -204,7 +204,7 @@ def _each_moment(
 
         def between(place: str = place, done: list[bool] = done) -> None:
             try:
-                meanwhile(place, ckptcore.Context(durability="none", threads=1))
+                meanwhile(place, ckptcore.Context(durability="none", io=ckptcore.context.IOOptions(threads=1)))
                 done.append(True)
             except CheckpointError:
                 pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -11,9 +11,11 @@ from ckptcore_tools.cli.locations import describe
 
 import ckptcore
 from ckptcore.errors import CheckpointError, TargetUndefinedError
+from ckptcore.loading.describe import CheckpointMetadata
+from ckptcore.loading.open_checkpoints import StoredTree
 from ckptcore.loading.stored_arrays import StoredArray
 from ckptcore.loading.verify import has_its_sizes
-from ckptcore.model import AbstractArray, Box
+from ckptcore.model import AbstractArray
 
 __all__ = ["READERS", "Outcome", "Reader", "outcome_of"]
 
@@ -71,31 +73,28 @@ def _load_checkpointables(location: str, context: ckptcore.Context) -> object:
     return ckptcore.load_checkpointables(location, context=context)
 
 
-def _told(found: ckptcore.CheckpointMetadata) -> object:
+def _told(found: CheckpointMetadata) -> object:
     return {"tree": found.abstract, "custom": found.custom, "layout": found.layout, "ours": found.save_id is not None}
 
 
-def _told_of_several(found: ckptcore.CheckpointablesMetadata) -> object:
+def _told_of_several(found: CheckpointMetadata) -> object:
     return {
         "members": {name: _told(one) for name, one in found.checkpointables.items()},
         "custom": found.custom,
-        "deleted": found.deleted,
-        "unreadable": list(found.unreadable),
+        "deleted": found.checkpointables.deleted,
+        "unreadable": list(found.checkpointables.unreadable),
         "ours": found.save_id is not None,
     }
 
 
 def _metadata(location: str, context: ckptcore.Context) -> object:
-    return _told(ckptcore.metadata(location, context=context))
-
-
-def _checkpointables_metadata(location: str, context: ckptcore.Context) -> object:
-    return _told_of_several(ckptcore.checkpointables_metadata(location, context=context))
+    found = ckptcore.metadata(location, context=context)
+    return _told_of_several(found) if found.is_composite else _told(found)
 
 
 def _inspect(location: str, context: ckptcore.Context) -> object:
     found = describe(location, context)
-    return _told(found) if isinstance(found, ckptcore.CheckpointMetadata) else _told_of_several(found)
+    return _told_of_several(found) if found.is_composite else _told(found)
 
 
 def _open(location: str, context: ckptcore.Context) -> object:
@@ -104,18 +103,24 @@ def _open(location: str, context: ckptcore.Context) -> object:
 
 
 def _elements(found: Any) -> object:
-    if isinstance(found, ckptcore.StoredTree):
+    if isinstance(found, StoredTree):
         return {key: _elements(found[key]) for key in found}
     return found[...] if isinstance(found, StoredArray) else found
 
 
-def _load_slice(location: str, context: ckptcore.Context) -> object:
-    return ckptcore.load_slice(location, "a/w", Box((1,), (3,)), context=context)
+def _slice(location: str, context: ckptcore.Context) -> object:
+    with ckptcore.open(location, context=context) as opened:
+        return opened["a/w"][1:3]
 
 
-def _load_parts(location: str, context: ckptcore.Context) -> object:
-    parts: Iterable[ckptcore.LoadedPart] = ckptcore.load_parts(location, context=context)
-    return {part.name: part.elements for part in parts}
+def _iter_boxes(location: str, context: ckptcore.Context) -> object:
+    with ckptcore.open(location, context=context) as opened:
+        return {box.name: box.elements for box in opened.iter_boxes()}
+
+
+def _metadata_of_open(location: str, context: ckptcore.Context) -> object:
+    with ckptcore.open(location, context=context) as opened:
+        return _told(opened.metadata)
 
 
 def _verify(location: str, context: ckptcore.Context) -> object:
@@ -149,7 +154,7 @@ def _made(make: Callable[[str], object]) -> object:
     destination = f"memory://copies-{next(_numbers)}/copy"
     make(destination)
     found = describe(destination, ckptcore.Context())
-    if isinstance(found, ckptcore.CheckpointMetadata):
+    if not found.is_composite:
         return {"told": _told(found), "value": ckptcore.load(destination)}
     return {"told": _told_of_several(found), "value": ckptcore.load_checkpointables(destination)}
 
@@ -165,11 +170,11 @@ READERS: Final[Mapping[str, Reader]] = {
     "load_member": _load_member,
     "load_checkpointables": _load_checkpointables,
     "metadata": _metadata,
-    "checkpointables_metadata": _checkpointables_metadata,
     "inspect": _inspect,
     "open": _open,
-    "load_slice": _load_slice,
-    "load_parts": _load_parts,
+    "slice": _slice,
+    "iter_boxes": _iter_boxes,
+    "metadata_of_open": _metadata_of_open,
     "verify": _verify,
     "has_its_sizes": _has_its_sizes,
     "copy": _copy,

@@ -133,7 +133,7 @@ _TWO_CHANGES: Final = [
 """Changes of which both are made while one reader reads."""
 
 
-_OF_SLICES: Final = ("open", "load_slice")
+_OF_SLICES: Final = ("open", "slice")
 
 
 def _expect_right(reader: str, scheme: str, layout: str, changes: Iterable[Sequence[str]], directory: Path) -> None:

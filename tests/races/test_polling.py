@@ -61,7 +61,7 @@ def _in_process(location: str, directory: Path, storage: Mapping[str, Mapping[st
         def expect_alive() -> None:
             assert process.poll() is None, errors.read_text()
 
-        context = ckptcore.Context(storage=storage, threads=2)
+        context = ckptcore.Context(storage=storage, io=ckptcore.context.IOOptions(threads=2))
         yield _Writing(location, Log(path), context, not location.startswith("file:"), expect_alive)
         expect_alive()
         process.stdin.close()
@@ -79,7 +79,9 @@ def _in_thread(directory: Path) -> Iterator[_Writing]:
 
     def work() -> None:
         try:
-            write(_SEED, location, Log(path), ckptcore.Context(threads=2), stopped.is_set)
+            write(
+                _SEED, location, Log(path), ckptcore.Context(io=ckptcore.context.IOOptions(threads=2)), stopped.is_set
+            )
         except BaseException as error:  # noqa: BLE001  # raised by the test
             failed.append(error)
 
@@ -90,7 +92,9 @@ def _in_thread(directory: Path) -> Iterator[_Writing]:
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        yield _Writing(location, Log(path), ckptcore.Context(threads=2), True, expect_alive)
+        yield _Writing(
+            location, Log(path), ckptcore.Context(io=ckptcore.context.IOOptions(threads=2)), True, expect_alive
+        )
     finally:
         stopped.set()
         thread.join()
@@ -101,7 +105,7 @@ def _in_thread(directory: Path) -> Iterator[_Writing]:
 def _undisturbed(reader: str, state: State) -> Outcome:
     """The outcome of a read of a place that stays in a state."""
     place = Place("memory", Path(), state_of(state.kind, state.layout or "safetensors", "memory", state.version))
-    return outcome_of(READERS[reader], place.location, ckptcore.Context(threads=2))
+    return outcome_of(READERS[reader], place.location, ckptcore.Context(io=ckptcore.context.IOOptions(threads=2)))
 
 
 class _Judge:

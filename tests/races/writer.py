@@ -178,7 +178,7 @@ def main(seed: str, location: str, log: str, storage: str) -> None:
         stopped.set()
 
     threading.Thread(target=wait, daemon=True).start()
-    context = ckptcore.Context(storage=json.loads(storage), threads=2, durability="none")
+    context = ckptcore.Context(storage=json.loads(storage), io=ckptcore.context.IOOptions(threads=2), durability="none")
     write(int(seed), location, Log(Path(log)), context, stopped.is_set)
 
 

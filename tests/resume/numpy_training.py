@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 import ckptcore
+from ckptcore.io.background import SaveHandle
 from ckptcore.policies import AnyPreservation, BestN, LatestN, PreservationPolicy
 
 __all__ = ["POLICY", "digest", "main", "states"]
@@ -66,7 +67,9 @@ class Training:
 
     def restore(self, checkpointer: ckptcore.Checkpointer) -> None:
         """Go back to the newest step that is sound."""
-        found = checkpointer.load_checkpointables(wanted={"params": None, "data": self.batches, "random": self.random})
+        found = checkpointer.load_checkpointables(
+            abstract={"params": None}, into={"data": self.batches, "random": self.random}
+        )
         self.params = found["params"]
 
 
@@ -117,7 +120,7 @@ def main(arguments: Sequence[str]) -> None:
         first = checkpointer.restored_step or 0
         journal.write("resumed", first)
         print(f"resumed {first}", flush=True)
-        saving: list[tuple[int, ckptcore.SaveHandle]] = []
+        saving: list[tuple[int, SaveHandle]] = []
         for step in range(first + 1, options.steps + 1):
             training.advance()
             handle = checkpointer.save_checkpointables(

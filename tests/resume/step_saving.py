@@ -42,6 +42,6 @@ def main(arguments: Sequence[str]) -> None:
     print("ready", flush=True)
     os.read(opened, 1)
     # One thread, so that the system calls of one run are those of the next.
-    context = ckptcore.Context(threads=1)
+    context = ckptcore.Context(io=ckptcore.context.IOOptions(threads=1))
     with ckptcore.Checkpointer(Path(directory), preservation_policy=LatestN(KEPT), context=context) as checkpointer:
         checkpointer.save_checkpointables(int(step), make_state(int(step)))

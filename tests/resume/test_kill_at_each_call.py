@@ -15,7 +15,7 @@ from tests.crashes.tracing import KillPoint, Saver, needs_strace
 from tests.resume.step_saving import KEPT, make_state, step_at
 from tests.resume.trainers import Run, Trainer, trainer
 
-_FAST: Final = ckptcore.Context(durability="none", threads=1)
+_FAST: Final = ckptcore.Context(durability="none", io=ckptcore.context.IOOptions(threads=1))
 _BEFORE: Final = (1, 2, 3)
 _NEW: Final = 4
 _SAMPLE: Final = 10

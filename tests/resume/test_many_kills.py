@@ -81,8 +81,8 @@ class _Watched:
         assert self.kept(latest) <= set(reader.steps), "a step that is to be kept is lost"
         for step in reader.steps:
             training = Training(0)
-            wanted = {"params": None, "data": training.batches, "random": training.random}
-            training.params = reader.load_checkpointables(step, wanted)["params"]
+            into = {"data": training.batches, "random": training.random}
+            training.params = reader.load_checkpointables(step, ["params"], into=into)["params"]
             assert digest(training) == self.expected(step), f"step {step} holds something else"
             report = ckptcore.verify(self.directory / str(step))
             assert report.ok, report.problems

@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pytest
 
@@ -49,10 +49,10 @@ def _seeds(directory: Path) -> list[int]:
     reader = ckptcore.CheckpointReader(directory)
     seeds = []
     for step in reader.steps:
-        wanted: dict[str, Any] = {"params": None, "data": Batches(0), "random": None}
-        found = reader.load_checkpointables(step, wanted)
+        data = Batches(0)
+        found = reader.load_checkpointables(step, ["params", "random"], into={"data": data})
         seed = found["params"]["seed"]
-        assert (wanted["data"].seed, wanted["data"].position) == (seed, step)
+        assert (data.seed, data.position) == (seed, step)
         assert found["params"]["bias"].tolist() == [seed * step] * 7
         seeds.append(seed)
     return seeds

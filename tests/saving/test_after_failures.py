@@ -17,6 +17,7 @@ from ckptcore.builtin.local import LocalStorage
 from ckptcore.errors import StorageError, StorageFullError
 from ckptcore.io import background
 from ckptcore.protocols import HostMemory, Snapshot, WriteStore
+from ckptcore.runtime import runtime_of
 from tests.composites.objects import Files
 from tests.saving.test_save_async import Gate
 
@@ -34,7 +35,9 @@ class _BrokenLayout(ckptcore.SafetensorsLayout):
             raise StorageError("the disk is on fire") from error
 
 
-def _fail_to_save(location: Path, context: ckptcore.Context) -> tuple[ckptcore.SaveHandle, weakref.ref[Any]]:
+def _fail_to_save(
+    location: Path, context: ckptcore.Context
+) -> tuple[ckptcore.io.background.SaveHandle, weakref.ref[Any]]:
     array = np.ones(1 << 20)
     handle = ckptcore.save_async(location, {"w": array}, layout=_BrokenLayout(), context=context)
     return handle, weakref.ref(array)
@@ -42,9 +45,9 @@ def _fail_to_save(location: Path, context: ckptcore.Context) -> tuple[ckptcore.S
 
 @pytest.mark.parametrize("limit", _BOUNDS)
 def test_the_arrays_of_a_save_that_failed_are_let_go_before_anybody_asks(limit: int | None, tmp_path: Path) -> None:
-    context = ckptcore.Context(memory=ckptcore.MemoryOptions(save_bytes=limit))
+    context = ckptcore.Context(memory=ckptcore.context.MemoryOptions(save_bytes=limit))
     handle, array = _fail_to_save(tmp_path / "c", context)
-    context.saves.wait()
+    runtime_of(context).saves.wait()
     gc.collect()
     assert array() is None
     with pytest.raises(StorageError, match="on fire"):
@@ -95,7 +98,7 @@ def test_the_arrays_of_the_caller_are_let_go_before_the_commit(
         return put(self, key, data, **options)
 
     monkeypatch.setattr(LocalStorage, "put", wait_to_put)
-    context = ckptcore.Context(memory=ckptcore.MemoryOptions(save_bytes=limit))
+    context = ckptcore.Context(memory=ckptcore.context.MemoryOptions(save_bytes=limit))
     array = np.ones(1 << 20)
     reference = weakref.ref(array)
     handle = ckptcore.save_async(tmp_path / "c", {"w": array}, context=context)
@@ -118,7 +121,7 @@ class _CopiesAfterwards(ckptcore.builtin.host_leaves.HostArrayHandler):
 
     def copy_to_host(self, leaf: Any, boxes: Any, memory: HostMemory) -> Any:
         self.began.set()
-        self._context[0].saves.wait()
+        runtime_of(self._context[0]).saves.wait()
         return super().copy_to_host(leaf, boxes, memory)
 
 
@@ -126,9 +129,8 @@ def test_a_bounded_save_tells_the_error_that_stopped_it(gate: Gate) -> None:
     contexts: list[ckptcore.Context] = []
     handler = _CopiesAfterwards(contexts)
     context = ckptcore.Context(
-        plugins=[gate],
-        memory=ckptcore.MemoryOptions(save_bytes=1 << 30),
-        handlers={np.ndarray: handler},
+        plugins=ckptcore.context.PluginOptions(extra=[gate], handlers={np.ndarray: handler}),
+        memory=ckptcore.context.MemoryOptions(save_bytes=1 << 30),
     )
     contexts.append(context)
 
@@ -155,6 +157,6 @@ def gate() -> Gate:
 def test_a_context_leaves_no_hook_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     hooks: list[object] = []
     monkeypatch.setattr(os, "register_at_fork", lambda **given: hooks.append(given))
-    references = [weakref.ref(ckptcore.Context().saves) for _ in range(3)]
+    references = [weakref.ref(runtime_of(ckptcore.Context()).saves) for _ in range(3)]
     gc.collect()
     assert hooks == [] and [reference() for reference in references] == [None] * 3

@@ -23,8 +23,8 @@ import ckptcore
 from tests.composites.shelf import ShelfPlugin
 
 source, destination, layout, warm = sys.argv[1:]
-memory = ckptcore.MemoryOptions(load_bytes=64 << 20)
-context = ckptcore.Context(plugins=(ShelfPlugin(),), durability="none", memory=memory)
+memory = ckptcore.context.MemoryOptions(load_bytes=64 << 20)
+context = ckptcore.Context(plugins=ckptcore.context.PluginOptions(extra=(ShelfPlugin(),)), durability="none", memory=memory)
 ckptcore.copy(warm, warm + "-again", layout=layout, context=context)
 
 
@@ -44,7 +44,7 @@ print(peak() - before)
 @pytest.mark.parametrize("source_layout", ["safetensors", "shelf"])
 @pytest.mark.parametrize("layout", ["safetensors", "shelf"])
 def test_few_arrays_are_in_memory_at_a_time(source_layout: str, layout: str, tmp_path: Path) -> None:
-    context = ckptcore.Context(plugins=(ShelfPlugin(),), durability="none")
+    context = ckptcore.Context(plugins=ckptcore.context.PluginOptions(extra=(ShelfPlugin(),)), durability="none")
     elements = np.arange(ARRAY_BYTES // 4, dtype=np.float32)
     state = {f"layer_{number}": elements + number for number in range(ARRAYS)}
     ckptcore.save(tmp_path / "source", state, layout=source_layout, context=context)

@@ -17,6 +17,7 @@ from ckptcore.commit.location import subdirectory
 from ckptcore.errors import StorageError
 from ckptcore.model import Box, HostArray, Pending
 from ckptcore.protocols import HostMemory, StorageBackend, StorageOptions
+from ckptcore.runtime import runtime_of
 
 MIB = 1 << 20
 LAST = 7
@@ -90,9 +91,8 @@ def save_async(*arguments: Any, **options: Any) -> None:
 def test_the_first_part_is_on_its_way_before_the_last_copy_is_there(save: Any, save_bytes: int | None) -> None:
     far = Far()
     context = ckptcore.Context(
-        plugins=[far],
-        handlers={np.ndarray: Device(far.part_came)},
-        memory=ckptcore.MemoryOptions(save_bytes=save_bytes),
+        plugins=ckptcore.context.PluginOptions(extra=[far], handlers={np.ndarray: Device(far.part_came)}),
+        memory=ckptcore.context.MemoryOptions(save_bytes=save_bytes),
     )
     save("far://bucket/run", state(), context=context)
     loaded = ckptcore.load("far://bucket/run", context=context)
@@ -102,7 +102,7 @@ def test_the_first_part_is_on_its_way_before_the_last_copy_is_there(save: Any, s
 def test_the_caller_can_change_the_state_when_save_async_returns() -> None:
     far = Far()
     far.storage.latency = 0.01
-    context = ckptcore.Context(plugins=[far])
+    context = ckptcore.Context(plugins=ckptcore.context.PluginOptions(extra=[far]))
     given, expected = state(), state()
     handle = ckptcore.save_async("far://bucket/run", given, context=context)
     for array in given.values():
@@ -115,13 +115,19 @@ def test_the_caller_can_change_the_state_when_save_async_returns() -> None:
 def test_an_error_of_a_copy_is_raised_and_nothing_is_committed() -> None:
     far = Far()
     context = ckptcore.Context(
-        plugins=[far], handlers={np.ndarray: Device(far.part_came, RuntimeError("the device is gone"))}
+        plugins=ckptcore.context.PluginOptions(
+            extra=[far], handlers={np.ndarray: Device(far.part_came, RuntimeError("the device is gone"))}
+        )
     )
     with pytest.raises(RuntimeError, match="device is gone"):
         ckptcore.save_async("far://bucket/run", state(), context=context)
     assert list(far.storage.list()) == []
-    context.saves.wait()  # the error was told
-    ckptcore.save("far://bucket/run", {"w": np.ones(3)}, context=ckptcore.Context(plugins=[far]))
+    runtime_of(context).saves.wait()  # the error was told
+    ckptcore.save(
+        "far://bucket/run",
+        {"w": np.ones(3)},
+        context=ckptcore.Context(plugins=ckptcore.context.PluginOptions(extra=[far])),
+    )
 
 
 def test_an_error_of_the_storage_is_told_by_the_handle_also_while_copies_go_on() -> None:
@@ -132,8 +138,12 @@ def test_an_error_of_the_storage_is_told_by_the_handle_also_while_copies_go_on()
         raise StorageError("no room because the test said so")
 
     far.storage.put = full  # type: ignore[method-assign]
-    handle = ckptcore.save_async("far://bucket/run", state(), context=ckptcore.Context(plugins=[far]))
+    handle = ckptcore.save_async(
+        "far://bucket/run", state(), context=ckptcore.Context(plugins=ckptcore.context.PluginOptions(extra=[far]))
+    )
     with pytest.raises(StorageError, match="no room"):
         handle.result(60)
     far.storage.put = partial(put)  # type: ignore[method-assign]
-    save_async("far://bucket/run", state(), context=ckptcore.Context(plugins=[far]))
+    save_async(
+        "far://bucket/run", state(), context=ckptcore.Context(plugins=ckptcore.context.PluginOptions(extra=[far]))
+    )

@@ -29,6 +29,7 @@ from ckptcore.errors import (
 from ckptcore.events import Event
 from ckptcore.model import Box, HostArray, Pending
 from ckptcore.protocols import Coordinator, HostMemory
+from ckptcore.runtime import runtime_of
 from tests.composites.objects import Files
 from tests.saving.test_failures import job_context
 
@@ -39,7 +40,10 @@ def _save_in_background(location: object, state: Any, **options: Any) -> None:
 
 def _save_in_bounded_memory(location: object, state: Any, **options: Any) -> None:
     handlers = options.pop("context").handlers if "context" in options else {}
-    context = ckptcore.Context(memory=ckptcore.MemoryOptions(save_bytes=1 << 17), handlers=handlers)
+    context = ckptcore.Context(
+        memory=ckptcore.context.MemoryOptions(save_bytes=1 << 17),
+        plugins=ckptcore.context.PluginOptions(handlers=handlers),
+    )
     ckptcore.save_async(location, state, context=context, **options).result()  # type: ignore[arg-type]  # as `save` takes it
 
 
@@ -95,7 +99,7 @@ def test_a_save_writes_a_part_of_it_in_another_place_too(save: Callable[..., Non
 )
 def test_arrays_are_taken_from_the_device_once(save: Callable[..., None], times: int, tmp_path: Path) -> None:
     counting = Counting()
-    context = ckptcore.Context(handlers={np.ndarray: counting})
+    context = ckptcore.Context(plugins=ckptcore.context.PluginOptions(handlers={np.ndarray: counting}))
     state = _state()
     exports = [
         Export(location=tmp_path / "weights", subtree="model"),
@@ -244,7 +248,7 @@ def test_a_save_that_fails_exports_nothing(save: Callable[..., None], tmp_path: 
 @pytest.mark.parametrize("limit", [None, 1 << 17])
 @pytest.mark.parametrize("layout", ["safetensors", FailingWrites()], ids=["well", "failing"])
 def test_nothing_holds_the_state_and_all_memory_is_given_back(limit: int | None, layout: Any, tmp_path: Path) -> None:
-    context = ckptcore.Context(memory=ckptcore.MemoryOptions(save_bytes=limit))
+    context = ckptcore.Context(memory=ckptcore.context.MemoryOptions(save_bytes=limit))
     gc.disable()
     try:
         array = np.ones(100_000)
@@ -254,28 +258,28 @@ def test_nothing_holds_the_state_and_all_memory_is_given_back(limit: int | None,
         del array
         handle.exception()
         assert known() is None
-        held = context.staging.held_bytes
-        context.staging.release_unused()
-        assert held and context.staging.held_bytes == 0
+        held = runtime_of(context).staging.held_bytes
+        runtime_of(context).staging.release_unused()
+        assert held and runtime_of(context).staging.held_bytes == 0
     finally:
         gc.enable()
 
 
 def test_memory_is_given_back_with_the_last_writer(tmp_path: Path) -> None:
     """What is only in the save is given back while its export is still to come."""
-    context = ckptcore.Context(memory=ckptcore.MemoryOptions(keep_staging=False))
+    context = ckptcore.Context(memory=ckptcore.context.MemoryOptions(keep_staging=False))
     seen: list[int] = []
 
     class Looking(ckptcore.SafetensorsLayout):
         def write(self, snapshot: Any, store: Any) -> Any:
-            context.staging.release_unused()
-            seen.append(context.staging.held_bytes)
+            runtime_of(context).staging.release_unused()
+            seen.append(runtime_of(context).staging.held_bytes)
             return super().write(snapshot, store)
 
     state = {"model": np.ones(1 << 20), "optimizer": np.ones(4 << 20)}
     exports = [Export(location=tmp_path / "e", layout=Looking(), subtree="model")]
     ckptcore.save_async(tmp_path / "c", state, layout=Looking(), exports=exports, context=context).result()
-    assert seen == [40 << 20, 8 << 20] and context.staging.held_bytes == 0
+    assert seen == [40 << 20, 8 << 20] and runtime_of(context).staging.held_bytes == 0
 
 
 def test_exports_are_operations_of_their_own(tmp_path: Path) -> None:

@@ -76,12 +76,12 @@ class OneRankEach(HostArrayHandler):
 
 
 def job_context(coordinator: Coordinator, **options: Any) -> ckptcore.Context:
-    return ckptcore.Context(coordinator=coordinator, **options)
+    return ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator), **options)
 
 
 def test_one_rank_may_hold_everything_and_need_not_lead(tmp_path: Path) -> None:
     def job(coordinator: Coordinator) -> None:
-        context = job_context(coordinator, handlers={np.ndarray: OneRankEach()})
+        context = job_context(coordinator, plugins=ckptcore.context.PluginOptions(handlers={np.ndarray: OneRankEach()}))
         ckptcore.save(tmp_path / "c", {"a": np.ones(2), "b": np.ones(3)}, context=context)
 
     ThreadJob(3, timeout_seconds=30).run(job)

@@ -25,6 +25,7 @@ from ckptcore.errors import (
 )
 from ckptcore.job.agreement import Agreement
 from ckptcore.protocols import Coordinator
+from ckptcore.runtime import runtime_of
 from ckptcore.saving.tree_descriptions import TreeDescription
 from tests.composites.objects import Files
 from tests.saving.test_failures import job_context
@@ -52,7 +53,7 @@ def test_a_rank_that_fails_as_it_waits_for_the_save_before(begin: Any, tmp_path:
             def fail() -> None:
                 raise MemoryError("only here")
 
-            context.saves.wait = fail  # type: ignore[method-assign]  # stands for an interrupt
+            runtime_of(context).saves.wait = fail  # type: ignore[method-assign]  # stands for an interrupt
         begin(tmp_path / "c", {"w": np.ones(2)}, context=context)
 
     first, second = _outcomes(job)

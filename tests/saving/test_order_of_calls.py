@@ -10,32 +10,33 @@ import pytest
 
 import ckptcore
 from ckptcore.io import background
+from ckptcore.io.background import SaveHandle
 from tests.checkpointer.runs import Gate, Watch, through, watched
 
-_Save = Callable[[str, int, ckptcore.Context], ckptcore.SaveHandle | None]
+_Save = Callable[[str, int, ckptcore.Context], SaveHandle | None]
 
 
 def _state(number: int) -> dict[str, object]:
     return {"a": np.full(5000, number), "n": number}
 
 
-def _async(location: str, number: int, context: ckptcore.Context) -> ckptcore.SaveHandle | None:
+def _async(location: str, number: int, context: ckptcore.Context) -> SaveHandle | None:
     return ckptcore.save_async(location, _state(number), overwrite="non-atomic", context=context)
 
 
-def _exported(location: str, number: int, context: ckptcore.Context) -> ckptcore.SaveHandle | None:
+def _exported(location: str, number: int, context: ckptcore.Context) -> SaveHandle | None:
     """An export of a save to another location."""
     exports = [ckptcore.Export(location=location, layout="safetensors")]
     state = _state(number)
     return ckptcore.save_async(f"{location}-of", state, exports=exports, overwrite="non-atomic", context=context)
 
 
-def _several(location: str, number: int, context: ckptcore.Context) -> ckptcore.SaveHandle | None:
+def _several(location: str, number: int, context: ckptcore.Context) -> SaveHandle | None:
     state = {"model": _state(number)}
     return ckptcore.save_checkpointables_async(location, state, overwrite="non-atomic", context=context)
 
 
-def _update(location: str, number: int, context: ckptcore.Context) -> ckptcore.SaveHandle | None:
+def _update(location: str, number: int, context: ckptcore.Context) -> SaveHandle | None:
     base = f"{location}-base"
     return ckptcore.save_update_async(location, {"n": number}, base=base, overwrite="non-atomic", context=context)
 

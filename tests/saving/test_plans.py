@@ -14,8 +14,9 @@ import pytest
 from ckptcore_testing import ThreadJob
 
 import ckptcore
-from ckptcore import AbstractArray, Context, Export, MemoryOptions, ShardedArray
+from ckptcore import AbstractArray, Context, Export, ShardedArray
 from ckptcore.builtin.host_leaves import HostArrayHandler
+from ckptcore.context import IOOptions, JobOptions, MemoryOptions, PluginOptions
 from ckptcore.errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
@@ -26,6 +27,7 @@ from ckptcore.errors import (
 )
 from ckptcore.model import Box, HostArray, Pending, Ready, Shard
 from ckptcore.protocols import Coordinator, HostBytes, HostMemory
+from ckptcore.runtime import runtime_of
 
 LAYOUTS = ["safetensors", "dcp", "zarr3", "ocdbt", "zarr"]
 
@@ -104,7 +106,7 @@ class SilentHandler(UntouchableHandler):
 
 
 def context_of(handler: DeviceHandler, **options: Any) -> Context:
-    return Context(handlers={OnDevice: handler}, **options)
+    return Context(plugins=PluginOptions(handlers={OnDevice: handler}), **options)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -136,7 +138,7 @@ def test_what_stands_at_the_location_is_refused_as_the_save_would(tmp_path: Path
 @pytest.mark.parametrize("layout", ["safetensors", "zarr3"])
 def test_memory_of_a_save_that_blocks(layout: str, tmp_path: Path) -> None:
     handler = DeviceHandler()
-    context = context_of(handler, threads=2, durability="none")
+    context = context_of(handler, io=IOOptions(threads=2), durability="none")
     state = {f"w{number}": OnDevice(np.zeros(1 << 22, np.uint8)) for number in range(32)}
     plan = ckptcore.plan(state, layout=layout, context=context)
     ckptcore.save(tmp_path / "c", state, layout=layout, context=context)
@@ -147,11 +149,11 @@ def test_memory_of_a_save_that_blocks(layout: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("save_bytes", [None, 4 << 20])
 def test_memory_of_an_asynchronous_save(save_bytes: int | None, tmp_path: Path) -> None:
-    context = Context(memory=MemoryOptions(save_bytes=save_bytes), threads=2, durability="none")
+    context = Context(memory=MemoryOptions(save_bytes=save_bytes), io=IOOptions(threads=2), durability="none")
     state = {f"w{number}": np.full(1 << 20, number, np.uint8) for number in range(24)}
     plan = ckptcore.plan(state, context=context)
     ckptcore.save_async(tmp_path / "c", state, context=context).result()
-    held = context.staging.held_bytes  # the pool keeps the most that was ever used at once
+    held = runtime_of(context).staging.held_bytes  # the pool keeps the most that was ever used at once
     assert held <= plan.memory[0].async_peak <= held + (10 << 20)
     assert plan.memory[0].copied == plan.array_bytes
 
@@ -172,7 +174,7 @@ def test_tied_arrays_count_once_and_exports_are_told(layout: str, tmp_path: Path
 
 def in_job(size: int, plan: Callable[[int, Context], Any]) -> Sequence[Any]:
     def job(coordinator: Coordinator) -> Any:
-        return plan(coordinator.rank, Context(coordinator=coordinator))
+        return plan(coordinator.rank, Context(job=JobOptions(coordinator=coordinator)))
 
     return ThreadJob(size).run(job)
 

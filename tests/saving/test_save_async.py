@@ -15,7 +15,9 @@ import pytest
 
 import ckptcore
 from ckptcore.errors import BackgroundSaveError
+from ckptcore.io.background import SaveHandle
 from ckptcore.protocols import StorageOptions
+from ckptcore.runtime import runtime_of
 
 
 class Gate:
@@ -77,7 +79,7 @@ def all_are(loaded: Any, value: float) -> bool:
 
 
 def test_what_changes_afterwards_is_not_in_the_checkpoint(gate: Gate) -> None:
-    context = ckptcore.Context(plugins=[gate])
+    context = ckptcore.Context(plugins=ckptcore.context.PluginOptions(extra=[gate]))
     tree = state(1.0)
     handle = ckptcore.save_async("gate://a/b", tree, context=context)
     for array in tree.values():
@@ -93,7 +95,7 @@ def test_what_changes_afterwards_is_not_in_the_checkpoint(gate: Gate) -> None:
 
 
 def test_nothing_of_an_unfinished_save_can_be_loaded(gate: Gate) -> None:
-    context = ckptcore.Context(plugins=[gate])
+    context = ckptcore.Context(plugins=ckptcore.context.PluginOptions(extra=[gate]))
     handle = ckptcore.save_async("gate://a/b", state(1.0), context=context)
     assert gate.waiting.wait(60)
     with pytest.raises(ckptcore.errors.UncommittedCheckpointError, match="not committed"):
@@ -103,14 +105,14 @@ def test_nothing_of_an_unfinished_save_can_be_loaded(gate: Gate) -> None:
 
 
 def test_a_second_save_queues_or_waits_as_the_context_says(gate: Gate) -> None:
-    context = ckptcore.Context(plugins=[gate], when_busy="queue")
+    context = ckptcore.Context(plugins=ckptcore.context.PluginOptions(extra=[gate]), when_busy="queue")
     first = ckptcore.save_async("gate://a/1", state(1.0), context=context)
     second = ckptcore.save_async("gate://a/2", state(2.0), context=context)
     assert not first.done() and not second.done()
-    waiting = ckptcore.Context(plugins=[gate], when_busy="wait")
+    waiting = ckptcore.Context(plugins=ckptcore.context.PluginOptions(extra=[gate]), when_busy="wait")
     third = ckptcore.save_async("gate://a/3", state(3.0), context=waiting)
     began = threading.Event()
-    fourth: list[ckptcore.SaveHandle] = []
+    fourth: list[SaveHandle] = []
 
     def save_another() -> None:
         began.set()
@@ -128,7 +130,7 @@ def test_a_second_save_queues_or_waits_as_the_context_says(gate: Gate) -> None:
 
 
 def test_an_error_surfaces_at_result(gate: Gate) -> None:
-    context = ckptcore.Context(plugins=[gate])
+    context = ckptcore.Context(plugins=ckptcore.context.PluginOptions(extra=[gate]))
     gate.error = OSError("the disk is on fire")
     gate.open.set()
     handle = ckptcore.save_async("gate://a/b", state(1.0), context=context)
@@ -141,11 +143,11 @@ def test_an_error_surfaces_at_result(gate: Gate) -> None:
 
 @pytest.mark.parametrize("begin", [ckptcore.save, ckptcore.save_async])
 def test_an_error_that_nobody_asked_for_surfaces_at_the_next_save(gate: Gate, begin: Any) -> None:
-    context = ckptcore.Context(plugins=[gate])
+    context = ckptcore.Context(plugins=ckptcore.context.PluginOptions(extra=[gate]))
     gate.error = OSError("the disk is on fire")
     gate.open.set()
     ckptcore.save_async("gate://a/b", state(1.0), context=context)
-    context.saves.wait()
+    runtime_of(context).saves.wait()
     gate.error = None
     with pytest.raises(BackgroundSaveError, match="gate://a/b failed: the disk is on fire"):
         begin("gate://a/c", state(2.0), context=context)
@@ -172,7 +174,7 @@ def test_a_program_that_ends_lets_its_saves_finish(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit", [1, 10_000, 5_000_000, 100_000_000])
 def test_a_bound_on_memory_blocks_the_caller_and_loses_nothing(limit: int, tmp_path: Path) -> None:
-    context = ckptcore.Context(memory=ckptcore.MemoryOptions(save_bytes=limit, load_bytes=limit))
+    context = ckptcore.Context(memory=ckptcore.context.MemoryOptions(save_bytes=limit, load_bytes=limit))
     tree = {f"{number}": np.full(5000, number, "f4" if number % 2 else "f8") for number in range(40)}
     handle = ckptcore.save_async(tmp_path / "c", tree, context=context)
     for array in tree.values():
@@ -185,7 +187,9 @@ def test_a_bound_on_memory_blocks_the_caller_and_loses_nothing(limit: int, tmp_p
 def test_a_bounded_save_that_fails_does_not_hang(gate: Gate) -> None:
     gate.error = OSError("the disk is on fire")
     gate.open.set()
-    context = ckptcore.Context(plugins=[gate], memory=ckptcore.MemoryOptions(save_bytes=1000))
+    context = ckptcore.Context(
+        plugins=ckptcore.context.PluginOptions(extra=[gate]), memory=ckptcore.context.MemoryOptions(save_bytes=1000)
+    )
     tree = {f"{number}": np.full(500, number) for number in range(40)}
     handle = ckptcore.save_async("gate://a/b", tree, context=context)
     with pytest.raises(OSError, match="on fire"):
@@ -194,7 +198,7 @@ def test_a_bounded_save_that_fails_does_not_hang(gate: Gate) -> None:
 
 @pytest.mark.parametrize("limit", [None, 1000])
 def test_nothing_holds_the_state_after_the_save(limit: int | None, tmp_path: Path) -> None:
-    context = ckptcore.Context(memory=ckptcore.MemoryOptions(save_bytes=limit))
+    context = ckptcore.Context(memory=ckptcore.context.MemoryOptions(save_bytes=limit))
     array = np.ones((100, 100))
     reference = weakref.ref(array)
     handle = ckptcore.save_async(tmp_path / "c", {"w": array}, context=context)
@@ -226,7 +230,7 @@ def train():
     ckptcore.save(directory + "/blocking", state)
     ckptcore.save_async(directory + "/first", state).result()
     ckptcore.save_async(directory + "/second", state)
-    assert len(list(ckptcore.load_parts(directory + "/first"))) == 1
+    assert len(list(ckptcore.open(directory + "/first").iter_boxes())) == 1
     assert ckptcore.load_async(directory + "/first").result()["w"][7] == 7
     with ckptcore.Checkpointer(directory + "/run", preservation_policy=LatestN(1)) as checkpointer:
         for step in range(3):
@@ -270,7 +274,8 @@ def test_a_save_at_exit_is_committed(tmp_path: Path) -> None:
 def test_a_bounded_save_at_exit_is_refused_and_does_not_hang(tmp_path: Path) -> None:
     """Its writer waits for copies that the caller makes, and no thread can be started for either."""
     program = _AT_EXIT.replace('{"w": np.arange(8)})', '{"w": np.arange(8)}, context=bounded)').replace(
-        "def at_exit():", "bounded = ckptcore.Context(memory=ckptcore.MemoryOptions(save_bytes=1))\n\ndef at_exit():"
+        "def at_exit():",
+        "bounded = ckptcore.Context(memory=ckptcore.context.MemoryOptions(save_bytes=1))\n\ndef at_exit():",
     )
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path / "saved")],

@@ -22,6 +22,7 @@ from ckptcore.commit.root import Root
 from ckptcore.errors import CheckpointError, ChecksumError, CorruptCheckpointError
 from ckptcore.model import ArraySpec, Box, Shard
 from ckptcore.protocols import Coordinator
+from ckptcore.runtime import runtime_of
 from tests.saving.test_failures import job_context
 
 
@@ -75,7 +76,12 @@ def _state() -> dict[str, Any]:
 
 def _save(location: Path, state: Any, handler: HostArrayHandler, *, size: int = 3, **options: Any) -> None:
     def job(coordinator: Coordinator) -> None:
-        ckptcore.save(location, state, context=job_context(coordinator, handlers={np.ndarray: handler}), **options)
+        ckptcore.save(
+            location,
+            state,
+            context=job_context(coordinator, plugins=ckptcore.context.PluginOptions(handlers={np.ndarray: handler})),
+            **options,
+        )
 
     ThreadJob(size, timeout_seconds=60).run(job)
 
@@ -146,7 +152,7 @@ def test_parts_are_read_out_of_the_slices_that_have_them(tmp_path: Path) -> None
         def destination(self, abstract: Any, stored: Any, box: Box) -> None:
             return None
 
-    context = ckptcore.Context(handlers={ckptcore.AbstractArray: Part()})
+    context = ckptcore.Context(plugins=ckptcore.context.PluginOptions(handlers={ckptcore.AbstractArray: Part()}))
     wanted = {"w": ckptcore.AbstractArray((64, 1024), "float32")}
     first, second = ckptcore.load(tmp_path / "c", wanted, context=context)["w"]
     assert np.array_equal(first, array[2:14, 5:1000]) and np.array_equal(second, array[33:47, :9])
@@ -168,7 +174,7 @@ def test_a_flipped_bit_in_a_slice_is_found_and_named(tmp_path: Path) -> None:
 def test_a_hostile_state_is_refused(tmp_path: Path) -> None:
     _save(tmp_path / "c", {"w": np.arange(12.0).reshape(6, 2), "v": np.ones((4, 3))}, Rows(), size=2)
     context = ckptcore.Context()
-    location = resolve_location(tmp_path / "c", context.registry, durable=False, config={})
+    location = resolve_location(tmp_path / "c", runtime_of(context).registry, durable=False, config={})
     root = read_root(location.store)
     assert isinstance(root, Root)
     tree = root.tree
@@ -203,8 +209,10 @@ def test_saves_in_the_background_and_exports_write_slices(limit: int | None, tmp
     state = {"model": {"w": np.arange(4000.0).reshape(40, 100)}, "optimizer": {"m": np.ones((40, 100))}}
 
     def job(coordinator: Coordinator) -> None:
-        memory = ckptcore.MemoryOptions(save_bytes=limit)
-        context = job_context(coordinator, handlers={np.ndarray: Rows(3)}, memory=memory)
+        memory = ckptcore.context.MemoryOptions(save_bytes=limit)
+        context = job_context(
+            coordinator, plugins=ckptcore.context.PluginOptions(handlers={np.ndarray: Rows(3)}), memory=memory
+        )
         exports = [Export(location=tmp_path / "weights", subtree="model")]
         ckptcore.save_async(tmp_path / "c", state, exports=exports, context=context).result()
 

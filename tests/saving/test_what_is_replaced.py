@@ -20,6 +20,7 @@ import ckptcore
 from ckptcore.commit.root import ROOT_KEY, Claimed
 from ckptcore.commit.root_json import encode_claim
 from ckptcore.errors import AtomicityError, CheckpointExistsError, CheckpointNotFoundError, InvalidLocationError
+from ckptcore.io.background import SaveHandle
 from ckptcore.policies import LatestN
 from tests.copying.places import new_place, store_at
 from tests.crashes.places import faulty_context, through
@@ -32,7 +33,7 @@ def top(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return new_place(request.param, tmp_path)
 
 
-def _finish(save: Callable[..., ckptcore.SaveHandle]) -> _Save:
+def _finish(save: Callable[..., SaveHandle]) -> _Save:
     return lambda location: save(location, {"a": {"n": 1}}).result()
 
 
@@ -295,7 +296,7 @@ def test_removing_several_checkpointables_reads_heads_of_roots_alone(tmp_path: P
 
 def test_names_that_appear_beside_files_of_other_software_disturb_no_read(tmp_path: Path) -> None:
     safetensors.numpy.save_file({"a": np.ones(300), "b": np.ones(3)}, tmp_path / "model.safetensors")
-    for number, part in enumerate(ckptcore.load_parts(tmp_path)):
+    for number, part in enumerate(ckptcore.open(tmp_path).iter_boxes()):
         (tmp_path / f"out-{number}").write_bytes(part.elements.tobytes())
     ckptcore.copy(tmp_path, tmp_path / "copied", layout="safetensors")
     assert sorted(ckptcore.load(tmp_path / "copied")) == ["a", "b"]

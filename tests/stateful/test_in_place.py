@@ -165,7 +165,7 @@ def test_load_checkpointables_restores_what_the_caller_holds(sort: Sort, tmp_pat
     ckptcore.save_checkpointables(tmp_path / "c", {"it": saved, "in": {"a": [{"it": sort.make(3)}]}}, context=QUICK)
     held, inner = sort.make(1), sort.make(1)
     before = sort.state(held)
-    loaded = ckptcore.load_checkpointables(tmp_path / "c", {"it": held, "in": {"a": [{"it": inner}]}})
+    loaded = ckptcore.load_checkpointables(tmp_path / "c", into={"it": held, "in": {"a": [{"it": inner}]}})
     sort.assert_restored(held, saved, before)
     sort.assert_restored(inner, saved, before)
     assert loaded["it"] is held and loaded["in"]["a"][0]["it"] is inner
@@ -179,7 +179,7 @@ def test_a_checkpointer_restores_what_the_caller_holds(sort: Sort, tmp_path: Pat
         run.save_checkpointables(1, {"it": saved})
         run.save(2, {"it": saved})
         run.wait()
-        run.load_checkpointables(1, wanted={"it": held})
+        run.load_checkpointables(1, into={"it": held})
         sort.assert_restored(held, saved, before)
         held = sort.make(1)
         run.load_into({"it": held}, step=2)
@@ -203,7 +203,7 @@ def test_load_into_restores_what_the_caller_holds(sort: Sort, tmp_path: Path) ->
 def test_files_are_restored_into_what_the_caller_holds(tmp_path: Path) -> None:
     ckptcore.save_checkpointables(tmp_path / "c", {"it": Files({"a": b"1"})}, context=QUICK)
     held = Files({"b": b"2"})
-    ckptcore.load_checkpointables(tmp_path / "c", {"it": held})
+    ckptcore.load_checkpointables(tmp_path / "c", into={"it": held})
     assert held.files == {"a": b"1"}
 
 
@@ -211,7 +211,7 @@ def test_the_state_of_each_process_is_restored_into_what_the_caller_holds(tmp_pa
     module, _ = _trained(3)
     ckptcore.save_checkpointables(tmp_path / "c", {"it": PerProcess(module)}, context=QUICK)
     held, _ = _trained(1)
-    ckptcore.load_checkpointables(tmp_path / "c", {"it": PerProcess(held)})
+    ckptcore.load_checkpointables(tmp_path / "c", into={"it": PerProcess(held)})
     assert jax.tree_util.tree_all(jax.tree_util.tree_map(np.array_equal, _jax_state(held), _jax_state(module)))
 
 
@@ -250,11 +250,11 @@ def test_a_module_of_nnx_that_does_not_fit_is_left_as_it_was(tmp_path: Path) -> 
     held = nnx.Linear(2, 3, rngs=nnx.Rngs(1))
     before = _jax_state(held)
     with pytest.raises(TreeMismatchError, match="kernel"):
-        ckptcore.load_checkpointables(tmp_path / "c", {"a": held, "b": nnx.Linear(2, 5, rngs=nnx.Rngs(1))})
+        ckptcore.load_checkpointables(tmp_path / "c", into={"a": held, "b": nnx.Linear(2, 5, rngs=nnx.Rngs(1))})
     assert all(map(np.array_equal, _jax_state(held), before))
     with pytest.raises(ValueError, match="placeholder"):
         like = ckptcore.LoadAs(held, matching=Matching(missing="placeholder"))
-        ckptcore.load_checkpointables(tmp_path / "c", {"a": like})
+        ckptcore.load_checkpointables(tmp_path / "c", into={"a": like})
 
 
 @pytest.mark.parametrize(

@@ -59,11 +59,9 @@ def test_flax_nnx_goes_on_to_the_bit(tmp_path: Path) -> None:
 
     other = _Net(nnx.Rngs(7, dropout=8))
     other_optimizer = nnx.Optimizer(other, optax.adamw(1e-2), wrt=nnx.Param)
-    abstract = {
-        "model": nnx.split(nnx.eval_shape(lambda: _Net(nnx.Rngs(0, dropout=1))))[1],
-        "optimizer": nnx.split(other_optimizer)[1],
-    }
-    loaded = ckptcore.CheckpointReader(tmp_path / "run").load_checkpointables(wanted=abstract)
+    abstract = {"model": nnx.split(nnx.eval_shape(lambda: _Net(nnx.Rngs(0, dropout=1))))[1]}
+    into = {"optimizer": nnx.split(other_optimizer)[1]}
+    loaded = ckptcore.CheckpointReader(tmp_path / "run").load_checkpointables(abstract=abstract, into=into)
     nnx.update(other, loaded["model"])
     nnx.update(other_optimizer, loaded["optimizer"])
     assert _train_nnx(other, other_optimizer, 3) == expected

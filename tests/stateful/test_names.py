@@ -97,8 +97,11 @@ def test_everything_goes_on(scheme: str, tmp_path: Path) -> None:
     handle.result()
 
     targets = objects()
-    loaded = ckptcore.load_checkpointables(location, targets)
-    assert {name for name in targets if loaded[name] is targets[name]} == targets.keys() - {"params"}
+    params = targets.pop("params")
+    loaded = ckptcore.load_checkpointables(location, {"params": params}, into=targets)
+    assert {name for name in targets if loaded[name] is targets[name]} == targets.keys() and loaded[
+        "params"
+    ] is not params
     assert loaded["params"]["w"].tolist() == [1, 1, 1]
     assert loaded["position"].value == 7
     assert loaded["meter"].history.tolist() == [0, 1, 2, 3]
@@ -115,5 +118,5 @@ def test_everything_goes_on(scheme: str, tmp_path: Path) -> None:
 def test_one_of_them_alone(tmp_path: Path) -> None:
     ckptcore.save_checkpointables(tmp_path / "step", objects())
     target = Position(3)
-    assert ckptcore.load_checkpointables(tmp_path / "step", {"position": target}) == {"position": target}
+    assert ckptcore.load_checkpointables(tmp_path / "step", into={"position": target}) == {"position": target}
     assert target.value == 0

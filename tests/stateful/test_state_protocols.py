@@ -505,7 +505,7 @@ def test_what_each_process_has_for_itself() -> None:
 
 
 def test_a_context_chooses_another_protocol(tmp_path: Path) -> None:
-    context = ckptcore.Context(handlers={WithBoth: GetStateHandler()})
+    context = ckptcore.Context(plugins=ckptcore.context.PluginOptions(handlers={WithBoth: GetStateHandler()}))
     ckptcore.save(tmp_path / "step", WithBoth(5), context=context)
     assert ckptcore.load(tmp_path / "step") == b"5"
     target = WithBoth()

@@ -23,7 +23,7 @@ class Far:
 
     def __init__(self, **options: Any) -> None:
         self.storage = FarStorage(**options)
-        self.context = ckptcore.Context(plugins=[self])
+        self.context = ckptcore.Context(plugins=ckptcore.context.PluginOptions(extra=[self]))
 
     @ckptcore.hookimpl
     def ckpt_storages(self) -> dict[str, Any]:
@@ -106,7 +106,9 @@ def test_a_small_object_that_is_cut_off_or_gone_is_told_with_the_arrays_in_it(
     far.storage.delete([key])
     if left is not None:
         far.storage.put(key, objects[key][:left])
-    context = ckptcore.Context(plugins=[far], verify=verify)
+    context = ckptcore.Context(
+        plugins=ckptcore.context.PluginOptions(extra=[far]), io=ckptcore.context.IOOptions(verify=verify)
+    )
     with pytest.raises(CorruptCheckpointError, match="lacks an object" if left is None else r"w000\d"):
         ckptcore.load(LOCATION, context=context)
     target = {name: np.zeros_like(array) for name, array in state.items()}

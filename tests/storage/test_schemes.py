@@ -11,6 +11,7 @@ import pytest
 import ckptcore
 from ckptcore import Context, hookimpl
 from ckptcore.builtin.memory import MemoryStorages
+from ckptcore.context import PluginOptions
 from ckptcore.errors import InvalidLocationError, PluginConflictError, UnknownPluginError
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
@@ -45,7 +46,7 @@ class Fallback:
 
 def test_a_scheme_that_nobody_names_is_asked_for() -> None:
     fallback = Fallback()
-    context = Context(plugins=[fallback])
+    context = Context(plugins=PluginOptions(extra=[fallback]))
     ckptcore.save("any+thing://store/step_1", {"w": np.arange(3)}, context=context)
     assert ckptcore.load("any+thing://store/step_1", context=context)["w"].tolist() == [0, 1, 2]
     assert set(fallback.asked) == {"any+thing"}

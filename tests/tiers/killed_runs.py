@@ -58,7 +58,11 @@ def _open(plan: FaultPlan, url: str, options: StorageOptions) -> StorageBackend:
 
 def open_far(near: Path, far: Path, plan: FaultPlan) -> ckptcore.Checkpointer:
     """A run of which one thread moves bytes, so that requests come in the same order each time, as far as threads can."""
-    context = ckptcore.Context(plugins=(_Storages(plan),), threads=1, durability="none")
+    context = ckptcore.Context(
+        plugins=ckptcore.context.PluginOptions(extra=(_Storages(plan),)),
+        io=ckptcore.context.IOOptions(threads=1),
+        durability="none",
+    )
     tier = ckptcore.NearTier(f"watched:/{near}", preservation_policy=LatestN(1))
     return ckptcore.Checkpointer(f"watched:/{far}", near=tier, preservation_policy=LatestN(2), context=context)
 

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptcore
-from ckptcore import Checkpointer, CheckpointReader, ReplicaOptions
+from ckptcore import Checkpointer, CheckpointReader
+from ckptcore.context import ReplicaOptions
 from ckptcore.errors import RankFailedError
 from ckptcore.model import ArrayRecord, ArraySpec, Box, Node, Shard, TreeMetadata, WritePlan
 from ckptcore.model.tree import LEAF
@@ -108,7 +109,7 @@ def test_copies_of_several_checkpointables(tmp_path: Path, far: str) -> None:
         assert run.save_checkpointables(1, own) is not None
 
     def load(run: Checkpointer, rank: int, watch: Watch) -> None:
-        found = run.load_checkpointables(wanted={"model": None, "mine": ckptcore.PerProcess(None)})
+        found = run.load_checkpointables(abstract={"model": None, "mine": ckptcore.PerProcess(None)})
         assert (found["model"]["weight"] == 1).all() and (found["mine"]["rank"] == rank).all()
 
     job(tmp_path, far, save, **_options(tier=_NEVER))

@@ -13,7 +13,8 @@ import pytest
 from ckptcore_testing import ThreadJob
 
 import ckptcore
-from ckptcore import ArrayShard, Checkpointer, CheckpointReader, NearTier, ReplicaOptions, ShardedArray
+from ckptcore import ArrayShard, Checkpointer, CheckpointReader, NearTier, ShardedArray
+from ckptcore.context import ReplicaOptions
 from ckptcore.errors import CheckpointError, OnlyStepError, RankFailedError
 from ckptcore.model import Box
 from ckptcore.policies import LatestN, SpecificSteps
@@ -58,7 +59,8 @@ def job(
     def run_rank(coordinator: Coordinator) -> Any:
         watch = Watch()
         tier = NearTier(near_of(place, hosts[coordinator.rank]), seen_by="host", **tier_options)
-        context = dataclasses.replace(watched(watch, coordinator), replicas=replicas)
+        context = watched(watch, coordinator)
+        context = dataclasses.replace(context, job=dataclasses.replace(context.job, replicas=replicas))
         with Checkpointer(through(far), near=tier, context=context, **options) as run:
             return work(run, coordinator.rank, watch)
 
@@ -111,14 +113,14 @@ def test_several_checkpointables_on_hosts(tmp_path: Path, far: str) -> None:
         own = {"model": sharded(1, rank, 4), "mine": ckptcore.PerProcess({"rank": rank, "data": np.full(5, rank)})}
         assert run.save_checkpointables(1, own) is not None
         run.wait()
-        found = run.load_checkpointables(wanted={"mine": ckptcore.PerProcess(None)})
+        found = run.load_checkpointables(abstract={"mine": ckptcore.PerProcess(None)})
         assert found["mine"]["rank"] == rank
 
     job(tmp_path, far, work)
     shutil.rmtree(tmp_path / "host-1")
 
     def resume(run: Checkpointer, rank: int, watch: Watch) -> None:
-        found = run.load_checkpointables(wanted={"model": empty(rank, 4), "mine": ckptcore.PerProcess(None)})
+        found = run.load_checkpointables(abstract={"model": empty(rank, 4), "mine": ckptcore.PerProcess(None)})
         assert found["mine"]["rank"] == rank and (found["mine"]["data"] == rank).all()
         assert found["model"]["step"] == 1
 

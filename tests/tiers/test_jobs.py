@@ -49,7 +49,7 @@ def test_the_leader_uploads_what_all_have_saved(near: str, far: str) -> None:
     shutil.rmtree(near)
 
     def resume(run: Checkpointer, rank: int, watch: Watch) -> int | None:
-        loaded = run.load_checkpointables(wanted={"model": None, "mine": ckptcore.PerProcess(None)})
+        loaded = run.load_checkpointables(abstract={"model": None, "mine": ckptcore.PerProcess(None)})
         assert_is_step(loaded["model"], 4)
         assert loaded["mine"] == {"rank": rank}
         return run.restored_step

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten
 
-from ckptcore import Checkpointer, Context, NearTier, ReplicaOptions
+from ckptcore import Checkpointer, Context, NearTier
+from ckptcore.context import JobOptions, ReplicaOptions
 from ckptcore.policies import SpecificSteps
 from tests.jobs.processes import Place
 
@@ -78,7 +79,7 @@ def _open_never_uploading(place: Place) -> Checkpointer:
     near = NearTier(
         place.directory / f"host-{place.rank // 2}" / "run", seen_by="host", upload_policy=SpecificSteps([])
     )
-    context = Context(replicas=ReplicaOptions(piece_bytes=256))
+    context = Context(job=JobOptions(replicas=ReplicaOptions(piece_bytes=256)))
     return Checkpointer(place.directory / "far", near=near, layout=place.layouts[0], context=context)
 
 

@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ckptcore
-from ckptcore import ArrayShard, Context, LoadReport, MemoryOptions, ShardedArray
+from ckptcore import ArrayShard, Context, LoadReport, ShardedArray
+from ckptcore.context import JobOptions, MemoryOptions
 from ckptcore.model import Box, HostArray
 from ckptcore.model.arrays import dtype_from_name
 from ckptcore.protocols import Coordinator
@@ -158,7 +159,9 @@ def test_ranks_load_together(fp8: Published, reads: Any) -> None:
     network, job = ThreadNetwork(RANKS, timeout_seconds=120), ThreadJob(RANKS, timeout_seconds=120)
 
     def load(coordinator: Coordinator) -> None:
-        context = Context(coordinator=coordinator, collectives=network.collectives(coordinator.rank), reads=reads)
+        context = Context(
+            job=JobOptions(coordinator=coordinator, collectives=network.collectives(coordinator.rank), reads=reads)
+        )
         wanted = {
             name: _wanted(whole, _boxes(whole.shape, 1, RANKS)[coordinator.rank]) for name, whole in expected.items()
         }

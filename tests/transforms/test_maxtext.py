@@ -21,6 +21,7 @@ from safetensors.numpy import load_file
 
 import ckptcore
 from ckptcore import PLACEHOLDER, ArrayShard, Context, LoadReport, ShardedArray
+from ckptcore.context import IOOptions
 from ckptcore.errors import TransformError
 from ckptcore.model import Box
 from tests.transforms.maxtext import Family, maxtext_logits, maxtext_tree
@@ -161,7 +162,7 @@ def test_a_rank_reads_its_part_of_what_is_mapped(tmp_path: Path) -> None:
         state[f"{of_layer}.mlp.down_proj.weight"] = rng.random((embed, mlp), np.float32)
         for norm in ("input", "post_attention"):
             state[f"{of_layer}.{norm}_layernorm.weight"] = rng.random(embed, np.float32)
-    ckptcore.save(tmp_path / "c", state, context=Context(durability="none", checksums=False))
+    ckptcore.save(tmp_path / "c", state, context=Context(durability="none", io=IOOptions(checksums=False)))
     whole = maxtext_tree(state, head_dim, LLAMA_31)
     boxes: dict[tuple[str, ...], Box] = {}
 

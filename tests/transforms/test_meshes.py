@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ckptcore
-from ckptcore import Context, MemoryOptions
+from ckptcore import Context
+from ckptcore.context import MemoryOptions
 from plugins.transforms.tests.chains import chains, save_beside, stored_trees
 
 

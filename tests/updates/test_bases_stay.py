@@ -18,7 +18,7 @@ from tests.crashes.states import same_value
 from tests.updates.roots import sealed
 
 _STATE: dict[str, Any] = {"a": np.ones(4), "b": np.zeros(3), "n": 1}
-_ANYWHERE = ckptcore.Context(bases="anywhere")
+_ANYWHERE = ckptcore.Context(io=ckptcore.context.IOOptions(bases="anywhere"))
 
 
 @pytest.fixture(params=["file", "memory"])

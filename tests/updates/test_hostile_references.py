@@ -99,7 +99,7 @@ def test_a_base_outside_is_not_read(run: str) -> None:
         with pytest.raises(InvalidLocationError, match=r'bases="anywhere"'):
             ckptcore.load(f"{run}/2")
     with pytest.raises(CheckpointError):
-        ckptcore.load(f"{run}/2", context=ckptcore.Context(bases="anywhere"))
+        ckptcore.load(f"{run}/2", context=ckptcore.Context(io=ckptcore.context.IOOptions(bases="anywhere")))
 
 
 def test_references_do_not_go_round(run: str) -> None:
@@ -127,7 +127,7 @@ def test_a_tampered_root_with_references_is_an_error_or_right(run: str) -> None:
             else:
                 del into[member]
         store_at(f"{run}/3").put("checkpoint.json", sealed(forged))
-        for context in (ckptcore.Context(), ckptcore.Context(bases="anywhere")):
+        for context in (ckptcore.Context(), ckptcore.Context(io=ckptcore.context.IOOptions(bases="anywhere"))):
             with suppress(CheckpointError):
                 found = ckptcore.load(f"{run}/3", context=context)
                 assert np.array_equal(found["a"], np.ones((2, 3))) and np.array_equal(found["c"], np.ones(7))

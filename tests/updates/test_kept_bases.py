@@ -80,14 +80,14 @@ def test_a_base_is_where_a_path_leads_to(run: str) -> None:
     ckptcore.save(f"{run}/.hidden", {"a": np.ones(2)})
     with pytest.raises(InvalidLocationError, match=r"which has a hidden name.*Nothing was written"):
         ckptcore.save_update(f"{run}/2", {}, base=f"{run}/.hidden")
-    anywhere = ckptcore.Context(bases="anywhere")
+    anywhere = ckptcore.Context(io=ckptcore.context.IOOptions(bases="anywhere"))
     for below in ("1/2", "1/2/3"):
         with pytest.raises(InvalidLocationError, match="/1, which is (a checkpoint|around it)"):
             ckptcore.save_update(f"{run}/{below}", {}, base=f"{run}/1", context=anywhere)
 
 
 def test_what_refers_to_one_of_several_keeps_all(run: str) -> None:
-    anywhere = ckptcore.Context(bases="anywhere")
+    anywhere = ckptcore.Context(io=ckptcore.context.IOOptions(bases="anywhere"))
     ckptcore.save_checkpointables(f"{run}/2", {"model": {"a": np.ones(4)}, "other": {"b": 1}})
     ckptcore.save_update(f"{run}/3", {"n": 2}, base=f"{run}/2/model", context=anywhere)
     with pytest.raises(CheckpointReferredError, match="3, beside it"):

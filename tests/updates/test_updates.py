@@ -24,7 +24,6 @@ from ckptcore.errors import (
     SaveLostError,
     TreeMismatchError,
 )
-from ckptcore.model import Box
 from ckptcore.protocols import Coordinator
 from tests.copying.places import new_place, objects_at
 from tests.crashes.places import InterruptedPlan, faulty_context, through
@@ -78,9 +77,9 @@ def test_all_that_reads_reads_an_update(run: str) -> None:
     big = (np.arange(400_000, dtype=np.float32) % 2000).reshape(4000, 100)
     ckptcore.save(f"{run}/1", {"big": big, "small": np.ones(3), "turned": big[:10]})
     ckptcore.save_update(f"{run}/2", {"small": np.zeros(3)}, base=f"{run}/1", layout="zarr3")
-    assert np.array_equal(ckptcore.load_slice(f"{run}/2", "big", Box((7, 3), (9, 5))), big[7:9, 3:5])
     with ckptcore.open(f"{run}/2") as opened:
         assert np.array_equal(opened["big"][100:110], big[100:110])
+        assert np.array_equal(opened["big"][7:9, 3:5], big[7:9, 3:5])
         assert opened.bytes_read < big.nbytes
     changed = [transforms.Transpose("turned"), transforms.Cast("**", "float64")]
     made = ckptcore.load(f"{run}/2", transforms=changed)
@@ -181,7 +180,7 @@ def test_a_base_is_a_checkpoint_of_ours_beside_it(run: str, tmp_path: Path) -> N
     elsewhere = f"{run}-elsewhere/sub/2"
     with pytest.raises(InvalidLocationError, match=r'bases="anywhere"'):
         ckptcore.save_update(elsewhere, state, base=f"{run}/1")
-    anywhere = ckptcore.Context(bases="anywhere")
+    anywhere = ckptcore.Context(io=ckptcore.context.IOOptions(bases="anywhere"))
     ckptcore.save_update(elsewhere, state, base=f"{run}/1", context=anywhere)
     with pytest.raises(InvalidLocationError, match=r'bases="anywhere"'):
         ckptcore.load(elsewhere)
@@ -311,7 +310,11 @@ def test_ranks_of_a_job_update_what_they_hold(run: str) -> None:
     ckptcore.save(f"{run}/1", {"w": np.zeros(4), "kept": np.ones(5), "layers": {"0": np.zeros(2), "1": np.zeros(2)}})
 
     def job(coordinator: Coordinator) -> None:
-        context = ckptcore.Context(coordinator=coordinator, threads=1, durability="none")
+        context = ckptcore.Context(
+            job=ckptcore.context.JobOptions(coordinator=coordinator),
+            io=ckptcore.context.IOOptions(threads=1),
+            durability="none",
+        )
         rank = coordinator.rank
         part = ckptcore.ShardedArray.part(whole[4 * rank : 4 * rank + 4], (4 * rank, 0), (8, 3), cuts=((4,), ()))
         update = {"w": part, "layers": {str(rank): np.full(3, rank)}}
@@ -383,7 +386,9 @@ def test_ranks_load_an_update_together(matching: ckptcore.Matching, run: str) ->
 
     def load(coordinator: Coordinator) -> tuple[Any, int]:
         context = ckptcore.Context(
-            coordinator=coordinator, collectives=network.collectives(coordinator.rank), reads="broadcast"
+            job=ckptcore.context.JobOptions(
+                coordinator=coordinator, collectives=network.collectives(coordinator.rank), reads="broadcast"
+            )
         )
         report = ckptcore.LoadReport()
         found = ckptcore.load(f"{run}/2", abstract, context=context, matching=matching, report=report)

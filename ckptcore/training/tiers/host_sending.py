@@ -36,6 +36,7 @@ from ckptcore.job.visibility import show_claim
 from ckptcore.loading.manifests import Manifest, StoredRoot
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.protocols import StorageBackend
+from ckptcore.runtime import runtime_of
 from ckptcore.saving.preparing import save_created
 from ckptcore.training.steps import StepDirectory
 
@@ -109,7 +110,9 @@ def _send_part(
     part: _Part, store: StorageBackend, context: Context, sent: Callable[[int], None], is_stopped: Callable[[], bool]
 ) -> int:
     """Send what a host has; bytes that were sent."""
-    transfer = Transfer(part.manifest.location.store, store, context.io_threads, sent=sent, is_stopped=is_stopped)
+    transfer = Transfer(
+        part.manifest.location.store, store, runtime_of(context).io_threads, sent=sent, is_stopped=is_stopped
+    )
     for records in (part.manifest.objects, part.manifest.marks, part.late):
         transfer.send(records)
     return transfer.counts.sent_bytes
@@ -152,14 +155,16 @@ class SendsFromHosts:
         """See `Send`. Bytes are those of this host."""
         context = self._context
         durable = context.durability == "full"
-        near = resolve_location(self._near.place(step), context.registry, durable=False, config=context.storage)
+        near = resolve_location(
+            self._near.place(step), runtime_of(context).registry, durable=False, config=context.storage
+        )
         part = _read_part(near)
         copy_id, total = part.manifest.copy_id, part.manifest.nbytes
         to = resolve_location(
-            Within(self._far.directory, name), context.registry, durable=durable, config=context.storage
+            Within(self._far.directory, name), runtime_of(context).registry, durable=durable, config=context.storage
         )
         claimed = Claimed(copy_id, save_created())
-        claim = continue_claim(to, claimed, "non-atomic" if replaces else False, context.conditions)
+        claim = continue_claim(to, claimed, "non-atomic" if replaces else False, runtime_of(context).conditions)
         done = 0
 
         def count(nbytes: int) -> None:
@@ -288,15 +293,17 @@ class HostSender:
         if not self._near.is_committed(step) or _mark(str(copy_id), self._rank) in self._store.list(_UPLOADS):
             return False
         context = self._context
-        near = resolve_location(self._near.place(step), context.registry, durable=False, config=context.storage)
+        near = resolve_location(
+            self._near.place(step), runtime_of(context).registry, durable=False, config=context.storage
+        )
         part = _read_part(near)
         if part.manifest.copy_id != copy_id:
             return False  # another save of the step
         durable = context.durability == "full"
         to = resolve_location(
-            Within(self._far.directory, name), context.registry, durable=durable, config=context.storage
+            Within(self._far.directory, name), runtime_of(context).registry, durable=durable, config=context.storage
         )
-        store = claimed_store(to, part.manifest.copy_id, context.conditions)
+        store = claimed_store(to, part.manifest.copy_id, runtime_of(context).conditions)
         claimed = read_root(store)
         if not isinstance(claimed, Claimed) or claimed.save_id != copy_id:
             return False

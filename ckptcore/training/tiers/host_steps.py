@@ -21,6 +21,7 @@ from ckptcore.errors import (
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import JSON
+from ckptcore.runtime import runtime_of
 from ckptcore.training.steps import StepDirectory
 
 __all__ = ["HostSteps", "agreed_steps", "is_whole_here"]
@@ -94,9 +95,9 @@ class HostSteps:
                 durable = self._context.durability == "full"
                 place = Within(self._steps.directory, name)
                 location = resolve_location(
-                    place, self._context.registry, durable=durable, config=self._context.storage
+                    place, runtime_of(self._context).registry, durable=durable, config=self._context.storage
                 )
-                remove_checkpoint(location, new_save_id(), self._context.conditions)
+                remove_checkpoint(location, new_save_id(), runtime_of(self._context).conditions)
 
 
 def is_whole_here(place: Place, context: Context) -> bool:
@@ -105,7 +106,7 @@ def is_whole_here(place: Place, context: Context) -> bool:
     Raises:
         CorruptCheckpointError: if a root cannot be read.
     """
-    location = resolve_location(place, context.registry, durable=False, config=context.storage)
+    location = resolve_location(place, runtime_of(context).registry, durable=False, config=context.storage)
     return all(record.size == size for record, size in _objects_here(location).values())
 
 

@@ -27,6 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import ckptcore
 from ckptcore import Context
 from ckptcore.builtin.local import LocalStorage
+from ckptcore.context import IOOptions, JobOptions, PluginOptions
 from ckptcore.errors import CheckpointError
 from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
 
@@ -100,13 +101,15 @@ def loads(rank: int, directory: Path) -> None:
     for reads in ("all", "broadcast"):
         storage = CountedStorage()
         # Without checksums, because the blocks that they are of are read whole.
-        context = Context(reads=reads, plugins=[storage], verify=False)
+        context = Context(
+            job=JobOptions(reads=reads), plugins=PluginOptions(extra=[storage]), io=IOOptions(verify=False)
+        )
         _check(ckptcore.load(location, _abstract(), context=context))
         read[reads] = sum(storage.nbytes for storage in storage.opened)
     (directory / f"{rank}.json").write_text(json.dumps(read))
     storage = CountedStorage()
     storage.fails = rank == 1
-    context = Context(reads="broadcast", plugins=[storage])
+    context = Context(job=JobOptions(reads="broadcast"), plugins=PluginOptions(extra=[storage]))
     try:
         ckptcore.load(location, _abstract(), context=context)
     except CheckpointError as error:

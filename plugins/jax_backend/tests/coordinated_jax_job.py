@@ -25,7 +25,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ckptcore
 from ckptcore import Context
+from ckptcore.context import JobOptions
 from ckptcore.errors import CheckpointError, CoordinationTimeoutError, PluginConflictError, RankFailedError
+from ckptcore.runtime import runtime_of
 
 P: Final[Any] = PartitionSpec
 ROWS: Final = np.arange(12 * 8, dtype=np.float32).reshape(12, 8)
@@ -135,7 +137,7 @@ def once(directory: Path) -> None:
 def run(directory: Path) -> None:
     """Saves in the background, in steps and over each other, and one that fails on one rank."""
     mesh = over_all(2, 2)
-    job = Context().job()
+    job = runtime_of(Context()).job()
     assert isinstance(job, KeyValueCoordinator) and (job.rank, job.size) == (RANK, SIZE)
     ckptcore.save_async(directory / "async", state(mesh, 1), layout="zarr3").result()
     same(ckptcore.load(directory / "async", blank(state(mesh, 1))), state(mesh, 1))
@@ -197,7 +199,9 @@ def _save_in_two_jobs(directory: Path, job: KeyValueCoordinator) -> None:
         assert "jax and torch" in str(error) or "torch and jax" in str(error), error
     else:
         raise AssertionError("one of two jobs was chosen")
-    ckptcore.save(directory / "two jobs", {"own": jnp.arange(3)}, layout="zarr3", context=Context(coordinator=job))
+    ckptcore.save(
+        directory / "two jobs", {"own": jnp.arange(3)}, layout="zarr3", context=Context(job=JobOptions(coordinator=job))
+    )
     dist.destroy_process_group()
 
 
@@ -218,7 +222,7 @@ def part(directory: Path) -> None:
         same(ckptcore.load(directory / layout, blank(held)), held)
         found = ckptcore.load(directory / layout)
         assert all(np.array_equal(found[f"of {owner}"], ROWS + owner) for owner in range(SIZE))
-    alone = Context(coordinator=KeyValueCoordinator(KeyValueCoordinator.of_job()._client, 0, 1))
+    alone = Context(job=JobOptions(coordinator=KeyValueCoordinator(KeyValueCoordinator.of_job()._client, 0, 1)))
     everywhere = {"w": sharded(ROWS, NamedSharding(mesh, P()))}
     ckptcore.save(directory / f"alone {RANK}", everywhere, layout="zarr3", context=alone)
     same(ckptcore.load(directory / f"alone {RANK}", blank(everywhere), context=alone), everywhere)
@@ -237,7 +241,9 @@ def leader_killed(directory: Path) -> None:
 def _die(directory: Path, rank: int) -> None:
     mesh = over_all(2, 2)
     job = KeyValueCoordinator.of_job(timeout_seconds=3)
-    ckptcore.save(directory / "before", state(mesh, 1), layout="ocdbt", context=Context(coordinator=job))
+    ckptcore.save(
+        directory / "before", state(mesh, 1), layout="ocdbt", context=Context(job=JobOptions(coordinator=job))
+    )
     if RANK == rank:
 
         class Dying(KeyValueCoordinator):
@@ -249,14 +255,16 @@ def _die(directory: Path, rank: int) -> None:
         job = Dying.of_job(timeout_seconds=3)
     started = time.monotonic()
     try:
-        ckptcore.save(directory / "killed", state(mesh, 2), layout="ocdbt", context=Context(coordinator=job))
+        ckptcore.save(
+            directory / "killed", state(mesh, 2), layout="ocdbt", context=Context(job=JobOptions(coordinator=job))
+        )
     except CoordinationTimeoutError as error:
         assert list(error.missing) == [rank], error
     else:
         raise AssertionError("a save without one of its processes committed")
     assert time.monotonic() - started < 12
     assert not (directory / "killed").exists()
-    alone = Context(coordinator=KeyValueCoordinator(job._client, 0, 1))
+    alone = Context(job=JobOptions(coordinator=KeyValueCoordinator(job._client, 0, 1)))
     ckptcore.save(directory / "after", {"own": jnp.arange(5)}, layout="ocdbt", context=alone)
     (directory / "told").touch()
     sys.stdout.flush()

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ckptcore
 from ckptcore import Context
+from ckptcore.context import JobOptions
 
 _LIVES: Final = {"stays": (0, 1), "leaves": (0,), "comes": (1,)}
 _ROWS: Final = np.arange(8, dtype=np.float32).reshape(4, 2)
@@ -33,7 +34,7 @@ def _save_and_load(place: Path, life: int) -> None:
     array = jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
     for step in range(2):
         ckptcore.save(place, {"rows": array, "life": life, "step": step}, overwrite=True, layout="zarr3")
-    loaded = ckptcore.load(place, context=Context(reads="broadcast"))
+    loaded = ckptcore.load(place, context=Context(job=JobOptions(reads="broadcast")))
     assert np.array_equal(loaded["rows"], rows) and loaded["step"] == 1
 
 

@@ -25,6 +25,7 @@ from ckptcore import hookimpl
 from ckptcore.errors import PluginError, RankFailedError, UnsupportedLeafError
 from ckptcore.model import JSON, ArrayRecord, ArraySpec, Box
 from ckptcore.protocols import LeafBoxes, Snapshot, WantedLeaf, WriteStore
+from ckptcore.runtime import runtime_of
 
 LAYOUTS = ("safetensors", "ocdbt", "zarr3", "dcp")
 
@@ -44,7 +45,7 @@ def executor() -> ColocatedExecutor:
 
 @pytest.fixture(scope="module")
 def context(executor: ColocatedExecutor) -> ckptcore.Context:
-    return ckptcore.Context(executor=executor, durability="none")
+    return ckptcore.Context(job=ckptcore.context.JobOptions(executor=executor), durability="none")
 
 
 def grid() -> Mesh:
@@ -296,7 +297,7 @@ def test_a_worker_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     """Colocated Python raises then; here the call to one worker does."""
     devices = jax.devices()
     executor = ColocatedExecutor([devices[:4], devices[4:]])
-    context = ckptcore.Context(executor=executor)
+    context = ckptcore.Context(job=ckptcore.context.JobOptions(executor=executor))
     tree = state()
     ckptcore.save(tmp_path / "before", tree, context=context)
 
@@ -318,7 +319,7 @@ def test_a_worker_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_loads_of_one_kind_are_compiled_once(executor: ColocatedExecutor, tmp_path: Path) -> None:
-    context = ckptcore.Context(executor=executor)
+    context = ckptcore.Context(job=ckptcore.context.JobOptions(executor=executor))
     tree = {"split": state()["split"]}
     ckptcore.save(tmp_path / "it", tree, context=context)
     ckptcore.load(tmp_path / "it", tree, context=context)
@@ -339,7 +340,9 @@ def test_arrays_on_devices_of_no_worker_are_saved_here(tmp_path: Path) -> None:
     executor = ColocatedExecutor([devices[:2], devices[2:4]])
     array = jax.device_put(np.arange(8), devices[7])
     assert not executor.takes(array)
-    ckptcore.save(tmp_path / "it", {"array": array}, context=ckptcore.Context(executor=executor))
+    ckptcore.save(
+        tmp_path / "it", {"array": array}, context=ckptcore.Context(job=ckptcore.context.JobOptions(executor=executor))
+    )
     np.testing.assert_array_equal(ckptcore.load(tmp_path / "it")["array"], np.arange(8))
 
 
@@ -358,7 +361,7 @@ def test_pathways_is_told_by_the_platform(monkeypatch: pytest.MonkeyPatch, tmp_p
     found = pathways.executor_of_pathways()
     assert isinstance(found, ColocatedExecutor)
     assert found is pathways.executor_of_pathways()
-    assert ckptcore.Context().workers() is found
+    assert runtime_of(ckptcore.Context()).workers() is found
     assert len(found.workers) == 1  # the devices of the test are of one host
 
 
@@ -379,9 +382,12 @@ def test_a_plugin_can_tell_the_executor(executor: ColocatedExecutor, tmp_path: P
         def ckpt_executor(self) -> ColocatedExecutor:
             return executor
 
-    context, tree = ckptcore.Context(plugins=[Telling()]), {"split": state()["split"]}
+    context, tree = (
+        ckptcore.Context(plugins=ckptcore.context.PluginOptions(extra=[Telling()])),
+        {"split": state()["split"]},
+    )
     with watched() as messages:
         ckptcore.save(tmp_path / "it", tree, context=context)
     assert len(messages) == 4
-    with pytest.raises(ckptcore.errors.PluginConflictError, match="Context.executor"):
-        ckptcore.Context(plugins=[Telling(), Telling()]).workers()
+    with pytest.raises(ckptcore.errors.PluginConflictError, match=r"Context\(job=JobOptions\(executor"):
+        runtime_of(ckptcore.Context(plugins=ckptcore.context.PluginOptions(extra=[Telling(), Telling()]))).workers()

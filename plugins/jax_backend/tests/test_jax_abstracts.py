@@ -149,7 +149,7 @@ def test_a_checkpointable_of_several_is_described_like_one(tmp_path):
 
     state = {"w": on_mesh((8,), P("a"), a=8)}
     ckptcore.save_checkpointables(tmp_path / "c", {"model": state, "counter": Counter()}, context=CONTEXT)
-    found = ckptcore.checkpointables_metadata(tmp_path / "c").checkpointables
+    found = ckptcore.metadata(tmp_path / "c").checkpointables
     abstract = abstract_arrays(found["model"])
     loaded = ckptcore.load_checkpointables(tmp_path / "c", {"model": abstract}, context=CONTEXT)
     assert loaded["model"]["w"].sharding == state["w"].sharding
@@ -211,10 +211,11 @@ def test_wide_dtypes_are_arrays_of_jax_where_jax_has_them(tmp_path):
 # --- strange records
 
 
-def metadata_of(record: ArrayRecord) -> ckptcore.CheckpointMetadata:
+def metadata_of(record: ArrayRecord) -> ckptcore.loading.describe.CheckpointMetadata:
     abstract = {"w": ckptcore.AbstractArray(record.spec.shape, record.spec.dtype)}
     tree = TreeMetadata(Node("dict", ("w",), (None,)), (record,))
-    return ckptcore.CheckpointMetadata(abstract, tree, "safetensors", None, "a stranger", {}, None, {})
+    contents = ckptcore.loading.describe.TreeContents(abstract, tree, "safetensors", {})
+    return ckptcore.loading.describe.CheckpointMetadata(None, "a stranger", {}, None, contents=contents)
 
 
 def sharded_notes(spec, **mesh: int) -> dict:

@@ -45,7 +45,7 @@ def test_what_has_no_device_counts_as_copied() -> None:
     assert memory.copied == memory.viewed == 320
     packed = ckptcore.plan({"w": jnp.ones(8, jnp.int4)}).memory[0]
     assert packed.viewed == packed.copied == 8
-    viewing = ckptcore.Context(handlers={jax.Array: JaxLeafHandler(copy=False)})
+    viewing = ckptcore.Context(plugins=ckptcore.context.PluginOptions(handlers={jax.Array: JaxLeafHandler(copy=False)}))
     assert ckptcore.plan({"w": jnp.ones(8)}, context=viewing).memory[0].copied == 0
     assert ckptcore.plan({"w": jnp.ones(8)}).memory[0].copied == 32
 

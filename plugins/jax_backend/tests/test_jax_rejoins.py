@@ -18,6 +18,7 @@ import ckptcore
 from ckptcore import Context
 from ckptcore.job.exchanges import ExchangeCounts
 from ckptcore.protocols import Rejoinable
+from ckptcore.runtime import runtime_of
 
 pytestmark = pytest.mark.system
 
@@ -64,11 +65,11 @@ def test_the_coordinator_that_is_found_goes_with_the_client_of_jax(monkeypatch: 
     monkeypatch.setattr(distributed.global_state, "client", _Client())
     monkeypatch.setattr(distributed.global_state, "num_processes", 2)
     job = ckpt_coordinator()
-    assert Context().job() is job and ckpt_coordinator() is job
+    assert runtime_of(Context()).job() is job and ckpt_coordinator() is job
     monkeypatch.setattr(distributed.global_state, "client", _Client())
     assert ckpt_coordinator() is not job
     monkeypatch.setattr(distributed.global_state, "client", None)
-    assert ckpt_coordinator() is None and Context().job().size == 1
+    assert ckpt_coordinator() is None and runtime_of(Context()).job().size == 1
 
 
 @pytest.mark.slow

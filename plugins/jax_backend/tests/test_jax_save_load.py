@@ -299,7 +299,7 @@ def test_an_asynchronous_save_copies_not_one_byte_where_it_is_told_so(tmp_path):
     state = train_step(new_train_state())
     sharded = {"x": jax.device_put(jnp.arange(4096.0), NamedSharding(mesh(a=8), P("a")))}
     handler = Watching()
-    context = ckptcore.Context(durability="none", handlers={jax.Array: handler})
+    context = ckptcore.Context(durability="none", plugins=ckptcore.context.PluginOptions(handlers={jax.Array: handler}))
     ckptcore.save_async(tmp_path / "checkpoint", {"train": state, "sharded": sharded}, context=context).result()
     assert handler.handed
     for leaf, part in handler.handed:

@@ -19,8 +19,10 @@ from ckptcore_testing import CoordinatorTests
 from jax._src import distributed
 
 from ckptcore import Context, hookimpl
+from ckptcore.context import JobOptions, PluginOptions
 from ckptcore.errors import PluginConflictError, PluginError, RankFailedError
 from ckptcore.protocols import Coordinator
+from ckptcore.runtime import runtime_of
 
 pytestmark = pytest.mark.system
 
@@ -141,7 +143,7 @@ def in_job(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 def test_a_process_that_initialized_nothing_is_alone() -> None:
     assert ckpt_coordinator() is None
-    assert Context().job().size == 1
+    assert runtime_of(Context()).job().size == 1
     with pytest.raises(PluginError, match=r"expected a call of jax.distributed.initialize"):
         KeyValueCoordinator.of_job()
 
@@ -154,24 +156,27 @@ def test_a_job_of_one_process_is_none(in_job: Callable[[int], None]) -> None:
 
 def test_a_job_is_found(in_job: Callable[[int], None]) -> None:
     in_job(3)
-    job = Context().job()
+    job = runtime_of(Context()).job()
     assert isinstance(job, KeyValueCoordinator) and (job.rank, job.size) == (2, 3)
 
 
 def test_a_service_that_is_gone_is_an_error_that_says_so(in_job: Callable[[int], None]) -> None:
     in_job(2)
-    for exchange in (lambda: Context().job().gather("key", b""), lambda: Context().job().broadcast("key", None)):
+    for exchange in (
+        lambda: runtime_of(Context()).job().gather("key", b""),
+        lambda: runtime_of(Context()).job().broadcast("key", None),
+    ):
         with pytest.raises(RankFailedError, match="process 0.*UNAVAILABLE"):
             exchange()
 
 
 def test_a_jax_that_keeps_its_service_elsewhere_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed.global_state, "client", object())
-    with pytest.raises(PluginError, match=r"a object without the methods.*Context\(coordinator="):
-        Context().job()
+    with pytest.raises(PluginError, match=r"a object without the methods.*JobOptions\(coordinator="):
+        runtime_of(Context()).job()
     monkeypatch.delattr(distributed, "global_state")
     with pytest.raises(PluginError, match=rf"jax {jax.__version__} does not keep.*global_state"):
-        Context().job()
+        runtime_of(Context()).job()
 
 
 class _OtherLauncher:
@@ -184,10 +189,13 @@ class _OtherLauncher:
 
 def test_a_process_that_is_part_of_two_jobs_has_to_choose(in_job: Callable[[int], None]) -> None:
     in_job(2)
-    with pytest.raises(PluginConflictError, match=r"several jobs: of .*jax.*Context\(coordinator="):
-        Context(plugins=(_OtherLauncher(),)).job()
+    with pytest.raises(PluginConflictError, match=r"several jobs: of .*jax.*JobOptions\(coordinator="):
+        runtime_of(Context(plugins=PluginOptions(extra=(_OtherLauncher(),)))).job()
     mine = KeyValueCoordinator.of_job()
-    assert Context(plugins=(_OtherLauncher(),), coordinator=mine).job() is mine
+    assert (
+        runtime_of(Context(plugins=PluginOptions(extra=(_OtherLauncher(),)), job=JobOptions(coordinator=mine))).job()
+        is mine
+    )
 
 
 def test_only_the_leader_gives_what_is_broadcast(in_job: Callable[[int], None]) -> None:

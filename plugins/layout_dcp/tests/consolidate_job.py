@@ -70,8 +70,8 @@ def main(task: str, first: Path, second: Path | None = None) -> None:
     store = dist.distributed_c10d._get_default_store()
     rank, size = dist.get_rank(), dist.get_world_size()
     context = ckptcore.Context(
-        coordinator=StoreCoordinator(store, rank, size, timeout_seconds=60),
-        memory=ckptcore.MemoryOptions(load_bytes=3000),
+        job=ckptcore.context.JobOptions(coordinator=StoreCoordinator(store, rank, size, timeout_seconds=60)),
+        memory=ckptcore.context.MemoryOptions(load_bytes=3000),
     )
     if task != "consolidate":
         save(task.removeprefix("save-"), first, context)

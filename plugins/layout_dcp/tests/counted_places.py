@@ -10,6 +10,7 @@ from typing import Any, Final
 from ckptcore_testing import FaultPlan, with_faults
 
 from ckptcore import Context, hookimpl
+from ckptcore.context import IOOptions, PluginOptions
 from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
@@ -38,7 +39,11 @@ def place(path: Path) -> str:
 
 def counted(plan: FaultPlan) -> Context:
     """A Context whose storage has a plan of faults, also to take parts of arrays; operations come in one order."""
-    return Context(plugins=(_Plugin(plan),), handlers={Part: PartHandler()}, threads=1, durability="none")
+    return Context(
+        plugins=PluginOptions(extra=(_Plugin(plan),), handlers={Part: PartHandler()}),
+        io=IOOptions(threads=1),
+        durability="none",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

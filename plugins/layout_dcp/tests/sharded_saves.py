@@ -67,7 +67,10 @@ def save_ours(location: Path, state: Mapping[str, HostArray], grid: tuple[int, .
 
     def save(coordinator: Coordinator) -> None:
         context = ckptcore.Context(
-            coordinator=coordinator, handlers={_Sharded: _ShardedHandler()}, durability="none", threads=1
+            job=ckptcore.context.JobOptions(coordinator=coordinator),
+            plugins=ckptcore.context.PluginOptions(handlers={_Sharded: _ShardedHandler()}),
+            durability="none",
+            io=ckptcore.context.IOOptions(threads=1),
         )
         ckptcore.save(location, tree, layout="dcp", context=context)
 

@@ -17,7 +17,7 @@ from ckptcore.errors import CorruptCheckpointError
 from plugins.layout_dcp.tests.consolidate_job import MAX_FILE_BYTES
 from plugins.layout_dcp.tests.test_jobs import launch
 
-FAST = ckptcore.Context(durability="none", memory=ckptcore.MemoryOptions(load_bytes=24 << 10))
+FAST = ckptcore.Context(durability="none", memory=ckptcore.context.MemoryOptions(load_bytes=24 << 10))
 """Pieces of 8 KiB."""
 
 
@@ -69,7 +69,7 @@ def test_the_checksum_of_an_item_is_compared_where_it_is_in_memory_whole(tmp_pat
     assert zlib.crc32(tensor.numpy().tobytes()).to_bytes(4, "little") in data  # so that there is something to compare
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    context = ckptcore.Context(durability="none", memory=ckptcore.MemoryOptions(load_bytes=500_000))
+    context = ckptcore.Context(durability="none", memory=ckptcore.context.MemoryOptions(load_bytes=500_000))
     with pytest.raises(CorruptCheckpointError, match="model/w"):
         ckptcore.copy(tmp_path / "theirs", tmp_path / "hf", subtree=(), context=context)
     assert not (tmp_path / "hf").exists()

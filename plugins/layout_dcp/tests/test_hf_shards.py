@@ -107,7 +107,10 @@ def test_slices_of_ckptcore_are_what_torch_loads(tmp_path: Path) -> None:
             ]
 
     def job(coordinator: Coordinator) -> None:
-        context = ckptcore.Context(coordinator=coordinator, handlers={np.ndarray: Rows()})
+        context = ckptcore.Context(
+            job=ckptcore.context.JobOptions(coordinator=coordinator),
+            plugins=ckptcore.context.PluginOptions(handlers={np.ndarray: Rows()}),
+        )
         ckptcore.save(tmp_path / "ours", state, context=context)
 
     ThreadJob(2, timeout_seconds=60).run(job)

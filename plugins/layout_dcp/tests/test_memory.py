@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import ckptcore
+from ckptcore.runtime import runtime_of
 from plugins.torch_backend.tests.held_memory import OPERATIONS, State, without_collector
 
 
@@ -21,5 +22,5 @@ def test_nothing_holds_a_tensor(tmp_path: Path, name: str) -> None:
         assert state.held == 0
     for each in kept if isinstance(kept, tuple) else [kept]:
         if isinstance(each, ckptcore.Context):
-            each.staging.release_unused()
-            assert each.staging.held_bytes == 0
+            runtime_of(each).staging.release_unused()
+            assert runtime_of(each).staging.held_bytes == 0

@@ -37,7 +37,10 @@ def saved(location: Path, layout: DcpLayout) -> list[str]:
         shard = ckptcore.ArrayShard(Box((rows.start, 0), (rows.stop, 4)), whole[rows].copy())
         part = ckptcore.ShardedArray((6, 4), "float32", [shard])
         ckptcore.save(
-            location, {"w": part, "step": 7}, layout=layout, context=ckptcore.Context(coordinator=coordinator)
+            location,
+            {"w": part, "step": 7},
+            layout=layout,
+            context=ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator)),
         )
 
     ThreadJob(RANKS, timeout_seconds=60).run(job)

@@ -24,6 +24,7 @@ from ckptcore.errors import (
     UncommittedCheckpointError,
     UnsupportedLeafError,
 )
+from ckptcore.runtime import runtime_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -125,17 +126,17 @@ def test_one_of_several_is_loaded_by_name_and_by_its_location(xorl_step: Path) -
 
 
 def test_metadata_of_several(xorl_step: Path) -> None:
-    found = ckptcore.checkpointables_metadata(xorl_step)
+    found = ckptcore.metadata(xorl_step)
     layouts = {name: told.layout for name, told in found.checkpointables.items()}
     assert layouts == {"extra_state": "torch", "model": "dcp", "optimizer": "dcp", "scheduler.pt": "torch"}
-    assert not found.deleted and not found.unreadable and found.save_id is None
+    assert not found.checkpointables.deleted and not found.checkpointables.unreadable and found.save_id is None
 
 
 def test_steps_of_several_are_steps(xorl_step: Path) -> None:
     shutil.copytree(xorl_step, xorl_step.parent / "global_step_200")
     with ckptcore.CheckpointReader(xorl_step.parent) as reader:
         assert reader.steps == (100, 200)
-        assert reader.load_checkpointables(wanted=["model"])["model"]["n"] == 7
+        assert reader.load_checkpointables(abstract=["model"])["model"]["n"] == 7
         assert reader.restored_step == 200
     with pytest.raises(CheckpointNotFoundError, match=r"directory of steps \(global_step_100, global_step_200\)"):
         ckptcore.load(xorl_step.parent)
@@ -162,7 +163,7 @@ def test_several_are_verified_and_converted(xorl_step: Path, tmp_path: Path) -> 
 def test_memory_has_directories_too(xorl_step: Path) -> None:
     location = "memory://step-directories/step_1"
     context = ckptcore.Context()
-    storage = context.registry.storage("memory")("memory://step-directories", _options())
+    storage = runtime_of(context).registry.storage("memory")("memory://step-directories", _options())
     for path in sorted(xorl_step.rglob("*")):
         if path.is_file():
             storage.put(f"step_1/{path.relative_to(xorl_step)}", path.read_bytes())
@@ -227,9 +228,9 @@ def test_what_cannot_be_read_is_named(xorl_step: Path, monkeypatch: pytest.Monke
         raise UnsupportedLeafError("it holds a graph")
 
     monkeypatch.setattr(torch_files, "read_pickle", refused)
-    found = ckptcore.checkpointables_metadata(xorl_step)
+    found = ckptcore.metadata(xorl_step)
     assert list(found.checkpointables) == ["model", "optimizer"]
-    assert found.unreadable.keys() == {"extra_state", "scheduler.pt"}
+    assert found.checkpointables.unreadable.keys() == {"extra_state", "scheduler.pt"}
     assert ckptcore.load_checkpointables(xorl_step, ["model"])["model"]["n"] == 7
 
 

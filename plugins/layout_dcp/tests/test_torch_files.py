@@ -40,7 +40,9 @@ class _Plugin:
 
 def _load(path: Path) -> Any:
     installed = any(point.value.startswith("ckptcore_dcp") for point in entry_points(group="ckptcore"))
-    return ckptcore.load(path, context=ckptcore.Context(plugins=() if installed else (_Plugin(),)))
+    return ckptcore.load(
+        path, context=ckptcore.Context(plugins=ckptcore.context.PluginOptions(extra=() if installed else (_Plugin(),)))
+    )
 
 
 def _save(state: object, path: Path, zipped: bool = True) -> None:

@@ -149,7 +149,13 @@ def test_a_failing_process_fails_them_all(tmp_path: Path) -> None:
 
     def save(coordinator: Coordinator) -> None:
         state: dict[str, Any] = {"w": np.zeros(3), "mine": object() if coordinator.rank == 2 else 1}
-        ckptcore.save(location, state, layout="dcp", overwrite=True, context=ckptcore.Context(coordinator=coordinator))
+        ckptcore.save(
+            location,
+            state,
+            layout="dcp",
+            overwrite=True,
+            context=ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator)),
+        )
 
     with pytest.raises(ExceptionGroup) as raised:
         ThreadJob(3, timeout_seconds=30).run(save)
@@ -374,12 +380,14 @@ def test_what_each_process_has_comes_back_to_it(tmp_path: Path) -> None:
             "model": {"w": np.arange(5.0)},
             "data": ckptcore.PerProcess({"position": 10 * rank, "seed": np.full(rank + 1, rank)}),
         }
-        context = ckptcore.Context(coordinator=coordinator)
+        context = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
         ckptcore.save_checkpointables(location, objects, layout="dcp", context=context)
 
     def load(coordinator: Coordinator) -> Any:
         wanted = {"model": None, "data": ckptcore.PerProcess(None)}
-        return ckptcore.load_checkpointables(location, wanted, context=ckptcore.Context(coordinator=coordinator))
+        return ckptcore.load_checkpointables(
+            location, wanted, context=ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
+        )
 
     ThreadJob(size, timeout_seconds=30).run(save)
     for rank, found in enumerate(ThreadJob(size, timeout_seconds=30).run(load)):

@@ -39,7 +39,7 @@ _LAYOUTS: Final[Mapping[str, str | Layout]] = {
     "zarr-gzip": ZarrLayout(compression="gzip", chunk_bytes=256),
 }
 _FEW: Final = ("safetensors", "zarr", "zarr3", "ocdbt", "ocdbt-zstd")
-_FAST: Final = ckptcore.Context(durability="none", threads=2)
+_FAST: Final = ckptcore.Context(durability="none", io=ckptcore.context.IOOptions(threads=2))
 
 
 class _Pair(NamedTuple):
@@ -136,7 +136,7 @@ def test_several_checkpointables_convert_to_every_layout(source: str, target: st
     found = ckptcore.load_checkpointables(there)
     assert_same_tree(found, ckptcore.load_checkpointables(original))
     assert found["own"] == {"below/file": b"content" * 100}
-    assert ckptcore.checkpointables_metadata(there).custom == {"run": 1}
+    assert ckptcore.metadata(there).custom == {"run": 1}
     ckptcore.delete(original)
 
 
@@ -165,7 +165,7 @@ def test_what_orbax_wrote_converts_to_every_layout(name: str, target: str, tmp_p
     if "checkpointables" in _EXPECTED[name]:
         several = ckptcore.load_checkpointables
         assert_same_tree(several(there, context=_FAST), several(source, context=_FAST))
-        assert ckptcore.checkpointables_metadata(there).custom == ckptcore.checkpointables_metadata(source).custom
+        assert ckptcore.metadata(there).custom == ckptcore.metadata(source).custom
     else:
         expected, found = ckptcore.metadata(source), ckptcore.metadata(there)
         assert found.custom == expected.custom
@@ -191,7 +191,9 @@ class _WithoutAddress:
         return storage
 
 
-_NOWHERE: Final = ckptcore.Context(plugins=(_WithoutAddress(),), durability="none")
+_NOWHERE: Final = ckptcore.Context(
+    plugins=ckptcore.context.PluginOptions(extra=(_WithoutAddress(),)), durability="none"
+)
 
 
 @pytest.mark.parametrize("name", _EXPECTED)

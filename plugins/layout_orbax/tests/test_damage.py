@@ -33,7 +33,7 @@ _NAMES: Final = sorted(path.stem for path in _GOLDEN.glob("*.json"))
 _MEMORY_BYTES: Final = 64 << 20
 """More than any of the goldens needs; more than that is not there."""
 
-_CONTEXT: Final = ckptcore.Context(threads=1)
+_CONTEXT: Final = ckptcore.Context(io=ckptcore.context.IOOptions(threads=1))
 
 
 def _location(name: str, directory: Path) -> Path:

@@ -15,6 +15,7 @@ from ckptcore import Context
 from ckptcore.io.snapshot import HeldSnapshot
 from ckptcore.model import Segment
 from ckptcore.protocols import Layout
+from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import describe_part
 
 
@@ -59,7 +60,7 @@ def test_nothing_is_encoded_once_a_write_has_failed(layout: Layout, monkeypatch:
     monkeypatch.setattr(EncodingChunk, "settle", noted_settle)
     monkeypatch.setattr(EncodingChunk, "result", noted_result)
     arrays = [np.full((64, 64), number) for number in range(12)]
-    description = describe_part("", list(arrays), layout, Context().registry, rank=0, size=1)
+    description = describe_part("", list(arrays), layout, runtime_of(Context()).registry, rank=0, size=1)
     plan = description.plan(0, 1, "0" * 16)
     with pytest.raises(OSError, match="full") as raised:
         layout.write(HeldSnapshot(plan, [[array] for array in arrays]), _FullStore())

@@ -85,7 +85,10 @@ def saved(location: Path, layout: Layout, *, background: bool = False) -> None:
     tree = state()
 
     def save(coordinator: Coordinator) -> None:
-        context = ckptcore.Context(coordinator=coordinator, handlers={Rows: RowsHandler()})
+        context = ckptcore.Context(
+            job=ckptcore.context.JobOptions(coordinator=coordinator),
+            plugins=ckptcore.context.PluginOptions(handlers={Rows: RowsHandler()}),
+        )
         if background:
             ckptcore.save_async(location, tree, layout=layout, context=context).result(60)
         else:
@@ -138,6 +141,10 @@ def test_it_loads_under_another_number_of_processes(tmp_path: Path) -> None:
     saved(tmp_path / "c", OcdbtLayout(chunk_bytes=32))
 
     def load(coordinator: Coordinator) -> None:
-        assert_as_saved(ckptcore.load(tmp_path / "c", context=ckptcore.Context(coordinator=coordinator)))
+        assert_as_saved(
+            ckptcore.load(
+                tmp_path / "c", context=ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
+            )
+        )
 
     ThreadJob(3).run(load)

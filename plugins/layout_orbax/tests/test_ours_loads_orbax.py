@@ -312,12 +312,12 @@ def test_several_checkpointables_load(composite):
         },
     )
     data = Iterator(0)
-    some = ckptcore.load_checkpointables(composite, {"data": data, "model": MODEL})
+    some = ckptcore.load_checkpointables(composite, {"model": MODEL}, into={"data": data})
     assert data.position == 5
     assert some["data"] is data
     assert_same(some["model"], MODEL)
     assert_same(ckptcore.load(composite / "ema"), {"w": np.ones(3, np.float32)})
-    metadata = ckptcore.checkpointables_metadata(composite)
+    metadata = ckptcore.metadata(composite)
     assert set(metadata.checkpointables) == {"model", "data", "config", "ema"}
     assert metadata.custom == {"run": 2}
     with pytest.raises(ckptcore.errors.CompositeCheckpointError, match="load_checkpointables"):
@@ -346,7 +346,7 @@ def test_grain_iterators_load(tmp_path):
         next(iterator)
     v1.save_checkpointables(tmp_path / "c", {"model": MODEL, "data": iterator})
     again = iter(data)
-    ckptcore.load_checkpointables(tmp_path / "c", {"data": again})
+    ckptcore.load_checkpointables(tmp_path / "c", into={"data": again})
     assert [batch.tolist() for batch in again] == [batch.tolist() for batch in iterator]
 
 

@@ -188,7 +188,7 @@ class WithoutAddress:
 
 
 tensorstore.open({"driver": "zarr3", "kvstore": "memory://"}, create=True, dtype="int8", shape=[3]).result()[:].write(1).result()
-context = ckptcore.Context(plugins=(WithoutAddress(),))
+context = ckptcore.Context(plugins=ckptcore.context.PluginOptions(extra=(WithoutAddress(),)))
 with open("/proc/self/statm") as counts:
     taken = int(counts.read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (taken + (300 << 20),) * 2)

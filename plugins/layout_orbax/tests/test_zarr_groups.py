@@ -160,7 +160,12 @@ def test_keys_with_the_names_of_groups_are_leaves(tmp_path: Path, layout: str) -
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_job_writes_groups_once(tmp_path: Path, layout: str) -> None:
     def work(coordinator: Coordinator) -> None:
-        ckptcore.save(tmp_path / "c", _state(), layout=layout, context=ckptcore.Context(coordinator=coordinator))
+        ckptcore.save(
+            tmp_path / "c",
+            _state(),
+            layout=layout,
+            context=ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator)),
+        )
 
     ThreadJob(3, timeout_seconds=60).run(work)
     assert set(_arrays(zarr.open_group(str(tmp_path / "c"), mode="r"))) == {

@@ -53,7 +53,7 @@ class Rank:
 
     def save(self, location: Path, step: int) -> None:
         """Save a state together."""
-        context = ckptcore.Context(coordinator=self._joined())
+        context = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=self._joined()))
         ckptcore.save(location, state(step), context=context)
 
     def sleep(self, seconds: float) -> None:

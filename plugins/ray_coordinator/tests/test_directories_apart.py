@@ -39,7 +39,7 @@ def test_actors_with_other_working_directories(
         os.chdir(tmp_path / f"host {min(coordinator.rank, 1)}")
         visibility._PATIENCE_SECONDS = 0.3  # type: ignore[misc]  # nothing will come
         try:
-            work(ckptcore.Context(coordinator=coordinator))
+            work(ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator)))
         except Exception as error:  # noqa: BLE001  # compared by the test
             return type(error), str(error), getattr(error, "__notes__", [])
         finally:

@@ -74,7 +74,9 @@ def led(ranks: Ranks) -> Iterator[tuple[ckptcore.Context, list[Any]]]:
 
 
 def lead(job: RayJob) -> ckptcore.Context:
-    return ckptcore.Context(coordinator=RayCoordinator(job.name, 0, job.size, timeout_seconds=30))
+    return ckptcore.Context(
+        job=ckptcore.context.JobOptions(coordinator=RayCoordinator(job.name, 0, job.size, timeout_seconds=30))
+    )
 
 
 def workers(job: RayJob) -> list[Any]:

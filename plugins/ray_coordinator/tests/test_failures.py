@@ -35,7 +35,11 @@ class Worker:
     def join(self, job: str, rank: int, size: int, timeout_seconds: float) -> None:
         """Be a rank from now on."""
         self.rank, self.size = rank, size
-        self.context = ckptcore.Context(coordinator=RayCoordinator(job, rank, size, timeout_seconds=timeout_seconds))
+        self.context = ckptcore.Context(
+            job=ckptcore.context.JobOptions(
+                coordinator=RayCoordinator(job, rank, size, timeout_seconds=timeout_seconds)
+            )
+        )
 
     def save(self, location: Path, value: float, end: End) -> str | None:
         """Save; why it failed. The end comes after this rank wrote its part, and before the others know."""

@@ -16,6 +16,7 @@ from ckptcore_ray.jobs import RayJob, find_job, make_job
 
 import ckptcore
 from ckptcore.errors import CoordinationTimeoutError, PluginError, RankFailedError
+from ckptcore.runtime import runtime_of
 from plugins.ray_coordinator.tests.ranks import Ranks, new_name, state
 
 
@@ -159,7 +160,7 @@ class Asynchronous:
         from ckptcore_ray.membership import leave_job
 
         leave_job()
-        return ckptcore.Context().job().size
+        return runtime_of(ckptcore.Context()).job().size
 
 
 def test_asynchronous_actors_go_on_while_they_save(ranks: Ranks, job: RayJob, tmp_path: Path) -> None:

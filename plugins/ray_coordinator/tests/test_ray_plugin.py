@@ -9,6 +9,7 @@ from ckptcore_ray.membership import joined_coordinator
 from ckptcore_testing import PluginTests
 
 from ckptcore import Context
+from ckptcore.runtime import runtime_of
 
 
 class TestPluginConforms(PluginTests):
@@ -25,4 +26,4 @@ def test_the_entry_point_is_the_plugin() -> None:
 def test_a_process_that_joined_no_job_is_alone() -> None:
     assert joined_coordinator() is None
     assert ckptcore_ray.ckpt_coordinator() is None
-    assert Context().job().size == 1
+    assert runtime_of(Context()).job().size == 1

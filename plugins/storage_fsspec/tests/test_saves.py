@@ -72,7 +72,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def marked(place: Place) -> Place:
     """A directory of its own, saved to with markers."""
     url, context = place
-    return f"{url}/{uuid.uuid4().hex}", replace(context, without_conditions="marker")
+    return f"{url}/{uuid.uuid4().hex}", replace(context, io=replace(context.io, without_conditions="marker"))
 
 
 def test_a_save_is_refused_and_says_what_to_do(place: Place) -> None:
@@ -96,7 +96,7 @@ def test_a_checkpoint_comes_back(marked: Place, layout: str) -> None:
     ckptcore.save(location, STATE, layout=layout, context=context)
     with pytest.raises(CheckpointExistsError):
         ckptcore.save(location, STATE, layout=layout, context=context)
-    _expect(location, replace(context, without_conditions="refuse"))
+    _expect(location, replace(context, io=replace(context.io, without_conditions="refuse")))
     assert ckptcore.verify(location, context=context).ok
     ckptcore.delete(location, context=context)
     with pytest.raises(CheckpointNotFoundError):

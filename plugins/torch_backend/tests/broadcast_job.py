@@ -22,8 +22,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import ckptcore
-from ckptcore import Context, ReadGroups
+from ckptcore import Context
 from ckptcore.builtin.local import LocalStorage
+from ckptcore.context import IOOptions, JobOptions, PluginOptions, ReadGroups
 from ckptcore.errors import CheckpointError
 from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
 
@@ -115,7 +116,7 @@ def check_failure(directory: Path) -> None:
     """A process that cannot read fails the load on all, and the next load works."""
     storage = CountedStorage()
     storage.fails = dist.get_rank() == 2
-    context = Context(reads="broadcast", plugins=[storage])
+    context = Context(job=JobOptions(reads="broadcast"), plugins=PluginOptions(extra=[storage]))
     wanted = abstract("fsdp2")  # every process reads a part
     try:
         ckptcore.load(f"counted://{directory}/saved", wanted, context=context)
@@ -135,7 +136,9 @@ def main(directory: Path) -> None:
     for name, reads in READS.items():
         storage = CountedStorage()
         # Without checksums, because the blocks that they are of are read whole.
-        context = Context(reads=reads, plugins=[storage], verify=False)
+        context = Context(
+            job=JobOptions(reads=reads), plugins=PluginOptions(extra=[storage]), io=IOOptions(verify=False)
+        )
         read[name] = {}
         for kind in KINDS:
             location = f"counted://{directory}/saved"

@@ -19,6 +19,7 @@ from ckptcore import hookimpl
 from ckptcore.errors import CheckpointError
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
+from ckptcore.runtime import runtime_of
 
 __all__ = ["OPERATIONS", "Operation", "State", "without_collector"]
 
@@ -106,12 +107,12 @@ def _save_async(path: Path, state: State, layout: str) -> object:
 def _save_async_untaken(path: Path, state: State, layout: str) -> object:
     context = _context()
     handle = ckptcore.save_async(path / "c", state.tree, layout=layout, context=context)
-    context.saves.wait()
+    runtime_of(context).saves.wait()
     return handle, context
 
 
 def _save_bounded(path: Path, state: State, layout: str) -> object:
-    context = _context(memory=ckptcore.MemoryOptions(save_bytes=1 << 20))
+    context = _context(memory=ckptcore.context.MemoryOptions(save_bytes=1 << 20))
     handle = ckptcore.save_async(path / "c", state.tree, layout=layout, context=context)
     handle.result()
     return handle, context
@@ -128,15 +129,15 @@ def _refused(path: Path, state: State, layout: str) -> object:
 
 
 def _full(path: Path, state: State, layout: str) -> object:
-    context = _context(plugins=(_Full(),))
+    context = _context(plugins=ckptcore.context.PluginOptions(extra=(_Full(),)))
     _fails(lambda: ckptcore.save(f"full://{path}/c", state.tree, layout=layout, context=context))
     return context
 
 
 def _full_async(path: Path, state: State, layout: str) -> object:
-    context = _context(plugins=(_Full(),))
+    context = _context(plugins=ckptcore.context.PluginOptions(extra=(_Full(),)))
     handle = ckptcore.save_async(f"full://{path}/c", state.tree, layout=layout, context=context)
-    context.saves.wait()
+    runtime_of(context).saves.wait()
     _fails(handle.result)
     return handle, context
 

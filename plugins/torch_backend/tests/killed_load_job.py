@@ -20,6 +20,7 @@ from ckptcore_torch.store_coordinator import StoreCoordinator, store_of_job
 
 import ckptcore
 from ckptcore import Context
+from ckptcore.context import JobOptions
 from ckptcore.errors import CheckpointError
 from ckptcore.loading.broadcasts import Broadcasts
 
@@ -69,7 +70,7 @@ def main(rank: int, size: int, port: int, which: int, directory: Path) -> None:
         vanish_at_third_message(which)
     collectives = GlooCollectives(store_of_job(), rank, size, timeout_seconds=_MESSAGE_SECONDS[signal.Signals(which)])
     try:
-        context = Context(reads="broadcast", coordinator=BriefAfterMessages(), collectives=collectives)
+        context = Context(job=JobOptions(reads="broadcast", coordinator=BriefAfterMessages(), collectives=collectives))
         ckptcore.load(directory / "saved", context=context)
     except CheckpointError as error:
         (directory / f"{rank}.told").write_text(f"{type(error).__name__}: {error}")

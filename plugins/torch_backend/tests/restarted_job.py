@@ -42,7 +42,11 @@ def main(directory: Path, store: Any, life: int) -> None:
 
     dying: LeafHandler = DeadlyLeaves()
     coordinator = StoreCoordinator(store, rank, dist.get_world_size(), timeout_seconds=120)
-    context = ckptcore.Context(coordinator=coordinator, durability="none", handlers={Deadly: dying})
+    context = ckptcore.Context(
+        job=ckptcore.context.JobOptions(coordinator=coordinator),
+        durability="none",
+        plugins=ckptcore.context.PluginOptions(handlers={Deadly: dying}),
+    )
     with ckptcore.Checkpointer(directory / "run", context=context, if_in_use="take over") as run:
         assert run.latest == (2 if life else None)
         if life:

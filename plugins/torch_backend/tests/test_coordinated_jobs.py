@@ -18,9 +18,11 @@ from ckptcore_torch.store_coordinator import StoreCoordinator, _GroupCoordinator
 
 import ckptcore
 from ckptcore import Context
+from ckptcore.context import JobOptions
 from ckptcore.errors import PluginError
 from ckptcore.job.exchanges import ExchangeCounts
 from ckptcore.protocols import Rejoinable
+from ckptcore.runtime import runtime_of
 
 pytestmark = pytest.mark.system
 
@@ -43,7 +45,7 @@ def in_group(backend: str, size: int) -> Iterator[None]:
 def test_a_process_without_a_group_is_alone() -> None:
     assert not dist.is_initialized()
     assert ckptcore_torch.ckpt_coordinator() is None
-    assert Context().job().size == 1
+    assert runtime_of(Context()).job().size == 1
 
 
 def test_a_group_of_one_process_is_none() -> None:
@@ -55,12 +57,12 @@ def test_a_group_without_a_store_is_told_what_to_do_where_it_has_to_agree(tmp_pa
     """The fake backend stands for mpi, of which torch seldom has a working build. Loads alone need no coordinator."""
     ckptcore.save(tmp_path / "c", {"w": np.ones(3)})
     with in_group("fake", 4):
-        assert Context().job().size == 4
-        assert ckptcore.load(tmp_path / "c", context=Context(reads="alone"))["w"].tolist() == [1, 1, 1]
-        with pytest.raises(PluginError, match=r"4 processes.*'fake'.*Context\(coordinator="):
+        assert runtime_of(Context()).job().size == 4
+        assert ckptcore.load(tmp_path / "c", context=Context(job=JobOptions(reads="alone")))["w"].tolist() == [1, 1, 1]
+        with pytest.raises(PluginError, match=r"4 processes.*'fake'.*JobOptions\(coordinator="):
             ckptcore.load(tmp_path / "c")
         for save in (ckptcore.save, ckptcore.save_async):
-            with pytest.raises(PluginError, match=r"4 processes.*'fake'.*Context\(coordinator="):
+            with pytest.raises(PluginError, match=r"4 processes.*'fake'.*JobOptions\(coordinator="):
                 save(tmp_path / "d", {"w": np.ones(3)})
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
@@ -68,7 +70,7 @@ def test_a_group_without_a_store_is_told_what_to_do_where_it_has_to_agree(tmp_pa
 def test_the_coordinator_of_a_context_comes_first() -> None:
     mine = StoreCoordinator(dist.HashStore(), 0, 1)
     with in_group("fake", 4):
-        assert Context(coordinator=mine).job() is mine
+        assert runtime_of(Context(job=JobOptions(coordinator=mine))).job() is mine
 
 
 def test_a_group_has_one_coordinator_and_the_next_one_another() -> None:

@@ -14,6 +14,7 @@ from ckptcore_torch.transfers import Transfers
 import ckptcore
 from ckptcore.model import ArraySpec, Box, HostArray, Pending
 from ckptcore.protocols import HostMemory
+from ckptcore.runtime import runtime_of
 from plugins.torch_backend.tests.held_memory import OPERATIONS, State, without_collector
 from plugins.torch_backend.tests.test_transfers import LateDevice
 
@@ -40,16 +41,16 @@ def test_a_second_save_takes_no_memory_and_all_is_freed_when_asked_for(tmp_path:
     state = {f"{number}": torch.ones(8 << 20) for number in range(2)}
     nbytes = sum(tensor.nbytes for tensor in state.values())
     ckptcore.save_async(tmp_path / "0", state, context=context).result()
-    held = context.staging.held_bytes
+    held = runtime_of(context).staging.held_bytes
     assert nbytes <= held <= 1.1 * nbytes
     resident = resident_bytes()
     for number in range(1, 4):
         ckptcore.save_async(tmp_path / str(number), state, context=context).result()
-        assert context.staging.held_bytes == held
+        assert runtime_of(context).staging.held_bytes == held
     assert resident_bytes() - resident < nbytes // 4
     resident = resident_bytes()
-    context.staging.release_unused()
-    assert context.staging.held_bytes == 0
+    runtime_of(context).staging.release_unused()
+    assert runtime_of(context).staging.held_bytes == 0
     assert resident - resident_bytes() > 0.9 * nbytes
 
 
@@ -59,14 +60,14 @@ def test_what_saves_copied_into_is_free_again(tmp_path: Path, name: str) -> None
     kept = OPERATIONS[name](tmp_path, State(), "safetensors")
     contexts = [each for each in (kept if isinstance(kept, tuple) else [kept]) if isinstance(each, ckptcore.Context)]
     for context in contexts:
-        context.staging.release_unused()
-        assert context.staging.held_bytes == 0
+        runtime_of(context).staging.release_unused()
+        assert runtime_of(context).staging.held_bytes == 0
 
 
 def test_memory_is_not_kept_where_none_is_to_be(tmp_path: Path) -> None:
-    context = ckptcore.Context(durability="none", memory=ckptcore.MemoryOptions(keep_staging=False))
+    context = ckptcore.Context(durability="none", memory=ckptcore.context.MemoryOptions(keep_staging=False))
     ckptcore.save_async(tmp_path / "c", {"w": torch.ones(1 << 20)}, context=context).result()
-    assert context.staging.held_bytes == 0
+    assert runtime_of(context).staging.held_bytes == 0
 
 
 class _OnDevice(TensorHandler):
@@ -89,8 +90,8 @@ def test_staging_buffers_of_a_device_are_reused_and_hold_no_tensor(tmp_path: Pat
     transfers = Transfers(device, size=1 << 14, count=3)
     context = ckptcore.Context(
         durability="none",
-        handlers={torch.Tensor: _OnDevice(transfers)},
-        memory=ckptcore.MemoryOptions(save_bytes=limit),
+        plugins=ckptcore.context.PluginOptions(handlers={torch.Tensor: _OnDevice(transfers)}),
+        memory=ckptcore.context.MemoryOptions(save_bytes=limit),
     )
     with without_collector():
         for number in range(4):
@@ -103,5 +104,5 @@ def test_staging_buffers_of_a_device_are_reused_and_hold_no_tensor(tmp_path: Pat
     assert device.buffers == 3
     for number in range(4):
         assert ckptcore.load(tmp_path / str(number))["large"].tolist() == [float(number)] * (1 << 18)
-    context.staging.release_unused()
-    assert context.staging.held_bytes == 0
+    runtime_of(context).staging.release_unused()
+    assert runtime_of(context).staging.held_bytes == 0

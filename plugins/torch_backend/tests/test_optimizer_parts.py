@@ -85,7 +85,7 @@ def save_parts(location: Path, values: Sequence[NamedOptimizer], layout: str = "
     """As a job in which each process has one of them."""
 
     def of_rank(coordinator: Coordinator) -> None:
-        context = ckptcore.Context(coordinator=coordinator, durability="none")
+        context = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator), durability="none")
         ckptcore.save(location, {"o": values[coordinator.rank]}, layout=layout, context=context)
 
     ThreadJob(len(values)).run(of_rank)

@@ -59,5 +59,7 @@ def test_dtensors_of_other_processes_are_planned(imagined_group: None) -> None:
     assert plan.array_bytes == rows * 512 * 4 + 12
     written = [process.array_bytes for process in plan.processes]
     assert sum(written) == plan.array_bytes
-    shared = ckptcore.Context(replicas=ckptcore.ReplicaOptions(piece_bytes=1 << 16))
+    shared = ckptcore.Context(
+        job=ckptcore.context.JobOptions(replicas=ckptcore.context.ReplicaOptions(piece_bytes=1 << 16))
+    )
     assert ckptcore.plan({"w": weight}, processes=PROCESSES, layout="dcp", context=shared).imbalance == 1.0

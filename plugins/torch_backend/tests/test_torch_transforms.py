@@ -33,7 +33,9 @@ def mesh() -> Iterator[DeviceMesh]:
 
 def test_a_shard_of_a_stack_reads_its_rows(mesh: DeviceMesh, tmp_path: Path) -> None:
     state = {f"l.{layer}": np.arange(512 * 256, dtype=np.float32).reshape(512, 256) + layer for layer in range(3)}
-    context = ckptcore.Context(checksums=False, coordinator=_Alone())
+    context = ckptcore.Context(
+        io=ckptcore.context.IOOptions(checksums=False), job=ckptcore.context.JobOptions(coordinator=_Alone())
+    )
     ckptcore.save(tmp_path / "c", state, context=context)
     whole = np.stack([state[f"l.{layer}"] for layer in range(3)])
     wanted = {"w": DTensor.from_local(torch.zeros(3, 128, 256), mesh, [Shard(1)], run_check=False)}

@@ -151,7 +151,9 @@ def save(directory: Path, layout: str) -> None:
     made = tree(0)
     for _ in range(STEPS):
         train(made)
-    context = ckptcore.Context(replicas=ckptcore.ReplicaOptions(objects="lowest_rank"))
+    context = ckptcore.Context(
+        job=ckptcore.context.JobOptions(replicas=ckptcore.context.ReplicaOptions(objects="lowest_rank"))
+    )
     ckptcore.save(directory / layout, made, layout=layout, context=context)
     for _ in range(STEPS):
         train(made)

@@ -39,7 +39,8 @@ from ckptcore_transforms import (
 )
 
 import ckptcore
-from ckptcore import AbstractArray, ArrayShard, Context, LoadReport, Matching, MemoryOptions, ShardedArray
+from ckptcore import AbstractArray, ArrayShard, Context, LoadReport, Matching, ShardedArray
+from ckptcore.context import IOOptions, MemoryOptions
 from ckptcore.model import Box, dtype_from_name
 
 SIDE, RANK, SHARDS = 1024, 16, 8
@@ -58,7 +59,7 @@ PACKED: Any = np.full((SIDE, SIDE // 32, 16), 0x22, np.uint8), np.full((SIDE, SI
 
 OF_QUANTIZED = (SIDE * SIDE + 4 * 64) / WHOLE
 
-QUIET = Context(durability="none", checksums=False)
+QUIET = Context(durability="none", io=IOOptions(checksums=False))
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 import ckptcore
 import plugins.transforms.tests.chains
-from ckptcore import ArrayShard, Context, MemoryOptions, ShardedArray
+from ckptcore import ArrayShard, Context, ShardedArray
+from ckptcore.context import MemoryOptions
 from ckptcore.loading.transformed import apply_transforms
 from ckptcore.model import ArrayRecord, HostArray
 from ckptcore.planning import plan_read

@@ -28,7 +28,8 @@ import json
 import sys
 
 import ckptcore
-from ckptcore import AbstractArray, Context, Matching, MemoryOptions
+from ckptcore import AbstractArray, Context, Matching
+from ckptcore.context import MemoryOptions
 from ckptcore_transforms import Average, Cast, Dequantize, MergeLora, Pad, Rename, Scale, SplitAxis, Stack
 
 large, small, load_bytes = sys.argv[1:]

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptcore
-from ckptcore import ArrayShard, Context, LoadReport, MemoryOptions, ShardedArray
+from ckptcore import ArrayShard, Context, LoadReport, ShardedArray
+from ckptcore.context import IOOptions, JobOptions, MemoryOptions
 from ckptcore.errors import CheckpointError
 from ckptcore.model import Box
 from ckptcore.protocols import Coordinator
@@ -34,7 +35,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
     rng = np.random.default_rng(0)
     state = {f"layers.{layer}.w": rng.integers(0, 99, (ROWS, COLUMNS), np.int32) for layer in range(LAYERS)}
     location = tmp_path_factory.mktemp("layers")
-    ckptcore.save(location / "c", state, context=Context(durability="none", checksums=False))
+    ckptcore.save(location / "c", state, context=Context(durability="none", io=IOOptions(checksums=False)))
     return location / "c", state
 
 
@@ -126,7 +127,9 @@ def test_ranks_load_together(stored: tuple[Path, dict[str, Any]], reads: Any) ->
     network, job = ThreadNetwork(RANKS, timeout_seconds=120), ThreadJob(RANKS, timeout_seconds=120)
 
     def load(coordinator: Coordinator) -> None:
-        context = Context(coordinator=coordinator, collectives=network.collectives(coordinator.rank), reads=reads)
+        context = Context(
+            job=JobOptions(coordinator=coordinator, collectives=network.collectives(coordinator.rank), reads=reads)
+        )
         box = Box((0, 256 * coordinator.rank, 0), (LAYERS, 256 * (coordinator.rank + 1), ROWS))
         wanted = {"v": _shards(whole.shape, np.float32, [box])}
         (shard,) = ckptcore.load(location, wanted, transforms=chain, context=context)["v"].shards
@@ -139,7 +142,11 @@ def test_ranks_with_different_transforms_are_refused(stored: tuple[Path, dict[st
     network, job = ThreadNetwork(2, timeout_seconds=120), ThreadJob(2, timeout_seconds=120)
 
     def load(coordinator: Coordinator) -> None:
-        context = Context(coordinator=coordinator, collectives=network.collectives(coordinator.rank), reads="broadcast")
+        context = Context(
+            job=JobOptions(
+                coordinator=coordinator, collectives=network.collectives(coordinator.rank), reads="broadcast"
+            )
+        )
         chain: list[Transform] = [Cast("layers.0.w", "int8" if coordinator.rank else "uint8")]
         with pytest.raises((ValueError, CheckpointError), match="different options"):
             ckptcore.load(stored[0], transforms=chain, context=context)
@@ -151,7 +158,9 @@ def test_the_way_back_is_sharded_too(stored: tuple[Path, dict[str, Any]], tmp_pa
     location, state = stored
     chain: list[Transform] = [Stack("layers.{i}.w", "w"), Split("w", ["low", "high"], axis=1)]
     ckptcore.save(
-        tmp_path / "c", ckptcore.load(location, transforms=chain), context=Context(durability="none", checksums=False)
+        tmp_path / "c",
+        ckptcore.load(location, transforms=chain),
+        context=Context(durability="none", io=IOOptions(checksums=False)),
     )
     half = Box((0, 0), (ROWS // 2, COLUMNS))
     report = LoadReport()

@@ -76,7 +76,7 @@ def train(name: str, directory: Path, *, killed_at: int | None) -> None:
     run = directory / name / "run"
     first = 0
     if run.exists() and killed_at is None:
-        ckptcore.load_checkpointables(run, wanted=state)
+        ckptcore.load_checkpointables(run, into=state)
         first = json.loads((directory / name / "first").read_text())
     seen = []
     step = first

@@ -34,7 +34,7 @@ def abstract_arrays(metadata: ckptcore.CheckpointMetadata, devices: Sequence[jax
     that JAX can hold gets a `jax.ShapeDtypeStruct`.
 
     Args:
-        metadata: what `ckptcore.metadata` told, or one of what `ckptcore.checkpointables_metadata` did.
+        metadata: of one tree: from `ckptcore.metadata`, or one of its `checkpointables`.
         devices: to put arrays on; None for `jax.devices()`.
 
     Returns:

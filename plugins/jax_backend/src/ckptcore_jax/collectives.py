@@ -60,7 +60,7 @@ class DeviceCollectives:
         if jax.process_index() != self._rank:
             raise PluginError(
                 f"jax.process_index() is {jax.process_index()} in the process that jax.distributed.initialize was told is {self._rank}: "
-                'expected the same. Give Context(reads="all"), or collectives of your own'
+                'expected the same. Give Context(job=JobOptions(reads="all")), or collectives of your own'
             )
         devices: dict[int, jax.Device] = {}
         for device in sorted(jax.devices(), key=lambda device: device.id):

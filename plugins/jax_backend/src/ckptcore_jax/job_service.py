@@ -81,6 +81,6 @@ def _unknown(found: str) -> PluginError:
     version = getattr(sys.modules.get("jax"), "__version__", "unknown")
     return PluginError(
         f"jax {version} does not keep the key-value service of a job in {_MODULE}.global_state, where the versions from 0.4.34 "
-        f"have it: {found}; give Context(coordinator=...) a coordinator of your own, or install a version of ckptcore-jax "
+        f"have it: {found}; give Context(job=JobOptions(coordinator=...)) a coordinator of your own, or install a version of ckptcore-jax "
         "that knows this one of JAX"
     )

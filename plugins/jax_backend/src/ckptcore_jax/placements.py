@@ -114,7 +114,7 @@ def shards_of(sharding: Sharding, shape: tuple[int, ...], rank: int, size: int) 
             raise UnsupportedLeafError(
                 f"of an array of shape {shape} with {sharding} this process has {len(placement.boxes)} of {len(placement.holders)} "
                 "boxes and saves alone: expected to save together with the processes that have the others; call "
-                "jax.distributed.initialize() in each, or give Context(coordinator=...); in PerProcess(...) have arrays on "
+                "jax.distributed.initialize() in each, or give Context(job=JobOptions(coordinator=...)); in PerProcess(...) have arrays on "
                 "devices of one process only"
             )
         return tuple([Shard(box) for box in placement.boxes])

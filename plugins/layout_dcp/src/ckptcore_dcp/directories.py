@@ -52,7 +52,7 @@ def inspect_step_directory(store: ReadStore) -> InspectedComposite | None:
     directories = [name[:-1] for name in names if name.endswith("/") and not name.startswith(".")]
     if not directories or len(names) > _MOST_NAMES or any(names_of_dcp(names)):
         return None
-    steps = ckptcore.StepNames()
+    steps = ckptcore.step_names.StepNames()
     if any(steps.parse(name) is not None for name in directories):
         return None
     members: dict[str, MemberKind] = {}

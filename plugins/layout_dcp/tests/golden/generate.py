@@ -144,7 +144,9 @@ def _save_ours(state: Any, path: Path) -> None:
     from ckptcore_torch.store_coordinator import StoreCoordinator
 
     store = dist.distributed_c10d._get_default_store()
-    context = ckptcore.Context(coordinator=StoreCoordinator(store, rank=dist.get_rank(), size=2))
+    context = ckptcore.Context(
+        job=ckptcore.context.JobOptions(coordinator=StoreCoordinator(store, rank=dist.get_rank(), size=2))
+    )
     with fixed_saves():
         ckptcore.save(path, state, layout="dcp", context=context)
 

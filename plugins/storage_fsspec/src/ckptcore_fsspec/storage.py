@@ -107,7 +107,7 @@ class FsspecStorage:
         if condition is not None:
             raise AtomicityError(
                 f"cannot put {key!r} in {self._url} on a condition: fsspec has no puts that depend on what is there. "
-                "Save to a storage with a plugin of its own (file, s3, gs), or allow it: Context(without_conditions='marker')"
+                "Save to a storage with a plugin of its own (file, s3, gs), or allow it: Context(io=IOOptions(without_conditions='marker'))"
             )
         data = bytes(data)
         with telling(f"cannot write {key!r} in {self._url}"):

@@ -171,7 +171,11 @@ class LayoutCrashTests:
             plugins = (_FaultyPlugin(place.scheme, plan),)
         # One thread, so that operations come in the same order every time; each save is a process of its own.
         # What a loss of power leaves is another question: here whatever was written stays.
-        context = ckptcore.Context(plugins=plugins, threads=1, durability="none")
+        context = ckptcore.Context(
+            plugins=ckptcore.context.PluginOptions(extra=plugins),
+            io=ckptcore.context.IOOptions(threads=1),
+            durability="none",
+        )
         ckptcore.save(location, state, layout=self.layout(), overwrite=place.replaces_atomically, context=context)
 
     # --- what is left

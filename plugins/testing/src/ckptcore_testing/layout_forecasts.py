@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore import ArrayShard, Context, ReplicaOptions, ShardedArray
+from ckptcore import ArrayShard, Context, ShardedArray
 from ckptcore.builtin.memory import MemoryStorages
+from ckptcore.context import IOOptions, JobOptions, PluginOptions, ReplicaOptions
 from ckptcore.hookspecs import hookimpl
 from ckptcore.model import Box
 from ckptcore.protocols import Coordinator, Layout, StorageBackend, StorageOpener, StorageOptions
@@ -77,7 +78,9 @@ class LayoutForecastTests:
         def job(coordinator: Coordinator) -> tuple[SavePlan, Counter[str]]:
             storage = _CountedStorage(stores)
             context = Context(
-                coordinator=coordinator, plugins=[storage], replicas=ReplicaOptions(piece_bytes=1 << 14), threads=2
+                job=JobOptions(coordinator=coordinator, replicas=ReplicaOptions(piece_bytes=1 << 14)),
+                plugins=PluginOptions(extra=[storage]),
+                io=IOOptions(threads=2),
             )
             state = _state(coordinator.rank, size)
             plan = ckptcore.plan(state, layout=layout, context=context)
@@ -102,11 +105,14 @@ class LayoutForecastTests:
         replicas = ReplicaOptions(piece_bytes=1 << 14)
 
         def job(coordinator: Coordinator) -> SavePlan:
-            context = Context(coordinator=coordinator, replicas=replicas)
+            context = Context(job=JobOptions(coordinator=coordinator, replicas=replicas))
             return ckptcore.plan(_state(coordinator.rank, 4), layout=layout, context=context)
 
         imagined = ckptcore.plan(
-            lambda rank: _state(rank, 4), processes=4, layout=layout, context=Context(replicas=replicas)
+            lambda rank: _state(rank, 4),
+            processes=4,
+            layout=layout,
+            context=Context(job=JobOptions(replicas=replicas)),
         )
         assert _without_random_names(imagined) == _without_random_names(ThreadJob(4).run(job)[0])
 
@@ -114,7 +120,7 @@ class LayoutForecastTests:
         layout = self.layout()
 
         def job(coordinator: Coordinator) -> tuple[SavePlan, SavePlan]:
-            context = Context(coordinator=coordinator)
+            context = Context(job=JobOptions(coordinator=coordinator))
             concrete, abstract = _state(coordinator.rank, 2), _abstract(_state(coordinator.rank, 2))
             return (
                 ckptcore.plan(concrete, layout=layout, context=context),

@@ -356,7 +356,7 @@ def _made(saver: FrameworkSample, arrays: Mapping[str, list[HostArray]]) -> dict
 
 
 def _context(storage: StorageSample) -> ckptcore.Context:
-    return replace(_FAST, without_conditions=storage.without_conditions)
+    return replace(_FAST, io=replace(_FAST.io, without_conditions=storage.without_conditions))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from ckptcore.commit.conditions import WithoutConditions
+from ckptcore.context import WithoutConditions
 from ckptcore.errors import PluginError
 from ckptcore.model import ArraySpec, HostArray
 

@@ -334,7 +334,7 @@ class StepDocument(TypedDict):
 class StepsDocument(TypedDict):
     """``ckptcore steps --json``."""
 
-    schema: Literal["ckptcore.training/1"]
+    schema: Literal["ckptcore.steps/1"]
     directory: str
     owner: OwnerDocument | None  #: None: nobody
     steps: list[StepDocument]  #: ascending

@@ -34,7 +34,7 @@ def several(tmp_path: Path) -> Path:
 
 
 def test_inspect_shows_each(run: Run, several: Path) -> None:
-    found = ckptcore.checkpointables_metadata(several)
+    found = ckptcore.metadata(several)
     model, data = (found.checkpointables[name].objects["model.safetensors"].size for name in ("model", "data"))
     result = run("inspect", several)
     assert result.exit_code == 0, result.stderr
@@ -70,7 +70,7 @@ def test_inspect_as_json(run_json: RunJson, several: Path) -> None:
     assert [(one["key"], one["size"]) for one in found["notes"]["objects"]] == [("deep/a.txt", 5), ("deep/b.txt", 100)]
     assert (found["notes"]["leaves"], document["deleted"]) == ([], [])
     assert [event["phase"] for event in document["timeline"]] == [
-        event.phase for event in ckptcore.checkpointables_metadata(several).timeline
+        event.phase for event in ckptcore.metadata(several).timeline
     ]
 
 
@@ -233,7 +233,7 @@ def test_states_of_several_processes(run: Run, run_json: RunJson) -> None:
     location = f"memory://{uuid.uuid4()}/step"
 
     def save(coordinator: Coordinator) -> None:
-        context = ckptcore.Context(coordinator=coordinator)
+        context = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
         values = {
             "model": {"w": np.ones(3)},
             "data": ckptcore.PerProcess(Iterator(coordinator.rank)),

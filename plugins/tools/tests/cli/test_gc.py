@@ -19,6 +19,7 @@ from ckptcore.commit.holding import Holder
 from ckptcore.commit.location import open_directory
 from ckptcore.commit.root import Claimed
 from ckptcore.commit.root_json import encode_claim
+from ckptcore.runtime import runtime_of
 from plugins.tools.tests.cli.conftest import Run, RunJson, flip
 from plugins.tools.tests.cli.expected_documents import ErrorDocument, GcDocument
 from plugins.tools.tests.cli.runs import save_run
@@ -138,7 +139,7 @@ def test_what_is_not_ours_or_broken_is_left_alone(run_json: RunJson, directory: 
 def test_storage_without_directories(run_json: RunJson) -> None:
     directory = f"memory://{uuid.uuid4()}/run"
     save_run(directory, LOSSES)
-    store = open_directory(directory, ckptcore.Context().registry, durable=False, config={})
+    store = open_directory(directory, runtime_of(ckptcore.Context()).registry, durable=False, config={})
     store.put("5/checkpoint.json", encode_claim(Claimed("0" * 16, "2026-01-01T00:00:00+00:00")))
     _, document = run_json(GcDocument, "gc", directory, *POLICY, "--dry-run")
     assert (sorted(actions(document)), document["leftovers"]) == ([1, 2, 3, 4], ["5"])
@@ -150,7 +151,7 @@ def test_storage_without_directories(run_json: RunJson) -> None:
 def test_taking_over_from_the_dead(run_json: RunJson) -> None:
     directory = f"memory://{uuid.uuid4()}/run"
     save_run(directory, LOSSES)
-    store = open_directory(directory, ckptcore.Context().registry, durable=False, config={})
+    store = open_directory(directory, runtime_of(ckptcore.Context()).registry, durable=False, config={})
     dead = Holder("0" * 16, "elsewhere", 7, "2026-01-01T00:00:00+00:00", lease_seconds=0.1)
     store.put(".ckptcore/owner.json", dead.encode())
     assert run_json(ErrorDocument, "gc", directory, *POLICY, "--yes")[0] == 8

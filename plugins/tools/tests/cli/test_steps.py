@@ -184,7 +184,7 @@ def test_storage_without_locks(run_json: RunJson) -> None:
 
 
 def test_names_of_ones_own(run: Run, run_json: RunJson, tmp_path: Path) -> None:
-    names = ckptcore.StepNames.of("epoch-0001")
+    names = ckptcore.step_names.StepNames.of("epoch-0001")
     with ckptcore.Checkpointer(tmp_path / "run", step_names=names) as checkpointer:
         checkpointer.save(3, {"x": 1})
     assert run_json(StepsDocument, "steps", tmp_path / "run")[1]["steps"] == []

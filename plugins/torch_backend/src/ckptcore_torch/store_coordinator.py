@@ -257,7 +257,7 @@ def _job_coordinators() -> _GroupCoordinators:
 def _without_store(backend: str, size: int) -> PluginError:
     return PluginError(
         f"the process group of this job of {size} processes has the backend {backend!r}, which has no key-value store: expected "
-        "another backend, or Context(coordinator=StoreCoordinator(store, rank, size)) with a store that all processes reach"
+        "another backend, or Context(job=JobOptions(coordinator=StoreCoordinator(store, rank, size))) with a store that all processes reach"
     )
 
 

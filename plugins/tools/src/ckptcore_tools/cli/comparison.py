@@ -68,7 +68,9 @@ class BoxReader:
     def __init__(self, location: str, tree: TreeMetadata) -> None:
         self._location = location
         self._tree = tree
-        self._context = replace(command_context(), handlers={_Window: _WindowHandler(), _Windows: _WindowsHandler()})
+        context = command_context()
+        plugins = replace(context.plugins, handlers={_Window: _WindowHandler(), _Windows: _WindowsHandler()})
+        self._context = replace(context, plugins=plugins)
 
     def read(self, boxes: Mapping[int, Box]) -> dict[int, HostArray]:
         """The elements of one box each of some arrays, by number of the leaf."""

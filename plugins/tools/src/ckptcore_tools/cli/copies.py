@@ -85,7 +85,7 @@ def copy_command(
 
 def _is_run(source: str, names: StepNames, context: Context) -> bool:
     """Whether a directory is one of steps, and no checkpoint."""
-    from ckptcore.loading.describe import describe_either
+    from ckptcore.loading.describe import describe_checkpoint
 
     try:
         entries = names_in(source, context)
@@ -94,7 +94,7 @@ def _is_run(source: str, names: StepNames, context: Context) -> bool:
     if not names.find([entry[:-1] for entry in entries if entry.endswith("/")]):
         return False
     try:
-        describe_either(source, context)
+        describe_checkpoint(source, context)
     except UncommittedCheckpointError:
         return False
     except CheckpointNotFoundError:
@@ -280,8 +280,8 @@ def convert_command(
             transforms=transforms,
         )
     written = describe(destination, context)
-    one_tree = isinstance(written, ckptcore.CheckpointMetadata)
-    trees = {"": written} if isinstance(written, ckptcore.CheckpointMetadata) else written.checkpointables
+    one_tree = not written.is_composite
+    trees = {"": written} if one_tree else written.checkpointables
     leaves = [leaf for one in trees.values() for leaf in one.tree.leaves]
     arrays = sum(isinstance(leaf, ArrayRecord) for leaf in leaves)
     if as_json:

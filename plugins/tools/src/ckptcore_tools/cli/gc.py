@@ -16,6 +16,7 @@ from ckptcore.errors import CheckpointError
 from ckptcore.model.sizes import age, count, metrics_text, size
 from ckptcore.policies import PreservationPolicy, explain, parse_preservation, what_to_delete
 from ckptcore.protocols import AtomicDirectories
+from ckptcore.runtime import runtime_of
 from ckptcore.training.garbage import StepDeleter, policy_infos, readable_steps
 from ckptcore.training.steps import StepDirectory
 from ckptcore_tools.cli.command import ExitCode, checkpoint_command, command_context
@@ -118,7 +119,7 @@ def _referring(steps: StepDirectory, doomed: Collection[int], context: Context) 
     """By step that a policy gives up, the names of what stays and has arrays in it."""
     if not doomed:
         return {}
-    bases = find_bases(steps.store, context.io_threads)
+    bases = find_bases(steps.store, runtime_of(context).io_threads)
     saves = {step: summary.save_id for step in doomed if (summary := steps.summary(step)) is not None}
     going = dict(saves)
     while True:

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 import click
 
-import ckptcore
-from ckptcore import CheckpointablesMetadata, CheckpointMetadata
 from ckptcore.builtin.files_layout import FilesLayout
 from ckptcore.events import Event
+from ckptcore.loading.describe import CheckpointMetadata
 from ckptcore.model import (
     JSON,
     ArrayRecord,
@@ -58,7 +57,7 @@ def command(as_json: bool, location: str, depth: int | None, show_objects: bool,
     print_line()
     if show_timeline:
         _print_timeline(found.timeline)
-    elif isinstance(found, ckptcore.CheckpointMetadata):
+    elif not found.is_composite:
         _print_content(found, depth, show_objects)
     else:
         for number, (name, one) in enumerate(found.checkpointables.items()):
@@ -66,12 +65,12 @@ def command(as_json: bool, location: str, depth: int | None, show_objects: bool,
                 print_line()
             print_line((printable(name), "bold"), "  ", (_told_of(found, name), "dim"))
             _print_content(one, depth, show_objects)
-        for name, reason in found.unreadable.items():
+        for name, reason in found.checkpointables.unreadable.items():
             print_line((printable(name), "bold"), "  ", ("cannot be read", "yellow"), f": {printable(reason)}")
     return ExitCode.OK
 
 
-def _print_document(location: str, found: CheckpointMetadata | CheckpointablesMetadata) -> None:
+def _print_document(location: str, found: CheckpointMetadata) -> None:
     members: dict[str, object] = {
         "location": location,
         "writer": found.writer,
@@ -81,14 +80,14 @@ def _print_document(location: str, found: CheckpointMetadata | CheckpointablesMe
         "metrics": found.metrics,
         "timeline": [{name: getattr(event, name) for name in _EVENT} for event in found.timeline],
     }
-    if isinstance(found, ckptcore.CheckpointMetadata):
+    if not found.is_composite:
         print_document("inspect", **members, **_part(found), bases=found.bases)
         return
     parts = [
         {
             "name": name,
             "kind": "files" if one.layout == FilesLayout.name else "tree",
-            "processes": found.processes.get(name),
+            "processes": found.checkpointables.processes.get(name),
             **_part(one),
         }
         for name, one in found.checkpointables.items()
@@ -97,8 +96,8 @@ def _print_document(location: str, found: CheckpointMetadata | CheckpointablesMe
         "inspect_checkpointables",
         **members,
         checkpointables=parts,
-        deleted=found.deleted,
-        unreadable=found.unreadable or UNSET,
+        deleted=found.checkpointables.deleted,
+        unreadable=found.checkpointables.unreadable or UNSET,
     )
 
 
@@ -160,14 +159,14 @@ def _leaf_documents(tree: TreeMetadata) -> Iterator[dict[str, object]]:
         yield document
 
 
-def _print_summary(location: str, found: CheckpointMetadata | CheckpointablesMetadata) -> None:
+def _print_summary(location: str, found: CheckpointMetadata) -> None:
     layout, deleted, bases = None, None, None
-    if isinstance(found, ckptcore.CheckpointMetadata):
+    if not found.is_composite:
         layout, held = found.layout, _holds(found)
         bases = ", ".join(found.bases)
     else:
         held = f"{count(len(found.checkpointables), 'checkpointable')} of {size(found.nbytes)}"
-        deleted = ", ".join(found.deleted)
+        deleted = ", ".join(found.checkpointables.deleted)
     print_line((printable(location), "bold"))
     for title, text in (
         ("layout", layout),
@@ -198,11 +197,11 @@ def _holds(found: CheckpointMetadata) -> str:
     return ", ".join(held)
 
 
-def _told_of(found: CheckpointablesMetadata, name: str) -> str:
+def _told_of(found: CheckpointMetadata, name: str) -> str:
     """What is said of one of several checkpointables beside its name."""
     one = found.checkpointables[name]
     told = _holds(one) if one.layout == FilesLayout.name else f"{printable(one.layout)}, {_holds(one)}"
-    processes = found.processes.get(name)
+    processes = found.checkpointables.processes.get(name)
     if processes is None or processes == 1:
         return told
     return (

@@ -6,15 +6,15 @@ import os
 import urllib.parse
 from collections.abc import Mapping, Sequence
 
-from ckptcore import CheckpointablesMetadata, CheckpointMetadata
 from ckptcore.commit.location import Place, open_directory, resolve_location
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointNotFoundError, InvalidLocationError
-from ckptcore.loading.describe import describe_checkpoint, describe_checkpointables, describe_either
+from ckptcore.loading.describe import CheckpointMetadata, describe_checkpoint, describe_tree
 from ckptcore.loading.members import is_deleted, present_members
 from ckptcore.loading.opened import Opened, OpenedComposite
 from ckptcore.loading.opening import open_either
 from ckptcore.loading.tries import while_unchanged
+from ckptcore.runtime import runtime_of
 from ckptcore_tools.cli.command import command_context
 
 __all__ = ["child_location", "describe", "describe_directories", "names_in"]
@@ -34,11 +34,11 @@ def names_in(directory: str, context: Context) -> Sequence[str]:
     Raises:
         CheckpointNotFoundError: if there is no such directory.
     """
-    names = open_directory(directory, context.registry, durable=False, config=context.storage).list_names()
+    names = open_directory(directory, runtime_of(context).registry, durable=False, config=context.storage).list_names()
     if names:
         return names
     try:
-        location = resolve_location(directory, context.registry, durable=False, config=context.storage)
+        location = resolve_location(directory, runtime_of(context).registry, durable=False, config=context.storage)
     except InvalidLocationError:
         return names  # the root of a storage, which is always there
     if f"{location.name}/" not in location.parent.list_names():
@@ -46,13 +46,13 @@ def names_in(directory: str, context: Context) -> Sequence[str]:
     return names
 
 
-def describe(location: Place, context: Context) -> CheckpointMetadata | CheckpointablesMetadata:
+def describe(location: Place, context: Context) -> CheckpointMetadata:
     """What a checkpoint of either sort says of itself. Any thread.
 
     Raises:
         What `ckptcore.metadata` does.
     """
-    return describe_either(location, context)
+    return describe_checkpoint(location, context)
 
 
 def describe_directories(location: str) -> Mapping[str, tuple[str, CheckpointMetadata]]:
@@ -69,18 +69,18 @@ def describe_directories(location: str) -> Mapping[str, tuple[str, CheckpointMet
 
     def describe_each(found: Opened | OpenedComposite) -> Mapping[str, tuple[str, CheckpointMetadata]]:
         if isinstance(found, Opened):
-            return {"": (location, describe_checkpoint(location, context))}
+            return {"": (location, describe_tree(location, context))}
         if found.root is None:
-            told = describe_checkpointables(location, context)
+            told = describe_checkpoint(location, context).checkpointables
             for reason in told.unreadable.values():
                 raise CheckpointNotFoundError(f"{reason}; name one of the others by its own location")
-            return {name: (child_location(location, name), one) for name, one in told.checkpointables.items()}
+            return {name: (child_location(location, name), one) for name, one in told.items()}
         places = {
             directory: child_location(location, directory)
             for directories in present_members(found).values()
             for directory in directories
             if not is_deleted(found, directory)
         }
-        return {directory: (place, describe_checkpoint(place, context)) for directory, place in places.items()}
+        return {directory: (place, describe_tree(place, context)) for directory, place in places.items()}
 
     return while_unchanged(location, context, describe_each, open_either)

@@ -17,7 +17,7 @@ from ckptcore_tools.cli.locations import child_location, describe, names_in
 from ckptcore_tools.cli.output import UNSET, Unset, print_document, print_line, printable
 
 if TYPE_CHECKING:
-    from ckptcore import CheckpointMetadata
+    from ckptcore.loading.describe import CheckpointMetadata
 
 __all__ = ["Listed", "command"]
 
@@ -134,7 +134,7 @@ def _listed(location: str, name: str, context: Context) -> Sequence[Listed]:
     else:
         named: Sequence[str] | Unset = UNSET
         layout = "composite"
-        if isinstance(found, ckptcore.CheckpointMetadata):
+        if not found.is_composite:
             trees, layout = [found], found.layout
         else:
             trees, named = list(found.checkpointables.values()), list(found.checkpointables)

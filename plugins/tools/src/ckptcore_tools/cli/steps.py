@@ -27,13 +27,14 @@ from ckptcore.errors import (
     InvalidLocationError,
     StorageError,
 )
-from ckptcore.loading.describe import describe_either
+from ckptcore.loading.describe import describe_checkpoint
 from ckptcore.loading.members import present_members
 from ckptcore.loading.opened import OpenedComposite
 from ckptcore.loading.tries import ATTEMPTS
 from ckptcore.model import JSON
 from ckptcore.model.sizes import age, count, metrics_text, size
 from ckptcore.protocols import StorageBackend
+from ckptcore.runtime import runtime_of
 from ckptcore.step_names import StepNames
 from ckptcore.training.steps import StepDirectory
 from ckptcore_tools.cli.command import ExitCode, checkpoint_command, command_context
@@ -177,7 +178,7 @@ def _look_once(steps: StepDirectory, context: Context, step: int, data: bytes | 
 
 
 def _look_at_foreign(steps: StepDirectory, context: Context, step: int) -> Found:
-    found = describe_either(steps.place(step), context)
+    found = describe_checkpoint(steps.place(step), context)
     # Between the two looks a save may have committed.
     state: StepState = "foreign" if found.save_id is None else "committed"
     return Found(step, steps.name(step), state, found.created, found.nbytes, found.metrics)
@@ -197,7 +198,7 @@ def _bytes_of_members(steps: StepDirectory, step: int, data: bytes, summary: Sum
     Raises:
         CorruptCheckpointError: names the one whose root cannot be read.
     """
-    location = resolve_location(steps.place(step), context.registry, durable=False, config=context.storage)
+    location = resolve_location(steps.place(step), runtime_of(context).registry, durable=False, config=context.storage)
     composite = Composite(summary.save_id, summary.created, {}, summary.members or {})
     total = 0
     for directories in present_members(OpenedComposite.of_root(location, Mark(data), composite)).values():

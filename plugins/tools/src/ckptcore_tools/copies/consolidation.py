@@ -40,6 +40,7 @@ from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.transfer import ArraySegment, WriteItem, WritePlan
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import WriteStore
+from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import Part
 from ckptcore.saving.persisting import NOTHING_COMMITTED, Described, persist
 from ckptcore.saving.preparing import save_created
@@ -84,8 +85,8 @@ def consolidate_checkpoint(
     context: Context,
 ) -> None:
     """See `ckptcore.copy` with a subtree."""
-    key = context.exchange_key(destination)  # before anything can fail: every rank counts every exchange
-    job = context.job()
+    key = runtime_of(context).exchange_key(destination)  # before anything can fail: every rank counts every exchange
+    job = runtime_of(context).job()
     recording = Recording("save", str(destination), context.observers, rank=job.rank)
     try:
         nbytes = _consolidate(
@@ -124,8 +125,8 @@ def _consolidate(
     sizes = StreamSizes.of(context)
     with recording.phase("describe"), agreement.stage("describe", meaning=NOTHING_COMMITTED) as stage:
         durable = context.durability == "full"
-        location = resolve_location(destination, context.registry, durable=durable, config=context.storage)
-        read_from = resolve_location(source, context.registry, durable=False, config=context.storage)
+        location = resolve_location(destination, runtime_of(context).registry, durable=durable, config=context.storage)
+        read_from = resolve_location(source, runtime_of(context).registry, durable=False, config=context.storage)
         refuse_destination(read_from, location)
         found = _open(source, path, context)
         refuse_further(found.opened, location)

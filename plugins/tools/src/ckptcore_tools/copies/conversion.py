@@ -35,6 +35,7 @@ from ckptcore.model.transfer import ArraySegment, WritePlan
 from ckptcore.model.tree import JSON
 from ckptcore.planning import plan_write
 from ckptcore.protocols import AtomicDirectories, Layout, Transforms, WriteStore
+from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import Captured, Part, TreeCaptured
 from ckptcore.saving.persisting import Described, persist
 from ckptcore.saving.preparing import save_created
@@ -76,10 +77,10 @@ def convert_checkpoint(
         SourceReplaced: if the source has another root than `only`.
         What `ckptcore.copy` does.
     """
-    chosen = context.registry.layout(layout)
+    chosen = runtime_of(context).registry.layout(layout)
     durable = context.durability == "full"
-    resolved = resolve_location(destination, context.registry, durable=durable, config=context.storage)
-    read_from = resolve_location(source, context.registry, durable=False, config=context.storage)
+    resolved = resolve_location(destination, runtime_of(context).registry, durable=durable, config=context.storage)
+    read_from = resolve_location(source, runtime_of(context).registry, durable=False, config=context.storage)
     refuse_destination(read_from, resolved)
     refuse_to_replace(resolved, overwrite, foreign_checkpoints(context))
 
@@ -249,7 +250,7 @@ class _Conversion:
             return
         there = read_root(self._destination.store)
         if there is not None and there.save_id == written:
-            remove_checkpoint(self._destination, new_save_id(), self._context.conditions)
+            remove_checkpoint(self._destination, new_save_id(), runtime_of(self._context).conditions)
 
 
 def _refuse_own_names(opened: Opened) -> None:

@@ -46,6 +46,7 @@ from ckptcore.loading.tries import ATTEMPTS, replaced_too_often
 from ckptcore.loading.verify import ProgressCallback, verify_checkpoint
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.protocols import StorageBackend
+from ckptcore.runtime import runtime_of
 from ckptcore.saving.preparing import save_created
 from ckptcore_tools.copies.conversion import SourceReplaced, convert_checkpoint
 from ckptcore_tools.copies.destinations import refuse_destination
@@ -109,8 +110,10 @@ def copy_checkpoint(
     if verify not in _VERIFICATIONS:
         raise ValueError(f"verify={verify!r}: expected one of {', '.join(map(repr, _VERIFICATIONS))}")
     durable = context.durability == "full"
-    to = resolve_location(destination, context.registry, durable=durable, config=context.storage)
-    refuse_destination(resolve_location(source, context.registry, durable=False, config=context.storage), to)
+    to = resolve_location(destination, runtime_of(context).registry, durable=durable, config=context.storage)
+    refuse_destination(
+        resolve_location(source, runtime_of(context).registry, durable=False, config=context.storage), to
+    )
     for _ in range(ATTEMPTS):
         manifest = read_manifest(source, context, without=to)
         if copy_referring is not None and manifest.root is not None and bases_of_root(manifest.root.data):
@@ -184,7 +187,7 @@ class _Copy:
         self._transfer = Transfer(
             self._manifest.location.store,
             store,
-            self._context.io_threads,
+            runtime_of(self._context).io_threads,
             sent=self._moved,
             is_stopped=self._is_stopped,
         )
@@ -234,7 +237,7 @@ class _Copy:
             self._destination,
             Claimed(self._manifest.copy_id, save_created()),
             overwrite,
-            self._context.conditions,
+            runtime_of(self._context).conditions,
             foreign_checkpoints(self._context),
         )
         try:
@@ -311,7 +314,7 @@ class _Copy:
         found = [key for key in store.list() if key != ROOT_KEY]
         sizes: dict[str, int] = {}
         look = partial(_add_size, store, sizes)
-        run_each(self._context.io_threads, found, look, parallelism=requests_of(store).concurrency)
+        run_each(runtime_of(self._context).io_threads, found, look, parallelism=requests_of(store).concurrency)
         there = [record for record in self._records if sizes.get(record.key) == record.size]
         wrong = self._transfer.read_back(there)
         kept = [record for record in there if record.key not in wrong]
@@ -390,7 +393,7 @@ def copy_whole(
             if progress is not None:
                 progress(done, total)
 
-        there = resolve_location(destination, context.registry, durable=False, config=context.storage)
+        there = resolve_location(destination, runtime_of(context).registry, durable=False, config=context.storage)
         kept = not overwrite and _save_id(there.store) == _save_id_of(summarize_root(root.data).save_id)
         if not kept:
             found = decode_root(root.data, lambda key, size: root.parts[key])
@@ -438,7 +441,7 @@ def _save_id_of(source: str) -> str:
 
 
 def _report(destination: Place, context: Context, *, kept: bool, verify: CopyVerification) -> CopyReport:
-    there = resolve_location(destination, context.registry, durable=False, config=context.storage)
+    there = resolve_location(destination, runtime_of(context).registry, durable=False, config=context.storage)
     root = read_root(there.store)
     if not isinstance(root, Root):
         raise SaveLostError(f"{there.display} was replaced or deleted right after it was copied; copy again")

@@ -21,6 +21,7 @@ from ckptcore.loading.opening import open_either
 from ckptcore.loading.tries import while_unchanged
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.protocols import StorageBackend
+from ckptcore.runtime import runtime_of
 
 __all__ = ["read_manifest"]
 
@@ -133,7 +134,7 @@ class _Reading:
         records = list(records)
         sizes: dict[str, int] = {}
         look = partial(_look_at, store, sizes)
-        run_each(self._context.io_threads, records, look, parallelism=requests_of(store).concurrency)
+        run_each(runtime_of(self._context).io_threads, records, look, parallelism=requests_of(store).concurrency)
         found = []
         for record in records:
             size = sizes.get(record.key)

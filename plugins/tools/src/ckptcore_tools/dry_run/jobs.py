@@ -20,6 +20,7 @@ from ckptcore.model.objects import CHECKSUM_BYTES, ObjectRecord
 from ckptcore.model.transfer import Receipt, WriteItem
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import AtomicDirectories, Layout
+from ckptcore.runtime import runtime_of
 from ckptcore.saving.exports import Export
 from ckptcore.saving.preparing import PreparedSave, prepare_save
 from ckptcore.saving.save_requests import OneTree, SaveRequest
@@ -284,7 +285,7 @@ class _Played:
 
 def plan_running_job(asked: Asked, state: object, context: Context) -> SavePlan:
     """Plan a save of the job that this process is part of; every process calls this, and each gets the plan of all."""
-    agreement = Agreement(context.job(), context.exchange_key("the plan of a save"))
+    agreement = Agreement(runtime_of(context).job(), runtime_of(context).exchange_key("the plan of a save"))
     played = _play(asked, state, context, running_leaves(), agreement)
     with agreement.stage("plan") as stage:
         if agreement.size > 1:

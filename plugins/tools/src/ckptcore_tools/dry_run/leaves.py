@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, fields
-from functools import cached_property
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from ckptcore.context import Context
@@ -12,30 +11,17 @@ from ckptcore.errors import PluginError, UnsupportedLeafError
 from ckptcore.model.arrays import Box, HostArray, Shard, StridedMemory
 from ckptcore.model.metadata import ArrayRecord, LeafRecord
 from ckptcore.model.transfer import Pending
-from ckptcore.plugins import Plugins, installed_plugins
 from ckptcore.protocols import CountsReplicas, ForecastsLeaves, HostBytes, HostMemory, LeafHandler
+from ckptcore.runtime import runtime_of, with_registry
 
-__all__ = ["DryRunContext", "dry_run_context", "running_leaves", "simulated_leaves"]
+__all__ = ["dry_run_context", "running_leaves", "simulated_leaves"]
 
 WrapLeaf = Callable[[LeafHandler], LeafHandler]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class DryRunContext(Context):
-    """A Context of which only options are used: its handlers of leaves touch no elements."""
-
-    wrap_leaf: WrapLeaf
-
-    @cached_property
-    def registry(self) -> Plugins:
-        """The plugins in force, with other handlers of leaves."""
-        return installed_plugins().having(self.plugins, self.handlers).wrapping(self.wrap_leaf)
-
-
-def dry_run_context(context: Context, wrap_leaf: WrapLeaf) -> DryRunContext:
-    """The options of a Context. Its observers are told nothing, and its saves under way are not looked at."""
-    options = {field.name: getattr(context, field.name) for field in fields(context) if field.init}
-    return DryRunContext(**{**options, "observers": ()}, wrap_leaf=wrap_leaf)
+def dry_run_context(context: Context, wrap_leaf: WrapLeaf) -> Context:
+    """Return a Context with the same options whose handlers of leaves touch no elements, and without observers."""
+    return with_registry(replace(context, observers=()), runtime_of(context).registry.wrapping(wrap_leaf))
 
 
 def running_leaves() -> WrapLeaf:

@@ -27,6 +27,7 @@ from ckptcore.protocols import (
     StorageBackend,
     WriteForecast,
 )
+from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import FilesDescription, Part
 from ckptcore.saving.persisting import Described, finish_part, put_root
 from ckptcore.saving.preparing import PreparedSave
@@ -188,7 +189,7 @@ def _run_checkpoint(
         exact.update([f"{prefix}{record.key}" for record in receipt.objects])
         buffer_bytes = max(buffer_bytes, forecast.buffer_bytes)
         if part.own:
-            recorder = SizeRecorder(inside, checksums=context.checksums)
+            recorder = SizeRecorder(inside, checksums=context.io.checksums)
             put_root(inside, finish_part(described, part, [receipt], recorder))
         else:
             receipts.append(receipt)
@@ -209,7 +210,7 @@ def _run_checkpoint(
 def _write(
     part: Part, snapshot: SizeOnlySnapshot, store: StorageBackend, context: Context
 ) -> tuple[Receipt, WriteForecast]:
-    recorder = SizeRecorder(store, checksums=context.checksums)
+    recorder = SizeRecorder(store, checksums=context.io.checksums)
     if isinstance(part.layout, ForecastsWrites):
         forecast = part.layout.forecast(snapshot, recorder)
     else:
@@ -240,7 +241,7 @@ def _memory(
     copied = sum([taken.copied for taken in saved])
     array_bytes = sum([item.nbytes for snapshot in snapshots for item in snapshot.plan.items])
     pieces = -(-array_bytes // SIZES.write) if array_bytes >= SIZES.inline else 0
-    buffers = buffer_bytes + min(pieces, context.io_threads.count) * SIZES.write
+    buffers = buffer_bytes + min(pieces, runtime_of(context).io_threads.count) * SIZES.write
     ahead = max([snapshot.viewed_peak for snapshot in snapshots], default=0)
     kept = sum([taken.viewed for taken in exported])  # until the exports are written
     blocking = min(viewed, ahead + max([taken.viewed for taken in saved], default=0) + kept)
@@ -273,7 +274,7 @@ def run_commit(described: Described, claim: Claim, receipts: Sequence[Sequence[R
     whole: Root | None = None
     for number, part in enumerate(parts):
         inside = subdirectory(claim.store, part.directory)
-        recorder = SizeRecorder(inside, checksums=context.checksums)
+        recorder = SizeRecorder(inside, checksums=context.io.checksums)
         root = finish_part(described, part, [of_rank[number] for of_rank in receipts], recorder)
         if described.members is None:
             whole = root
@@ -299,4 +300,4 @@ def run_commit(described: Described, claim: Claim, receipts: Sequence[Sequence[R
 
 def _mark(layout: Layout, about: About, claim: Claim, context: Context) -> None:
     if isinstance(layout, MarksCheckpoints):
-        layout.mark(about, SizeRecorder(claim.store, checksums=context.checksums))
+        layout.mark(about, SizeRecorder(claim.store, checksums=context.io.checksums))

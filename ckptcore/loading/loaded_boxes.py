@@ -1,4 +1,4 @@
-"""Loaded parts: the arrays of a checkpoint in boxes, one after the other, of which little is in memory at a time."""
+"""Boxes of all arrays of an open checkpoint, read one after the other with bounded memory."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from ckptcore.commit.location import LocationLike
 from ckptcore.context import Context
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.events import Recording
 from ckptcore.io.background import BackgroundThreads
-from ckptcore.loading.load import abstract_leaves, account_of, chosen_of, refuse_files, transformed
+from ckptcore.loading.load import abstract_leaves, account_of, chosen_of, transformed
 from ckptcore.loading.load_requests import LoadRequest
 from ckptcore.loading.matching import Matched
 from ckptcore.loading.open_sessions import Session
@@ -26,12 +25,13 @@ from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.tree import TreePath, format_path
 from ckptcore.planning import plan_read
 from ckptcore.protocols import PlacesTiles
+from ckptcore.runtime import runtime_of
 from ckptcore.select import Selection
 
 if TYPE_CHECKING:
     from ckptcore.loading.load_accounts import LoadAccount
 
-__all__ = ["LoadedPart", "load_in_parts"]
+__all__ = ["LoadedBox", "iter_boxes"]
 
 _BUDGET_BYTES: Final = 128 << 20
 """What is in memory where the options do not say."""
@@ -47,7 +47,7 @@ _MOST_CUTS: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedPart:
+class LoadedBox:
     """A box of an array of a checkpoint, with its elements.
 
     Attributes:
@@ -70,18 +70,19 @@ class LoadedPart:
         return format_path(self.path)
 
 
-def load_in_parts(
-    location: LocationLike, context: Context, request: LoadRequest, first: Selection | Sequence[Selection]
-) -> Generator[LoadedPart, None, None]:
-    """See `ckptcore.load_parts`. Opens the checkpoint and plans; what it gives reads."""
-    recording = Recording("load", str(location), context.observers, rank=context.job().rank)
-    session = Session(location, context)
+def iter_boxes(
+    session: Session, request: LoadRequest, first: Selection | Sequence[Selection]
+) -> Generator[LoadedBox, None, None]:
+    """Plan the reads of an open checkpoint; the generator performs them. See `OpenCheckpoint.iter_boxes`."""
+    context = session.context
+    recording = Recording(
+        "load", session.opened.location.display, context.observers, rank=runtime_of(context).job().rank
+    )
     try:
         account = account_of(request)
         selections = [first] if isinstance(first, Selection) else first
 
         def plan(found: Opened) -> tuple[Opened, Sequence[Sequence[int]]]:
-            refuse_files(found)
             made = transformed(found, request.transforms, context)
             classes = _classes(made, request.select, selections, context)
             chosen = {leaf for leaves in classes for leaf in leaves}
@@ -95,15 +96,14 @@ def load_in_parts(
         batch_bytes = max(1, (context.memory.load_bytes or _BUDGET_BYTES) // _BATCHES)
         batches = (batch for leaves in classes for batch in _batches(opened, leaves, batch_bytes))
     except BaseException as error:
-        session.close()
         recording.finish(error=error)
         raise
-    return _parts(session, opened, batches, recording, account)
+    return _boxes(session, opened, batches, recording, account)
 
 
 def _matched(opened: Opened, chosen: Container[int], context: Context) -> Matched:
     """What is loaded, as the account of a load has it."""
-    array, _ = abstract_leaves(context.registry)
+    array, _ = abstract_leaves(runtime_of(context).registry)
     originals = [opened.tree.aliases.get(leaf, leaf) for leaf in range(len(opened.tree.leaves))]
     return Matched(range(len(originals)), [array if leaf in chosen else None for leaf in originals])
 
@@ -156,18 +156,18 @@ def _pieces(opened: Opened, leaf: int, most_bytes: int) -> Iterable[StoredPiece]
     return pieces_of(leaf, Box.whole(spec.shape), itemsize, TileIndex(tiles))
 
 
-def _parts(
+def _boxes(
     session: Session,
     opened: Opened,
     batches: Iterable[Sequence[StoredPiece]],
     recording: Recording,
     account: LoadAccount | None,
-) -> Generator[LoadedPart, None, None]:
+) -> Generator[LoadedBox, None, None]:
     tied: dict[int, list[TreePath]] = {}
     for leaf, original in opened.tree.aliases.items():
         tied.setdefault(original, []).append(opened.tree.paths[leaf])
 
-    def read(batch: Sequence[StoredPiece]) -> list[LoadedPart]:
+    def read(batch: Sequence[StoredPiece]) -> list[LoadedBox]:
         with recording.phase("read", sum([piece.box.size * piece.itemsize for piece in batch])):
             return session.guard(lambda _: _read(opened, batch, tied))
 
@@ -186,18 +186,17 @@ def _parts(
         recording.finish(given, error)
         raise
     finally:
-        session.close()
         if account is not None:
             account.done()
     recording.finish(given)
 
 
 def _read_ahead(
-    batches: Iterable[Sequence[StoredPiece]], read: Callable[[Sequence[StoredPiece]], list[LoadedPart]]
-) -> Iterator[list[LoadedPart]]:
+    batches: Iterable[Sequence[StoredPiece]], read: Callable[[Sequence[StoredPiece]], list[LoadedBox]]
+) -> Iterator[list[LoadedBox]]:
     """Read batches, each while what was read before is used."""
     reader = BackgroundThreads(1, "ckptcore-read-ahead")
-    before: Future[list[LoadedPart]] | None = None
+    before: Future[list[LoadedBox]] | None = None
     try:
         for batch in batches:
             ahead = reader.submit(partial(read, batch))
@@ -210,13 +209,13 @@ def _read_ahead(
         reader.join()
 
 
-def _read(opened: Opened, batch: Sequence[StoredPiece], tied: Mapping[int, Sequence[TreePath]]) -> list[LoadedPart]:
-    parts: list[LoadedPart] = []
+def _read(opened: Opened, batch: Sequence[StoredPiece], tied: Mapping[int, Sequence[TreePath]]) -> list[LoadedBox]:
+    parts: list[LoadedBox] = []
     for piece in batch:
         spec = _spec_of(opened, piece.leaf)
         elements = allocate_for(opened, piece.leaf, ArraySpec(piece.box.shape, spec.dtype))
         path, others = opened.tree.paths[piece.leaf], tuple(tied.get(piece.leaf, ()))
-        parts.append(LoadedPart(path, others, spec, piece.box, elements))
+        parts.append(LoadedBox(path, others, spec, piece.box, elements))
     plan = plan_read(opened.tree, opened.state, [(piece.leaf, (piece.box,)) for piece in batch])
     left = set(range(len(batch))).difference(opened.read(plan, [part.elements for part in parts]))
     if left:

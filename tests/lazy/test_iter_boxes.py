@@ -6,7 +6,7 @@ import itertools
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ from ckptcore_testing import ThreadJob
 from ckptcore_transforms import Cast, Stack
 
 import ckptcore
-from ckptcore import ArrayShard, Context, LoadedPart, LoadReport, MemoryOptions, ShardedArray, select
+from ckptcore import ArrayShard, Context, LoadReport, ShardedArray, select
+from ckptcore.context import JobOptions, MemoryOptions
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, TreeMismatchError
+from ckptcore.loading.loaded_boxes import LoadedBox
 from ckptcore.model import BLOCK_BYTES, Box
 from ckptcore.protocols import Coordinator
 
@@ -41,7 +43,12 @@ def state() -> dict[str, Any]:
     }
 
 
-def joined(parts: Iterable[LoadedPart]) -> dict[str, np.ndarray[Any, Any]]:
+def boxes_of(location: Path, *, context: Context | None = None, **how: Any) -> Generator[LoadedBox, None, None]:
+    """Open a checkpoint, and return an iterator of its boxes."""
+    return ckptcore.open(location, context=context).iter_boxes(**how)
+
+
+def joined(parts: Iterable[LoadedBox]) -> dict[str, np.ndarray[Any, Any]]:
     """The arrays that parts make up; each element comes once."""
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     seen: dict[str, int] = {}
@@ -59,7 +66,7 @@ def joined(parts: Iterable[LoadedPart]) -> dict[str, np.ndarray[Any, Any]]:
 def test_the_parts_make_up_every_array(tmp_path: Path, layout: str, context: Context) -> None:
     tree = state()
     ckptcore.save(tmp_path / "c", tree, layout=layout, context=FAST)
-    parts = list(ckptcore.load_parts(tmp_path / "c", context=context))
+    parts = list(boxes_of(tmp_path / "c", context=context))
     arrays = joined(parts)
     assert arrays["embed"].tobytes() == tree["embed"].tobytes() and arrays["one"] == 3.5
     for number, layer in enumerate(tree["layers"]):
@@ -78,12 +85,12 @@ def test_no_byte_is_read_twice(tmp_path: Path, layout: str) -> None:
     tree = state()
     ckptcore.save(tmp_path / "c", tree, layout=layout, context=FAST)
     report = LoadReport()
-    parts = list(ckptcore.load_parts(tmp_path / "c", context=SMALL, report=report))
+    parts = list(boxes_of(tmp_path / "c", context=SMALL, report=report))
     assert set(report.restored) == {part.name for part in parts} | {"tied", "also"} and report.skipped == ["step"]
     nbytes = sum(part.elements.nbytes for part in parts)
     assert nbytes <= report.bytes_read <= nbytes + 2 * BLOCK_BYTES
     some = LoadReport()
-    list(ckptcore.load_parts(tmp_path / "c", context=SMALL, select=select.glob("layers/1"), report=some))
+    list(boxes_of(tmp_path / "c", context=SMALL, select=select.glob("layers/1"), report=some))
     assert sorted(some.restored) == ["layers[1]/b", "layers[1]/w"]
     assert some.bytes_read <= tree["layers"][1]["w"].nbytes + 4 * BLOCK_BYTES
 
@@ -91,12 +98,12 @@ def test_no_byte_is_read_twice(tmp_path: Path, layout: str) -> None:
 def test_what_is_wanted_first_comes_first(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", state(), context=FAST)
     first = [select.names(("layers", 2)), select.names("one", "layers")]
-    parts = ckptcore.load_parts(tmp_path / "c", context=SMALL, first=first, select=~select.names("tied"))
+    parts = boxes_of(tmp_path / "c", context=SMALL, first=first, select=~select.names("tied"))
     order = [name for name, _ in itertools.groupby(part.name for part in parts)]
     assert set(order[:2]) == {"layers[2]/w", "layers[2]/b"}
     assert set(order[2:7]) == {"one", *(f"layers[{number}]/{name}" for number in range(2) for name in "wb")}
     assert set(order[7:]) >= {"embed", "none"}
-    plain = [part.name for part in ckptcore.load_parts(tmp_path / "c", first=select.names("one"))]
+    plain = [part.name for part in boxes_of(tmp_path / "c", first=select.names("one"))]
     assert plain[0] == "one" and sorted(set(plain)) == sorted(set(order))
 
 
@@ -104,7 +111,7 @@ def test_transformed_arrays_come_in_parts(tmp_path: Path) -> None:
     tree = state()
     ckptcore.save(tmp_path / "c", tree, context=FAST)
     changes = [Stack("layers/{i}/w", "stacked"), Cast("embed", "int64")]
-    arrays = joined(ckptcore.load_parts(tmp_path / "c", context=SMALL, transforms=changes))
+    arrays = joined(boxes_of(tmp_path / "c", context=SMALL, transforms=changes))
     assert arrays["stacked"].tobytes() == np.stack([layer["w"] for layer in tree["layers"]]).tobytes()
     assert arrays["embed"].tobytes() == tree["embed"].astype(np.int64).tobytes()
 
@@ -113,7 +120,7 @@ def test_who_stops_leaves_nothing_behind(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", state(), context=FAST)
     before = threading.active_count()
     report = LoadReport()
-    for part in ckptcore.load_parts(tmp_path / "c", context=SMALL, first=select.names("embed"), report=report):
+    for part in boxes_of(tmp_path / "c", context=SMALL, first=select.names("embed"), report=report):
         assert part.name == "embed"
         break
     del part
@@ -123,12 +130,12 @@ def test_who_stops_leaves_nothing_behind(tmp_path: Path) -> None:
 
 def test_what_is_not_there_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError):
-        ckptcore.load_parts(tmp_path / "c", context=FAST)
+        boxes_of(tmp_path / "c", context=FAST)
     ckptcore.save(tmp_path / "c", state(), context=FAST)
     with pytest.raises(TreeMismatchError, match="did you mean embed"):
-        ckptcore.load_parts(tmp_path / "c", context=FAST, select=select.names("embd"))
+        boxes_of(tmp_path / "c", context=FAST, select=select.names("embd"))
     with pytest.raises(TreeMismatchError, match="did you mean embed"):
-        ckptcore.load_parts(tmp_path / "c", context=FAST, first=select.names("embd"))
+        boxes_of(tmp_path / "c", context=FAST, first=select.names("embd"))
 
 
 def test_a_damaged_block_is_given_to_nobody(tmp_path: Path) -> None:
@@ -140,7 +147,7 @@ def test_a_damaged_block_is_given_to_nobody(tmp_path: Path) -> None:
         stored.write(b"\7")
     given = []
     with pytest.raises(CorruptCheckpointError, match="second"):
-        for part in ckptcore.load_parts(tmp_path / "c", context=SMALL):
+        for part in boxes_of(tmp_path / "c", context=SMALL):
             given.append(part.name)
             assert part.elements.max() == (part.name == "second")
     assert given
@@ -148,7 +155,7 @@ def test_a_damaged_block_is_given_to_nobody(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_is_replaced_is_noticed(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", state(), context=FAST)
-    parts = ckptcore.load_parts(tmp_path / "c", context=SMALL)
+    parts = boxes_of(tmp_path / "c", context=SMALL)
     next(parts)
     ckptcore.save(tmp_path / "c", {"w": np.zeros(3)}, overwrite=True, context=FAST)
     with pytest.raises(CheckpointNotFoundError, match="replaced or deleted"):
@@ -165,8 +172,8 @@ import zlib
 import ckptcore
 
 location, warm = sys.argv[1:]
-context = ckptcore.Context(memory=ckptcore.MemoryOptions(load_bytes=16 << 20))
-list(ckptcore.load_parts(warm, context=context))
+context = ckptcore.Context(memory=ckptcore.context.MemoryOptions(load_bytes=16 << 20))
+list(ckptcore.open(warm, context=context).iter_boxes())
 
 
 def peak():
@@ -177,7 +184,7 @@ def peak():
 
 before = peak()
 sums = {}
-for part in ckptcore.load_parts(location, context=context):
+for part in ckptcore.open(location, context=context).iter_boxes():
     sums[part.name] = sums.get(part.name, 0) + int(part.elements.sum(dtype="uint64"))
 print(peak() - before, sorted(sums.items()))
 """
@@ -201,7 +208,7 @@ def test_what_many_hosts_saved_goes_through_little_memory(tmp_path: Path, layout
     layers = 6
 
     def save(coordinator: Coordinator) -> None:
-        context = Context(durability="none", coordinator=coordinator)
+        context = Context(durability="none", job=JobOptions(coordinator=coordinator))
         ckptcore.save(tmp_path / "warm", _sharded(coordinator.rank, 2, RANKS * 4), layout=layout, context=context)
         ckptcore.save(tmp_path / "c", _sharded(coordinator.rank, layers, ROWS), layout=layout, context=context)
 

@@ -1,0 +1,126 @@
+"""Runtime: the running state of a Context: its plugins, threads, memory and running saves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from ckptcore.commit.conditions import Conditions
+from ckptcore.context import Context
+from ckptcore.io.background import BackgroundSaves
+from ckptcore.io.memory import StagingPool
+from ckptcore.io.threads import IOThreads
+from ckptcore.job.exchanges import exchange_counts
+from ckptcore.plugins import Plugins, installed_plugins
+from ckptcore.protocols import Coordinator, Executor, Rejoinable
+
+if TYPE_CHECKING:
+    from ckptcore.commit.root import KnownRoots
+
+__all__ = ["Runtime", "runtime_of", "with_registry"]
+
+_ATTRIBUTE = "_runtime"
+
+
+class Runtime:
+    """State that saves and loads with one Context share. Starts no thread and allocates no memory before its first use.
+
+    Attributes:
+        saves: the background saves and loads that are running.
+    """
+
+    def __init__(self, context: Context, registry: Plugins | None = None) -> None:
+        """Create the state for the options of a Context.
+
+        Args:
+            context: the options. The Context itself is not kept: it owns its Runtime.
+            registry: the plugins to use; None: the installed ones and those of the Context.
+        """
+        self._io = context.io
+        self._job = context.job
+        self._plugins = context.plugins
+        self._registry = registry
+        self.saves = BackgroundSaves()
+
+    @cached_property
+    def registry(self) -> Plugins:
+        """The plugins in use."""
+        return (
+            self._registry
+            if self._registry is not None
+            else installed_plugins().having(self._plugins.extra, self._plugins.handlers)
+        )
+
+    @cached_property
+    def io_threads(self) -> IOThreads:
+        """Threads that move bytes."""
+        return IOThreads(self._io.threads)
+
+    @cached_property
+    def conditions(self) -> Conditions:
+        """Facts about conditional puts of the storages used so far."""
+        return Conditions(self._io.without_conditions)
+
+    @cached_property
+    def staging(self) -> StagingPool:
+        """Memory that background saves copy into."""
+        return StagingPool()
+
+    @cached_property
+    def known_roots(self) -> KnownRoots:
+        """Parsed roots of the checkpoints that were opened last."""
+        from ckptcore.commit.root import KnownRoots  # only `ckptcore.open` needs it
+
+        return KnownRoots()
+
+    def exchange_key(self, location: object, *, job: Coordinator | None = None) -> str:
+        """Return a key for the exchanges of an operation, equal on all ranks that began as many at this location.
+
+        Args:
+            location: the location, with the kind of the operation.
+            job: the job of the exchanges; None: the present job of this process.
+        """
+        found = self._job.coordinator
+        if found is None:
+            joined = self.registry.coordinator() if job is None else job
+            found = joined if isinstance(joined, Rejoinable) else None
+        return exchange_counts().key(found, str(location))
+
+    def job(self) -> Coordinator:
+        """Return the coordinator of the job."""
+        return self._job.coordinator or self.registry.coordinator()
+
+    def workers(self) -> Executor | None:
+        """Return the workers that hold the elements of leaves; None if this process controls none.
+
+        Raises:
+            ValueError: if an executor was given, and this process is one of several of a job.
+        """
+        size = self.job().size
+        executor = self._job.executor
+        if executor is None:
+            return self.registry.executor() if size == 1 else None
+        if size > 1:
+            raise ValueError(
+                f"JobOptions(executor={type(executor).__name__}(...)) is for a single controller, and this process is "
+                f"one of {size} of a job: leave the executor out, or give the Context of the controller a coordinator "
+                "of one process"
+            )
+        return executor
+
+
+def runtime_of(context: Context) -> Runtime:
+    """Return the Runtime of a Context. It is created with the first call and lives as long as the Context. Thread-safe."""
+    found: Runtime | None = context.__dict__.get(_ATTRIBUTE)
+    if found is None:
+        # `setdefault` is atomic: two threads that come first get the same one.
+        found = context.__dict__.setdefault(_ATTRIBUTE, Runtime(context))
+    return found
+
+
+def with_registry(context: Context, registry: Plugins) -> Context:
+    """Return a copy of a Context whose Runtime is its own and uses the given plugins."""
+    own = replace(context)
+    own.__dict__[_ATTRIBUTE] = Runtime(own, registry)
+    return own

@@ -1,0 +1,75 @@
+"""The names of `ckptcore` itself: for type checkers, for `dir` and `help`, and without any plugin."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import ckptcore
+
+MOST_NAMES = 42
+
+ALONE = """
+import sys
+
+OWN = {*sys.stdlib_module_names, "ckptcore", "numpy", "ml_dtypes", "pluggy", "xxhash"}
+
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] not in OWN and not name.startswith("_"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+sys.meta_path.insert(0, Blocked())
+import importlib.metadata
+importlib.metadata.distributions = lambda **_: iter(())
+import pydoc
+import ckptcore
+print(pydoc.plain(pydoc.render_doc(ckptcore)))
+from ckptcore import *
+assert save is ckptcore.save and open is ckptcore.open
+"""
+"""Renders `help(ckptcore)` in a process that can import the core and its dependencies only."""
+
+
+def names_for_type_checkers() -> dict[str, str]:
+    """The names that ``if TYPE_CHECKING`` imports, with their modules."""
+    tree = ast.parse(Path(ckptcore.__file__).read_text(encoding="utf-8"))
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    return {
+        alias.asname or "": f"{node.module}.{alias.name}"
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+
+def test_type_checkers_see_the_names_that_are_there() -> None:
+    names = {name: f"{module}.{name}" for name, module in ckptcore._HOMES.items()}
+    modules = {name: f"ckptcore.{name}" for name in ckptcore._MODULES}
+    assert names_for_type_checkers() == names | modules
+
+
+def test_there_are_few_names() -> None:
+    assert vars(ckptcore)["__all__"] == list(ckptcore._HOMES) and len(ckptcore._HOMES) <= MOST_NAMES
+
+
+def test_dir_lists_public_names_only() -> None:
+    listed = [name for name in dir(ckptcore) if not name.startswith("__")]
+    assert {*ckptcore._HOMES, *ckptcore._MODULES} <= set(listed)
+    assert not {"importlib", "logging", "TYPE_CHECKING", "Final"} & set(listed)
+    assert not [name for name in listed if name.startswith("_")]
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    assert ckptcore.__version__ == version("ckptcore")
+
+
+def test_help_needs_no_plugin() -> None:
+    result = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, check=False, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "save_checkpointables_async(" in result.stdout and "class Checkpointer" in result.stdout
