@@ -16,6 +16,7 @@ import ckptcore
 from ckptcore.builtin.local import LocalStorage
 from ckptcore.errors import StorageError, StorageFullError
 from ckptcore.io import background
+from ckptcore.io.background import SaveHandle
 from ckptcore.protocols import HostMemory, Snapshot, WriteStore
 from ckptcore.runtime import runtime_of
 from tests.composites.objects import Files
@@ -35,9 +36,7 @@ class _BrokenLayout(ckptcore.SafetensorsLayout):
             raise StorageError("the disk is on fire") from error
 
 
-def _fail_to_save(
-    location: Path, context: ckptcore.Context
-) -> tuple[ckptcore.io.background.SaveHandle, weakref.ref[Any]]:
+def _fail_to_save(location: Path, context: ckptcore.Context) -> tuple[SaveHandle, weakref.ref[Any]]:
     array = np.ones(1 << 20)
     handle = ckptcore.save_async(location, {"w": array}, layout=_BrokenLayout(), context=context)
     return handle, weakref.ref(array)
