@@ -79,6 +79,22 @@ def test_the_core_says_how_to_install_what_is_missing(core: Environment, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_core_alone_describes_itself(core: Environment, wheels: Mapping[str, Wheel]) -> None:
+    version = wheels["ckptcore"].path.name.split("-")[1]
+    assert core.run("-c", "import ckptcore; print(ckptcore.__version__)").strip() == version
+    described = core.run("-c", "import ckptcore; help(ckptcore)")
+    assert "save" in described and "Checkpointer" in described
+    names = json.loads(core.run("-c", "import ckptcore, json; print(json.dumps(dir(ckptcore)))"))
+    assert not {"Final", "TYPE_CHECKING", "importlib", "logging"} & set(names)
+
+
+def test_the_command_line_of_the_core_alone_says_how_to_install_it(core: Environment) -> None:
+    program = "import subprocess, sys; done = subprocess.run([sys.executable, '-I', '-m', 'ckptcore'], stderr=-1); "
+    error = core.run("-c", program + "print(done.returncode, done.stderr.decode())")
+    assert not error.startswith("0 ")
+    assert "pip install 'ckptcore[tools]'" in error and "Traceback" not in error
+
+
 def test_every_distribution_is_in_the_table_or_required_by_one(wheels: Mapping[str, Wheel]) -> None:
     core = wheels["ckptcore"]
     named = {_of_extra(distribution, wheels).name for distribution in DISTRIBUTIONS}
