@@ -30,7 +30,7 @@ from benchmarks.setting import Setting
 from ckptcore.commit.receipts import decode_receipts, encode_receipts
 from ckptcore.commit.root import Root
 from ckptcore.commit.root_json import encode_root
-from ckptcore.io.recorder import ObjectRecorder
+from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.job.agreement import Agreement, encode_outcome
 from ckptcore.job.gathering import Gathering
 from ckptcore.model import Receipt, TreeMetadata

@@ -32,16 +32,15 @@ _NAMES: Final = {
     "ckptcore.errors": "CheckpointError",
     "ckptcore.hookspecs": "hookimpl",
     "ckptcore.loading.describe": "CheckpointMetadata",
-    "ckptcore.loading.load_reports": "LoadReport",
     "ckptcore.loading.load_requests": "LoadAs",
-    "ckptcore.loading.matching_options": "Matching",
+    "ckptcore.loading.matching_options": "LoadReport Matching",
     "ckptcore.model": "AbstractArray",
     "ckptcore.protocols": "StatefulCheckpointable",
     "ckptcore.training.reader": "CheckpointReader",
-    "ckptcore.saving.exports": "Export StepExport",
+    "ckptcore.saving.exporting": "Export StepExport",
     "ckptcore.training.tiers.near": "NearTier",
     "ckptcore.tree.flattening": "PLACEHOLDER",
-    "ckptcore.tree.per_process": "PerProcess",
+    "ckptcore.tree.abstract_values": "PerProcess",
 }
 
 _MODULES: Final = (
@@ -101,18 +100,18 @@ if TYPE_CHECKING:
     from ckptcore.errors import CheckpointError as CheckpointError
     from ckptcore.hookspecs import hookimpl as hookimpl
     from ckptcore.loading.describe import CheckpointMetadata as CheckpointMetadata
-    from ckptcore.loading.load_reports import LoadReport as LoadReport
     from ckptcore.loading.load_requests import LoadAs as LoadAs
+    from ckptcore.loading.matching_options import LoadReport as LoadReport
     from ckptcore.loading.matching_options import Matching as Matching
     from ckptcore.model import AbstractArray as AbstractArray
     from ckptcore.protocols import StatefulCheckpointable as StatefulCheckpointable
-    from ckptcore.saving.exports import Export as Export
-    from ckptcore.saving.exports import StepExport as StepExport
+    from ckptcore.saving.exporting import Export as Export
+    from ckptcore.saving.exporting import StepExport as StepExport
     from ckptcore.training.checkpointer import Checkpointer as Checkpointer
     from ckptcore.training.reader import CheckpointReader as CheckpointReader
     from ckptcore.training.tiers.near import NearTier as NearTier
+    from ckptcore.tree.abstract_values import PerProcess as PerProcess
     from ckptcore.tree.flattening import PLACEHOLDER as PLACEHOLDER
-    from ckptcore.tree.per_process import PerProcess as PerProcess
 
     __version__: str
 else:

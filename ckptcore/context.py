@@ -9,8 +9,7 @@ from typing import Final, Literal, TypeAlias
 
 from ckptcore.events import Observer
 from ckptcore.model.tree import JSON
-from ckptcore.planning.read_groups import READS, ReadGroups, Reads
-from ckptcore.planning.replicas import ReplicaOptions
+from ckptcore.planning.replicas import READS, ReadGroups, Reads, ReplicaOptions
 from ckptcore.plugins import Handler
 from ckptcore.protocols import Collectives, Coordinator, Executor
 

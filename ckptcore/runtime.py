@@ -11,7 +11,7 @@ from ckptcore.context import Context
 from ckptcore.io.background import BackgroundSaves
 from ckptcore.io.memory import StagingPool
 from ckptcore.io.threads import IOThreads
-from ckptcore.job.exchanges import exchange_counts
+from ckptcore.job.gathering import exchange_counts
 from ckptcore.plugins import Plugins, installed_plugins
 from ckptcore.protocols import Coordinator, Executor, Rejoinable
 

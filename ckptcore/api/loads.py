@@ -18,7 +18,7 @@ from ckptcore.protocols import Transforms
 from ckptcore.runtime import runtime_of
 
 if TYPE_CHECKING:
-    from ckptcore.loading.load_reports import LoadReport
+    from ckptcore.loading.matching_options import LoadReport
     from ckptcore.select import Selection
 
 __all__ = ["load", "load_async", "load_checkpointables", "load_into"]

@@ -10,7 +10,7 @@ from ckptcore.context import Context, default_context
 from ckptcore.io.background import SaveHandle
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Layout
-from ckptcore.saving.exports import Export
+from ckptcore.saving.exporting import Export
 from ckptcore.saving.save import begin_save, perform_save
 from ckptcore.saving.save_requests import OneTree, SaveRequest
 

@@ -1,16 +1,210 @@
-"""Objects that write files of their own and read them, by a method for each that takes a directory."""
+"""Objects that write files of their own, and the layout of these files."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import inspect
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ckptcore.builtin.signatures import required_names
-from ckptcore.errors import PluginError
-from ckptcore.protocols import Continuation, FilesHandler, Priority
+from ckptcore.builtin.containers import check_key
+from ckptcore.builtin.local_locks import DirectoryLock, try_to_lock
+from ckptcore.builtin.stateful import required_names
+from ckptcore.errors import (
+    CorruptCheckpointError,
+    InvalidLocationError,
+    PluginError,
+    StorageError,
+    UnsupportedLeafError,
+)
+from ckptcore.model import HostArray, ReadPlan, Receipt, TreeMetadata
+from ckptcore.model.tree import JSON
+from ckptcore.protocols import Continuation, FilesHandler, Inspection, Priority, ReadStore, Snapshot, WriteStore
 
-__all__ = ["SavesToDirectoryAsyncHandler", "SavesToDirectoryHandler", "files_handler"]
+__all__ = [
+    "FilesLayout",
+    "SavesToDirectoryAsyncHandler",
+    "SavesToDirectoryHandler",
+    "StagingDirectory",
+    "empty_directories",
+    "files_handler",
+    "state_of_files",
+]
+
+_PREFIX: Final = "ckptcore-staging-"
+
+
+class StagingDirectory:
+    """A new directory in the system's place for temporary files, empty and of this process alone.
+
+    It is locked as long as it is used: the kernel drops the lock when the process dies, however it dies, and the next one that
+    is made on the same machine removes what nobody holds. Other machines, which may have the same place and not see the lock,
+    leave it alone; so does this one once it was started anew.
+
+    Attributes:
+        path: where it is.
+    """
+
+    def __init__(self) -> None:
+        """Make one.
+
+        Raises:
+            StorageError: if there is no place for it, or it cannot be locked; then it is removed again.
+        """
+        try:
+            above = tempfile.gettempdir()
+            _sweep(above)
+            self.path, self._lock = _make(above)
+        except OSError as error:
+            raise StorageError(
+                error.errno,
+                f"cannot make a directory for files on their way between an object and a checkpoint: {error}; set TMPDIR to a "
+                "directory of a local disk that can be written to and locked",
+            ) from error
+
+    def close(self) -> None:
+        """Remove it and all that is in it; again is no error. What cannot be removed is left to the next sweep."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+
+
+def _make(above: str) -> tuple[Path, DirectoryLock]:
+    while True:
+        path = tempfile.mkdtemp(prefix=_prefix(), dir=above)
+        try:
+            lock = try_to_lock(path)
+        except FileNotFoundError:
+            continue  # swept before it was locked
+        except BaseException:
+            os.rmdir(path)
+            raise
+        if lock is not None:
+            return Path(path), lock
+
+
+@functools.cache
+def _prefix() -> str:
+    """How the names of all staging directories of this machine begin, from its start to its end."""
+    try:
+        # Not the name of the host: several containers and machines may have the same.
+        machine = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:
+        machine = platform.node().encode("utf-8", "surrogateescape")
+    return f"{_PREFIX}{hashlib.sha256(machine).hexdigest()[:16]}-"
+
+
+def _sweep(above: str) -> None:
+    """Remove the staging directories of processes of this user, on this machine, that died."""
+    try:
+        with os.scandir(above) as entries:
+            found = [entry.path for entry in entries if entry.name.startswith(_prefix())]
+    except PermissionError:
+        return  # others may write there and not look
+    for path in found:
+        try:
+            if os.lstat(path).st_uid != os.geteuid():
+                continue
+            lock = try_to_lock(path)
+        except OSError:
+            continue  # gone meanwhile, or no directory of ours
+        if lock is not None:
+            with lock:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+_EMPTY: Final = "empty_directories"
+
+_MOST_PARTS: Final = 1 << 17
+"""Directories on the ways to all empty ones: a few bytes of a hostile root make one on the disk of who loads it."""
+
+_MOST_DEEP: Final = 200
+
+
+class FilesLayout:
+    """Stores no tree. The core chooses it for objects that write files of their own; nobody asks for it by name."""
+
+    name = "files"
+
+    def check(self, tree: TreeMetadata, size: int) -> None:
+        """Refuse every leaf."""
+        if tree.leaves:
+            raise UnsupportedLeafError(
+                "files of an object hold no arrays and no values of a tree; choose another layout"
+            )
+
+    def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
+        """Nothing is left to write."""
+        return None
+
+    def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
+        """Nothing is left to write: what `state_of_files` gave to the one process that wrote is kept."""
+        return receipts[0].state
+
+    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
+        """There are no boxes to read."""
+        yield from ()
+
+    def extents(self, tree: TreeMetadata, state: JSON) -> Iterator[tuple[int, str, int, int]]:
+        """There are no arrays."""
+        yield from ()
+
+    def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
+        """Files without a root of ours can be anything."""
+        return None
+
+
+def state_of_files(empty: Sequence[str]) -> JSON:
+    """The state of files among which there are these empty directories: no file tells of them.
+
+    Raises:
+        UnsupportedLeafError: if they are too many, or too deep.
+    """
+    if not empty:
+        return None
+    if (problem := _problem(empty)) is not None:
+        raise UnsupportedLeafError(
+            f"the object wrote empty directories, and {problem}; write fewer, or a file into each"
+        )
+    return {_EMPTY: list(empty)}
+
+
+def empty_directories(state: JSON) -> Sequence[str]:
+    """The empty directories that a state tells of. It may be hostile.
+
+    Raises:
+        CorruptCheckpointError: if it is no such state.
+    """
+    if state is None:
+        return ()
+    found = state.get(_EMPTY, []) if isinstance(state, dict) else None
+    if not isinstance(found, list):
+        raise CorruptCheckpointError(f"the state of the layout 'files' is {str(state)[:80]!r}; load another checkpoint")
+    keys = []
+    for key in found:
+        if not isinstance(key, str):
+            raise CorruptCheckpointError(f"an empty directory is called {str(key)[:80]!r}; load another checkpoint")
+        try:
+            keys.append(check_key(key))
+        except InvalidLocationError as error:
+            raise CorruptCheckpointError(f"an empty directory is listed that cannot be: {error}") from error
+    if (problem := _problem(keys)) is not None:
+        raise CorruptCheckpointError(f"empty directories are listed, and {problem}; load another checkpoint")
+    return keys
+
+
+def _problem(empty: Sequence[str]) -> str | None:
+    depths = [key.count("/") + 1 for key in empty]
+    if max(depths, default=0) > _MOST_DEEP:
+        return f"one of them is {max(depths)} directories deep, where {_MOST_DEEP} are allowed"
+    if sum(depths) > _MOST_PARTS:
+        return f"there are {sum(depths)} directories on the ways to them, where {_MOST_PARTS} are allowed"
+    return None
 
 
 class SavesToDirectoryHandler:
@@ -58,13 +252,13 @@ class SavesToDirectoryAsyncHandler:
         Raises:
             PluginError: if it returns nothing to await and leaves tasks running; the continuation raises it for its tasks.
         """
-        from ckptcore.builtin.awaiting import DirectoryToAwait, path_for_others, run_first_phase  # imports asyncio
+        from ckptcore.builtin.stateful import DirectoryToAwait, path_for_others, run_first_phase  # imports asyncio
 
         return run_first_phase(lambda: value.save(DirectoryToAwait(path_for_others(directory))))
 
     def load(self, like: Any, directory: Path) -> object:
         """Run both phases of the load: the object, restored in place."""
-        from ckptcore.builtin.awaiting import path_for_others, run  # imports asyncio
+        from ckptcore.builtin.stateful import path_for_others, run  # imports asyncio
 
         async def both() -> None:
             rest = await like.load(path_for_others(directory))

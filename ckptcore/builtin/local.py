@@ -13,17 +13,18 @@ from urllib.parse import quote, unquote
 
 import xxhash
 
-from ckptcore.builtin.keys import check_directory_key, check_key
-from ckptcore.builtin.linux_calls import allocate
-from ckptcore.builtin.local_directories import LocalDirectories
-from ckptcore.builtin.local_errors import ABSENT, close_descriptor, local_error, working_directory
-from ckptcore.builtin.local_files import LocalFile, LocalFiles
-from ckptcore.builtin.local_held_files import HeldFile
-from ckptcore.builtin.local_listing import list_files, list_names
+from ckptcore.builtin.containers import check_directory_key, check_key
+from ckptcore.builtin.local_calls import ABSENT, allocate, close_descriptor, local_error, sync_file, working_directory
+from ckptcore.builtin.local_directories import (
+    LocalDirectories,
+    exchange,
+    list_files,
+    list_names,
+    rename_without_replacing,
+)
+from ckptcore.builtin.local_files import HeldFile, LocalFile, LocalFiles
 from ckptcore.builtin.local_locks import lock_object, try_to_lock
-from ckptcore.builtin.local_syncs import sync_file
 from ckptcore.builtin.local_writer import LocalWriter
-from ckptcore.builtin.renames import exchange, rename_without_replacing
 from ckptcore.errors import (
     AtomicityError,
     ConditionFailedError,

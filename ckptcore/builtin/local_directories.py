@@ -1,22 +1,157 @@
-"""The directory that a local storage keeps to: what is within it, what it creates, which names survive power loss."""
+"""Directories of local storage: listing, renaming, exchanging."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
+import functools
 import os
 import stat
+import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
+from typing import Final
 
-from ckptcore.builtin.linux_calls import open_without_links
-from ckptcore.builtin.local_errors import ABSENT, close_descriptor, local_error
+from ckptcore.builtin.local_calls import ABSENT, close_descriptor, local_error, open_without_links, sync_directory
 from ckptcore.builtin.local_links import open_inside
-from ckptcore.builtin.local_syncs import sync_directory
-from ckptcore.errors import StorageError
+from ckptcore.errors import AtomicityError, StorageError
 
-__all__ = ["LocalDirectories"]
+__all__ = [
+    "LocalDirectories",
+    "exchange",
+    "list_files",
+    "list_names",
+    "rename_without_replacing",
+]
+
+
+def list_files(directory: str, prefix: str, is_hidden: Callable[[str], bool]) -> Iterator[str]:
+    """The files below a directory, as `prefix` and their path below it, sorted; links to directories are not entered.
+
+    Raises:
+        StorageError
+    """
+    # Sorted as whole paths: "a-b" comes before "a/b", though "a" comes before "a-b".
+    files: list[str] = []
+    pending = [(directory, prefix)]
+    while pending:
+        path, start = pending.pop()
+        for entry in _entries(path):
+            if _follows(partial(entry.is_dir, follow_symlinks=False), entry):
+                pending.append((entry.path, f"{start}{entry.name}/"))
+            elif not is_hidden(entry.name) and _follows(entry.is_file, entry):
+                files.append(start + entry.name)
+    return iter(sorted(files))
+
+
+def list_names(directory: str, is_hidden: Callable[[str], bool]) -> list[str]:
+    """The names in a directory, sorted; those of directories, and of links to them, end in ``/``.
+
+    Raises:
+        StorageError
+    """
+    names = []
+    for entry in _entries(directory):
+        if _follows(entry.is_dir, entry):
+            names.append(entry.name + "/")
+        elif not is_hidden(entry.name) and _follows(entry.is_file, entry):
+            names.append(entry.name)
+    return sorted(names)
+
+
+def _entries(directory: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(directory) as entries:
+            return list(entries)
+    except OSError as error:
+        if error.errno in ABSENT:
+            return []
+        raise local_error(error, "list", directory) from error
+
+
+def _follows(is_kind: Callable[[], bool], entry: os.DirEntry[str]) -> bool:
+    """Return the type of an entry; False for a broken link or a cycle of links."""
+    try:
+        return is_kind()
+    except OSError as error:
+        if error.errno == errno.ELOOP or error.errno in ABSENT:
+            return False
+        raise local_error(error, "look at", entry.path) from error
+
+
+# linux/fs.h and macOS's sys/stdio.h
+_LINUX_NO_REPLACE: Final = 1
+_LINUX_EXCHANGE: Final = 2
+_MACOS_EXCHANGE: Final = 2
+_MACOS_NO_REPLACE: Final = 4
+_AT_FDCWD: Final = -100
+# What systems and file systems answer that know no such rename. EINVAL also stands for a directory moved into itself.
+_UNSUPPORTED: Final = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
+
+_Rename = Callable[[bytes, bytes], int]
+
+
+def rename_without_replacing(source: str, destination: str) -> None:
+    """Rename a file or directory, atomically.
+
+    Raises:
+        FileExistsError: something stands at the destination; nothing was changed.
+        AtomicityError: the file system cannot; nothing was changed.
+        OSError
+    """
+    _call(_no_replace(), source, destination, "rename without replacing")
+
+
+def exchange(first: str, second: str) -> None:
+    """Let two names of one file system change places, atomically.
+
+    Raises:
+        AtomicityError: the file system cannot; nothing was changed.
+        OSError
+    """
+    _call(_exchange(), first, second, "exchange two names")
+
+
+def _call(function: _Rename | None, first: str, second: str, what: str) -> None:
+    number = errno.ENOSYS
+    if function is not None:
+        if function(os.fsencode(first), os.fsencode(second)) == 0:
+            return
+        number = ctypes.get_errno()
+    if number in _UNSUPPORTED:
+        raise AtomicityError(
+            f"cannot {what} atomically: {first} and {second} are on a file system or operating system without it "
+            f"({os.strerror(number)}); nothing was changed. Use a local file system, or save to a new location"
+        )
+    raise OSError(number, os.strerror(number), first, None, second)
+
+
+@functools.cache
+def _no_replace() -> _Rename | None:
+    return _with_flag(_LINUX_NO_REPLACE, _MACOS_NO_REPLACE)
+
+
+@functools.cache
+def _exchange() -> _Rename | None:
+    return _with_flag(_LINUX_EXCHANGE, _MACOS_EXCHANGE)
+
+
+def _with_flag(linux_flag: int, macos_flag: int) -> _Rename | None:
+    library = ctypes.CDLL(None, use_errno=True)
+    if sys.platform == "darwin":
+        if (renamex := getattr(library, "renamex_np", None)) is None:
+            return None
+        renamex.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_uint)
+        return lambda first, second: int(renamex(first, second, macos_flag))
+    if (renameat2 := getattr(library, "renameat2", None)) is None:
+        return None
+    renameat2.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
+    return lambda first, second: int(renameat2(_AT_FDCWD, first, _AT_FDCWD, second, linux_flag))
+
 
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # Where synced directories are forgotten again; a storage that sees more of them only syncs some twice.

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Final
 
-from ckptcore.builtin.local_errors import close_descriptor, local_error
+from ckptcore.builtin.local_calls import close_descriptor, local_error
 
 __all__ = ["DirectoryLock", "lock_object", "try_to_lock"]
 

@@ -8,10 +8,8 @@ import threading
 from contextlib import suppress
 from typing import Final
 
-from ckptcore.builtin.linux_calls import start_writeback
+from ckptcore.builtin.local_calls import local_error, start_writeback, sync_file
 from ckptcore.builtin.local_directories import LocalDirectories
-from ckptcore.builtin.local_errors import local_error
-from ckptcore.builtin.local_syncs import sync_file
 from ckptcore.errors import StorageError
 from ckptcore.protocols import Buffer
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from ckptcore.builtin.states_to_load import state_to_load
+from ckptcore.builtin.stateful import state_to_load
 from ckptcore.errors import TreeMismatchError
 from ckptcore.protocols import CheckpointableHandler, Priority
 

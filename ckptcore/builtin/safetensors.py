@@ -1,4 +1,7 @@
-"""The safetensors layout: what it writes, Hugging Face tools open, and what they write, it reads.
+"""The layout safetensors.
+
+Files of whole arrays are named by their session, ``model-session-00001.safetensors``, which is the number of its first process: how many
+files there will be nobody knows as they are written. Whoever reads the format by its index takes any names.
 
 The format (https://github.com/huggingface/safetensors): 8 bytes of little-endian length, a JSON header of that many bytes
 ``{name: {"dtype", "shape", "data_offsets"}, "__metadata__": {str: str}}``, then the elements, little endian, in C order, without
@@ -15,10 +18,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from ckptcore.builtin.safetensors_dtypes import header_entry
-from ckptcore.builtin.safetensors_files import METADATA, encode_header, file_metadata, file_names
-from ckptcore.builtin.safetensors_places import KnownPlaces, SliceColumns, StoredSlice
-from ckptcore.builtin.safetensors_slices import SHARDING, write_slices
+from ckptcore.builtin.safetensors_header import METADATA, encode_header, file_metadata, file_names, header_entry
+from ckptcore.builtin.safetensors_places import SHARDING, KnownPlaces, SliceColumns, StoredSlice, write_slices
 from ckptcore.errors import CheckpointError, PluginError
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
@@ -34,13 +35,61 @@ from ckptcore.model.transfer import (
 )
 from ckptcore.model.tree import JSON, LEAF, Node, format_path
 from ckptcore.planning import leaf_names
-from ckptcore.planning.flat_ranges import run_extent
+from ckptcore.planning.partition import run_extent
 from ckptcore.protocols import Inspection, ReadStore, Snapshot, WriteStore
 
 if TYPE_CHECKING:
     from ckptcore.builtin.safetensors_header import TensorEntry
 
-__all__ = ["SafetensorsLayout"]
+__all__ = [
+    "SafetensorsLayout",
+    "finish_sessions",
+    "renumbered_places",
+]
+
+
+def renumbered_places(state: JSON, leaves: Sequence[int]) -> JSON:
+    """The state of a receipt where leaves have other numbers."""
+    columns: Any = state  # what a hostile one raises the caller knows
+    made = {**columns, "leaf": [leaves[leaf] for leaf in columns["leaf"]]}
+    if "slices" in columns:
+        made["slices"] = {**columns["slices"], "leaf": [leaves[leaf] for leaf in columns["slices"]["leaf"]]}
+    return made
+
+
+def finish_sessions(
+    tree: TreeMetadata, receipts: Sequence[Receipt], stem: str, metadata: Mapping[str, str], store: WriteStore
+) -> JSON:
+    """Put together where sessions wrote arrays, and write the index; one empty file where there are no arrays at all.
+
+    The index has the names that stand in the files. Where arrays are in slices there is none, as after any save.
+    """
+    states: list[Any] = [receipt.state for receipt in receipts]
+    places: dict[int, tuple[str, int, str]] = {}
+    for state in states:
+        columns = zip(state["leaf"], state["file"], state["offset"], state["name"], strict=True)
+        places.update({leaf: (state["files"][file], offset, name) for leaf, file, offset, name in columns})
+    slices = SliceColumns()
+    for state in states:
+        if "slices" in state:
+            slices.extend(state["slices"], tree, places)
+    keys = list(dict.fromkeys([key for key, _, _ in places.values()]))
+    if not slices and places:
+        weight_map = {name: key for key, _, name in places.values()}
+        index: JSON = {"metadata": {"total_size": tree.nbytes}, "weight_map": weight_map}
+        store.put(f"{stem}.safetensors.index.json", json.dumps(index, indent=2).encode())
+    elif not slices:
+        keys = [f"{stem}.safetensors"]
+        store.put(keys[0], encode_header({METADATA: file_metadata(tree, {}, (), metadata)}, 0))
+    numbers = {key: number for number, key in enumerate(keys)}
+    state = {
+        "files": keys,
+        "leaf": list(places),
+        "file": [numbers[key] for key, _, _ in places.values()],
+        "offset": [offset for _, offset, _ in places.values()],
+    }
+    return {**state, "slices": slices.to_json()} if slices else state
+
 
 _STEM: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", re.ASCII)
 
@@ -186,8 +235,6 @@ class SafetensorsLayout:
             CheckpointError: if a process wrote other files than these, because its layout has other options.
         """
         if any(isinstance(receipt.state, dict) and "files" in receipt.state for receipt in receipts):
-            from ckptcore.builtin.safetensors_sessions import finish_sessions  # only who saves in sessions needs it
-
             return finish_sessions(tree, receipts, self.stem, self.metadata, store)
         files = self.arrays_by_object(tree)
         keys = file_names(self.stem, len(files))
@@ -228,7 +275,6 @@ class SafetensorsLayout:
 
     def renumbered(self, state: JSON, leaves: Sequence[int]) -> JSON:
         """The columns of leaves."""
-        from ckptcore.builtin.safetensors_sessions import renumbered_places  # only who saves in sessions needs it
 
         return renumbered_places(state, leaves)
 

@@ -10,7 +10,7 @@ from ckptcore.commit.location import Location, Subdirectory
 from ckptcore.commit.root import ROOT_KEY
 from ckptcore.context import WithoutConditions
 from ckptcore.errors import AtomicityError, ConditionFailedError, ObjectNotFoundError, SaveLostError
-from ckptcore.io.new_objects import LooksBefore
+from ckptcore.io.object_writes import LooksBefore
 from ckptcore.protocols import IF_ABSENT, AtomicDirectories, IfAbsent, IfTag, ObjectWriter, PutCondition, StorageBackend
 
 __all__ = ["Conditions", "refuse_conditions"]

@@ -20,7 +20,7 @@ from ckptcore.errors import (
     StorageError,
     UnsupportedVersionError,
 )
-from ckptcore.io.sizes import SIZES
+from ckptcore.io.object_sizes import SIZES
 from ckptcore.protocols import IF_ABSENT, Buffer, IfTag, ObjectWriter, PutCondition
 
 __all__ = ["FencedStore"]

@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias, cast
 
-from ckptcore.builtin.linux_calls import real_path
+from ckptcore.builtin.local_calls import real_path
 from ckptcore.commit.backed_directories import BackedDirectory
 from ckptcore.errors import InvalidLocationError, ObjectNotFoundError
-from ckptcore.io.new_objects import abort_uploads, open_new
+from ckptcore.io.object_writes import abort_uploads, open_new
 from ckptcore.io.requests import requests_of
 from ckptcore.io.sources import hold_reader, open_reader
 from ckptcore.model.tree import JSON

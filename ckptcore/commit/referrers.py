@@ -10,9 +10,8 @@ from ckptcore.commit.occupants import is_hidden_name
 from ckptcore.commit.root import ROOT_KEY, Base
 from ckptcore.commit.root_json import bases_of_root
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, ObjectNotFoundError
-from ckptcore.io.errands import ask_each
 from ckptcore.io.requests import requests_of
-from ckptcore.io.threads import IOThreads
+from ckptcore.io.threads import IOThreads, ask_each
 from ckptcore.protocols import StorageBackend
 
 __all__ = ["bases_beside", "find_bases", "referring_to"]

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from ckptcore.builtin.files import SavesToDirectoryAsyncHandler, SavesToDirectoryHandler
 from ckptcore.builtin.random_states import NumpyGeneratorHandler, NumpyRandomStateHandler, PythonRandomHandler
-from ckptcore.builtin.stateful import GetStateHandler, StateDictHandler, StateTreeHandler
-from ckptcore.builtin.states_to_load import state_to_load
+from ckptcore.builtin.stateful import GetStateHandler, StateDictHandler, StateTreeHandler, state_to_load
 
 __all__ = [
     "GetStateHandler",

@@ -10,7 +10,7 @@ from typing import Final
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.io.read_tasks import ObjectShape, ReadPart, ReadTask, group_tasks, plan_object, share, takers_of
 from ckptcore.io.takers import BoxTaker, RunTaker, Taker
-from ckptcore.io.tile_checks import TileCheck
+from ckptcore.io.tiles import TileCheck
 from ckptcore.model import Checksum, TileRead
 
 __all__ = ["TileShape", "plan_checked"]

@@ -12,10 +12,9 @@ import numpy as np
 
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.io.elements import is_little, little_dtype
-from ckptcore.io.sizes import Sizes
+from ckptcore.io.object_sizes import Sizes
 from ckptcore.io.takers import BoxTaker, RunTaker, Taker
-from ckptcore.io.tile_checks import TileCheck
-from ckptcore.io.tiles import Extent, intersect, run_axis, runs
+from ckptcore.io.tiles import Extent, TileCheck, intersect, run_axis, runs
 from ckptcore.model import Box, HostArray, TileRead
 
 __all__ = [

@@ -12,21 +12,18 @@ from typing import TYPE_CHECKING, Final
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.io.checked_tiles import TileShape, plan_checked
 from ckptcore.io.checksums import RecordedChecksums
-from ckptcore.io.errands import ask_each
+from ckptcore.io.memory import map_pages
 from ckptcore.io.near_ranges import NearRanges, near_ranges
-from ckptcore.io.object_sizes import ObjectSizes
-from ckptcore.io.pages import map_pages
+from ckptcore.io.object_sizes import SIZES, ObjectSizes, Sizes
 from ckptcore.io.read_tasks import ObjectShape, ReadPart, ReadTask, group_reads, plan_object, takers_of
 from ckptcore.io.requests import requests_of
-from ckptcore.io.sizes import SIZES, Sizes
 from ckptcore.io.sources import EdgeBlocks, hold_object, open_reader
-from ckptcore.io.threads import IOThreads
+from ckptcore.io.threads import IOThreads, ask_each
 from ckptcore.model import ObjectRecord, TileRead
 from ckptcore.protocols import StorageAddress, StorageBackend
 
 if TYPE_CHECKING:
-    from ckptcore.io.held_objects import HeldObject
-    from ckptcore.io.holding import Holding
+    from ckptcore.io.held_objects import HeldObject, Holding
 
 __all__ = ["ObjectReader"]
 
@@ -263,7 +260,7 @@ class ObjectReader:
         if reader is None:
             return None
         # Who only saves or loads need not wait for it.
-        from ckptcore.io.holding import Holding
+        from ckptcore.io.held_objects import Holding
 
         with self.counting:
             if self._holding is None:

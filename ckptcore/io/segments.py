@@ -9,10 +9,10 @@ from typing import Final
 import numpy as np
 
 from ckptcore.errors import PluginError
+from ckptcore.io.checksums import Trailer, encoded, first_covered, trailers_of
 from ckptcore.io.elements import bytes_of, is_little, little_dtype, plain
-from ckptcore.io.sizes import Sizes
+from ckptcore.io.object_sizes import Sizes
 from ckptcore.io.tiles import Extent, c_strides, flat_boxes, intersect, run_axis
-from ckptcore.io.trailers import Trailer, encoded, first_covered, trailers_of
 from ckptcore.model import ArraySegment, Box, BytesSegment, ChecksumSegment, HostArray, Segment
 
 __all__ = ["ObjectSegments", "WriteTask", "join_segments"]

@@ -13,12 +13,11 @@ import numpy as np
 
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.io.checksums import BlockChecksums, RecordedChecksums
-from ckptcore.io.errands import run_each
-from ckptcore.io.pages import map_pages
+from ckptcore.io.memory import map_pages
+from ckptcore.io.object_sizes import SIZES, Sizes
 from ckptcore.io.requests import requests_of
-from ckptcore.io.sizes import SIZES, Sizes
 from ckptcore.io.sources import open_reader
-from ckptcore.io.threads import IOThreads
+from ckptcore.io.threads import IOThreads, run_each
 from ckptcore.model import ObjectRecord
 from ckptcore.protocols import ObjectWriter, RangeReader, StorageBackend
 

@@ -14,8 +14,7 @@ from ckptcore.derivations import Stored, cast, cut, narrow, pad, reshape
 from ckptcore.derivations.dtype_values import float_values, has_all_values_of, is_narrowing, may_become
 from ckptcore.loading.derived import Derived, derive
 from ckptcore.loading.differences import Remedy
-from ckptcore.loading.load_reports import LeafChange
-from ckptcore.loading.matching_options import Casting, Matching, ShapeChange
+from ckptcore.loading.matching_options import Casting, LeafChange, Matching, ShapeChange
 from ckptcore.loading.opened import Opened
 from ckptcore.model.arrays import ArraySpec, Box, name_of_dtype
 from ckptcore.model.metadata import ArrayRecord, LeafRecord

@@ -7,7 +7,7 @@ import posixpath
 import re
 from typing import Final
 
-from ckptcore.builtin.files_layout import FilesLayout
+from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import Location, LocationAddress, open_address
 from ckptcore.commit.mark import Mark, read_mark
 from ckptcore.commit.occupants import parse_root
@@ -16,9 +16,9 @@ from ckptcore.commit.root import Base, Root
 from ckptcore.context import Context
 from ckptcore.derivations import Stored
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, UnsupportedVersionError
-from ckptcore.io.errands import ask_each
 from ckptcore.io.reader import ObjectReader
 from ckptcore.io.requests import requests_of
+from ckptcore.io.threads import ask_each
 from ckptcore.loading.derived import Derived, derive
 from ckptcore.loading.opened import Opened
 from ckptcore.model.metadata import ArrayRecord

@@ -10,7 +10,7 @@ from typing import Final
 
 from ckptcore.io.background import BackgroundThreads
 from ckptcore.io.elements import copy_elements
-from ckptcore.loading.joint_steps import PeerFailure
+from ckptcore.loading.joint_loading import PeerFailure
 from ckptcore.loading.opened import Opened
 from ckptcore.loading.read_shares import Message, Round, SharedPlan, message_offsets
 from ckptcore.loading.reading import Reading, Unit, check_sizes, unread

@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckptcore.builtin.files_layout import empty_directories
-from ckptcore.builtin.staging import StagingDirectory
+from ckptcore.builtin.files import StagingDirectory, empty_directories
 from ckptcore.commit.location import Place, Within
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, StorageError, TargetUndefinedError
@@ -120,8 +119,10 @@ def _load_together(
 
     Adds the names of what was restored in place to `changed`, also where it fails.
     """
-    from ckptcore.loading.joint_loading import agreed_name  # only jobs need it
-    from ckptcore.loading.joint_steps import take_step
+    from ckptcore.loading.joint_loading import (
+        agreed_name,  # only jobs need it
+        take_step,
+    )
 
     agreement = Agreement(job, runtime_of(context).exchange_key(f"{agreed_name(location, recording)}/names"), recording)
     for number in range(ATTEMPTS):
@@ -204,7 +205,7 @@ class _JointAttempt:
 
     def end(self) -> JSON:
         """Make sure that all was read of one save."""
-        from ckptcore.loading.joint_steps import Replaced  # only jobs need it
+        from ckptcore.loading.joint_loading import Replaced  # only jobs need it
 
         if not self._tries.is_unchanged():
             raise Replaced

@@ -20,7 +20,7 @@ from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import ReadItem, ReadPlan
 from ckptcore.model.tree import JSON
-from ckptcore.planning.box_partition import without
+from ckptcore.planning.partition import without
 from ckptcore.protocols import Layout
 from ckptcore.runtime import runtime_of
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckptcore.builtin.files_layout import FilesLayout
+from ckptcore.builtin.files import FilesLayout
 from ckptcore.builtin.host_leaves import abstract_of_stored
 from ckptcore.commit.location import Place
 from ckptcore.context import Context
@@ -301,7 +301,7 @@ def _match_target(opened: Opened, flat: Flat, context: Context, request: LoadReq
             "save each under its own name with save_checkpointables. Nothing was changed",
             [f"{path}: cannot be filled in place"],
         )
-    from ckptcore.loading.targets import check_shared_containers, check_shared_memory  # only a target needs it
+    from ckptcore.loading.load_requests import check_shared_containers, check_shared_memory  # only a target needs it
 
     check_shared_memory(opened, matched.numbers, memory)
     check_shared_containers(opened, matched.numbers, flat.shape)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckptcore.loading.load_reports import LeafChange, LoadReport
 from ckptcore.loading.matching import Matched
+from ckptcore.loading.matching_options import LeafChange, LoadReport
 from ckptcore.loading.opened import Opened
 from ckptcore.model.tree import Skeleton, TreePath, format_path, leaf_paths
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection
 from typing import Final
 
-from ckptcore.builtin.files_layout import FilesLayout
+from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import Location, Place, Within, subdirectory
 from ckptcore.commit.occupants import root_bytes
 from ckptcore.commit.root import ROOT_KEY

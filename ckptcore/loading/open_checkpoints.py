@@ -7,7 +7,7 @@ from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
-from ckptcore.builtin.files_layout import FilesLayout
+from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import LocationLike
 from ckptcore.context import Context
 from ckptcore.errors import TreeMismatchError, UnknownPathError
@@ -25,7 +25,7 @@ from ckptcore.model.tree import LEAF, Attribute, Key, Node, Skeleton, TreePath, 
 from ckptcore.runtime import runtime_of
 
 if TYPE_CHECKING:
-    from ckptcore.loading.load_reports import LoadReport
+    from ckptcore.loading.matching_options import LoadReport
     from ckptcore.protocols import Transforms
     from ckptcore.select import Selection
 

@@ -12,7 +12,7 @@ from ckptcore.loading.stored_pieces import ALIGNMENT, BatchSizes, Order, StoredP
 from ckptcore.model import BLOCK_BYTES
 from ckptcore.model.arrays import ArraySpec, Box
 from ckptcore.model.transfer import ReadItem, StoredTile
-from ckptcore.planning.box_partition import Wanting, cells_of_wants
+from ckptcore.planning.partition import Wanting, cells_of_wants
 
 __all__ = ["Message", "MessageSizes", "Request", "Round", "SharedPlan", "Tiles", "message_offsets", "plan_shares"]
 

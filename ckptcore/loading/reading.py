@@ -11,7 +11,7 @@ from ckptcore.context import Context
 from ckptcore.errors import CorruptCheckpointError, PluginError, UnsupportedLeafError
 from ckptcore.io.memory import allocate
 from ckptcore.loading.opened import Opened, naming_further
-from ckptcore.loading.worker_reads import WantedAtWorkers, fetch_leaves
+from ckptcore.loading.workers import WantedAtWorkers, fetch_leaves
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
 from ckptcore.model.tree import format_path

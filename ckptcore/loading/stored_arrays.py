@@ -14,10 +14,9 @@ from ckptcore.io.elements import bytes_of, copy_elements, is_little, little_dtyp
 from ckptcore.io.held_objects import HeldObject
 from ckptcore.io.tiles import c_strides
 from ckptcore.loading.indexing import BasicIndex, Indexed, index_box, rows_of
-from ckptcore.loading.mapped_arrays import map_array
+from ckptcore.loading.mapped_arrays import find_plain_place, map_array
 from ckptcore.loading.open_sessions import Session
 from ckptcore.loading.opened import Opened
-from ckptcore.loading.plain_places import find_plain_place
 from ckptcore.loading.reading import allocate_for, check_sizes
 from ckptcore.model.arrays import ArraySpec, HostArray
 from ckptcore.model.objects import BLOCK_BYTES

@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 from ckptcore.io.tiles import c_strides, flat_boxes, run_axis
 from ckptcore.model.arrays import Box
 from ckptcore.model.transfer import StoredTile
-from ckptcore.planning.box_partition import cut_box
+from ckptcore.planning.partition import cut_box
 
 __all__ = ["ALIGNMENT", "BatchSizes", "Order", "StoredPiece", "TileIndex", "batches_of", "pieces_of"]
 

@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
-from ckptcore.builtin.files_layout import FilesLayout
+from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import Place, Within
 from ckptcore.commit.references import stored_leaves
 from ckptcore.commit.root import ROOT_KEY
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError
-from ckptcore.io.errands import run_each
 from ckptcore.io.reader import ObjectReader
 from ckptcore.io.requests import requests_of
+from ckptcore.io.threads import run_each
 from ckptcore.loading.load import abstract_leaves
 from ckptcore.loading.members import is_deleted, open_member, present_members
 from ckptcore.loading.opened import Opened, OpenedComposite, arrays_at, file_pieces, naming_arrays

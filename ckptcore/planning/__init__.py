@@ -83,7 +83,7 @@ def uncovered(spec: ArraySpec, boxes: Sequence[Box]) -> str | None:
     if len(boxes) == 1 and boxes[0] == whole:
         return None
     if len(boxes) > _COLUMNS_PAY and all(len(box.start) == len(spec.shape) for box in boxes):
-        from ckptcore.planning.coverage import makes_up  # only a job needs it
+        from ckptcore.planning.partition import makes_up  # only a job needs it
 
         bounds = np.array([(*box.start, *box.stop) for box in boxes], np.int64).reshape(len(boxes), -1)
         if makes_up(spec.shape, bounds[:, : len(spec.shape)], bounds[:, len(spec.shape) :]):
@@ -118,7 +118,7 @@ def check_coverage(tree: TreeMetadata, receipts: Sequence[Receipt]) -> None:
         if isinstance(record, ArrayRecord) and leaf not in tree.aliases
     ]
     if any(isinstance(receipt.items, ItemColumns) for receipt in receipts):
-        from ckptcore.planning.coverage import WrittenBoxes, makes_up  # only a job needs it
+        from ckptcore.planning.partition import WrittenBoxes, makes_up  # only a job needs it
 
         columns = WrittenBoxes(tree.leaves, [ItemColumns.of(tree.leaves, receipt.items) for receipt in receipts])
         for leaf, record in arrays:

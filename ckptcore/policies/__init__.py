@@ -11,7 +11,6 @@ The names are those of Orbax. A policy of your own is any object with the method
 function in `CustomSave` or `CustomPreservation`.
 """
 
-from ckptcore.policies.collection import explain, what_to_delete
 from ckptcore.policies.preservation import (
     AnyPreservation,
     BestN,
@@ -25,6 +24,8 @@ from ckptcore.policies.preservation import (
     PreservationPolicy,
     PreserveAll,
     StepInfo,
+    explain,
+    what_to_delete,
 )
 from ckptcore.policies.saving import (
     AnySave,

@@ -1,10 +1,11 @@
-"""Preservation policies: which steps of a directory garbage collection keeps."""
+"""Policies of which steps to keep."""
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol, runtime_checkable
 
@@ -23,7 +24,67 @@ __all__ = [
     "PreservationPolicy",
     "PreserveAll",
     "StepInfo",
+    "explain",
+    "what_to_delete",
 ]
+
+_NEWEST: Final = "the newest step, which is never deleted"
+
+
+def what_to_delete(policy: PreservationPolicy, steps: Sequence[StepInfo], now: float) -> tuple[int, ...]:
+    """The steps that garbage collection deletes, ascending.
+
+    Never the newest, whatever the policy says: a job that resumes would lose work.
+
+    Args:
+        policy: which steps to keep.
+        steps: every committed step, in any order.
+        now: seconds since the epoch, UTC.
+    """
+    ascending = _ascending(steps)
+    if len(ascending) < 2:
+        return ()
+    kept = policy.keep(ascending, now)
+    return tuple([info.step for info in ascending[:-1] if info.step not in kept])
+
+
+def explain(policy: PreservationPolicy, steps: Sequence[StepInfo], now: float) -> Mapping[int, tuple[str, ...]]:
+    """For each step, ascending, what keeps it, in words; nothing for a step that `what_to_delete` names.
+
+    Args:
+        policy: which steps to keep. Each policy within an `AnyPreservation` speaks for itself, by its `str`.
+        steps: every committed step, in any order.
+        now: seconds since the epoch, UTC.
+    """
+    ascending = _ascending(steps)
+    reasons: dict[int, list[str]] = {info.step: [] for info in ascending}
+    for part in _parts(policy):
+        kept = part.keep(ascending, now)
+        for info in ascending:
+            if info.step in kept:
+                reasons[info.step].append(_reason(part, info))
+    if ascending and not reasons[ascending[-1].step]:
+        reasons[ascending[-1].step].append(_NEWEST)
+    return {step: tuple(words) for step, words in reasons.items()}
+
+
+def _ascending(steps: Sequence[StepInfo]) -> list[StepInfo]:
+    return sorted(steps, key=operator.attrgetter("step"))
+
+
+def _reason(policy: PreservationPolicy, info: StepInfo) -> str:
+    if isinstance(policy, BestN) and policy.measure(info) is None:
+        return f"has no metric {policy.metric!r}"
+    return str(policy)
+
+
+def _parts(policy: PreservationPolicy) -> Iterator[PreservationPolicy]:
+    if isinstance(policy, AnyPreservation):
+        for part in policy.policies:
+            yield from _parts(part)
+    else:
+        yield policy
+
 
 _NO_METRICS: Final[Mapping[str, float]] = {}
 

@@ -10,19 +10,17 @@
     transforms    changes of a tree while it is loaded, and derived arrays
 """
 
-from ckptcore.protocols.coordination import (
+from ckptcore.protocols.job import (
     Channels,
     Collectives,
     Coordinator,
-    GathersInGroups,
-    Rejoinable,
-)
-from ckptcore.protocols.execution import (
     Executor,
     Fetched,
+    GathersInGroups,
     Held,
     LeafBoxes,
     ReadStage,
+    Rejoinable,
     WantedLeaf,
     WriteStage,
 )

@@ -17,7 +17,7 @@ from ckptcore.saving.tree_descriptions import StartTransfer, TreeDescription
 from ckptcore.saving.worker_writes import HeldByWorkers, boxes_at_workers
 
 if TYPE_CHECKING:
-    from ckptcore.saving.host_shares import CopyDescription
+    from ckptcore.saving.host_persisting import CopyDescription
 
 __all__ = ["Copies", "Holding"]
 

@@ -23,13 +23,13 @@ from ckptcore.errors import (
     TreeMismatchError,
 )
 from ckptcore.events import Recording
-from ckptcore.io.recorder import ObjectRecorder
+from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.columns import ItemColumns
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import Receipt, WritePlan
 from ckptcore.model.tree import JSON, format_path
-from ckptcore.planning.coverage import WrittenBoxes, makes_up
+from ckptcore.planning.partition import WrittenBoxes, makes_up
 from ckptcore.protocols import Layout, StorageBackend
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import Part

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from ckptcore.builtin.files_layout import FilesLayout
+from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.root import Root
 from ckptcore.context import Context
 from ckptcore.errors import PluginError
-from ckptcore.io.recorder import ObjectRecorder
+from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.model.transfer import Segment
 from ckptcore.protocols import About, Layout, MarksCheckpoints, StorageAddress, StorageBackend
 from ckptcore.runtime import runtime_of

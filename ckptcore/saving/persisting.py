@@ -20,11 +20,11 @@ from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CommitUnknownError, PluginError
 from ckptcore.events import Recording
 from ckptcore.io.background import SaveHandle
-from ckptcore.io.recorder import ObjectRecorder
+from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.job.agreement import Agreement
 from ckptcore.job.visibility import seen_by_all, sees_claim, show_claim
 from ckptcore.loading.opening import foreign_checkpoints
-from ckptcore.loading.worker_stages import WorkerOptions
+from ckptcore.loading.workers import WorkerOptions
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.transfer import Receipt
@@ -39,7 +39,7 @@ from ckptcore.timelines import timeline_to_json
 
 if TYPE_CHECKING:
     from ckptcore.commit.session_claims import PlannedSession
-    from ckptcore.job.hosts import OnHosts
+    from ckptcore.job.visibility import OnHosts
     from ckptcore.saving.updating import PlannedUpdate
 
 __all__ = [

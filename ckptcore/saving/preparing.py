@@ -22,8 +22,7 @@ from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.tree import JSON, format_path
 from ckptcore.protocols import Executor, Layout, SharesReplicas
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.exporting import PlannedExport, PreparedExport, plan_exports
-from ckptcore.saving.exports import Export
+from ckptcore.saving.exporting import Export, PlannedExport, PreparedExport, plan_exports
 from ckptcore.saving.parts import Part, PartDescription, describe_part, naming
 from ckptcore.saving.persisting import NOTHING_COMMITTED, Described, fail_before_claim, fail_everywhere
 from ckptcore.saving.save_requests import OneTree, SaveRequest, check_custom, check_metrics, check_progress
@@ -33,7 +32,7 @@ from ckptcore.tree.merge import unite_trees
 from ckptcore.tree.subtrees import path_keys
 
 if TYPE_CHECKING:
-    from ckptcore.saving.host_shares import CopyDescription
+    from ckptcore.saving.host_persisting import CopyDescription
 
 __all__ = ["PreparedSave", "prepare_save", "save_created", "tree_digest"]
 
@@ -179,7 +178,7 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
             parts.append(Part(directory, description.layout, plan, own, worker_plans))
     except BaseException as error:  # noqa: BLE001  # told to the other ranks, then raised
         if hosts is not None:
-            from ckptcore.saving.host_shares import FIRST_STAGE
+            from ckptcore.saving.host_persisting import FIRST_STAGE
 
             fail_everywhere(agreement, FIRST_STAGE, error)
         fail_before_claim(agreement, error)
@@ -201,7 +200,7 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
     )
     copied: Sequence[CopyDescription] = ()
     if hosts is not None:
-        from ckptcore.saving.host_shares import add_host_copies  # only who has hosts needs it
+        from ckptcore.saving.host_persisting import add_host_copies  # only who has hosts needs it
 
         trees = list(_common_trees(descriptions))
         described, copied = add_host_copies(described, trees, hosts, runtime_of(context).registry)

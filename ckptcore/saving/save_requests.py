@@ -11,11 +11,11 @@ from ckptcore.commit.location import Place
 from ckptcore.commit.occupants import Overwrite
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Layout
-from ckptcore.saving.exports import Export
+from ckptcore.saving.exporting import Export
 from ckptcore.step_names import whole_number
 
 if TYPE_CHECKING:
-    from ckptcore.job.hosts import OnHosts
+    from ckptcore.job.visibility import OnHosts
 
 __all__ = ["OneTree", "SaveRequest", "check_custom", "check_metrics", "check_progress"]
 

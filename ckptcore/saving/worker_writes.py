@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ckptcore.commit.location import Location
 from ckptcore.commit.root import Claimed
-from ckptcore.loading.worker_stages import WorkerOptions, WorkerPart, WriteParts, read_report
+from ckptcore.loading.workers import WorkerOptions, WorkerPart, WriteParts, read_report
 from ckptcore.model.transfer import Pending, Receipt
 from ckptcore.protocols import Executor, Held, LeafBoxes
 from ckptcore.saving.parts import Part

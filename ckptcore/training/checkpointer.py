@@ -24,21 +24,18 @@ from ckptcore.model.tree import JSON
 from ckptcore.policies import EveryStep, PreservationPolicy, PreserveAll, SavePolicy
 from ckptcore.protocols import Layout, Rejoinable
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.exports import StepExport, check_exports
+from ckptcore.saving.exporting import StepExport, check_exports
 from ckptcore.saving.save_requests import OneTree
 from ckptcore.step_names import StepNames, step_number, whole_number
-from ckptcore.training.cleaning import Cleaner
-from ckptcore.training.deciding import Past, SaveDecider
+from ckptcore.training.garbage import Cleaner
 from ckptcore.training.preemption import PreemptionNotice
 from ckptcore.training.reader import CheckpointReader
 from ckptcore.training.restoring import Loading
-from ckptcore.training.step_saves import StepSaves
+from ckptcore.training.step_saves import Past, SaveDecider, StepSaves
 from ckptcore.training.step_saving import StepOptions, StepOrder, StepSaver
 from ckptcore.training.steps import StepDirectory
-from ckptcore.training.tiers.collector import Collector
-from ckptcore.training.tiers.near import NearTier
-from ckptcore.training.tiers.run_deleter import RunDeleter
-from ckptcore.training.tiers.run_tiers import RunTiers
+from ckptcore.training.tiers.near import NearTier, RunTiers
+from ckptcore.training.tiers.run_deleter import Collector, RunDeleter
 from ckptcore.training.tiers.status import UploadStatus
 from ckptcore.training.tiers.uploads import Uploads, begin_uploads
 

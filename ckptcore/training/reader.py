@@ -26,13 +26,12 @@ from ckptcore.protocols import Transforms
 from ckptcore.redaction import redacted
 from ckptcore.runtime import runtime_of
 from ckptcore.step_names import StepNames, step_number
-from ckptcore.training.directories import read_directory_metadata
 from ckptcore.training.restoring import Loading, SkippedStep, StepLoader
-from ckptcore.training.steps import StepDirectory
+from ckptcore.training.steps import StepDirectory, read_directory_metadata
 from ckptcore.training.tiered_steps import TieredSteps
 
 if TYPE_CHECKING:
-    from ckptcore.loading.load_reports import LoadReport
+    from ckptcore.loading.matching_options import LoadReport
     from ckptcore.select import Selection
 
 __all__ = ["CheckpointReader"]

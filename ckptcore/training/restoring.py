@@ -23,7 +23,7 @@ from ckptcore.errors import (
 )
 from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement
-from ckptcore.loading.joint_steps import take_step
+from ckptcore.loading.joint_loading import take_step
 from ckptcore.loading.load import recorded_load
 from ckptcore.model.tree import JSON
 from ckptcore.runtime import runtime_of

@@ -15,15 +15,14 @@ from ckptcore.context import Context
 from ckptcore.errors import CheckpointExistsError
 from ckptcore.io.background import SaveHandle
 from ckptcore.job.agreement import Agreement
-from ckptcore.job.hosts import OnHosts
+from ckptcore.job.visibility import OnHosts
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Coordinator, Layout
-from ckptcore.saving.exports import StepExport
+from ckptcore.saving.exporting import StepExport
 from ckptcore.saving.save import begin_save, perform_save
 from ckptcore.saving.save_requests import OneTree, SaveRequest
-from ckptcore.training.deciding import Past, SaveDecider
-from ckptcore.training.step_saves import StepSaves
-from ckptcore.training.tiers.run_tiers import RunTiers
+from ckptcore.training.step_saves import Past, SaveDecider, StepSaves
+from ckptcore.training.tiers.near import RunTiers
 
 __all__ = ["StepOptions", "StepOrder", "StepSaver"]
 

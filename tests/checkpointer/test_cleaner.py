@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckptcore.training.cleaning import Cleaner
+from ckptcore.training.garbage import Cleaner
 
 
 @pytest.fixture

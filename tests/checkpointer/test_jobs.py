@@ -164,9 +164,9 @@ def test_the_leader_decides_by_its_clock(directory: str, monkeypatch: pytest.Mon
         def time() -> float:
             return next(clocks.get(threading.current_thread().name, clocks["rank 0"]))
 
-    import ckptcore.training.deciding
+    import ckptcore.training.step_saves
 
-    monkeypatch.setattr(ckptcore.training.deciding, "time", Time)
+    monkeypatch.setattr(ckptcore.training.step_saves, "time", Time)
 
     def work(run: Checkpointer, rank: int) -> list[bool]:
         return [run.save(step, tree(step)) is not None for step in range(12)]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import ckptcore
-from ckptcore.builtin.files_layout import empty_directories, state_of_files
+from ckptcore.builtin.files import empty_directories, state_of_files
 from ckptcore.commit.root_json import encode_root
 from ckptcore.context import default_context
 from ckptcore.errors import (

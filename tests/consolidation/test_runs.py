@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptcore.model import ArraySpec, Box
-from ckptcore.planning.flat_ranges import cut_runs, run_extent
+from ckptcore.planning.partition import cut_runs, run_extent
 
 SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 

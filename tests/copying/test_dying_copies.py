@@ -13,7 +13,7 @@ from ckptcore_tools.copies import CopyReport
 import ckptcore
 from ckptcore.commit.occupants import Overwrite
 from ckptcore.errors import CheckpointError, CommitUnknownError, StorageError
-from ckptcore.io.new_objects import abort_uploads
+from ckptcore.io.object_writes import abort_uploads
 from tests.copying.places import new_place, objects_at, store_at
 from tests.crashes.places import faulty_context, through
 from tests.crashes.states import LARGE, make_composite, make_state, version_at

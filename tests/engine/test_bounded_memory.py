@@ -16,7 +16,7 @@ import sys
 import numpy as np
 from ckptcore.io.memory import allocate
 from ckptcore.io.reader import ObjectReader
-from ckptcore.io.recorder import ObjectRecorder
+from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.io.threads import IOThreads
 from ckptcore.model import ArraySegment, ArraySpec, Box, ObjectRecord, TileRead
 

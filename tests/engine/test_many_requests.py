@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, StorageError
 from ckptcore.io import object_writes, threads
-from ckptcore.io.errands import ask_each, run_each
+from ckptcore.io.memory import map_pages
 from ckptcore.io.near_ranges import near_ranges
-from ckptcore.io.pages import map_pages
+from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.io.reader import ObjectReader
-from ckptcore.io.recorder import ObjectRecorder
-from ckptcore.io.threads import IOThreads
+from ckptcore.io.threads import IOThreads, ask_each, run_each
 from ckptcore.model import ArraySegment, Box, BytesSegment, HostArray, Segment, TileRead
 from ckptcore.protocols import ObjectWriter
 from tests.engine.objects import TINY, Opened, stored, stored_bytes, tiles

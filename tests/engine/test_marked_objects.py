@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from ckptcore.errors import ChecksumError, CorruptCheckpointError
 from ckptcore.io.checksums import BlockChecksums, RecordedChecksums
-from ckptcore.io.held_objects import HeldObject
-from ckptcore.io.holding import Holding
+from ckptcore.io.held_objects import HeldObject, Holding
 from ckptcore.io.threads import IOThreads
 from ckptcore.model import ObjectRecord
 from ckptcore.protocols import RangeReader

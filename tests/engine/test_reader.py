@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptcore.errors import ChecksumError, CorruptCheckpointError, ObjectNotFoundError, StorageError
+from ckptcore.io.object_sizes import SIZES, Sizes
+from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.io.reader import ObjectReader
-from ckptcore.io.recorder import ObjectRecorder
-from ckptcore.io.sizes import SIZES, Sizes
 from ckptcore.io.sources import EdgeBlocks
 from ckptcore.io.threads import IOThreads
 from ckptcore.model import Box, BytesSegment, HostArray, ObjectRecord, TileRead

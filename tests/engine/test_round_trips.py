@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from ckptcore.errors import ChecksumError
 from ckptcore.io.elements import plain
+from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.io.reader import ObjectReader
-from ckptcore.io.recorder import ObjectRecorder
 from ckptcore.io.threads import IOThreads
 from ckptcore.model import Box, BytesSegment, TileRead
 from tests.engine.objects import TINY, Opened, stored, stored_bytes, tiles

@@ -15,7 +15,7 @@ import ckptcore
 from ckptcore.errors import CheckpointError, CoordinationTimeoutError, RankFailedError
 from ckptcore.hookspecs import hookimpl
 from ckptcore.job.agreement import Agreement
-from ckptcore.job.exchanges import ExchangeCounts
+from ckptcore.job.gathering import ExchangeCounts
 from ckptcore.protocols import Coordinator, Rejoinable
 from ckptcore.runtime import runtime_of
 

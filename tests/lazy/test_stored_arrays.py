@@ -21,7 +21,7 @@ from hypothesis.extra import numpy as arrays
 
 import ckptcore
 from ckptcore import ArrayShard, Context, ShardedArray
-from ckptcore.builtin import linux_calls
+from ckptcore.builtin import local_calls
 from ckptcore.builtin.local import LocalStorage
 from ckptcore.context import IOOptions, JobOptions, PluginOptions
 from ckptcore.errors import CheckpointNotFoundError, ChecksumError, CorruptCheckpointError, NotMappableError
@@ -73,7 +73,7 @@ def test_arrays_tell_what_they_are_and_give_what_was_saved(stored: Path, context
 @pytest.fixture
 def long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files count as written long ago at once."""
-    monkeypatch.setattr("ckptcore.builtin.local_held_files._TICK_NANOSECONDS", -1)
+    monkeypatch.setattr("ckptcore.builtin.local_files._TICK_NANOSECONDS", -1)
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -151,7 +151,7 @@ def test_slices_of_verified_blocks_read_just_themselves(
 ) -> None:
     location, array = large
     if not is_mapped:
-        monkeypatch.setattr("ckptcore.builtin.local_held_files.is_of_this_machine", lambda descriptor: False)
+        monkeypatch.setattr("ckptcore.builtin.local_files.is_of_this_machine", lambda descriptor: False)
     starts = np.random.default_rng(0).permutation(250)
     with ckptcore.open(location, context=FAST) as opened:
         np.testing.assert_array_equal(opened["w"][:], array)
@@ -196,8 +196,8 @@ def note_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     for name in ("fstat", "stat", "lstat", "lseek", "preadv", "pread", "open", "readlink"):
         monkeypatch.setattr(os, name, noted(name, getattr(os, name)))
-    opening = linux_calls.open_without_links
-    for module in ("linux_calls", "local_files"):
+    opening = local_calls.open_without_links
+    for module in ("local_calls", "local_files"):
         monkeypatch.setattr(f"ckptcore.builtin.{module}.open_without_links", noted("openat2", opening))
     return called
 
@@ -206,7 +206,7 @@ def test_opening_and_a_slice_ask_the_system_a_few_times(
     large: tuple[Path, np.ndarray[Any, Any]], long_ago: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     location, array = large
-    if linux_calls.open_without_links("/", os.O_RDONLY) is None:
+    if local_calls.open_without_links("/", os.O_RDONLY) is None:
         pytest.skip("this system opens files in another way")
     looks = {"openat2": 4, "fstat": 3, "pread": 2, "preadv": 1}  # the location, the root twice, the file
     for context, more in ((FAST, {"fstat": 1}), (TRUSTING, {})):

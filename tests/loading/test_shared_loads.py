@@ -23,7 +23,7 @@ from ckptcore.errors import (
     RankFailedError,
 )
 from ckptcore.model import Box
-from ckptcore.planning.read_groups import Reads
+from ckptcore.planning.replicas import Reads
 from ckptcore.protocols import Coordinator
 from ckptcore.runtime import runtime_of
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ckptcore.loading.read_shares import Message, MessageSizes, Request, SharedPlan, Tiles, message_offsets, plan_shares
 from ckptcore.model import ReadItem, StoredTile
 from ckptcore.model.arrays import ArraySpec, Box
-from ckptcore.planning.box_partition import cells_of_wants, cut_box
+from ckptcore.planning.partition import cells_of_wants, cut_box
 
 SHAPES = ((7, 5), (6,), (), (3, 0), (4, 3, 2))
 SPECS = {

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 import ckptcore
-from ckptcore.builtin.renames import exchange
+from ckptcore.builtin.local_directories import exchange
 from ckptcore.commit.directory_claims import PARTIAL_KEY
 from ckptcore.commit.occupants import name_of_partial, name_of_save
 from ckptcore.commit.root import ROOT_KEY, Claimed

@@ -720,7 +720,7 @@ def test_the_stamp_of_a_held_file_is_told_once_it_is_old_and_changes_with_the_fi
     path = tmp_path / "directory" / "data"
     changed = path.stat().st_ctime_ns
     clock = changed
-    monkeypatch.setattr("ckptcore.builtin.local_held_files.time.time_ns", lambda: clock)
+    monkeypatch.setattr("ckptcore.builtin.local_files.time.time_ns", lambda: clock)
     assert held.stamp() is None
     clock += 3_000_000_000
     stamp = held.stamp()

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from ckptcore.builtin import linux_calls, local_cold_reads, renames
+from ckptcore.builtin import local_calls, local_directories, local_files
 from ckptcore.builtin.local import LocalStorage, open_local
-from ckptcore.builtin.local_cold_reads import ColdReader
+from ckptcore.builtin.local_files import ColdReader
 from ckptcore.builtin.local_links import open_inside
 from ckptcore.errors import (
     AtomicityError,
@@ -52,14 +52,14 @@ def test_without_atomic_renames(storage: LocalStorage, monkeypatch: pytest.Monke
         ctypes.set_errno(number)
         return -1
 
-    monkeypatch.setattr(renames, "_no_replace", lambda: refuse)
-    monkeypatch.setattr(renames, "_exchange", lambda: refuse)
+    monkeypatch.setattr(local_directories, "_no_replace", lambda: refuse)
+    monkeypatch.setattr(local_directories, "_exchange", lambda: refuse)
     check_without_atomic_renames(storage)
 
 
 def test_without_the_functions(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(renames, "_no_replace", lambda: None)
-    monkeypatch.setattr(renames, "_exchange", lambda: None)
+    monkeypatch.setattr(local_directories, "_no_replace", lambda: None)
+    monkeypatch.setattr(local_directories, "_exchange", lambda: None)
     check_without_atomic_renames(storage)
 
 
@@ -83,7 +83,7 @@ def test_exchange_says_other_errors_as_they_are(storage: LocalStorage, monkeypat
 
     storage.put("a/b", b"1")
     storage.put("c/d", b"2")
-    monkeypatch.setattr(renames, "_exchange", lambda: refuse)
+    monkeypatch.setattr(local_directories, "_exchange", lambda: refuse)
     with pytest.raises(OSError, match="Permission denied"):
         storage.exchange("a", "c")
 
@@ -100,7 +100,7 @@ def test_without_allocation_and_writeback(
         ctypes.set_errno(number)
         return -1
 
-    monkeypatch.setattr(linux_calls, "_function", lambda *_: refuse if number else None)
+    monkeypatch.setattr(local_calls, "_function", lambda *_: refuse if number else None)
     writer = storage.open_writer("a", SIZE)
     for start in range(0, SIZE, 1 << 20):
         writer.write_at(start, pattern(SIZE)[start : start + (1 << 20)])
@@ -114,7 +114,7 @@ def test_a_writeback_that_fails_is_an_error(storage: LocalStorage, monkeypatch: 
         return -1
 
     writer = storage.open_writer("a", SIZE)
-    monkeypatch.setattr(linux_calls, "_function", lambda *_: refuse)
+    monkeypatch.setattr(local_calls, "_function", lambda *_: refuse)
     with pytest.raises(OSError, match="cannot write"):
         writer.write_at(0, pattern(SIZE))
     writer.abort()
@@ -129,7 +129,7 @@ def test_a_file_is_opened_without_links_where_there_are_none(tmp_path: Path) -> 
     (tmp_path / "d/a").write_bytes(b"bytes")
     (tmp_path / "d/link").symlink_to("a")
     (tmp_path / "e").symlink_to("d")
-    found = linux_calls.open_without_links(f"{tmp_path}/d/a", os.O_RDONLY | os.O_CLOEXEC)
+    found = local_calls.open_without_links(f"{tmp_path}/d/a", os.O_RDONLY | os.O_CLOEXEC)
     if found is None:
         pytest.skip("this system does not open files so")
     try:
@@ -137,7 +137,7 @@ def test_a_file_is_opened_without_links_where_there_are_none(tmp_path: Path) -> 
     finally:
         os.close(found)
     for path in ("d/link", "e/a", "e/link", "absent", "d/a\0b", "d/a/b"):
-        assert linux_calls.open_without_links(f"{tmp_path}/{path}", os.O_RDONLY) is None
+        assert local_calls.open_without_links(f"{tmp_path}/{path}", os.O_RDONLY) is None
 
 
 @pytest.mark.parametrize("can_without_links", [True, False])
@@ -145,7 +145,7 @@ def test_real_paths_are_those_of_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_without_links: bool
 ) -> None:
     if not can_without_links:
-        monkeypatch.setattr(linux_calls, "open_without_links", lambda path, flags: None)
+        monkeypatch.setattr(local_calls, "open_without_links", lambda path, flags: None)
     (tmp_path / "d/e").mkdir(parents=True)
     (tmp_path / "link").symlink_to("d/e")
     (tmp_path / "loop").symlink_to("loop")
@@ -168,7 +168,7 @@ def test_real_paths_are_those_of_python(
         *paths,
         *[f"{tmp_path}{tail}" for tail in ("", "//d/./e/", "/link", "/link/..", "/d/absent", "/loop")],
     ]:
-        assert linux_calls.real_path(path) == os.path.realpath(path), path
+        assert local_calls.real_path(path) == os.path.realpath(path), path
 
 
 @pytest.mark.parametrize("number", [None, errno.ENOSYS, errno.EPERM])
@@ -184,11 +184,11 @@ def test_a_system_that_cannot_open_without_links(monkeypatch: pytest.MonkeyPatch
             return -1
 
     monkeypatch.setattr(ctypes, "CDLL", Library)
-    linux_calls._opener.cache_clear()
+    local_calls._opener.cache_clear()
     try:
-        assert linux_calls.open_without_links("/", os.O_RDONLY) is None
+        assert local_calls.open_without_links("/", os.O_RDONLY) is None
     finally:
-        linux_calls._opener.cache_clear()
+        local_calls._opener.cache_clear()
 
 
 @pytest.mark.parametrize("can_without_links", [True, False])
@@ -197,7 +197,7 @@ def test_links_are_looked_at_either_way(
 ) -> None:
     if not can_without_links:
         monkeypatch.setattr("ckptcore.builtin.local_files.open_without_links", lambda path, flags: None)
-    elif linux_calls.open_without_links("/", os.O_RDONLY) is None:
+    elif local_calls.open_without_links("/", os.O_RDONLY) is None:
         pytest.skip("this system does not open files so")
     walked: list[str] = []
 
@@ -235,7 +235,7 @@ def cold_file() -> Iterator[Path]:
 
 
 def open_cold(path: Path) -> ColdReader:
-    reader = local_cold_reads.open_cold_reader(str(path), os.stat(path))
+    reader = local_files.open_cold_reader(str(path), os.stat(path))
     if reader is None:
         pytest.skip("this system or file system has no O_DIRECT")
     return reader
@@ -326,5 +326,5 @@ def test_what_is_in_the_cache_is_not_called_cold(cold_file: Path) -> None:
 def test_another_file_in_its_place_is_not_read(tmp_path: Path) -> None:
     for name in ("one", "other"):
         (tmp_path / name).write_bytes(bytes(1 << 20))
-    assert local_cold_reads.open_cold_reader(str(tmp_path / "one"), os.stat(tmp_path / "other")) is None
-    assert local_cold_reads.open_cold_reader(str(tmp_path / "gone"), os.stat(tmp_path / "other")) is None
+    assert local_files.open_cold_reader(str(tmp_path / "one"), os.stat(tmp_path / "other")) is None
+    assert local_files.open_cold_reader(str(tmp_path / "gone"), os.stat(tmp_path / "other")) is None

@@ -1,30 +1,56 @@
-"""The steps of a near tier that each host has by itself: those that count are on all hosts, and of one save."""
+"""Steps in directories of single hosts, and sending them.
+
+The processes meet in the far tier, below ``.ckptcore/uploads``, so that an upload may take hours, and none waits for another's
+message. The leader claims the step's place and writes which step it is about; the first process of each other host looks there every
+few seconds, sends its objects into the claim, and puts a mark. When all marks are there, the leader commits.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from typing import Any, Final
 
-from ckptcore.commit.commit import remove_checkpoint
+from ckptcore.commit.commit import claimed_store, continue_claim, remove_checkpoint
+from ckptcore.commit.holding import ADMINISTRATION
 from ckptcore.commit.location import Location, Place, Within, resolve_location, subdirectory
-from ckptcore.commit.occupants import read_root, root_bytes
-from ckptcore.commit.root import Claimed, PartialSave, Root, new_save_id
+from ckptcore.commit.mark import Mark
+from ckptcore.commit.occupants import parse_root, read_root, root_bytes
+from ckptcore.commit.root import HOST_COPIES, ROOT_KEY, Claimed, PartialSave, Root, new_save_id
 from ckptcore.commit.root_json import summarize_root
 from ckptcore.context import Context
 from ckptcore.errors import (
+    CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     InvalidLocationError,
+    ObjectNotFoundError,
+    StorageError,
     UnsupportedVersionError,
 )
+from ckptcore.io.transfers import Transfer
 from ckptcore.job.agreement import Agreement
+from ckptcore.job.visibility import Hosts, show_claim
+from ckptcore.loading.manifests import Manifest, StoredRoot
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import JSON
+from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
+from ckptcore.saving.preparing import save_created
 from ckptcore.training.steps import StepDirectory
 
-__all__ = ["HostSteps", "agreed_steps", "is_whole_here"]
+__all__ = [
+    "HostSender",
+    "HostSteps",
+    "SendsFromHosts",
+    "agreed_steps",
+    "is_whole_here",
+]
 
 logger = logging.getLogger("ckptcore.training.tiers")
 
@@ -137,3 +163,280 @@ def agreed_steps(told: Sequence[Any]) -> dict[str, str]:
     """
     first, *others = told
     return {step: found[0] for step, found in first.items() if all(other.get(step) == found for other in others)}
+
+
+_UPLOADS: Final = f"{ADMINISTRATION}/uploads"
+_CURRENT: Final = f"{_UPLOADS}/current.json"
+_CURRENT_BYTES: Final = 1 << 16
+_FIRST_POLL_SECONDS: Final = 0.05
+_LAST_POLL_SECONDS: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a host has of a step.
+
+    Attributes:
+        manifest: its objects; the root is that of the whole step.
+        late: roots of checkpointables and their tables, which are sent when all else is.
+        expected: by key, the bytes of the objects that the root lists, whoever has them.
+    """
+
+    manifest: Manifest
+    late: tuple[ObjectRecord, ...]
+    expected: dict[str, int]
+
+
+def _read_part(location: Location) -> _Part:
+    """Find out what this host has of a step.
+
+    Raises:
+        CheckpointNotFoundError: if the step is not there.
+        CorruptCheckpointError: if a root cannot be read, or an object has another size than it was written with.
+    """
+    store = location.store
+    data = root_bytes(store)
+    root = None if data is None else parse_root(store, data)
+    if data is None or root is None or isinstance(root, Claimed | PartialSave):
+        raise CheckpointNotFoundError(f"there is no committed step at {location.display}; it was deleted")
+    known: dict[str, ObjectRecord] = dict(root.objects) if isinstance(root, Root) else {}
+    late: set[str] = set()
+    for entry in store.list_names() if not isinstance(root, Root) else ():
+        inside = subdirectory(store, entry[:-1]) if entry.endswith("/") else None
+        member = None if inside is None else read_root(inside)
+        if isinstance(member, Root):
+            known.update({entry + key: record for key, record in member.objects.items()})
+            late.update([entry + ROOT_KEY, *[entry + part for part in member.parts]])
+    own = {ROOT_KEY, *root.parts}
+    records: list[ObjectRecord] = []
+    for key in store.list():
+        if key in own or HOST_COPIES in key.split("/")[:2]:
+            continue  # copies are for this host
+        size = store.size(key)
+        record = known.get(key, ObjectRecord(key, size))
+        if record.size != size:
+            raise CorruptCheckpointError(
+                f"{key} in {location.display} has {size} bytes, where {record.size} were written", key=key
+            )
+        records.append(ObjectRecord(key, size, record.checksums) if key in known else record)
+    stored = StoredRoot("", data, {key: store.get(key) for key in root.parts})
+    return _Part(
+        Manifest.of(location, Mark(data), stored, (), [record for record in records if record.key not in late]),
+        tuple([record for record in records if record.key in late]),
+        {key: record.size for key, record in known.items()},
+    )
+
+
+def _send_part(
+    part: _Part, store: StorageBackend, context: Context, sent: Callable[[int], None], is_stopped: Callable[[], bool]
+) -> int:
+    """Send what a host has; bytes that were sent."""
+    transfer = Transfer(
+        part.manifest.location.store, store, runtime_of(context).io_threads, sent=sent, is_stopped=is_stopped
+    )
+    for records in (part.manifest.objects, part.manifest.marks, part.late):
+        transfer.send(records)
+    return transfer.counts.sent_bytes
+
+
+def _mark(copy_id: str, rank: int) -> str:
+    return f"{_UPLOADS}/{copy_id}.{rank}"
+
+
+class SendsFromHosts:
+    """On the leader: sends steps together with the other hosts, as `ckptcore.training.tiers.sending.Send` asks."""
+
+    def __init__(self, near: StepDirectory, far: StepDirectory, store: StorageBackend, hosts: Hosts, context: Context):
+        """Forget what a run before this one was about to send; writes nothing else yet.
+
+        Args:
+            near: the directory of this host.
+            far: where steps go.
+            store: the storage, opened there.
+            hosts: who is where.
+            context: options.
+        """
+        self._near = near
+        self._far = far
+        self._store = store
+        self._others = [rank for rank in hosts.firsts if rank != hosts.first_of(0)]
+        self._context = context
+        store.delete([_CURRENT])
+
+    def __call__(
+        self,
+        step: int,
+        name: str,
+        *,
+        replaces: bool,
+        progress: Callable[[int, int], None],
+        is_stopped: Callable[[], bool],
+        before_commit: Callable[[], None],
+    ) -> int:
+        """See `Send`. Bytes are those of this host."""
+        context = self._context
+        durable = context.durability == "full"
+        near = resolve_location(
+            self._near.place(step), runtime_of(context).registry, durable=False, config=context.storage
+        )
+        part = _read_part(near)
+        copy_id, total = part.manifest.copy_id, part.manifest.nbytes
+        to = resolve_location(
+            Within(self._far.directory, name), runtime_of(context).registry, durable=durable, config=context.storage
+        )
+        claimed = Claimed(copy_id, save_created())
+        claim = continue_claim(to, claimed, "non-atomic" if replaces else False, runtime_of(context).conditions)
+        done = 0
+
+        def count(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes  # a byte that two threads count at once is one fewer for the eye
+            progress(done, total)
+
+        try:
+            show_claim(claim, claimed, to)
+            self._store.put(_CURRENT, json.dumps({"step": step, "name": name, "copy_id": copy_id}).encode())
+            sent = _send_part(part, claim.store, context, count, is_stopped)
+            self._wait_for_others(copy_id, is_stopped)
+            self._expect_sizes(part, claim.store)
+            root = part.manifest.root
+            assert root is not None  # `_read_part` found it
+            before_commit()
+            claim.commit(root.data, root.parts)
+        except BaseException:
+            claim.leave()
+            raise
+        self._store.delete([_CURRENT, *[_mark(copy_id, rank) for rank in self._others]])
+        return sent
+
+    def _wait_for_others(self, copy_id: str, is_stopped: Callable[[], bool]) -> None:
+        missing = {_mark(copy_id, rank) for rank in self._others}
+        pause = _FIRST_POLL_SECONDS
+        while missing := missing.difference(self._store.list(_UPLOADS)):
+            if is_stopped():
+                raise CancelledError
+            time.sleep(pause)
+            pause = min(2 * pause, _LAST_POLL_SECONDS)
+
+    def _expect_sizes(self, part: _Part, store: StorageBackend) -> None:
+        """Look whether every object that the root lists has arrived.
+
+        Raises:
+            StorageError: one has not; the next try sends it.
+        """
+        for key, size in part.expected.items():
+            try:
+                found: int | None = store.size(key)
+            except ObjectNotFoundError:
+                found = None
+            if found != size:
+                rank_marks = [_mark(part.manifest.copy_id, rank) for rank in self._others]
+                self._store.delete(rank_marks)  # so that every host sends again
+                raise StorageError(
+                    f"{key} has {'not arrived' if found is None else f'{found} bytes'} in {self._far.display}, where {size} bytes were to be "
+                    "sent by the host that wrote it; it is sent again"
+                )
+
+    def close(self, run: str) -> None:
+        """Let the other hosts know that this run sends no more."""
+        try:
+            self._store.put(_CURRENT, json.dumps({"closed": run}).encode())
+        except StorageError as error:
+            logger.warning("the other hosts are not told that uploads are over, and wait for a while: %s", error)
+
+
+class HostSender:
+    """On the first process of another host than the leader's: sends, on a thread of its own, what this host has of the step in question."""
+
+    def __init__(
+        self, rank: int, run: str, near: StepDirectory, far: StepDirectory, store: StorageBackend, context: Context
+    ) -> None:
+        """Begin to look what is to be sent.
+
+        Args:
+            rank: of this process.
+            run: what all processes of this run call it.
+            near: the directory of this host.
+            far: where steps go.
+            store: the storage, opened there.
+            context: options.
+        """
+        self._rank = rank
+        self._run = run
+        self._near = near
+        self._far = far
+        self._store = store
+        self._context = context
+        self._ended = threading.Event()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="ckptcore-upload", daemon=True)
+        self._thread.start()
+
+    def close(self, seconds: float | None) -> None:
+        """Wait until the leader sends no more, but no longer than so many seconds; None: for ever."""
+        self._ended.wait(seconds)
+        self.stop()
+
+    def stop(self) -> None:
+        """Send no more, and wait until the piece that is being sent is. Again is no error."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        pause = _FIRST_POLL_SECONDS
+        while not self._stopped.is_set():
+            try:
+                if self._send_current():
+                    pause = _FIRST_POLL_SECONDS
+            except CancelledError:
+                return
+            except Exception as error:  # noqa: BLE001  # tried again; the leader tells what is not uploaded
+                logger.warning("%s sends nothing to %s now: %s", self._near.display, self._far.display, error)
+            if self._ended.is_set():
+                return
+            self._stopped.wait(pause)
+            pause = min(2 * pause, _LAST_POLL_SECONDS)
+
+    def _send_current(self) -> bool:
+        """Send what the leader asks for; whether there was anything."""
+        try:
+            told: Any = json.loads(self._store.get(_CURRENT, 0, _CURRENT_BYTES))
+        except (ObjectNotFoundError, ValueError):
+            return False
+        if not isinstance(told, dict):
+            return False
+        if told.get("closed") == self._run:
+            self._ended.set()
+            return False
+        step, name, copy_id = told.get("step"), told.get("name"), told.get("copy_id")
+        if not isinstance(step, int) or not isinstance(name, str) or self._far.names.parse(name) != step:
+            return False
+        if not self._near.is_committed(step) or _mark(str(copy_id), self._rank) in self._store.list(_UPLOADS):
+            return False
+        context = self._context
+        near = resolve_location(
+            self._near.place(step), runtime_of(context).registry, durable=False, config=context.storage
+        )
+        part = _read_part(near)
+        if part.manifest.copy_id != copy_id:
+            return False  # another save of the step
+        durable = context.durability == "full"
+        to = resolve_location(
+            Within(self._far.directory, name), runtime_of(context).registry, durable=durable, config=context.storage
+        )
+        store = claimed_store(to, part.manifest.copy_id, runtime_of(context).conditions)
+        claimed = read_root(store)
+        if not isinstance(claimed, Claimed) or claimed.save_id != copy_id:
+            return False
+        try:
+            _send_part(part, store, context, _count_nothing, self._stopped.is_set)
+        except CheckpointError:
+            if not self._near.look_again(step):
+                return False  # deleted meanwhile
+            raise
+        self._store.put(_mark(part.manifest.copy_id, self._rank), b"")
+        return True
+
+
+def _count_nothing(nbytes: int) -> None:
+    """Bytes of other hosts are not counted."""

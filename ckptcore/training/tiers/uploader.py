@@ -25,11 +25,10 @@ from ckptcore.events import Observer, Recording
 from ckptcore.io.background import Progress
 from ckptcore.io.threads import renew_in_children
 from ckptcore.policies import Moment, StepInfo
-from ckptcore.training.deciding import Past
+from ckptcore.training.step_saves import Past
 from ckptcore.training.steps import StepDirectory
 from ckptcore.training.tiers.backlog import given_up, next_upload
-from ckptcore.training.tiers.near import NearTier
-from ckptcore.training.tiers.owned import OwnedTier
+from ckptcore.training.tiers.near import NearTier, OwnedTier
 from ckptcore.training.tiers.sending import Send
 from ckptcore.training.tiers.status import UploadState, UploadStatus
 

@@ -9,7 +9,7 @@ from functools import partial
 
 from ckptcore.context import Context
 from ckptcore.job.agreement import Agreement
-from ckptcore.training.tiers.run_tiers import RunTiers
+from ckptcore.training.tiers.near import RunTiers
 from ckptcore.training.tiers.sending import CopiesSteps, Send
 from ckptcore.training.tiers.status import UploadStatus
 from ckptcore.training.tiers.uploader import Uploader
@@ -109,7 +109,7 @@ def begin_uploads(
     if tiers.hosts is None:
         send = CopiesSteps(steps, far, context)
     else:
-        from ckptcore.training.tiers.host_sending import HostSender, SendsFromHosts  # only who has hosts needs it
+        from ckptcore.training.tiers.host_steps import HostSender, SendsFromHosts  # only who has hosts needs it
 
         run = agreement.lead("run", lambda: secrets.token_hex(8))
         if tiers.far is not None:

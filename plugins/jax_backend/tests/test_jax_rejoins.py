@@ -16,7 +16,7 @@ from jax._src import distributed
 
 import ckptcore
 from ckptcore import Context
-from ckptcore.job.exchanges import ExchangeCounts
+from ckptcore.job.gathering import ExchangeCounts
 from ckptcore.protocols import Rejoinable
 from ckptcore.runtime import runtime_of
 

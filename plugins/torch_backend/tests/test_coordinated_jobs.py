@@ -20,7 +20,7 @@ import ckptcore
 from ckptcore import Context
 from ckptcore.context import JobOptions
 from ckptcore.errors import PluginError
-from ckptcore.job.exchanges import ExchangeCounts
+from ckptcore.job.gathering import ExchangeCounts
 from ckptcore.protocols import Rejoinable
 from ckptcore.runtime import runtime_of
 

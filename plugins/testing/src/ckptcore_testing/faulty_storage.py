@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
 from ckptcore.errors import CorruptCheckpointError
-from ckptcore.io.new_objects import abort_uploads, open_new
+from ckptcore.io.object_writes import abort_uploads, open_new
 from ckptcore.io.requests import requests_of
 from ckptcore.protocols import (
     AtomicDirectories,

@@ -10,7 +10,7 @@ from typing import Final
 import pytest
 
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Node, ValueRecord, WriteItem, WritePlan
-from ckptcore.planning.flat_ranges import cut_runs
+from ckptcore.planning.partition import cut_runs
 from ckptcore.protocols import Layout, WritesRuns
 from ckptcore_testing.layout_stores import local_directory, objects_below
 from ckptcore_testing.layout_trials import SAVE_ID, Trial, tree_trial, write_trial

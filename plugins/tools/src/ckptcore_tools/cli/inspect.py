@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import click
 
-from ckptcore.builtin.files_layout import FilesLayout
+from ckptcore.builtin.files import FilesLayout
 from ckptcore.events import Event
 from ckptcore.loading.describe import CheckpointMetadata
 from ckptcore.model import (

@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from ckptcore.builtin.files_layout import FilesLayout, empty_directories, state_of_files
+from ckptcore.builtin.files import FilesLayout, empty_directories, state_of_files
 from ckptcore.builtin.single_process import SingleProcess
 from ckptcore.commit.commit import remove_checkpoint
 from ckptcore.commit.location import Location, Place, resolve_location

@@ -36,9 +36,9 @@ from ckptcore.errors import (
     SaveLostError,
     StorageError,
 )
-from ckptcore.io.errands import run_each
-from ckptcore.io.new_objects import abort_uploads
+from ckptcore.io.object_writes import abort_uploads
 from ckptcore.io.requests import requests_of
+from ckptcore.io.threads import run_each
 from ckptcore.io.transfers import Transfer
 from ckptcore.loading.manifests import Manifest, StoredRoot
 from ckptcore.loading.opening import foreign_checkpoints

@@ -12,8 +12,8 @@ from ckptcore.commit.occupants import is_hidden_name
 from ckptcore.commit.root_json import decode_root
 from ckptcore.context import Context
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, ObjectNotFoundError
-from ckptcore.io.errands import run_each
 from ckptcore.io.requests import requests_of
+from ckptcore.io.threads import run_each
 from ckptcore.loading.manifests import Manifest, StoredRoot
 from ckptcore.loading.members import is_deleted, open_member, present_members
 from ckptcore.loading.opened import Opened, OpenedComposite

@@ -17,7 +17,7 @@ from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import WriteItem, WritePlan
 from ckptcore.model.tree import format_path
 from ckptcore.planning import plan_read
-from ckptcore.planning.flat_ranges import cut_runs
+from ckptcore.planning.partition import cut_runs
 from ckptcore.protocols import Layout, ReadsChunks, WritesRuns
 
 __all__ = ["StreamSizes", "StreamedSnapshot", "items_by_object", "reading_context"]

@@ -10,7 +10,7 @@ from ckptcore.commit.location import LocationLike
 from ckptcore.commit.occupants import Overwrite
 from ckptcore.context import Context, default_context
 from ckptcore.protocols import Layout
-from ckptcore.saving.exports import Export
+from ckptcore.saving.exporting import Export
 from ckptcore_tools.dry_run.jobs import Asked, plan_running_job, plan_simulated_job
 from ckptcore_tools.dry_run.plans import ExportPlan, MemoryPlan, ObjectPlan, ProcessPlan, RequestCounts, SavePlan
 

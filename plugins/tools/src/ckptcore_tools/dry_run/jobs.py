@@ -21,7 +21,7 @@ from ckptcore.model.transfer import Receipt, WriteItem
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import AtomicDirectories, Layout
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.exports import Export
+from ckptcore.saving.exporting import Export
 from ckptcore.saving.preparing import PreparedSave, prepare_save
 from ckptcore.saving.save_requests import OneTree, SaveRequest
 from ckptcore_tools.dry_run.leaves import WrapLeaf, dry_run_context, running_leaves, simulated_leaves

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 
 from ckptcore.commit.root import ROOT_KEY
 from ckptcore.errors import ConditionFailedError, ObjectNotFoundError
-from ckptcore.io.sizes import SIZES
+from ckptcore.io.object_sizes import SIZES
 from ckptcore.io.snapshot import ViewedSnapshot
 from ckptcore.model.arrays import HostArray
 from ckptcore.model.objects import CHECKSUM_BYTES, ObjectRecord
@@ -235,7 +235,7 @@ class _NoWriter:
 
 
 class SizeRecorder:
-    """A `ckptcore.protocols.WriteStore` that asks of a storage what `ckptcore.io.recorder.ObjectRecorder` does. Any thread."""
+    """A `ckptcore.protocols.WriteStore` that asks of a storage what `ckptcore.io.object_writes.ObjectRecorder` does. Any thread."""
 
     def __init__(self, storage: StorageBackend, *, checksums: bool) -> None:
         """Hand objects to `storage`; `checksums` tells whether a save would keep some."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias
 
-from ckptcore.builtin.files_layout import FilesLayout
+from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.commit import Claim, claim_location, claimed_store
 from ckptcore.commit.conditions import Conditions
 from ckptcore.commit.location import Location, subdirectory
@@ -15,7 +15,7 @@ from ckptcore.commit.root import Claimed, Composite, Root, this_writer
 from ckptcore.commit.root_json import encode_composite, encode_root
 from ckptcore.context import Context
 from ckptcore.errors import PluginError, UnsupportedLeafError
-from ckptcore.io.sizes import SIZES
+from ckptcore.io.object_sizes import SIZES
 from ckptcore.job.visibility import sees_claim, show_claim
 from ckptcore.model.transfer import Receipt
 from ckptcore.protocols import (

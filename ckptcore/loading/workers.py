@@ -1,4 +1,4 @@
-"""Stages: what a worker of a single controller is sent to do. They are pickled, and have no elements in them."""
+"""Reads by the workers of a single controller."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckptcore.commit.root import Claimed
 from ckptcore.context import Context, IOOptions
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, RankFailedError
 from ckptcore.io.memory import allocate
-from ckptcore.io.recorder import ObjectRecorder
+from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.io.snapshot import HeldSnapshot
 from ckptcore.job.visibility import expect_claim
 from ckptcore.loading.opened import Opened
@@ -25,13 +25,22 @@ from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.transfer import Receipt, WritePlan
 from ckptcore.model.tree import JSON, format_path
 from ckptcore.planning import plan_read
-from ckptcore.protocols import Layout
+from ckptcore.protocols import Executor, Layout, WantedLeaf
 from ckptcore.runtime import runtime_of
 
 if TYPE_CHECKING:
     from ckptcore.loading.derived import Recipe
 
-__all__ = ["ReadBoxes", "ReadsOf", "WorkerOptions", "WorkerPart", "WriteParts", "read_report"]
+__all__ = [
+    "ReadBoxes",
+    "ReadsOf",
+    "WantedAtWorkers",
+    "WorkerOptions",
+    "WorkerPart",
+    "WriteParts",
+    "fetch_leaves",
+    "read_report",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,3 +235,60 @@ def read_report(report: bytes, worker: str) -> Any:
         result.add_note(f"This was raised on the worker {worker}")
         raise result
     raise RankFailedError(f"the worker {worker} failed: {told}")
+
+
+@dataclass(frozen=True, slots=True)
+class WantedAtWorkers:
+    """A leaf that workers are to read and make.
+
+    Attributes:
+        leaf: its number in the tree that was saved; no alias.
+        wanted: what is asked for.
+        boxes: by worker, what it reads of the array.
+    """
+
+    leaf: int
+    wanted: WantedLeaf
+    boxes: tuple[tuple[Box, ...], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The most that one worker reads of it, in bytes."""
+        elements = [sum([box.size for box in boxes]) for boxes in self.boxes]
+        return max(elements, default=0) * self.wanted.stored.spec.numpy_dtype.itemsize
+
+
+def fetch_leaves(
+    opened: Opened, executor: Executor, leaves: Sequence[WantedAtWorkers], context: Context
+) -> Sequence[object]:
+    """Let workers read and make leaves; returns these in order.
+
+    Raises:
+        CheckpointError: what a worker found wrong, or RankFailedError if one is gone.
+    """
+    save_id = None if opened.root is None else opened.root.save_id
+    options = WorkerOptions.of(context)
+    recipes = () if opened.derived is None else _recipes(opened)
+    stages = {}
+    for worker in range(len(executor.workers)):
+        reads = [ReadsOf(leaf.leaf, leaf.wanted.stored.spec, leaf.boxes[worker]) for leaf in leaves]
+        if any(read.boxes for read in reads):
+            stages[worker] = ReadBoxes(opened.location.to_open, save_id, tuple(reads), options, recipes)
+    fetched = executor.read(stages, [leaf.wanted for leaf in leaves])
+    failed: list[CheckpointError] = []
+    for worker, report in fetched.reports.items():
+        try:
+            read_report(report, executor.workers[worker])
+        except CheckpointError as error:
+            failed.append(error)
+    if failed:
+        for other in failed[1:]:
+            failed[0].add_note(f"and then: {type(other).__name__}: {other}")
+        raise failed[0]
+    return fetched.leaves
+
+
+def _recipes(opened: Opened) -> tuple[Recipe, ...]:
+    from ckptcore.loading.derived import Recipe  # is there by now
+
+    return Recipe.all_of(opened)

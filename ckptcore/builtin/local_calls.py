@@ -1,9 +1,10 @@
-"""System calls of Linux that Python does not offer; each says whether it could be done, for nothing depends on them."""
+"""System calls of local storage, and the errors that they raise."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import functools
 import os
 import struct
@@ -11,9 +12,21 @@ import sys
 from collections.abc import Callable
 from typing import Final
 
-from ckptcore.builtin.local_errors import close_descriptor, working_directory
+from ckptcore.errors import InvalidLocationError, ObjectNotFoundError, StorageError, StorageFullError
 
-__all__ = ["allocate", "is_of_this_machine", "open_without_links", "real_path", "start_writeback"]
+__all__ = [
+    "ABSENT",
+    "allocate",
+    "close_descriptor",
+    "is_of_this_machine",
+    "local_error",
+    "open_without_links",
+    "real_path",
+    "start_writeback",
+    "sync_directory",
+    "sync_file",
+    "working_directory",
+]
 
 _SYNC_FILE_RANGE_WRITE: Final = 2  # linux/fs.h
 _OPENAT2: Final = 437  # the same on all machines that are younger than it; asm-generic/unistd.h
@@ -143,3 +156,98 @@ def _function(name: str, argument_types: tuple[type, ...]) -> Callable[..., int]
     if function is not None:
         function.argtypes = argument_types
     return function
+
+
+ABSENT: Final = (errno.ENOENT, errno.ENOTDIR)
+"""What the system answers where there is nothing: also where a file stands in the place of a directory."""
+
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+
+
+def local_error(error: OSError, doing: str, path: str, nbytes: int | None = None) -> StorageError:
+    """The error to raise from `error`.
+
+    Args:
+        error: what the system said.
+        doing: what was tried, as in "cannot <doing> <path>".
+        path: the file or directory.
+        nbytes: how many bytes were to be written, where that is known.
+    """
+    amount = "" if nbytes is None else f" ({nbytes} bytes)"
+    reason = error.strerror or repr(error)
+    found: StorageError
+    if error.errno in _FULL:
+        what = "quota of this user" if error.errno == errno.EDQUOT else "file system"
+        found = StorageFullError(
+            f"cannot {doing} {path}{amount}: the {what} is full ({reason}). "
+            "Free some space, delete old checkpoints or save elsewhere; what was committed before is intact"
+        )
+    elif error.errno in ABSENT:
+        found = ObjectNotFoundError(
+            f"cannot {doing} {path}: it is not there ({reason}). Look whether the location is right, and complete"
+        )
+    else:
+        found = StorageError(f"cannot {doing} {path}{amount}: {reason}")
+    found.errno = error.errno
+    return found
+
+
+def close_descriptor(descriptor: int, path: str) -> None:
+    """Close an open file or directory. A network file system may report lost writes here.
+
+    Raises:
+        StorageError
+    """
+    try:
+        os.close(descriptor)
+    except OSError as error:
+        raise local_error(error, "close", path) from error
+
+
+def working_directory() -> str:
+    """Return the working directory of this process.
+
+    Raises:
+        InvalidLocationError: it was removed.
+    """
+    try:
+        return os.getcwd()
+    except OSError as error:
+        raise InvalidLocationError(
+            "cannot resolve a relative path: the working directory of this process cannot be determined "
+            f"({error.strerror}). "
+            "Pass an absolute path, or change to another directory"
+        ) from error
+
+
+def sync_file(descriptor: int) -> None:
+    """Make the bytes and the size of an open file durable.
+
+    Raises:
+        OSError
+    """
+    if sys.platform == "darwin":
+        try:
+            # fsync of macOS leaves the bytes in the cache of the drive.
+            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY):
+                raise
+        os.fsync(descriptor)
+    else:
+        os.fdatasync(descriptor)
+
+
+def sync_directory(descriptor: int) -> None:
+    """Make the names in an open directory durable, as far as its file system has that notion.
+
+    Raises:
+        OSError
+    """
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network and FUSE file systems refuse this for directories: their names need no sync of their own.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise

@@ -1,0 +1,282 @@
+"""Boxes divided into disjoint boxes and flat ranges, and the check that boxes cover an array."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from math import prod
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from ckptcore.model.arrays import ArraySpec, Box, HostArray
+from ckptcore.model.columns import ItemColumns
+from ckptcore.model.metadata import ArrayRecord, LeafRecord
+
+__all__ = [
+    "Wanting",
+    "WrittenBoxes",
+    "cells_of_wants",
+    "cut_box",
+    "cut_runs",
+    "makes_up",
+    "run_extent",
+    "without",
+]
+
+_MOST_RUNS: Final = 1 << 16
+"""About how many runs an array is cut into at most, however large a hostile checkpoint says that it is."""
+_FEWEST: Final = 3
+"""Into so many runs a band is cut at least: a reader that has one checksum for all of a band compares it where half of that or more
+is wanted, and would read all of it for each half."""
+
+
+def cut_runs(spec: ArraySpec, bands: Collection[int], *, most_bytes: int, band_bytes: int) -> list[Box]:
+    """Cut an array into boxes that follow each other in C order, each of them one run of elements.
+
+    Args:
+        spec: the array.
+        bands: boundaries along the first axis at which it is best cut, in elements: what is between two of them is stored together.
+            In any order; those outside of the array count for nothing.
+        most_bytes: of one run, unless it is one element, or a band.
+        band_bytes: a band is not cut up to here.
+
+    Returns:
+        One box for an array of up to `most_bytes`, also for one that is empty.
+    """
+    if not spec.shape or spec.nbytes <= most_bytes:
+        return [Box.whole(spec.shape)]
+    most_bytes = max(most_bytes, -(-spec.nbytes // _MOST_RUNS))
+    rows, rest = spec.shape[0], spec.shape[1:]
+    itemsize = spec.numpy_dtype.itemsize
+    row_bytes = prod(rest) * itemsize
+    edges = [0, *sorted({bound for bound in bands if 0 < bound < rows}), rows]
+    found: list[Box] = []
+    first = 0
+    for low, high in itertools.pairwise(edges):
+        if low > first and (high - first) * row_bytes > most_bytes:
+            found.extend(_rows(first, low, rest))
+            first = low
+        if (high - first) * row_bytes > max(most_bytes, band_bytes):  # one band then, that is too large
+            found.extend(_cut((), first, high, rest, itemsize, most_bytes))
+            first = high
+    if first < rows:
+        found.extend(_rows(first, rows, rest))
+    return found
+
+
+def _rows(first: int, stop: int, rest: tuple[int, ...]) -> Iterator[Box]:
+    yield Box((first, *(0,) * len(rest)), (stop, *rest))
+
+
+def _cut(
+    above: tuple[int, ...], first: int, stop: int, rest: tuple[int, ...], itemsize: int, most_bytes: int
+) -> Iterator[Box]:
+    """Cut rows `first` to `stop` of the part of an array at the index `above`; they are more than `most_bytes`."""
+    row_bytes = prod(rest) * itemsize
+    rows = stop - first
+    if row_bytes <= most_bytes or not rest:
+        count = min(rows, max(_FEWEST, -(-rows // max(1, most_bytes // row_bytes))))
+        bounds = [first + rows * number // count for number in range(count + 1)]
+        after = tuple([index + 1 for index in above])
+        for low, high in itertools.pairwise(bounds):
+            yield Box((*above, low, *(0,) * len(rest)), (*after, high, *rest))
+        return
+    for row in range(first, stop):
+        yield from _cut((*above, row), 0, rest[0], rest[1:], itemsize, most_bytes)
+
+
+def run_extent(shape: tuple[int, ...], box: Box) -> tuple[int, int] | None:
+    """Where the elements of a box begin and end among those of the array in C order; None if they are not one run.
+
+    Args:
+        shape: of the array.
+        box: with as many axes.
+    """
+    one = True  # whether the box has one index only on each axis so far
+    first = 0
+    inner = prod(shape)
+    if not box.size:
+        return (0, 0)
+    for extent, start, stop in zip(shape, box.start, box.stop, strict=True):
+        if not one and stop - start != extent:
+            return None
+        inner //= extent
+        first += start * inner
+        one = one and stop - start == 1
+    return first, first + box.size
+
+
+Wanting: TypeAlias = frozenset[int]
+"""Who wants a box."""
+
+
+def cells_of_wants(wants: Mapping[Box, Wanting]) -> list[tuple[Box, Wanting]]:
+    """Cut boxes at each other's boundaries, no finer than that, so that each element lies in one cell.
+
+    Boxes that do not overlap are not cut. Takes about ``n log n`` for n boxes of a grid.
+
+    Args:
+        wants: boxes of one array, each with who wants it; boxes without elements are left out.
+
+    Returns:
+        In order of their starts, disjoint boxes with who wants them: all that want a box around them.
+    """
+    boxes = [box for box in wants if box.size]
+    if len(boxes) <= 1:
+        return [(box, wants[box]) for box in boxes]
+    axis = _sweep_axis(boxes)
+    done: list[tuple[Box, Wanting]] = []
+    active: list[tuple[Box, Wanting]] = []
+    for box in sorted(boxes, key=lambda box: (box.start[axis], box.start, box.stop)):
+        still: list[tuple[Box, Wanting]] = []
+        for cell in active:
+            (still if cell[0].stop[axis] > box.start[axis] else done).append(cell)
+        active = _overlay(still, box, wants[box])
+    return sorted([*done, *active], key=lambda cell: cell[0].start)
+
+
+def cut_box(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:
+    """Pieces of a box in C order, each of at most so many bytes and at least one element.
+
+    They are cut along the first axis that is long enough, so that the bytes of a piece follow each other as far as they do in the
+    box, and are about equally large.
+
+    Args:
+        box: what to cut.
+        itemsize: bytes per element.
+        most_bytes: of a piece.
+    """
+    nbytes = box.size * itemsize
+    if nbytes <= most_bytes or box.size <= 1:
+        yield box
+        return
+    axis = next(axis for axis, extent in enumerate(box.shape) if extent > 1)
+    extent = box.shape[axis]
+    count = min(-(-nbytes // most_bytes), extent)
+    for piece in box.bands(axis, -(-extent // count)):
+        yield from cut_box(piece, itemsize, most_bytes)
+
+
+def _sweep_axis(boxes: Sequence[Box]) -> int:
+    """The axis along which the fewest boxes lie beside each other, of several boxes: without axes there is only one."""
+    counts = [len({box.start[axis] for box in boxes}) for axis in range(len(boxes[0].start))]
+    return counts.index(max(counts))
+
+
+def _overlay(cells: Sequence[tuple[Box, Wanting]], box: Box, wanting: Wanting) -> list[tuple[Box, Wanting]]:
+    """Disjoint cells with one more box laid over them."""
+    made: list[tuple[Box, Wanting]] = []
+    rest = [box]
+    for cell, before in cells:
+        common = cell.intersect(box)
+        if common is None:
+            made.append((cell, before))
+            continue
+        made.append((common, before | wanting))
+        made.extend([(part, before) for part in without(cell, box)])
+        rest = [part for piece in rest for part in without(piece, common)]
+    made.extend([(part, wanting) for part in rest])
+    return made
+
+
+def without(box: Box, other: Box) -> list[Box]:
+    """What is left of a box without another one: up to two boxes per axis."""
+    inner = box.intersect(other)
+    if inner is None:
+        return [box]
+    parts = []
+    start, stop = list(box.start), list(box.stop)
+    for axis, (low, high) in enumerate(zip(inner.start, inner.stop, strict=True)):
+        if start[axis] < low:
+            parts.append(Box(tuple(start), (*stop[:axis], low, *stop[axis + 1 :])))
+        if high < stop[axis]:
+            parts.append(Box((*start[:axis], high, *start[axis + 1 :]), tuple(stop)))
+        start[axis], stop[axis] = low, high
+    return parts
+
+
+_MOST_ELEMENTS: Final = 1 << 62
+"""Of an array of which 64 bits count the elements."""
+
+_SPARE_CELLS: Final = 1 << 12
+
+
+def makes_up(shape: Sequence[int], starts: HostArray, stops: HostArray) -> bool:
+    """Whether boxes make up an array: no gap, no overlap. False also where it would take too long to find out here.
+
+    Takes about ``n log n`` for n boxes, however they are cut, if the grid of all their bounds has not many more cells than that.
+
+    Args:
+        shape: of the array, in elements.
+        starts, stops: the boxes, a row for each and a column for each axis.
+    """
+    filled = (stops > starts).all(axis=1)
+    starts, stops = starts[filled], stops[filled]
+    elements = math.prod(shape)
+    if not elements or not len(starts) or elements > _MOST_ELEMENTS:
+        return not elements and not len(starts)
+    if (starts < 0).any() or (stops > np.array(shape, np.int64)).any():
+        return False
+    if int((stops - starts).prod(axis=1, dtype=np.int64).sum()) != elements:
+        return False
+    # As many elements as the array has, none of them outside: what is left is that no two boxes overlap.
+    low = np.zeros_like(starts)
+    high = np.zeros_like(stops)
+    grid: list[int] = []
+    for axis in range(len(shape)):
+        bounds = np.unique(np.concatenate([starts[:, axis], stops[:, axis]]))
+        low[:, axis] = np.searchsorted(bounds, starts[:, axis])
+        high[:, axis] = np.searchsorted(bounds, stops[:, axis])
+        grid.append(len(bounds) - 1)
+    if math.prod(grid) > 8 * len(starts) + _SPARE_CELLS:
+        return False
+    if (high - low == 1).all():
+        cells = np.ravel_multi_index(tuple(low.T), tuple(grid)) if grid else np.zeros(len(starts), np.int64)
+        return len(np.unique(cells)) == len(cells)
+    return _counts(low, high, grid) == 1
+
+
+def _counts(low: HostArray, high: HostArray, grid: Sequence[int]) -> int:
+    """In how many boxes the cell of a grid is that is in most of them."""
+    changes = np.zeros([extent + 1 for extent in grid], np.int64)
+    for corner in range(1 << len(grid)):
+        upper = [bool(corner >> axis & 1) for axis in range(len(grid))]
+        place = tuple([(high if up else low)[:, axis] for axis, up in enumerate(upper)])
+        np.add.at(changes, place, (-1) ** sum(upper))
+    for axis in range(len(grid)):
+        np.cumsum(changes, axis=axis, out=changes)
+    return int(changes.max())
+
+
+class WrittenBoxes:
+    """The boxes that processes wrote, by array."""
+
+    def __init__(self, leaves: Sequence[LeafRecord], written: Sequence[ItemColumns]) -> None:
+        """Merge what each process wrote of the arrays of a tree."""
+        axes: HostArray = np.array(
+            [len(record.spec.shape) if isinstance(record, ArrayRecord) else 0 for record in leaves], np.int64
+        )
+        none = np.zeros(0, np.int64)
+        count = np.concatenate([none, *[columns.counts for columns in written]]).astype(np.int64)
+        leaf = np.repeat(np.concatenate([none, *[columns.leaf for columns in written]]).astype(np.int64), count)
+        self._bounds: HostArray = np.concatenate([none, *[columns.bounds for columns in written]])
+        self._axes = axes
+        widths = 2 * axes[leaf]
+        self._order: HostArray = np.argsort(leaf, kind="stable")
+        self._begins: HostArray = (np.cumsum(widths) - widths)[self._order]
+        self._places: HostArray = np.searchsorted(leaf[self._order], np.arange(len(leaves) + 1))
+
+    def bounds(self, leaf: int) -> tuple[HostArray, HostArray]:
+        """The starts and the stops of the boxes of an array, a row for each."""
+        axes = int(self._axes[leaf])
+        begins = self._begins[self._places[leaf] : self._places[leaf + 1]]
+        rows = self._bounds[begins[:, None] + np.arange(2 * axes)].astype(np.int64)
+        return rows[:, :axes], rows[:, axes:]
+
+    def boxes(self, leaf: int) -> Iterator[Box]:
+        """The boxes of an array."""
+        starts, stops = self.bounds(leaf)
+        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+            yield Box(tuple(start), tuple(stop))
