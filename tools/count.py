@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 __all__ = ["Count", "count_packages", "count_source", "imported_modules", "main", "public_names", "table"]
 
@@ -112,15 +112,9 @@ def _python_files(directory: Path) -> Sequence[Path]:
 
 
 def public_names(root: Path) -> Sequence[str]:
-    """Return `ckptcore.__all__` of a worktree, without importing it."""
-    tree = ast.parse((root / "ckptcore" / "__init__.py").read_text(encoding="utf-8"))
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and any(
-            isinstance(name, ast.Name) and name.id == "__all__" for name in node.targets
-        ):
-            names: Sequence[str] = ast.literal_eval(node.value)
-            return names
-    raise ValueError(f"{root / 'ckptcore' / '__init__.py'} defines no __all__")
+    """Return `ckptcore.__all__` of a worktree, from a process that imports it."""
+    names: Sequence[str] = _run(root, "import json, ckptcore; print(json.dumps(list(ckptcore.__all__)))")
+    return names
 
 
 def imported_modules(root: Path) -> Sequence[str]:
@@ -129,12 +123,17 @@ def imported_modules(root: Path) -> Sequence[str]:
     The modules of NumPy, ml_dtypes, pluggy and xxhash are imported before and do not count, nor does what they import.
     The interpreter is that of the worktree's ``.venv`` if there is one, so plugins are asked as they are installed there.
     """
+    modules: Sequence[str] = _run(root, _PLAIN_SAVE_AND_LOAD)
+    return modules
+
+
+def _run(root: Path, code: str) -> Any:
+    """Run code that prints JSON with a worktree's library, and return what it prints."""
     own = root / ".venv" / "bin" / "python"
     environment = {**os.environ, "PYTHONPATH": str(root)}
-    command = [str(own if own.exists() else sys.executable), "-c", _PLAIN_SAVE_AND_LOAD]
+    command = [str(own if own.exists() else sys.executable), "-c", code]
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, cwd=root)
-    modules: Sequence[str] = json.loads(done.stdout)
-    return modules
+    return json.loads(done.stdout)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
