@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from ckptcore.events import Observer
 from ckptcore.model.tree import JSON
@@ -28,9 +28,6 @@ __all__ = [
 
 WithoutConditions: TypeAlias = Literal["refuse", "marker"]
 """What a save does on storage whose puts cannot be conditional, or ignore conditions."""
-
-WITHOUT_CONDITIONS: Final = ("refuse", "marker")
-"""The values of `WithoutConditions`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +53,7 @@ class IOOptions:
     bases: Literal["beside", "anywhere"] = "beside"
 
     def __post_init__(self) -> None:
-        _expect("IOOptions", "without_conditions", self.without_conditions, WITHOUT_CONDITIONS)
+        _expect("IOOptions", "without_conditions", self.without_conditions, get_args(WithoutConditions))
         _expect("IOOptions", "bases", self.bases, ("beside", "anywhere"))
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"IOOptions(threads={self.threads}): give at least 1, or None")

@@ -96,7 +96,14 @@ def lazy_names() -> Mapping[str, Distribution]:
 
 def installed_names() -> Sequence[str]:
     """Return the lazy names whose distributions are installed. Imports none of them."""
-    return [name for name, distribution in lazy_names().items() if find_spec(distribution.package) is not None]
+    return [name for name, distribution in lazy_names().items() if _is_installed(distribution.package)]
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # a finder may say so in this way
+        return False
 
 
 def import_name(name: str, *, purpose: str = "") -> object:

@@ -252,13 +252,13 @@ class SavesToDirectoryAsyncHandler:
         Raises:
             PluginError: if it returns nothing to await and leaves tasks running; the continuation raises it for its tasks.
         """
-        from ckptcore.builtin.stateful import DirectoryToAwait, path_for_others, run_first_phase  # imports asyncio
+        from ckptcore.builtin.awaiting import DirectoryToAwait, path_for_others, run_first_phase  # imports asyncio
 
         return run_first_phase(lambda: value.save(DirectoryToAwait(path_for_others(directory))))
 
     def load(self, like: Any, directory: Path) -> object:
         """Run both phases of the load: the object, restored in place."""
-        from ckptcore.builtin.stateful import path_for_others, run  # imports asyncio
+        from ckptcore.builtin.awaiting import path_for_others, run  # imports asyncio
 
         async def both() -> None:
             rest = await like.load(path_for_others(directory))

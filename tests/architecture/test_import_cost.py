@@ -20,7 +20,7 @@ HEAVY = (
 )  # fmt: skip
 """Packages that no program gets for importing ckptcore."""
 
-MOST_MODULES = 192
+MOST_MODULES = 161
 """Modules that the first save or load may load on top of NumPy, ml_dtypes, pluggy and xxhash: the core's own and the standard
 library's. It counts what a time limit would only guess at."""
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from etils import epath  # type: ignore[import-untyped]  # ships no types
 
-from ckptcore.builtin.stateful import DirectoryToAwait, run
+from ckptcore.builtin.awaiting import DirectoryToAwait, run
 from ckptcore.errors import PluginError
 from ckptcore.handlers import SavesToDirectoryAsyncHandler, SavesToDirectoryHandler, StateDictHandler
 from ckptcore.plugins import installed_plugins
