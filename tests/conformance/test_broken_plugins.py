@@ -113,7 +113,7 @@ def test_an_internal_import_is_noticed(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "nosy_plugin.py").write_text("import ckptcore.saving.save\n", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     assert str(tmp_path) in sys.path
-    with pytest.raises(AssertionError, match=r"nosy_plugin\.py:1 imports ckptcore\.saves\.saving"):
+    with pytest.raises(AssertionError, match=r"nosy_plugin\.py:1 imports ckptcore\.saving\.save"):
         suite_of(None, _entry=lambda self: Entry(None, "nosy_plugin")).test_it_imports_only_public_modules()
 
 

@@ -25,7 +25,8 @@ START: Final = """
 import os, sys, threading
 from pathlib import Path
 from ckptcore.errors import *
-from ckptcore.commit import StepHolds, own_directory
+from ckptcore.commit.ownership import own_directory
+from ckptcore.commit.steps import StepHolds
 from tests.holds.places import files_without_locks, local
 path = Path(sys.argv[1])
 """

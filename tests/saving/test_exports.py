@@ -39,7 +39,7 @@ def _save_in_background(location: object, state: Any, **options: Any) -> None:
 
 
 def _save_in_bounded_memory(location: object, state: Any, **options: Any) -> None:
-    handlers = options.pop("context").handlers if "context" in options else {}
+    handlers = options.pop("context").plugins.handlers if "context" in options else {}
     context = ckptcore.Context(
         memory=ckptcore.context.MemoryOptions(save_bytes=1 << 17),
         plugins=ckptcore.context.PluginOptions(handlers=handlers),

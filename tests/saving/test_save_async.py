@@ -157,9 +157,9 @@ def test_an_error_that_nobody_asked_for_surfaces_at_the_next_save(gate: Gate, be
 def test_an_error_that_nobody_asked_for_surfaces_at_exit(tmp_path: Path) -> None:
     program = (
         "import ckptcore, numpy\n"
-        "from ckptcore.io import recorder\n"
+        "from ckptcore.io import object_writes\n"
         "def broken(*arguments, **options): raise OSError('the disk is on fire')\n"
-        "recorder.ObjectRecorder.write_many = broken\n"
+        "object_writes.ObjectRecorder.write_many = broken\n"
         f"ckptcore.save_async({str(tmp_path / 'c')!r}, {{'w': numpy.ones(3)}})\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
