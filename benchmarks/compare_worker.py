@@ -10,14 +10,11 @@ Requests and replies are lines of JSON on the standard streams. What benchmarks 
 from __future__ import annotations
 
 import dataclasses
-import gc
 import importlib
 import json
-import mmap
 import os
 import statistics
 import sys
-import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -98,31 +95,9 @@ def _run(case: Case, contender: Contender, into: Times) -> None:
     contender.prepare()
     if case.writes:
         os.sync()
-    if memory:
-        pages = alternating.huge(memory)
-        pages[:: mmap.PAGESIZE] = bytes(len(range(0, memory, mmap.PAGESIZE)))
-        del pages
-    gc.collect()
-    gc.disable()
-    try:
-        read, start = _bytes_read(), time.perf_counter()
-        result = contender.run()
-        stop, read_stop = time.perf_counter(), _bytes_read()
-    finally:
-        gc.enable()
-    into.seconds.append(stop - start if contender.seconds is None else contender.seconds(result))
-    into.nbytes_read.append(read_stop - read)
+    alternating._fault_in(memory)
+    result = alternating._run_once(contender, into)
     contender.after(result)
-
-
-def _bytes_read() -> int:
-    """Return the bytes that this process read from files, in the page cache or not; 0 if the system does not count."""
-    path = Path("/proc/self/io")
-    for line in path.read_text(encoding="ascii").splitlines() if path.exists() else ():
-        name, _, value = line.partition(":")
-        if name == "rchar":
-            return int(value)
-    return 0
 
 
 def main(tree: Path) -> None:

@@ -40,7 +40,7 @@ _NAMES: Final = {
     "ckptcore.saving.exporting": "Export StepExport",
     "ckptcore.training.tiers.near": "NearTier",
     "ckptcore.tree.flattening": "PLACEHOLDER",
-    "ckptcore.tree.abstract_values": "PerProcess",
+    "ckptcore.tree.per_process": "PerProcess",
 }
 
 _MODULES: Final = (
@@ -110,8 +110,8 @@ if TYPE_CHECKING:
     from ckptcore.training.checkpointer import Checkpointer as Checkpointer
     from ckptcore.training.reader import CheckpointReader as CheckpointReader
     from ckptcore.training.tiers.near import NearTier as NearTier
-    from ckptcore.tree.abstract_values import PerProcess as PerProcess
     from ckptcore.tree.flattening import PLACEHOLDER as PLACEHOLDER
+    from ckptcore.tree.per_process import PerProcess as PerProcess
 
     __version__: str
 else:

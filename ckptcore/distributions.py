@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING, Final
 from ckptcore.errors import MissingDistributionError
 
 if TYPE_CHECKING:
-    # What type checkers see as attributes of `ckptcore`.
+    # Type checkers see the lazy names of `ckptcore` here.
+    import ckptcore_transforms as transforms  # noqa: TC004  # `__all__` exports the type only
     from ckptcore_tools.copies import copy as copy  # noqa: PLC0414
     from ckptcore_tools.copies import copy_steps as copy_steps  # noqa: PLC0414
     from ckptcore_tools.dry_run import plan as plan  # noqa: PLC0414
 
 __all__ = ["DISTRIBUTIONS", "Distribution", "import_name", "install_hint", "installed_names", "lazy_names"]
 
-if TYPE_CHECKING:  # type checkers see the lazy names of `ckptcore` here
-    import ckptcore_transforms as transforms  # noqa: TC004  # `__all__` exports the type only
-
+if TYPE_CHECKING:
     __all__ += ["transforms"]
 
 
@@ -102,7 +101,7 @@ def installed_names() -> Sequence[str]:
 def _is_installed(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except ModuleNotFoundError:  # a finder may say so in this way
+    except ModuleNotFoundError:  # raised by import finders that block a package
         return False
 
 

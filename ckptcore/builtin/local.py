@@ -13,7 +13,7 @@ from urllib.parse import quote, unquote
 
 import xxhash
 
-from ckptcore.builtin.containers import check_directory_key, check_key
+from ckptcore.builtin.keys import check_directory_key, check_key
 from ckptcore.builtin.local_calls import ABSENT, allocate, close_descriptor, local_error, sync_file, working_directory
 from ckptcore.builtin.local_directories import (
     LocalDirectories,

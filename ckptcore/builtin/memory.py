@@ -13,7 +13,7 @@ from urllib.parse import unquote
 import numpy as np
 import numpy.typing as npt
 
-from ckptcore.builtin.containers import check_directory_key, check_key
+from ckptcore.builtin.keys import check_directory_key, check_key
 from ckptcore.errors import (
     ConditionFailedError,
     CorruptCheckpointError,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, TypeAlias
 
-from ckptcore.builtin.containers import check_key
+from ckptcore.builtin.keys import check_key
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata, ValueRecord
 from ckptcore.model.objects import ObjectRecord

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, TypeAlias, cast
 
 import xxhash
 
-from ckptcore.builtin.containers import check_key
+from ckptcore.builtin.keys import check_key
 from ckptcore.commit.root import (
     ROOT_KEY,
     Base,

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 import xxhash
 
-from ckptcore.builtin.containers import check_key
+from ckptcore.builtin.keys import check_key
 from ckptcore.commit.receipts import decode_receipts, encode_receipts
 from ckptcore.commit.root import PartialSave, Session
 from ckptcore.errors import (

@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeAlias, TypeVar
 
-from ckptcore.builtin.containers import check_key
 from ckptcore.builtin.files import FilesLayout
+from ckptcore.builtin.keys import check_key
 from ckptcore.commit.location import Location
 from ckptcore.commit.mark import Mark
 from ckptcore.commit.occupants import IsForeign, holds_members, is_hidden_name, parse_root

@@ -23,8 +23,8 @@ from ckptcore.loading.members import is_deleted, open_member, present_members, t
 from ckptcore.loading.opened import OpenedComposite, Source
 from ckptcore.protocols import FilesHandler
 from ckptcore.runtime import runtime_of
-from ckptcore.tree.abstract_values import PerProcess
 from ckptcore.tree.flattening import PLACEHOLDER
+from ckptcore.tree.per_process import PerProcess
 from ckptcore.tree.suggestions import NearNames
 
 __all__ = ["Abstracts", "Everything", "Request", "Wanted", "plan_requests"]

@@ -29,7 +29,7 @@ from ckptcore.protocols import (
     WriteStore,
 )
 from ckptcore.saving.tree_descriptions import TreeDescription, describe_tree
-from ckptcore.tree.abstract_values import PerProcess
+from ckptcore.tree.per_process import PerProcess
 
 __all__ = [
     "Captured",

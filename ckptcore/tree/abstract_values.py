@@ -1,10 +1,9 @@
-"""Abstract values, and values that differ between processes."""
+"""Abstract values: trees of the specifications of live leaves."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model.tree import format_path
@@ -13,24 +12,8 @@ from ckptcore.protocols import LeafHandler
 from ckptcore.tree.flattening import flatten, unflatten_states
 
 __all__ = [
-    "PerProcess",
     "abstract_value",
 ]
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class PerProcess(Generic[T]):
-    """Says that every process has a value of its own under this name, and each is kept.
-
-    Iterators, random generators and other objects that are known to differ need not be wrapped.
-
-    Attributes:
-        value: what this process has; for a load what it asks for, as it would stand without the wrapper.
-    """
-
-    value: T
 
 
 def abstract_value(value: object, registry: Plugins) -> Any:

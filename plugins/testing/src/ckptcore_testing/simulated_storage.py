@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Final, TypeAlias
 from urllib.parse import unquote
 
-from ckptcore.builtin.containers import check_key
+from ckptcore.builtin.keys import check_key
 from ckptcore.errors import (
     ConditionFailedError,
     CorruptCheckpointError,

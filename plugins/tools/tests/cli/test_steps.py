@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ckptcore_tools.amounts import age
 from ckptcore_tools.cli import steps as steps_command
 from safetensors.numpy import save_file
 
@@ -17,7 +18,6 @@ import ckptcore
 from ckptcore.commit.occupants import root_bytes
 from ckptcore.commit.root import Claimed
 from ckptcore.commit.root_json import encode_claim
-from ckptcore.model.sizes import age
 from ckptcore.protocols import StorageBackend
 from plugins.tools.tests.cli.conftest import Run, RunJson, flip
 from plugins.tools.tests.cli.expected_documents import ErrorDocument, StepsDocument

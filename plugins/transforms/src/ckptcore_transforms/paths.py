@@ -10,7 +10,6 @@ from ckptcore.derivations import constant
 from ckptcore.errors import TransformError
 from ckptcore.model.arrays import Box
 from ckptcore.model.metadata import ValueRecord
-from ckptcore.model.sizes import count
 from ckptcore.model.tree import TreePath, format_path
 from ckptcore.protocols import Transform
 from ckptcore_transforms.arguments import expect_pattern, expect_text
@@ -140,7 +139,7 @@ class Refuse(TreeTransform):
         """See `Transform`."""
         found = list(tree.present(Template(self.pattern)))
         if found:
-            others = "" if len(found) == 1 else f" and {count(len(found) - 1, 'other')}"
+            others = "" if len(found) == 1 else f" and {len(found) - 1:,} other{'s' if len(found) > 2 else ''}"
             raise TransformError(
                 f"{format_path(found[0])[:_SHOWN]}{others} would be left, which none of the transforms knows: drop or rename what is not needed before"
             )

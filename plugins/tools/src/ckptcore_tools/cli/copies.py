@@ -12,8 +12,8 @@ import click
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointNotFoundError, StorageError, UncommittedCheckpointError
 from ckptcore.model import JSON, ArrayRecord
-from ckptcore.model.sizes import count, size
 from ckptcore.step_names import StepNames
+from ckptcore_tools.amounts import count, size
 from ckptcore_tools.cli.command import ExitCode, checkpoint_command, command_context
 from ckptcore_tools.cli.locations import describe, names_in
 from ckptcore_tools.cli.output import UNSET, byte_progress, print_document, print_line, printable, to_json

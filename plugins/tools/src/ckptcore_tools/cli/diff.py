@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import click
 
 from ckptcore.model import JSON, format_path
-from ckptcore.model.sizes import count, size
+from ckptcore_tools.amounts import count, size
 from ckptcore_tools.cli.command import ExitCode, checkpoint_command
 from ckptcore_tools.cli.comparison import Comparison, Difference, FilesComparison, Side
 from ckptcore_tools.cli.elements import Tolerance

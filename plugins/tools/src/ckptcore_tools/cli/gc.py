@@ -13,12 +13,12 @@ from ckptcore.commit.ownership import IfInUse, look_at_owner, own_directory
 from ckptcore.commit.referrers import find_bases, referring_to
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError
-from ckptcore.model.sizes import age, count, metrics_text, size
 from ckptcore.policies import PreservationPolicy, explain, parse_preservation, what_to_delete
 from ckptcore.protocols import AtomicDirectories
 from ckptcore.runtime import runtime_of
 from ckptcore.training.garbage import StepDeleter, policy_infos, readable_steps
 from ckptcore.training.steps import StepDirectory
+from ckptcore_tools.amounts import age, count, metrics_text, size
 from ckptcore_tools.cli.command import ExitCode, checkpoint_command, command_context
 from ckptcore_tools.cli.output import Cell, Column, print_document, print_line, print_table, printable
 from ckptcore_tools.cli.steps import Found, StepState, find_pinned, find_steps, look_at_steps, step_names

@@ -23,7 +23,7 @@ from ckptcore.model import (
     TreePath,
     format_path,
 )
-from ckptcore.model.sizes import count, metrics_text, size
+from ckptcore_tools.amounts import count, metrics_text, size
 from ckptcore_tools.cli.command import ExitCode, checkpoint_command, command_context
 from ckptcore_tools.cli.locations import describe
 from ckptcore_tools.cli.output import UNSET, print_document, print_line, printable

@@ -11,7 +11,7 @@ import click
 
 from ckptcore.context import Context
 from ckptcore.model import ArrayRecord
-from ckptcore.model.sizes import count, size
+from ckptcore_tools.amounts import count, size
 from ckptcore_tools.cli.command import ExitCode, checkpoint_command, command_context
 from ckptcore_tools.cli.locations import child_location, describe, names_in
 from ckptcore_tools.cli.output import UNSET, Unset, print_document, print_line, printable

@@ -32,11 +32,11 @@ from ckptcore.loading.members import present_members
 from ckptcore.loading.opened import OpenedComposite
 from ckptcore.loading.tries import ATTEMPTS
 from ckptcore.model import JSON
-from ckptcore.model.sizes import age, count, metrics_text, size
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
 from ckptcore.step_names import StepNames
 from ckptcore.training.steps import StepDirectory
+from ckptcore_tools.amounts import age, count, metrics_text, size
 from ckptcore_tools.cli.command import ExitCode, checkpoint_command, command_context
 from ckptcore_tools.cli.locations import child_location, names_in
 from ckptcore_tools.cli.output import (

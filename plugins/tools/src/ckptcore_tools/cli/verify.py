@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckptcore.model import JSON
-from ckptcore.model.sizes import count, size
+from ckptcore_tools.amounts import count, size
 from ckptcore_tools.cli.command import ExitCode, checkpoint_command, command_context
 from ckptcore_tools.cli.output import byte_progress, print_document, print_line, printable, to_json
 

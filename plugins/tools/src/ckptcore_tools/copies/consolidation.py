@@ -44,9 +44,9 @@ from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import Part
 from ckptcore.saving.persisting import NOTHING_COMMITTED, Described, persist
 from ckptcore.saving.preparing import save_created
-from ckptcore.saving.reporting import ReportedSave
 from ckptcore.tree.subtrees import Subtree, SubtreePath, find_subtree, path_keys
 from ckptcore_tools.copies.destinations import refuse_destination, refuse_further
+from ckptcore_tools.copies.reported_save import ReportedSave
 from ckptcore_tools.copies.streaming import StreamedSnapshot, StreamSizes, items_by_object, reading_context
 
 __all__ = ["FilePath", "TiedNames", "consolidate_checkpoint"]

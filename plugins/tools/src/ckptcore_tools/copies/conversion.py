@@ -39,8 +39,8 @@ from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import Captured, Part, TreeCaptured
 from ckptcore.saving.persisting import Described, persist
 from ckptcore.saving.preparing import save_created
-from ckptcore.saving.reporting import ReportedSave
 from ckptcore_tools.copies.destinations import refuse_destination, refuse_further
+from ckptcore_tools.copies.reported_save import ReportedSave
 from ckptcore_tools.copies.streaming import StreamedSnapshot, StreamSizes, items_by_object, reading_context
 
 __all__ = ["SourceReplaced", "convert_checkpoint"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
-from ckptcore.model.sizes import size
+from ckptcore_tools.amounts import size
 
 __all__ = ["Certainty", "ExportPlan", "MemoryPlan", "ObjectPlan", "ProcessPlan", "RequestCounts", "SavePlan"]
 

@@ -1,4 +1,4 @@
-"""Amounts as people read them."""
+"""Sizes, counts and ages as text for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A save that tells its progress to a callback."""
+"""A save that reports its progress to a callback."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__ = ["ReportedSave"]
 
 
 class ReportedSave(SaveHandle):
-    """A handle that tells its progress to a callback."""
+    """A handle that reports its progress to a callback."""
 
     def __init__(self, location: str, total: int, callback: Callable[[int, int], None]) -> None:
-        """Nothing is written yet.
+        """Start with nothing written.
 
         Args:
-            location: as errors call it.
+            location: as error messages name it.
             total: bytes of arrays that are to be written.
             callback: called with bytes written and bytes in all, from any thread.
         """
@@ -24,7 +24,7 @@ class ReportedSave(SaveHandle):
         self._callback = callback
 
     def count(self, nbytes: int) -> None:
-        """Say that so many more bytes are in the storage."""
+        """Add bytes that are in the storage, and call the callback."""
         super().count(nbytes)
         progress = self.progress
         self._callback(min(progress.written, progress.total), progress.total)
