@@ -6,8 +6,9 @@ import urllib.parse
 from dataclasses import replace
 from typing import Final
 
-from ckptcore.commit.location import Location, Subdirectory
+from ckptcore.commit.location import Location
 from ckptcore.commit.root import ROOT_KEY
+from ckptcore.commit.subdirectory import Subdirectory
 from ckptcore.context import WithoutConditions
 from ckptcore.errors import AtomicityError, ConditionFailedError, ObjectNotFoundError, SaveLostError
 from ckptcore.io.object_writes import LooksBefore

@@ -9,9 +9,10 @@ from typing import Final
 
 import xxhash
 
-from ckptcore.commit.location import Location, Subdirectory
+from ckptcore.commit.location import Location
 from ckptcore.commit.root import ROOT_KEY, Claimed, PartialSave
 from ckptcore.commit.root_json import decode_root
+from ckptcore.commit.subdirectory import Subdirectory
 from ckptcore.errors import (
     ConditionFailedError,
     CorruptCheckpointError,

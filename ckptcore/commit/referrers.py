@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from ckptcore.commit.holding import ADMINISTRATION
-from ckptcore.commit.location import subdirectory
 from ckptcore.commit.occupants import is_hidden_name
 from ckptcore.commit.root import ROOT_KEY, Base
 from ckptcore.commit.root_json import bases_of_root
+from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, ObjectNotFoundError
 from ckptcore.io.requests import requests_of
 from ckptcore.io.threads import IOThreads, ask_each

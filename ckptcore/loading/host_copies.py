@@ -9,9 +9,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ckptcore.commit.location import Location, subdirectory
+from ckptcore.commit.location import Location
 from ckptcore.commit.occupants import read_root
 from ckptcore.commit.root import HOST_COPIES, Root
+from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CorruptCheckpointError
 from ckptcore.io.elements import copy_elements

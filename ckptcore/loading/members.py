@@ -8,10 +8,11 @@ from collections.abc import Collection
 from typing import Final
 
 from ckptcore.builtin.files import FilesLayout
-from ckptcore.commit.location import Location, Place, Within, subdirectory
+from ckptcore.commit.location import Location, Place, Within
 from ckptcore.commit.occupants import root_bytes
 from ckptcore.commit.root import ROOT_KEY
 from ckptcore.commit.root_json import is_claim
+from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,

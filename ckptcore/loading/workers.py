@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptcore.commit.commit import claimed_store
-from ckptcore.commit.location import LocationAddress, open_address, subdirectory
+from ckptcore.commit.location import LocationAddress, open_address
 from ckptcore.commit.mark import read_mark
 from ckptcore.commit.root import Claimed
+from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.context import Context, IOOptions
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, RankFailedError
 from ckptcore.io.memory import allocate

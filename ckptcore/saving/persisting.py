@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 from ckptcore.commit.commit import Claim, claim_location, claimed_store, sweep_leftovers
-from ckptcore.commit.location import Location, subdirectory
+from ckptcore.commit.location import Location
 from ckptcore.commit.occupants import Overwrite, is_leftover_name, read_root
 from ckptcore.commit.root import ROOT_KEY, Claimed, Composite, Member, Role, Root, this_writer
 from ckptcore.commit.root_json import encode_composite, encode_root
+from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CommitUnknownError, PluginError
 from ckptcore.events import Recording

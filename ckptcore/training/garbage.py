@@ -15,11 +15,12 @@ from typing import Final
 
 from ckptcore.commit.commit import remove_checkpoint, remove_leftover, sweep_leftovers
 from ckptcore.commit.holding import Hold
-from ckptcore.commit.location import Location, Place, resolve_location, subdirectory
+from ckptcore.commit.location import Location, Place, resolve_location
 from ckptcore.commit.occupants import is_committed
 from ckptcore.commit.referrers import bases_beside, find_bases, referring_to
 from ckptcore.commit.root import Base, new_save_id
 from ckptcore.commit.steps import StepHolds
+from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,

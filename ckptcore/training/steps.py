@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from ckptcore.commit.holding import ADMINISTRATION
-from ckptcore.commit.location import LocationLike, Within, absolute_location, open_directory, subdirectory
+from ckptcore.commit.location import LocationLike, Within, absolute_location, open_directory
 from ckptcore.commit.occupants import is_committed, is_leftover_name, root_bytes
 from ckptcore.commit.root import ROOT_KEY, Summary
 from ckptcore.commit.root_json import summarize_root
+from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,

@@ -11,7 +11,7 @@ import pytest
 from ckptcore_testing.far_storage import FarStorage
 
 import ckptcore
-from ckptcore.commit.location import subdirectory
+from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.context import default_context
 from ckptcore.hookspecs import hookimpl
 from ckptcore.plugins import installed_plugins

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ckptcore_testing import FaultPlan, with_faults
 
-from ckptcore.commit.location import subdirectory
+from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.io.requests import Requests, requests_of
 from ckptcore.protocols import ManyRequests, StorageBackend
 

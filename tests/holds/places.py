@@ -12,7 +12,7 @@ from ckptcore_testing.simulated_storage import open_simulated
 
 from ckptcore.builtin.local import open_local
 from ckptcore.builtin.memory import MemoryStorages
-from ckptcore.commit.location import Subdirectory
+from ckptcore.commit.subdirectory import Subdirectory
 from ckptcore.protocols import StorageBackend, StorageOptions
 
 OPTIONS: Final = StorageOptions(durable=False)

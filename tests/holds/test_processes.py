@@ -111,7 +111,7 @@ def test_a_process_that_ends_lets_its_leases_go(tmp_path: Path) -> None:
 
 def test_a_process_ends_though_its_storage_hangs(tmp_path: Path) -> None:
     code = """
-from ckptcore.commit.location import Subdirectory
+from ckptcore.commit.subdirectory import Subdirectory
 class Hanging(Subdirectory):
     hangs = False
     def put(self, key, data, *, condition=None):

@@ -13,7 +13,7 @@ from ckptcore_testing import FarStorage
 
 import ckptcore
 from ckptcore.builtin.host_leaves import HostArrayHandler
-from ckptcore.commit.location import subdirectory
+from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.errors import StorageError
 from ckptcore.model import Box, HostArray, Pending
 from ckptcore.protocols import HostMemory, StorageBackend, StorageOptions

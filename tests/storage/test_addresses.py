@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckptcore.builtin.local import open_local
-from ckptcore.commit.location import subdirectory
+from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.protocols import StorageOptions
 
 NAMES = ["plain", "%2e%2e", "a%2fb", "a?b", "a#b", "a b", "a|b", "%", "größe", os.fsdecode(b"\xff")]

@@ -18,7 +18,7 @@ from ckptcore_testing.storage_writers import CreatesObjectsTests, HoldsUploadsTe
 
 from ckptcore.builtin.local import open_local
 from ckptcore.builtin.memory import MemoryStorage, MemoryStorages
-from ckptcore.commit.location import Subdirectory
+from ckptcore.commit.subdirectory import Subdirectory
 from ckptcore.protocols import AtomicDirectories, CreatesObjects, HoldsUploads, StorageBackend, StorageOptions
 
 

@@ -9,7 +9,7 @@ import pytest
 from ckptcore_testing import FarStorage
 
 import ckptcore
-from ckptcore.commit.location import subdirectory
+from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.errors import CheckpointError, CorruptCheckpointError
 from ckptcore.model import HostArray
 from ckptcore.protocols import StorageBackend, StorageOptions

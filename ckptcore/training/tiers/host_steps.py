@@ -18,11 +18,12 @@ from typing import Any, Final
 
 from ckptcore.commit.commit import claimed_store, continue_claim, remove_checkpoint
 from ckptcore.commit.holding import ADMINISTRATION
-from ckptcore.commit.location import Location, Place, Within, resolve_location, subdirectory
+from ckptcore.commit.location import Location, Place, Within, resolve_location
 from ckptcore.commit.mark import Mark
 from ckptcore.commit.occupants import parse_root, read_root, root_bytes
 from ckptcore.commit.root import HOST_COPIES, ROOT_KEY, Claimed, PartialSave, Root, new_save_id
 from ckptcore.commit.root_json import summarize_root
+from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from ckptcore.commit.location import Subdirectory
+from ckptcore.commit.subdirectory import Subdirectory
 from ckptcore.errors import (
     CheckpointError,
     ChecksumError,

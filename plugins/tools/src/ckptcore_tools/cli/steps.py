@@ -12,13 +12,14 @@ from typing import Any, Final, Literal, TypeAlias
 import click
 
 import ckptcore
-from ckptcore.commit.location import resolve_location, subdirectory
+from ckptcore.commit.location import resolve_location
 from ckptcore.commit.mark import Mark, root_mark
 from ckptcore.commit.occupants import parse_root, root_bytes
 from ckptcore.commit.ownership import look_at_owner
 from ckptcore.commit.root import ROOT_KEY, Composite, Root, Summary
 from ckptcore.commit.root_json import summarize_root
 from ckptcore.commit.steps import StepHolds
+from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,

@@ -8,9 +8,10 @@ from functools import partial
 from typing import TypeAlias
 
 from ckptcore.commit.holding import Hold
-from ckptcore.commit.location import LocationLike, Within, subdirectory
+from ckptcore.commit.location import LocationLike, Within
 from ckptcore.commit.occupants import Overwrite
 from ckptcore.commit.ownership import IfInUse, own_directory
+from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointExistsError,

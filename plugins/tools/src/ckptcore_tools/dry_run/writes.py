@@ -9,10 +9,11 @@ from typing import Final, Literal, TypeAlias
 from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.commit import Claim, claim_location, claimed_store
 from ckptcore.commit.conditions import Conditions
-from ckptcore.commit.location import Location, subdirectory
+from ckptcore.commit.location import Location
 from ckptcore.commit.occupants import refuse_inside, refuse_to_replace
 from ckptcore.commit.root import Claimed, Composite, Root, this_writer
 from ckptcore.commit.root_json import encode_composite, encode_root
+from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.context import Context
 from ckptcore.errors import PluginError, UnsupportedLeafError
 from ckptcore.io.object_sizes import SIZES

@@ -1,0 +1,163 @@
+"""Subdirectory: a directory of a storage as a storage of its own."""
+
+from __future__ import annotations
+
+import functools
+import urllib.parse
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import cast
+
+from ckptcore.io.object_writes import abort_uploads, open_new
+from ckptcore.io.requests import requests_of
+from ckptcore.io.sources import hold_reader, open_reader
+from ckptcore.protocols import (
+    AtomicDirectories,
+    ObjectWriter,
+    PutCondition,
+    RangeReader,
+    RepeatsDeletions,
+    StorageAddress,
+    StorageBackend,
+)
+
+__all__ = ["AtomicSubdirectories", "Subdirectory", "subdirectory"]
+
+
+class Subdirectory:
+    """A directory of a storage as a storage of its own."""
+
+    def __init__(self, parent: StorageBackend, name: str) -> None:
+        self._parent = parent
+        self._prefix = f"{name}/" if name else ""
+
+    @property
+    def request_bytes(self) -> int:
+        """As its parent's."""
+        return self._parent.request_bytes
+
+    @property
+    def concurrency(self) -> int:
+        """As its parent's; 1 where it does not matter there."""
+        return requests_of(self._parent).concurrency
+
+    @property
+    def part_bytes(self) -> int:
+        """As its parent's; 1 where it does not matter there."""
+        return requests_of(self._parent).part_bytes
+
+    @property
+    def address(self) -> StorageAddress | None:
+        """Its parent's, one level down. A URL has escapes, which a name may look like: it must not become another one."""
+        address = self._parent.address
+        quoted = urllib.parse.quote(self._prefix.encode("utf-8", "surrogateescape"))
+        return address and StorageAddress(address.url + quoted, address.options)
+
+    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """See `StorageBackend`."""
+        return self._parent.get(self._prefix + key, start, stop)
+
+    def get_with_tag(self, key: str) -> tuple[bytes, str]:
+        """See `StorageBackend`."""
+        return self._parent.get_with_tag(self._prefix + key)
+
+    def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """See `StorageBackend`."""
+        self._parent.get_into(self._prefix + key, ranges)
+
+    def open_reader(self, key: str) -> RangeReader:
+        """See `OpensObjects`."""
+        return open_reader(self._parent, self._prefix + key)
+
+    def hold_open(self, key: str) -> RangeReader:
+        """See `HoldsObjects`; of a storage that does not, what is open for reads."""
+        return hold_reader(self._parent, self._prefix + key)
+
+    def size(self, key: str) -> int:
+        """See `StorageBackend`."""
+        return self._parent.size(self._prefix + key)
+
+    def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
+        """See `StorageBackend`."""
+        return self._parent.put(self._prefix + key, data, condition=condition)
+
+    def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
+        """See `StorageBackend`."""
+        return self._parent.open_writer(self._prefix + key, size)
+
+    def open_new(self, key: str, size: int | None = None) -> ObjectWriter:
+        """See `CreatesObjects`."""
+        return open_new(self._parent, self._prefix + key, size)
+
+    def abort_uploads(self, prefix: str = "") -> int:
+        """See `HoldsUploads`."""
+        return abort_uploads(self._parent, self._prefix + prefix)
+
+    def delete_while(self, keys: Sequence[str], check: Callable[[], None]) -> None:
+        """See `RepeatsDeletions`; a storage that repeats nothing is asked once."""
+        inside = [self._prefix + key for key in keys]
+        if isinstance(self._parent, RepeatsDeletions):
+            self._parent.delete_while(inside, check)
+        else:
+            check()
+            self._parent.delete(inside)
+
+    def list(self, prefix: str = "") -> Iterator[str]:
+        """See `StorageBackend`."""
+        for key in self._parent.list(self._prefix + prefix):
+            yield key[len(self._prefix) :]
+
+    def list_names(self, prefix: str = "") -> Sequence[str]:
+        """See `StorageBackend`."""
+        return self._parent.list_names(self._prefix + prefix)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """See `StorageBackend`."""
+        self._parent.delete([self._prefix + key for key in keys])
+
+    def sync(self, keys: Sequence[str]) -> None:
+        """See `StorageBackend`."""
+        self._parent.sync([self._prefix + key for key in keys])
+
+
+class AtomicSubdirectories(Subdirectory):
+    """A directory of a storage that has real directories."""
+
+    def __init__(self, parent: StorageBackend, name: str, directories: AtomicDirectories) -> None:
+        super().__init__(parent, name)
+        self._directories = directories
+
+    def lock_directory(self, key: str) -> AbstractContextManager[None] | None:
+        """See `AtomicDirectories`."""
+        return self._directories.lock_directory(self._prefix + key)
+
+    def rename(self, source: str, destination: str) -> None:
+        """See `AtomicDirectories`."""
+        self._directories.rename(self._prefix + source, self._prefix + destination)
+
+    def exchange(self, first: str, second: str) -> None:
+        """See `AtomicDirectories`."""
+        self._directories.exchange(self._prefix + first, self._prefix + second)
+
+    def sync_directory(self, key: str) -> None:
+        """See `AtomicDirectories`."""
+        self._directories.sync_directory(self._prefix + key)
+
+    def delete_directory(self, key: str) -> None:
+        """See `AtomicDirectories`."""
+        self._directories.delete_directory(self._prefix + key)
+
+
+def subdirectory(parent: StorageBackend, name: str) -> StorageBackend:
+    """A directory of a storage as a storage of its own, with real directories where the parent has them; the storage itself without a name."""
+    if not name:
+        return parent
+    if _has_directories(type(parent)):
+        return AtomicSubdirectories(parent, name, cast(AtomicDirectories, parent))
+    return Subdirectory(parent, name)
+
+
+@functools.lru_cache(maxsize=64)
+def _has_directories(kind: type[StorageBackend]) -> bool:
+    """Return whether a type of storage has real directories. Cached: the check is slow, and every opened directory asks."""
+    return issubclass(kind, AtomicDirectories)
