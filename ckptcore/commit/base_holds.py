@@ -15,9 +15,9 @@ from typing import Final
 
 from ckptcore.commit.clocks import SYSTEM_CLOCK
 from ckptcore.commit.conditions import Conditions
-from ckptcore.commit.directory_claims import hold_beside, is_claimed_beside
 from ckptcore.commit.holding import Hold
 from ckptcore.commit.location import Location
+from ckptcore.commit.rename import hold_beside, is_claimed_beside
 from ckptcore.commit.steps import StepHolds
 from ckptcore.errors import CheckpointReferredError, SaveLostError, StorageError
 from ckptcore.protocols import AtomicDirectories

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import urllib.parse
 from dataclasses import replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from ckptcore.commit.location import Location
 from ckptcore.commit.root import ROOT_KEY
 from ckptcore.commit.subdirectory import Subdirectory
 from ckptcore.context import WithoutConditions
 from ckptcore.errors import AtomicityError, ConditionFailedError, ObjectNotFoundError, SaveLostError
 from ckptcore.io.object_writes import LooksBefore
 from ckptcore.protocols import IF_ABSENT, AtomicDirectories, IfAbsent, IfTag, ObjectWriter, PutCondition, StorageBackend
+
+if TYPE_CHECKING:
+    from ckptcore.commit.location import Location
 
 __all__ = ["Conditions", "refuse_conditions"]
 

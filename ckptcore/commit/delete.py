@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from ckptcore.commit.base_holds import announced_deletion
-from ckptcore.commit.commit import remove_checkpoint, sweep_location
 from ckptcore.commit.conditions import Conditions
 from ckptcore.commit.location import Location
 from ckptcore.commit.mark import Mark, read_mark
 from ckptcore.commit.occupants import read_root
 from ckptcore.commit.referrers import find_bases, referring_to
 from ckptcore.commit.root import Claimed, Composite, PartialSave, Root, new_save_id
-from ckptcore.commit.session_claims import find_partial, remove_partial
+from ckptcore.commit.sessions import find_partial
 from ckptcore.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -42,17 +41,17 @@ def delete_checkpoint(resolved: Location, conditions: Conditions, threads: IOThr
             )
         if not _has_partial(resolved):
             raise CheckpointNotFoundError(f"there is nothing at {resolved.display} to delete")
-        if not remove_partial(resolved, new_save_id()):
+        if not resolved.commits.remove_sessions(resolved, new_save_id()):
             return delete_checkpoint(resolved, conditions, threads)  # it was finalized or deleted since: look again
-        sweep_location(resolved)
+        resolved.commits.sweep(resolved)
         return
     if isinstance(root, Claimed | PartialSave):
-        remove_checkpoint(resolved, new_save_id(), conditions)
+        resolved.commits.remove(resolved, new_save_id(), conditions)
     else:
         with announced_deletion(resolved, conditions):
             _refuse_referred(resolved, None if root is None else root.save_id, threads)
-            remove_checkpoint(resolved, new_save_id(), conditions)
-    sweep_location(resolved)
+            resolved.commits.remove(resolved, new_save_id(), conditions)
+    resolved.commits.sweep(resolved)
 
 
 def _refuse_referred(location: Location, save_id: str | None, threads: IOThreads) -> None:

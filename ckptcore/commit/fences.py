@@ -5,11 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import xxhash
 
-from ckptcore.commit.location import Location
 from ckptcore.commit.root import ROOT_KEY, Claimed, PartialSave
 from ckptcore.commit.root_json import decode_root
 from ckptcore.commit.subdirectory import Subdirectory
@@ -23,6 +22,9 @@ from ckptcore.errors import (
 )
 from ckptcore.io.object_sizes import SIZES
 from ckptcore.protocols import IF_ABSENT, Buffer, IfTag, ObjectWriter, PutCondition
+
+if TYPE_CHECKING:
+    from ckptcore.commit.location import Location
 
 __all__ = ["FencedStore"]
 

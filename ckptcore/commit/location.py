@@ -11,6 +11,7 @@ from typing import Final, TypeAlias
 
 from ckptcore.builtin.local_calls import real_path
 from ckptcore.commit.backed_directories import BackedDirectory
+from ckptcore.commit.method import CommitMethod, commit_method
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.errors import InvalidLocationError, ObjectNotFoundError
 from ckptcore.model.tree import JSON
@@ -116,6 +117,11 @@ class Location:
     def store(self) -> StorageBackend:
         """The storage as seen from within the checkpoint."""
         return subdirectory(self.parent, self.name)
+
+    @property
+    def commits(self) -> CommitMethod:
+        """How checkpoints are committed and locked in this storage."""
+        return commit_method(self.parent)
 
     @property
     def absolute(self) -> str:

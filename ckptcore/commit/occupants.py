@@ -6,11 +6,10 @@ Directories beside a checkpoint with hidden names are those of saves that are un
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from typing import Final, Literal, TypeAlias
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
-from ckptcore.commit.location import Location
-from ckptcore.commit.root import ROOT_KEY, Claimed, Composite, PartialSave, Root
+from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Claimed, Composite, PartialSave, Root
 from ckptcore.commit.root_json import HEAD_BYTES, Head, decode_root, is_claim, is_partial, read_head, summarize_root
 from ckptcore.errors import (
     CheckpointExistsError,
@@ -20,17 +19,20 @@ from ckptcore.errors import (
     StorageError,
     UnsupportedVersionError,
 )
-from ckptcore.protocols import AtomicDirectories, StorageBackend
+from ckptcore.protocols import StorageBackend
+
+if TYPE_CHECKING:
+    from ckptcore.commit.location import Location
 
 __all__ = [
     "IsForeign",
     "Occupant",
     "Overwrite",
     "expect_no_nested",
+    "find_debris",
     "find_occupant",
     "holds_members",
     "is_claimed_by",
-    "is_committed",
     "is_hidden_name",
     "is_leftover_name",
     "is_save_of",
@@ -41,13 +43,14 @@ __all__ = [
     "read_root",
     "refuse_inside",
     "refuse_to_replace",
+    "remove_debris",
     "root_bytes",
 ]
 
 Overwrite: TypeAlias = bool | Literal["non-atomic"]
 """Whether a save replaces the checkpoint at its location: no; yes, atomically; yes, also where that cannot be atomic."""
 
-IsForeign: TypeAlias = Callable[[Location], bool]
+IsForeign: TypeAlias = "Callable[[Location], bool]"
 """Returns whether the directory at a location is a checkpoint that other software wrote."""
 
 Occupant: TypeAlias = Literal["nothing", "claim", "checkpoint"]
@@ -173,21 +176,6 @@ def is_claimed_by(location: Location, save_id: str) -> bool:
     return data is not None and is_claim(data) and summarize_root(data).save_id == save_id
 
 
-def is_committed(store: StorageBackend) -> bool | None:
-    """Whether a checkpoint of ours is there; None where there is no root. One small request; the root is not checked."""
-    if isinstance(store, AtomicDirectories):
-        try:
-            store.size(ROOT_KEY)  # a claim never stands under the name of a checkpoint
-        except ObjectNotFoundError:
-            return None
-        return True
-    try:
-        head = read_head(store.get(ROOT_KEY, 0, HEAD_BYTES))
-    except ObjectNotFoundError:
-        return None
-    return head is None or head.state == "committed"
-
-
 def parse_root(store: StorageBackend, data: bytes, display: str = "") -> Root | Composite | Claimed | PartialSave:
     """Parse a root. Its parts are read from the storage.
 
@@ -284,6 +272,24 @@ def _stores(store: StorageBackend, member: str, name: str) -> bool:
     except (CorruptCheckpointError, ObjectNotFoundError, UnsupportedVersionError):
         return True  # unknown: the member is removed as a whole
     return isinstance(root, Root) and f"{name.removeprefix(f'{member}/')}/{ROOT_KEY}" in root.objects
+
+
+def find_debris(keys: Collection[str], kept: Collection[str]) -> Sequence[str]:
+    """Return the keys of unneeded objects at a location, without those of nested checkpoints.
+
+    Args:
+        keys: all keys that exist, with those that a list may not show.
+        kept: the keys of needed objects.
+    """
+    below = tuple([key.removesuffix(ROOT_KEY) for key in keys if key.endswith(f"/{ROOT_KEY}")])
+    return sorted([key for key in keys if key not in kept and not key.startswith(below)])
+
+
+def remove_debris(store: StorageBackend, kept: Collection[str]) -> None:
+    """Remove all objects of a partial save but `kept`, its root and its session table. Needs the claim."""
+    debris = find_debris(list(store.list()), {*kept, ROOT_KEY, PARTIAL_KEY})
+    if debris:
+        store.delete(debris)
 
 
 _HIDDEN: Final = re.compile(r"\.(.+)\.([0-9a-f]{16})\.ckptcore", re.DOTALL)

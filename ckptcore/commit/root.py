@@ -20,6 +20,7 @@ from ckptcore.protocols import Layout
 
 __all__ = [
     "HOST_COPIES",
+    "PARTIAL_KEY",
     "ROOT_KEY",
     "Base",
     "Claimed",
@@ -40,6 +41,9 @@ __all__ = [
 
 ROOT_KEY: Final = "checkpoint.json"
 """The key of the root within a checkpoint."""
+
+PARTIAL_KEY: Final = "checkpoint.partial.json"
+"""The session table in the hidden directory of a partial save. On other storage the table is in the place of the root."""
 
 Role: TypeAlias = Literal["checkpoint", "member", "export"]
 """A checkpoint by itself, one checkpointable of a composite, or an export in the directory of its save."""

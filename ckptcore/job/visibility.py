@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ckptcore.commit.commit import Claim, claimed_store
 from ckptcore.commit.conditions import Conditions
 from ckptcore.commit.holding import ADMINISTRATION
 from ckptcore.commit.location import Location
@@ -23,7 +22,7 @@ from ckptcore.commit.root_json import encode_claim
 from ckptcore.errors import NotSharedError, ObjectNotFoundError
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.tree import JSON
-from ckptcore.protocols import AtomicDirectories, StorageBackend
+from ckptcore.protocols import StorageBackend
 
 __all__ = [
     "Hosts",
@@ -34,7 +33,6 @@ __all__ = [
     "note_key",
     "seen_by_all",
     "sees_claim",
-    "show_claim",
 ]
 
 _HOST_PROBES: Final = f"{ADMINISTRATION}/host-"
@@ -170,16 +168,6 @@ def seen_by_all(agreement: Agreement, name: str, place: str, look: Callable[[], 
         _look_for(look, place, told)
 
 
-def show_claim(claim: Claim, claimed: Claimed, location: Location) -> None:
-    """On the leader: let the other processes of the job find a claim.
-
-    In a storage with real directories a claim is a hidden directory, which can be found only by what is in it. The commit replaces
-    this by the root, and a claim that is not committed goes with all that it holds.
-    """
-    if isinstance(location.parent, AtomicDirectories):
-        claim.store.put(ROOT_KEY, encode_claim(claimed))
-
-
 def sees_claim(claimed: Claimed, location: Location) -> bool:
     """Whether this process sees the claim of its leader.
 
@@ -187,7 +175,8 @@ def sees_claim(claimed: Claimed, location: Location) -> bool:
         ObjectNotFoundError: if it sees none.
     """
     expected = encode_claim(claimed)
-    return claimed_store(location, claimed.save_id, Conditions()).get(ROOT_KEY, 0, len(expected) + 1) == expected
+    store = location.commits.store_of(location, claimed.save_id, Conditions())
+    return store.get(ROOT_KEY, 0, len(expected) + 1) == expected
 
 
 def expect_claim(claimed: Claimed, location: Location) -> None:

@@ -282,7 +282,7 @@ def _open_foreign(location: Location, mark: Mark, context: Context) -> Opened:
     except UncommittedCheckpointError:
         raise
     except CheckpointNotFoundError:
-        from ckptcore.commit.session_claims import find_partial  # only where nothing else is there
+        from ckptcore.commit.sessions import find_partial  # only where nothing else is there
 
         found = _find_foreign_names(location, mark, context)
         if found is not None:

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckptcore.commit.commit import claimed_store
 from ckptcore.commit.location import LocationAddress, open_address
 from ckptcore.commit.mark import read_mark
 from ckptcore.commit.root import Claimed
@@ -119,7 +118,7 @@ class WriteParts:
         durable = self.options.durability == "full"
         location = open_address(self.address, runtime_of(context).registry, durable=durable, config=context.storage)
         expect_claim(self.claimed, location)
-        store = claimed_store(location, self.claimed.save_id, runtime_of(context).conditions)
+        store = location.commits.store_of(location, self.claimed.save_id, runtime_of(context).conditions)
         receipts = []
         for part in self.parts:
             inside = subdirectory(store, part.directory)

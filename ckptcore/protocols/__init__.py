@@ -5,6 +5,7 @@
     values        handlers of leaves, containers and checkpointables
     layouts       layouts, and the stores they write and read
     storage       storages and what some can do on top
+    transaction   the right to write a checkpoint, and its commit
     coordination  the processes of a job, and how they send each other elements
     execution     the workers of a single controller
     transforms    changes of a tree while it is loaded, and derived arrays
@@ -66,6 +67,7 @@ from ckptcore.protocols.storage import (
     StorageOpener,
     StorageOptions,
 )
+from ckptcore.protocols.transaction import Transaction
 from ckptcore.protocols.transforms import (
     DerivedArray,
     DerivedTree,
@@ -156,6 +158,7 @@ __all__ = [
     "StorageBackend",
     "StorageOpener",
     "StorageOptions",
+    "Transaction",
     "Transform",
     "TransformSource",
     "TransformedTree",

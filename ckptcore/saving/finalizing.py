@@ -7,12 +7,10 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from ckptcore.commit.directory_claims import PARTIAL_KEY
 from ckptcore.commit.location import Location, LocationLike, resolve_location
-from ckptcore.commit.occupants import root_bytes
-from ckptcore.commit.root import PartialSave
+from ckptcore.commit.occupants import remove_debris, root_bytes
+from ckptcore.commit.root import PARTIAL_KEY, PartialSave
 from ckptcore.commit.root_json import summarize_root
-from ckptcore.commit.session_claims import claim_to_finalize, remove_debris
 from ckptcore.commit.session_tables import read_sessions, session_key, unite_sessions
 from ckptcore.context import Context
 from ckptcore.errors import (
@@ -33,7 +31,7 @@ from ckptcore.planning.partition import WrittenBoxes, makes_up
 from ckptcore.protocols import Layout, StorageBackend
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import Part
-from ckptcore.saving.persisting import NOTHING_COMMITTED, Described, commit_tree, finish_part
+from ckptcore.saving.persisting import NOTHING_COMMITTED, Described, build_tree, finish_part
 from ckptcore.saving.save_requests import check_custom
 from ckptcore.saving.session_planning import expect_same_layout, layout_of_sessions
 
@@ -79,7 +77,7 @@ def _finalize(
     examined = functools.partial(_examine, location, layout, context)
     try:
         with recording.phase("claim"):
-            partial, claim, (layout, tree, receipts) = claim_to_finalize(
+            partial, claim, (layout, tree, receipts) = location.commits.resume_sessions(
                 location, examined, runtime_of(context).conditions
             )
     except CheckpointNotFoundError:
@@ -108,7 +106,7 @@ def _finalize(
             recorder = ObjectRecorder(claim.store, runtime_of(context).io_threads, checksums=context.io.checksums)
             with _told_as_damage(location):
                 root = finish_part(described, part, receipts, recorder)
-            commit_tree(described, claim, layout, root, context, recording)
+            claim.commit(*build_tree(described, claim.store, layout, root, context, recording))
     except BaseException:
         claim.leave()
         raise

@@ -16,28 +16,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from ckptcore.commit.commit import Claim, claimed_store
 from ckptcore.commit.root import HOST_COPIES, Claimed
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError
 from ckptcore.events import Recording
 from ckptcore.io.background import SaveHandle
 from ckptcore.job.agreement import Agreement
-from ckptcore.job.visibility import Hosts, OnHosts, expect_claim, note_key, show_claim
+from ckptcore.job.visibility import Hosts, OnHosts, expect_claim, note_key
 from ckptcore.model.arrays import ArraySpec, Box, Shard
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import WriteItem, WritePlan
 from ckptcore.model.tree import JSON, LEAF, Node
 from ckptcore.planning.replicas import Owners, owned_cells
 from ckptcore.plugins import Plugins
-from ckptcore.protocols import HostBytes, HostMemory, StorageBackend
+from ckptcore.protocols import HostBytes, HostMemory, StorageBackend, Transaction
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import Captured, Part
 from ckptcore.saving.persisting import (
     NOTHING_COMMITTED,
     Described,
+    build_whole,
     claim_for,
-    commit_whole,
     decode_written,
     encode_written,
     write_parts,
@@ -236,25 +235,6 @@ def _heard(told: Any) -> Mapping[int, Held]:
     return held
 
 
-@dataclass(slots=True)
-class _Composed:
-    """Takes the place of a claim where the leader makes the root, which every host then commits."""
-
-    store: StorageBackend
-    root: bytes = b""
-    parts: Mapping[str, bytes] | None = None
-
-    def commit(self, root: bytes | None, parts: Mapping[str, bytes]) -> None:
-        """Keep what was made."""
-        self.root, self.parts = root or b"", parts
-
-    def abort(self) -> None:
-        """Nothing: it claims nothing."""
-
-    def leave(self) -> None:
-        """Nothing: it claims nothing."""
-
-
 def persist_on_hosts(
     described: Described,
     captured: Sequence[Captured],
@@ -278,17 +258,19 @@ def persist_on_hosts(
     """
     agreement, hosts = described.agreement, on_hosts.hosts
     claimed = Claimed(described.save_id, described.created)
-    claim: Claim | None = None
+    claim: Transaction | None = None
     try:
         with agreement.stage("claim", meaning=NOTHING_COMMITTED):
             if agreement.rank == hosts.first_of(agreement.rank):
                 with recording.phase("claim"):
                     claim = claim_for(described, claimed, context)
-                    show_claim(claim, claimed, described.location)
+                    claim.show_claim()
         store = (
             claim.store
             if claim is not None
-            else claimed_store(described.location, described.save_id, runtime_of(context).conditions)
+            else described.location.commits.store_of(
+                described.location, described.save_id, runtime_of(context).conditions
+            )
         )
         with agreement.stage("write", meaning=NOTHING_COMMITTED) as stage:
             if claim is None:
@@ -301,14 +283,15 @@ def persist_on_hosts(
         payloads = stage.payloads
 
         def make_whole() -> JSON:
-            composed = _Composed(store)
             before = set(store.list())
             parts = [part for part in described.parts if not part.own]
-            commit_whole(described, composed, parts, decode_written(described, payloads), context, recording)
+            receipts = decode_written(described, payloads)
+            with recording.phase("commit"):
+                root, of_root = build_whole(described, store, parts, receipts, context, recording)
             made = {key: store.get(key) for key in store.list() if key not in before}
             return {
-                "root": _text(composed.root),
-                "parts": {key: _text(data) for key, data in (composed.parts or {}).items()},
+                "root": _text(root),
+                "parts": {key: _text(data) for key, data in of_root.items()},
                 "objects": {key: _text(data) for key, data in made.items()},
                 "told": on_hosts.tell(),
             }

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
-from ckptcore.commit.commit import Claim, claim_location, claimed_store, sweep_leftovers
 from ckptcore.commit.location import Location
 from ckptcore.commit.occupants import Overwrite, is_leftover_name, read_root
 from ckptcore.commit.root import ROOT_KEY, Claimed, Composite, Member, Role, Root, this_writer
@@ -23,7 +22,7 @@ from ckptcore.events import Recording
 from ckptcore.io.background import SaveHandle
 from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.job.agreement import Agreement
-from ckptcore.job.visibility import seen_by_all, sees_claim, show_claim
+from ckptcore.job.visibility import seen_by_all, sees_claim
 from ckptcore.loading.opening import foreign_checkpoints
 from ckptcore.loading.workers import WorkerOptions
 from ckptcore.model.metadata import TreeMetadata
@@ -31,7 +30,7 @@ from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.transfer import Receipt
 from ckptcore.model.tree import JSON
 from ckptcore.planning import check_coverage
-from ckptcore.protocols import About, Layout, MemberKind, StorageBackend, WriteStore
+from ckptcore.protocols import About, Layout, MemberKind, StorageBackend, Transaction, WriteStore
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.marking import mark_composite, mark_tree
 from ckptcore.saving.parts import Captured, Part
@@ -39,7 +38,7 @@ from ckptcore.saving.worker_writes import HeldByWorkers
 from ckptcore.timelines import timeline_to_json
 
 if TYPE_CHECKING:
-    from ckptcore.commit.session_claims import PlannedSession
+    from ckptcore.commit.sessions import PlannedSession
     from ckptcore.job.visibility import OnHosts
     from ckptcore.saving.updating import PlannedUpdate
 
@@ -47,9 +46,9 @@ __all__ = [
     "NOTHING_COMMITTED",
     "Described",
     "Recorder",
+    "build_tree",
+    "build_whole",
     "claim_for",
-    "commit_tree",
-    "commit_whole",
     "decode_written",
     "encode_written",
     "fail_before_claim",
@@ -162,11 +161,13 @@ def persist(
                 with recording.phase("claim"):
                     claim = claim_for(described, claimed, context)
                     if agreement.size > 1 or at_workers is not None:
-                        show_claim(claim, claimed, described.location)
+                        claim.show_claim()
         if claim is not None:
             store = claim.store
         else:
-            store = claimed_store(described.location, described.save_id, runtime_of(context).conditions)
+            store = described.location.commits.store_of(
+                described.location, described.save_id, runtime_of(context).conditions
+            )
         may_write = True
         try:
             with agreement.stage("write", meaning=NOTHING_COMMITTED) as stage:
@@ -190,7 +191,8 @@ def persist(
                 if claim is not None:
                     parts = [part for part in described.parts if not part.own]
                     receipts = common if agreement.size == 1 else decode_written(described, stage.payloads)
-                    commit_whole(described, claim, parts, receipts, context, recording)
+                    with recording.phase("commit"):
+                        claim.commit(*build_whole(described, claim.store, parts, receipts, context, recording))
         except Exception as error:
             if not end.done or 0 in end.failed:
                 raise
@@ -213,9 +215,9 @@ def persist(
         raise
 
 
-def claim_for(described: Described, claimed: Claimed, context: Context) -> Claim:
-    """Claim the location of a save. See `claim_location`."""
-    return claim_location(
+def claim_for(described: Described, claimed: Claimed, context: Context) -> Transaction:
+    """Begin the transaction of a save. See `CommitMethod.begin`."""
+    return described.location.commits.begin(
         described.location, claimed, described.overwrite, runtime_of(context).conditions, foreign_checkpoints(context)
     )
 
@@ -228,7 +230,7 @@ def _remove_abandoned(described: Described) -> None:
         return  # what the hidden directory holds may be what this save replaced
     names = [name.removesuffix("/") for name in parent.list_names() if name.endswith("/")]
     ours = [name for name in names if is_leftover_name(name) and f".{described.save_id}." in name]
-    sweep_leftovers(parent, ours)  # it stays where the leader still holds it
+    described.location.commits.sweep_names(ours)  # it stays where the leader still holds it
 
 
 def _look_whether_committed(described: Described, error: Exception) -> None:
@@ -363,51 +365,47 @@ def merge_objects(
     return objects
 
 
-def commit_whole(
+def build_whole(
     described: Described,
-    claim: Claim,
+    store: StorageBackend,
     parts: Sequence[Part],
     receipts: Sequence[Sequence[Receipt]],
     context: Context,
     recording: Recording,
-) -> None:
-    """On the leader: make the parts that all wrote whole, and the checkpoint there. Receipts are by part, then by rank."""
-    with recording.phase("commit"):
-        whole: Root | None = None
-        for number, part in enumerate(parts):
-            inside = subdirectory(claim.store, part.directory)
-            root = finish_part(described, part, receipts[number], _recorder(inside, context))
-            if described.members is None:
-                whole = root
-            else:
-                put_root(inside, root)
-        if whole is not None:
-            commit_tree(described, claim, parts[0].layout, whole, context, recording)
-            return
-        mark_composite(
-            [part.layout for part in described.parts if not part.copies], described.about, claim.store, context
-        )
-        timeline = timeline_to_json(recording.events)
-        if described.before_commit is not None:
-            described.before_commit()
-        composite = Composite(
-            save_id=described.save_id,
-            created=described.created,
-            writer=this_writer(),
-            members=described.members or {},
-            custom=described.custom,
-            metrics=described.metrics,
-            timeline=timeline,
-            progress=described.progress,
-        )
-        claim.commit(*encode_composite(composite))
+) -> tuple[bytes, Mapping[str, bytes]]:
+    """Finish the parts on the leader and build the root, for `Transaction.commit`. Receipts are by part, then by rank."""
+    whole: Root | None = None
+    for number, part in enumerate(parts):
+        inside = subdirectory(store, part.directory)
+        root = finish_part(described, part, receipts[number], _recorder(inside, context))
+        if described.members is None:
+            whole = root
+        else:
+            put_root(inside, root)
+    if whole is not None:
+        return build_tree(described, store, parts[0].layout, whole, context, recording)
+    mark_composite([part.layout for part in described.parts if not part.copies], described.about, store, context)
+    timeline = timeline_to_json(recording.events)
+    if described.before_commit is not None:
+        described.before_commit()
+    composite = Composite(
+        save_id=described.save_id,
+        created=described.created,
+        writer=this_writer(),
+        members=described.members or {},
+        custom=described.custom,
+        metrics=described.metrics,
+        timeline=timeline,
+        progress=described.progress,
+    )
+    return encode_composite(composite)
 
 
-def commit_tree(
-    described: Described, claim: Claim, layout: Layout, root: Root, context: Context, recording: Recording
-) -> None:
-    """On the leader: make the checkpoint there that is one tree, of which only the root is missing."""
-    root = mark_tree(layout, root, described.about, claim.store, context)
+def build_tree(
+    described: Described, store: StorageBackend, layout: Layout, root: Root, context: Context, recording: Recording
+) -> tuple[bytes, Mapping[str, bytes]]:
+    """Complete the root of one tree on the leader, for `Transaction.commit`."""
+    root = mark_tree(layout, root, described.about, store, context)
     timeline = timeline_to_json(recording.events)
     if described.before_commit is not None:
         described.before_commit()
@@ -421,7 +419,7 @@ def commit_tree(
         timeline=timeline,
         progress=described.progress,
     )
-    claim.commit(*encode_root(root))
+    return encode_root(root)
 
 
 def _common_trees(described: Described) -> list[TreeMetadata]:

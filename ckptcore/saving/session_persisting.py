@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from ckptcore.commit.location import Location
 from ckptcore.commit.root import PartialSave
-from ckptcore.commit.session_claims import PlannedSession, SessionClaim, claim_session, find_partial, session_store
 from ckptcore.commit.session_tables import describe_session, encode_session, session_key
+from ckptcore.commit.sessions import OpenSession, PlannedSession, begin_session, find_partial
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CommitUnknownError
 from ckptcore.events import Recording
@@ -50,7 +50,7 @@ def persist_session(
         CommitUnknownError: if that cannot be told.
     """
     agreement, location, partial = described.agreement, described.location, planned.partial
-    claim: SessionClaim | None = None
+    claim: OpenSession | None = None
     try:
         with (
             agreement.stage("claim", meaning=_NOTHING),
@@ -58,8 +58,12 @@ def persist_session(
         ):
             if agreement.rank == 0:
                 with recording.phase("claim"):
-                    claim = claim_session(location, planned, runtime_of(context).conditions)
-        store = session_store(location, partial, runtime_of(context).conditions) if claim is None else claim.store
+                    claim = begin_session(location, planned, runtime_of(context).conditions)
+        if claim is not None:
+            store = claim.store
+        else:
+            conditions = runtime_of(context).conditions
+            store = location.commits.store_of(location, partial.save_id, conditions, owner=partial.owner)
         try:
             with agreement.stage("write", meaning=_NOTHING) as stage:
                 with recording.phase("write") as phase:

@@ -8,20 +8,19 @@ from typing import Any
 
 from ckptcore.commit.location import Location
 from ckptcore.commit.root import PartialSave
-from ckptcore.commit.session_claims import (
+from ckptcore.commit.session_tables import boxes_taken, read_sessions, refuse_boxes
+from ckptcore.commit.sessions import (
     PlannedSession,
     expect_no_checkpoint,
     find_partial,
     read_unchanged,
-    sessions_store,
 )
-from ckptcore.commit.session_tables import boxes_taken, read_sessions, refuse_boxes
 from ckptcore.errors import CheckpointError, UnsupportedLeafError
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.arrays import Box
 from ckptcore.model.transfer import WritePlan
 from ckptcore.model.tree import JSON
-from ckptcore.protocols import AtomicDirectories, Layout, WritesSessions
+from ckptcore.protocols import Layout, WritesSessions
 from ckptcore.saving.parts import PartDescription
 from ckptcore.saving.tree_descriptions import TreeDescription
 
@@ -88,11 +87,10 @@ def plan_session(
             partial = PartialSave(save_id, created, description.layout.name, layout.agreed, 0, None)
         else:
             partial = found
-            if isinstance(location.parent, AtomicDirectories):
-                expect_no_checkpoint(location)  # the sessions are beside it
+            expect_no_checkpoint(location, found)
             expect_same_layout(location, found, description.layout, layout)
             with read_unchanged(location, found):
-                sessions = read_sessions(sessions_store(location), found)
+                sessions = read_sessions(location.commits.session_store(location), found)
             taken = boxes_taken(sessions, description.tree, layout)
             receipts = [receipt for session in sessions for receipt in session.receipts]
             kept = {record.key for receipt in receipts for record in receipt.objects}

@@ -13,14 +13,12 @@ from functools import partial
 from threading import RLock
 from typing import Final
 
-from ckptcore.commit.commit import remove_checkpoint, remove_leftover, sweep_leftovers
 from ckptcore.commit.holding import Hold
 from ckptcore.commit.location import Location, Place, resolve_location
-from ckptcore.commit.occupants import is_committed
+from ckptcore.commit.method import commit_method
 from ckptcore.commit.referrers import bases_beside, find_bases, referring_to
 from ckptcore.commit.root import Base, new_save_id
 from ckptcore.commit.steps import StepHolds
-from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -37,7 +35,7 @@ from ckptcore.events import Recording
 from ckptcore.io.background import BackgroundThreads
 from ckptcore.loading.verify import has_its_sizes
 from ckptcore.policies import PreservationPolicy, StepInfo, what_to_delete
-from ckptcore.protocols import AtomicDirectories, StorageBackend
+from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
 from ckptcore.training.steps import StepDirectory
 
@@ -222,6 +220,7 @@ class StepDeleter:
         self._steps = steps
         self._looks_whole = looks_whole
         self._store = store
+        self._commits = commit_method(store)
         self._owned = owned
         self._context = context
         self._holds = StepHolds(store, steps.display)
@@ -254,9 +253,9 @@ class StepDeleter:
     def _clean(self) -> None:
         with self._lock:
             self._owned.check()
-            sweep_leftovers(self._store, self._steps.leftovers)
+            self._commits.sweep_names(self._steps.leftovers)
             self._holds.sweep()
-        if isinstance(self._store, AtomicDirectories):
+        if not self._commits.claims_by_root:
             return
         # Claims: saves that never committed, and deletions that were begun. A run of many steps has few of them.
         candidates = self._steps.candidates()
@@ -273,7 +272,8 @@ class StepDeleter:
                 )
                 self._owned.check()
                 try:
-                    remove_leftover(self._location(step), new_save_id(), runtime_of(self._context).conditions)
+                    location = self._location(step)
+                    location.commits.remove_unfinished(location, new_save_id(), runtime_of(self._context).conditions)
                 except CheckpointExistsError as error:
                     logger.warning("step %d in %s stays: %s", step, self._steps.display, error)
 
@@ -283,7 +283,7 @@ class StepDeleter:
         Returns False if the step cannot be read.
         """
         try:
-            return is_committed(subdirectory(self._store, self._steps.name(step))) is False
+            return self._commits.is_committed(self._steps.name(step)) is False
         except StorageError as error:
             logger.warning("step %d in %s is left alone: it cannot be read: %s", step, self._steps.display, error)
             return False
@@ -426,7 +426,7 @@ class StepDeleter:
         except (CorruptCheckpointError, UnsupportedVersionError):
             pass  # which save it is cannot be known
         known = {}
-        if not isinstance(self._store, AtomicDirectories):
+        if self._commits.claims_by_root:
             # Elsewhere a root is a request, and a step that was committed stays as it was; who else overwrites it is not heard of.
             known = {self._steps.name(other): other for other in self._steps.candidates()}
 
@@ -499,7 +499,8 @@ class StepDeleter:
             with intent, self._lock:
                 self._owned.check()
                 intent.check()
-                remove_checkpoint(self._location(step), new_save_id(), runtime_of(self._context).conditions)
+                location = self._location(step)
+                location.commits.remove(location, new_save_id(), runtime_of(self._context).conditions)
                 self._steps.forget([step])
         except BaseException as error:
             self._steps.distrust(step)

@@ -13,7 +13,8 @@ from typing import Any, Final, TypeVar
 
 from ckptcore.commit.holding import ADMINISTRATION
 from ckptcore.commit.location import LocationLike, Within, absolute_location, open_directory
-from ckptcore.commit.occupants import is_committed, is_leftover_name, root_bytes
+from ckptcore.commit.method import commit_method
+from ckptcore.commit.occupants import is_leftover_name, root_bytes
 from ckptcore.commit.root import ROOT_KEY, Summary
 from ckptcore.commit.root_json import summarize_root
 from ckptcore.commit.subdirectory import subdirectory
@@ -182,7 +183,7 @@ class StepDirectory:
         Raises:
             InvalidLocationError: if it is a checkpoint itself.
         """
-        if is_committed(self._store) is not None:
+        if commit_method(self._store).is_committed("") is not None:
             raise self._no_directory()
 
     def _no_directory(self) -> InvalidLocationError:
@@ -319,7 +320,7 @@ class StepDirectory:
     def _find_out(self, step: int, name: str) -> bool:
         """Ask the storage whether a step is committed, and remember the answer."""
         try:
-            ours = is_committed(subdirectory(self._store, name))
+            ours = commit_method(self._store).is_committed(name)
         except InvalidLocationError as error:
             self._pass_over(name, error)
             return False

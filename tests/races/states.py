@@ -14,9 +14,8 @@ import numpy as np
 
 import ckptcore
 from ckptcore.builtin.local_directories import exchange
-from ckptcore.commit.directory_claims import PARTIAL_KEY
 from ckptcore.commit.occupants import name_of_partial, name_of_save
-from ckptcore.commit.root import ROOT_KEY, Claimed
+from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Claimed
 from ckptcore.commit.root_json import encode_claim
 from tests.copying.places import objects_at, store_at
 

@@ -16,7 +16,6 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ckptcore.commit.commit import claimed_store, continue_claim, remove_checkpoint
 from ckptcore.commit.holding import ADMINISTRATION
 from ckptcore.commit.location import Location, Place, Within, resolve_location
 from ckptcore.commit.mark import Mark
@@ -36,7 +35,7 @@ from ckptcore.errors import (
 )
 from ckptcore.io.transfers import Transfer
 from ckptcore.job.agreement import Agreement
-from ckptcore.job.visibility import Hosts, show_claim
+from ckptcore.job.visibility import Hosts
 from ckptcore.loading.manifests import Manifest, StoredRoot
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import JSON
@@ -124,7 +123,7 @@ class HostSteps:
                 location = resolve_location(
                     place, runtime_of(self._context).registry, durable=durable, config=self._context.storage
                 )
-                remove_checkpoint(location, new_save_id(), runtime_of(self._context).conditions)
+                location.commits.remove(location, new_save_id(), runtime_of(self._context).conditions)
 
 
 def is_whole_here(place: Place, context: Context) -> bool:
@@ -286,7 +285,9 @@ class SendsFromHosts:
             Within(self._far.directory, name), runtime_of(context).registry, durable=durable, config=context.storage
         )
         claimed = Claimed(copy_id, save_created())
-        claim = continue_claim(to, claimed, "non-atomic" if replaces else False, runtime_of(context).conditions)
+        claim = to.commits.begin(
+            to, claimed, "non-atomic" if replaces else False, runtime_of(context).conditions, resume=True
+        )
         done = 0
 
         def count(nbytes: int) -> None:
@@ -295,7 +296,7 @@ class SendsFromHosts:
             progress(done, total)
 
         try:
-            show_claim(claim, claimed, to)
+            claim.show_claim()
             self._store.put(_CURRENT, json.dumps({"step": step, "name": name, "copy_id": copy_id}).encode())
             sent = _send_part(part, claim.store, context, count, is_stopped)
             self._wait_for_others(copy_id, is_stopped)
@@ -425,7 +426,7 @@ class HostSender:
         to = resolve_location(
             Within(self._far.directory, name), runtime_of(context).registry, durable=durable, config=context.storage
         )
-        store = claimed_store(to, part.manifest.copy_id, runtime_of(context).conditions)
+        store = to.commits.store_of(to, part.manifest.copy_id, runtime_of(context).conditions)
         claimed = read_root(store)
         if not isinstance(claimed, Claimed) or claimed.save_id != copy_id:
             return False

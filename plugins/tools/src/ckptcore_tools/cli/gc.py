@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 import click
 
+from ckptcore.commit.method import commit_method
 from ckptcore.commit.ownership import IfInUse, look_at_owner, own_directory
 from ckptcore.commit.referrers import find_bases, referring_to
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError
 from ckptcore.policies import PreservationPolicy, explain, parse_preservation, what_to_delete
-from ckptcore.protocols import AtomicDirectories
 from ckptcore.runtime import runtime_of
 from ckptcore.training.garbage import StepDeleter, policy_infos, readable_steps
 from ckptcore.training.steps import StepDirectory
@@ -96,7 +96,7 @@ def plan_collection(steps: StepDirectory, policy: PreservationPolicy, now: float
         found = looked_at.get(step) or Found(step, steps.name(step), "committed")
         if step not in infos:
             # Where directories are renamed to commit them, a claim was put there by hand.
-            if found.state == "uncommitted" and not isinstance(steps.store, AtomicDirectories):
+            if found.state == "uncommitted" and commit_method(steps.store).claims_by_root:
                 leftovers.append(found.name)
             else:
                 fates.append(Fate(found, goes=False, reasons=(_LEFT_ALONE[found.state],)))

@@ -14,7 +14,6 @@ import numpy as np
 
 from ckptcore.builtin.files import FilesLayout, empty_directories, state_of_files
 from ckptcore.builtin.single_process import SingleProcess
-from ckptcore.commit.commit import remove_checkpoint
 from ckptcore.commit.location import Location, Place, resolve_location
 from ckptcore.commit.occupants import Overwrite, read_root, refuse_to_replace
 from ckptcore.commit.root import Member, check_name, new_save_id
@@ -34,7 +33,7 @@ from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.transfer import ArraySegment, WritePlan
 from ckptcore.model.tree import JSON
 from ckptcore.planning import plan_write
-from ckptcore.protocols import AtomicDirectories, Layout, Transforms, WriteStore
+from ckptcore.protocols import Layout, Transforms, WriteStore
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import Captured, Part, TreeCaptured
 from ckptcore.saving.persisting import Described, persist
@@ -246,11 +245,11 @@ class _Conversion:
     def _take_back(self) -> None:
         """Remove what an attempt before wrote where it cannot be replaced, and nothing that somebody else saved there since."""
         written, self._written = self._written, None
-        if written is None or (self._overwrite and isinstance(self._destination.parent, AtomicDirectories)):
+        if written is None or (self._overwrite and self._destination.commits.replaces_atomically):
             return
         there = read_root(self._destination.store)
         if there is not None and there.save_id == written:
-            remove_checkpoint(self._destination, new_save_id(), runtime_of(self._context).conditions)
+            self._destination.commits.remove(self._destination, new_save_id(), runtime_of(self._context).conditions)
 
 
 def _refuse_own_names(opened: Opened) -> None:

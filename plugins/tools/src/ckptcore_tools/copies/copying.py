@@ -12,7 +12,6 @@ from typing import Final, Literal, TypeAlias
 
 import xxhash
 
-from ckptcore.commit.commit import Claim, continue_claim, sweep_location
 from ckptcore.commit.location import Location, Place, resolve_location
 from ckptcore.commit.mark import root_mark
 from ckptcore.commit.occupants import Overwrite, is_claimed_by, read_root, root_bytes
@@ -45,7 +44,7 @@ from ckptcore.loading.opening import foreign_checkpoints
 from ckptcore.loading.tries import ATTEMPTS, replaced_too_often
 from ckptcore.loading.verify import ProgressCallback, verify_checkpoint
 from ckptcore.model.objects import ObjectRecord
-from ckptcore.protocols import StorageBackend
+from ckptcore.protocols import StorageBackend, Transaction
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.preparing import save_created
 from ckptcore_tools.copies.conversion import SourceReplaced, convert_checkpoint
@@ -123,7 +122,7 @@ def copy_checkpoint(
             return report
         copy = _Copy(manifest, to, verify, progress, is_stopped, before_commit, context)
         if not overwrite and copy.is_there():
-            sweep_location(to)
+            to.commits.sweep(to)
             return copy.report_of_complete()
         _refuse_alien_composite(manifest, to)
         try:
@@ -233,12 +232,13 @@ class _Copy:
         Raises:
             What `copy_checkpoint` does.
         """
-        claim = continue_claim(
+        claim = self._destination.commits.begin(
             self._destination,
             Claimed(self._manifest.copy_id, save_created()),
             overwrite,
             runtime_of(self._context).conditions,
             foreign_checkpoints(self._context),
+            resume=True,
         )
         try:
             if self._commit(claim):
@@ -249,7 +249,7 @@ class _Copy:
         claim.abort()
         return False
 
-    def _commit(self, claim: Claim) -> bool:
+    def _commit(self, claim: Transaction) -> bool:
         try:
             self._send(claim.store)
         except CheckpointError:

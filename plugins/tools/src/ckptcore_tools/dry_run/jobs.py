@@ -19,7 +19,7 @@ from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.objects import CHECKSUM_BYTES, ObjectRecord
 from ckptcore.model.transfer import Receipt, WriteItem
 from ckptcore.model.tree import JSON
-from ckptcore.protocols import AtomicDirectories, Layout
+from ckptcore.protocols import Layout
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.exporting import Export
 from ckptcore.saving.preparing import PreparedSave, prepare_save
@@ -323,7 +323,7 @@ def _play(asked: Asked, state: object, context: Context, wrap_leaf: WrapLeaf, ag
     request = asked.request(state)
     recording = Recording("save", str(request.location), rank=agreement.rank)
     save = prepare_save(request, dry_run_context(context, wrap_leaf), recording, agreement)
-    real = asked.location is not None and isinstance(save.described.location.parent, AtomicDirectories)
+    real = asked.location is not None and save.described.location.commits.replaces_atomically
     kind: StorageKind = "directories" if real else "objects"
     return _Played(save, kind, *run_writes(save, kind, context))
 

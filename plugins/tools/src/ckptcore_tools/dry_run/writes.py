@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias
 
 from ckptcore.builtin.files import FilesLayout
-from ckptcore.commit.commit import Claim, claim_location, claimed_store
 from ckptcore.commit.conditions import Conditions
 from ckptcore.commit.location import Location
 from ckptcore.commit.occupants import refuse_inside, refuse_to_replace
@@ -17,7 +16,7 @@ from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.context import Context
 from ckptcore.errors import PluginError, UnsupportedLeafError
 from ckptcore.io.object_sizes import SIZES
-from ckptcore.job.visibility import sees_claim, show_claim
+from ckptcore.job.visibility import sees_claim
 from ckptcore.model.transfer import Receipt
 from ckptcore.protocols import (
     About,
@@ -26,6 +25,7 @@ from ckptcore.protocols import (
     Layout,
     MarksCheckpoints,
     StorageBackend,
+    Transaction,
     WriteForecast,
 )
 from ckptcore.runtime import runtime_of
@@ -98,7 +98,7 @@ class Leading:
 
     described: Described
     storage: CountingObjects
-    claim: Claim
+    claim: Transaction
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,14 +168,14 @@ def _run_checkpoint(
     conditions = Conditions()  # they are tried out, as by the first save of a process
     refuse_inside(location)  # as the save looks before it claims
     refuse_to_replace(location, False)
-    claim = claim_location(location, claimed, False, conditions)
+    claim = location.commits.begin(location, claimed, False, conditions)
     if described.agreement.size > 1:
-        show_claim(claim, claimed, location)
+        claim.show_claim()
     store = claim.store
     if rank:  # the leader has done that
         storage.forget()
         sees_claim(claimed, location)
-        store = claimed_store(location, described.save_id, conditions)
+        store = location.commits.store_of(location, described.save_id, conditions)
     receipts = []
     at_most: set[str] = set()
     exact: set[str] = set()
@@ -262,7 +262,9 @@ def _memory(
     )
 
 
-def run_commit(described: Described, claim: Claim, receipts: Sequence[Sequence[Receipt]], context: Context) -> None:
+def run_commit(
+    described: Described, claim: Transaction, receipts: Sequence[Sequence[Receipt]], context: Context
+) -> None:
     """Commit a checkpoint on the leader.
 
     Args:
@@ -299,6 +301,6 @@ def run_commit(described: Described, claim: Claim, receipts: Sequence[Sequence[R
     claim.commit(data, tables)
 
 
-def _mark(layout: Layout, about: About, claim: Claim, context: Context) -> None:
+def _mark(layout: Layout, about: About, claim: Transaction, context: Context) -> None:
     if isinstance(layout, MarksCheckpoints):
         layout.mark(about, SizeRecorder(claim.store, checksums=context.io.checksums))

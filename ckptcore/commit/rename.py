@@ -1,16 +1,15 @@
-"""A claim in a storage with real directories: a hidden sibling directory, which is renamed or exchanged as the commit.
+"""RenameTransaction: write into a hidden sibling directory, and commit by renaming it or exchanging it with the old one.
 
-It is held by a lock that dies with its process, so what dead saves left is told from what living ones write, and removed.
+A lock that ends with the process holds the directory. So the directories of killed saves can be found and removed.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from ckptcore.commit.location import Location
 from ckptcore.commit.occupants import (
     IsForeign,
     Overwrite,
@@ -19,9 +18,12 @@ from ckptcore.commit.occupants import (
     name_of_save,
     none_is_foreign,
     refuse_to_replace,
+    remove_debris,
     root_bytes,
 )
-from ckptcore.commit.root import ROOT_KEY, new_save_id
+from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Claimed, new_save_id
+from ckptcore.commit.root_json import encode_claim
+from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.errors import (
     AtomicityError,
     CheckpointExistsError,
@@ -33,13 +35,13 @@ from ckptcore.errors import (
 )
 from ckptcore.protocols import AtomicDirectories, StorageBackend
 
+if TYPE_CHECKING:
+    from ckptcore.commit.location import Location
+
 __all__ = [
-    "PARTIAL_KEY",
-    "DirectoryClaim",
-    "hidden_store",
+    "RenameTransaction",
     "hold_beside",
     "is_claimed_beside",
-    "partial_name",
     "partial_store",
     "remove_hidden",
     "sweep_beside",
@@ -51,33 +53,20 @@ logger = logging.getLogger("ckptcore.commit")
 _PUBLISH_TRIES: Final = 100
 """Attempts to commit while other processes delete the old checkpoint."""
 
-PARTIAL_KEY: Final = "checkpoint.partial.json"
-"""What says in the hidden directory of a partial save which sessions there are. Elsewhere it stands in the place of the root."""
-
-
-def partial_name(location: Location) -> str:
-    """The hidden directory in which sessions of a partial save to a location write."""
-    return name_of_partial(location.name)
-
 
 def partial_store(location: Location) -> StorageBackend:
-    """The hidden directory in which sessions of a partial save to a location write, as a storage."""
-    return Location(location.display, location.parent, partial_name(location)).store
-
-
-def hidden_store(location: Location, save_id: str) -> StorageBackend:
-    """The hidden directory in which a save to a location writes, as a storage."""
-    return Location(location.display, location.parent, name_of_save(location.name, save_id)).store
+    """Return the hidden directory of a partial save to a location, as a storage."""
+    return subdirectory(location.parent, name_of_partial(location.name))
 
 
 def remove_hidden(location: Location, directories: AtomicDirectories, name: str, save_id: str) -> None:
     """Remove a directory: rename it first, to a hidden name that the next save to the location removes.
 
     Args:
-        location: where it is.
+        location: the location of the checkpoint.
         directories: its storage.
-        name: of the directory.
-        save_id: a new one.
+        name: the name of the directory.
+        save_id: a new save id.
     """
     hidden = name_of_save(location.name, save_id)
     directories.rename(name, hidden)
@@ -105,22 +94,21 @@ def is_claimed_beside(location: Location, directories: AtomicDirectories) -> boo
     return bool(alive)
 
 
-def sweep_beside(location: Location, directories: AtomicDirectories, continued: str | None = None) -> None:
-    """Delete the hidden directories of saves to this location that died, but for one that is continued.
+def sweep_beside(location: Location, directories: AtomicDirectories, kept: str | None = None) -> None:
+    """Delete the hidden directories of killed saves to a location, except `kept`.
 
     Raises:
-        CheckpointExistsError: a partial save to the location is not finalized.
+        CheckpointExistsError: a partial save to the location is not finalized, and its directory is not `kept`.
     """
-    partial = partial_name(location)
-    kept = None if continued is None else name_of_save(location.name, continued)
+    partial = name_of_partial(location.name)
     for entry in location.parent.list_names():
         name = entry.removesuffix("/")
-        if name == entry:
+        if name in (entry, kept):
             continue
-        if name == partial and continued != partial:
+        if name == partial:
             _refuse_partial(location)
-            _delete_if_dead(directories, partial)  # a session that died as it began: there is nothing in it
-        elif is_save_of(location.name, name) and name != kept:
+            _delete_if_dead(directories, partial)  # empty: the first session was killed as it began
+        elif is_save_of(location.name, name):
             _delete_if_dead(directories, name)
 
 
@@ -136,7 +124,7 @@ def _refuse_partial(location: Location) -> None:
 
 
 def sweep_directories(directories: AtomicDirectories, names: Iterable[str]) -> None:
-    """Delete those of these hidden directories that no living save holds.
+    """Delete hidden directories, except those of running saves.
 
     Raises:
         StorageError: one cannot be deleted; all others are.
@@ -158,59 +146,56 @@ def _delete_if_dead(directories: AtomicDirectories, name: str) -> bool:
     if lock is None:
         return False
     with lock:
-        logger.info("removing what a dead save left: %s", name)
+        logger.info("removing what a killed save left: %s", name)
         directories.delete_directory(name)
     return True
 
 
-class DirectoryClaim:
-    """A hidden sibling directory, held by a lock that dies with this process. See `ckptcore.commit.commit.Claim`."""
+class RenameTransaction:
+    """A transaction in a hidden sibling directory, whose lock ends with this process. See `Transaction`."""
 
     def __init__(
         self,
         location: Location,
         directories: AtomicDirectories,
-        save_id: str,
-        overwrite: Overwrite,
-        continued: str | None = None,
+        hidden: str,
+        overwrite: Overwrite = False,
         is_foreign: IsForeign = none_is_foreign,
+        claim: Claimed | None = None,
     ) -> None:
-        """Claim a location, and remove what dead saves left beside it; raises what `ckptcore.commit.commit.claim_location` does.
+        """Lock the hidden directory; create it if it does not exist.
 
         Args:
-            location, save_id, overwrite, is_foreign: as there.
+            location: the location of the checkpoint.
             directories: its storage.
-            continued: the save id under which an earlier process wrote what is to stay, or `partial_name` for what sessions wrote;
-                None if nothing is.
+            hidden: the name of the hidden directory.
+            overwrite: whether the commit replaces a checkpoint.
+            is_foreign: recognises checkpoints of other software.
+            claim: the save; None for a partial save.
+
+        Raises:
+            SaveLostError: another process holds the directory.
         """
         self._location = location
         self._directories = directories
+        self._hidden = hidden
         self._overwrite = overwrite
         self._is_foreign = is_foreign
-        self._hidden = (
-            partial_name(location) if continued == partial_name(location) else name_of_save(location.name, save_id)
-        )
+        self._claim = claim
         self._done = False
-        replaces = refuse_to_replace(location, overwrite, is_foreign) == "checkpoint"
-        sweep_beside(location, directories, continued)
-        lock = directories.lock_directory(self._hidden)
+        lock = directories.lock_directory(hidden)
         if lock is None:
-            raise SaveLostError(f"another process holds {self._hidden} beside {location.display}; save again")
+            raise SaveLostError(f"another process holds {hidden} beside {location.display}; save again")
         self._lock: AbstractContextManager[None] = lock
         self._lock.__enter__()
-        self.store = Location(location.display, location.parent, self._hidden).store
-        if replaces and overwrite != "non-atomic":
-            try:
-                self._probe_exchange()
-            except BaseException:
-                if continued is None:
-                    self.abort()
-                else:
-                    self.leave()
-                raise
+        self.store = subdirectory(location.parent, hidden)
 
-    def _probe_exchange(self) -> None:
-        """Find out before anything is written whether directories can be exchanged here."""
+    def probe_exchange(self) -> None:
+        """Check before anything is written that the file system can exchange directories.
+
+        Raises:
+            AtomicityError: it cannot.
+        """
         first, second = f"{self._hidden}/.exchange-1", f"{self._hidden}/.exchange-2"
         for name in (first, second):
             lock = self._directories.lock_directory(name)
@@ -228,8 +213,13 @@ class DirectoryClaim:
             self._directories.delete_directory(first)
             self._directories.delete_directory(second)
 
+    def show_claim(self) -> None:
+        """See `Transaction`. A hidden directory is found by its content; the commit replaces this root."""
+        assert self._claim is not None, "sessions of a partial save find the session table"
+        self.store.put(ROOT_KEY, encode_claim(self._claim))
+
     def commit(self, root: bytes | None, parts: Mapping[str, bytes]) -> None:
-        """See `ckptcore.commit.commit.Claim`."""
+        """See `Transaction`."""
         for key, data in parts.items():
             self.store.put(key, data)
         if root is not None:
@@ -243,14 +233,12 @@ class DirectoryClaim:
             # What is under the hidden name may be the old checkpoint by now: nothing may be deleted on a guess.
             if _holds_other_root(self._location, root):
                 raise
-            self._done = True
-            self._lock.__exit__(None, None, None)
+            self.leave()
             raise CommitUnknownError(
                 f"the save to {self._location.display} is in place, or may be, but its commit was interrupted: "
                 f"{str(error) or type(error).__name__}. It may not survive a loss of power; look at the location before saving again"
             ) from error
-        self._done = True
-        self._lock.__exit__(None, None, None)
+        self.leave()
         if replaced is not None:
             try:
                 self._directories.delete_directory(replaced)
@@ -313,25 +301,45 @@ class DirectoryClaim:
             raise
         return aside
 
+    def replace(self, table: bytes) -> None:
+        """See `Transaction`. The lock excludes other sessions."""
+        self._directories.sync_directory(self._hidden)
+        self.store.put(PARTIAL_KEY, table)
+
     def abort(self) -> None:
-        """See `ckptcore.commit.commit.Claim`."""
-        if self._done:
-            return
-        self._done = True
-        try:
-            self._directories.delete_directory(self._hidden)
-        finally:
-            self._lock.__exit__(None, None, None)
+        """See `Transaction`."""
+        if not self._done:
+            try:
+                self._directories.delete_directory(self._hidden)
+            finally:
+                self.leave()
 
     def leave(self) -> None:
-        """See `ckptcore.commit.commit.Claim`."""
+        """See `Transaction`."""
         if not self._done:
             self._done = True
             self._lock.__exit__(None, None, None)
 
+    def leave_if_empty(self) -> None:
+        """Release the claim, and remove a directory that was created only for its lock."""
+        try:
+            if not self.store.list_names():
+                self._directories.delete_directory(self._hidden)
+        finally:
+            self.leave()
+
+    def restore(self, table: bytes, kept: Collection[str]) -> None:
+        """See `Transaction`."""
+        if not self._done:
+            try:
+                remove_debris(self.store, kept)  # first: nothing can be put on a full disk
+                self.store.put(PARTIAL_KEY, table)
+            finally:
+                self.leave()
+
 
 def _holds_other_root(location: Location, root: bytes | None) -> bool:
-    """Whether a location certainly does not hold this root, or without one nothing; False where that cannot be read."""
+    """Return whether a location certainly has another root; without a root, nothing. False if it cannot be read."""
     try:
         if root is None:
             return not location.store.list_names()

@@ -1,7 +1,7 @@
-"""A claim in a storage without real directories: the root itself, replaced by the committed root if it is still the claim.
+"""ConditionalPutTransaction: create the root as a claim, and commit by replacing it if it is still the claim.
 
-Every change of the root is on condition of what stood there, so of two that change it one fails. Who is told that its change
-failed reads the root: it may have been done, and the answer lost.
+Every change of the root has the tag of the previous one as its condition, so one of two concurrent changes fails. After a
+failed change the root is read: the change may have happened, and its answer been lost.
 """
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import suppress
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ckptcore.commit.conditions import Conditions, refuse_conditions
 from ckptcore.commit.fences import FencedStore
-from ckptcore.commit.location import Location
-from ckptcore.commit.occupants import IsForeign, Occupant, Overwrite, find_occupant, none_is_foreign
-from ckptcore.commit.root import ROOT_KEY, Claimed, PartialSave, new_save_id
-from ckptcore.commit.root_json import encode_claim, encode_partial, is_claim, summarize_root
+from ckptcore.commit.occupants import find_debris
+from ckptcore.commit.root import ROOT_KEY, Claimed, PartialSave
+from ckptcore.commit.root_json import encode_claim, encode_partial
 from ckptcore.errors import (
     AtomicityError,
     CommitUnknownError,
@@ -30,15 +29,10 @@ from ckptcore.errors import (
 )
 from ckptcore.protocols import IF_ABSENT, IfTag, StorageBackend
 
-__all__ = [
-    "ObjectClaim",
-    "claim_objects",
-    "continue_objects",
-    "find_debris",
-    "find_root",
-    "remove_dead_save",
-    "remove_objects",
-]
+if TYPE_CHECKING:
+    from ckptcore.commit.location import Location
+
+__all__ = ["ConditionalPutTransaction", "find_root", "new_claim"]
 
 logger = logging.getLogger("ckptcore.commit")
 
@@ -46,68 +40,8 @@ _ATTEMPTS: Final = 5
 """How often a root is put that the storage says to be another one than it is."""
 
 
-def claim_objects(
-    location: Location,
-    claimed: Claimed,
-    overwrite: Overwrite,
-    conditions: Conditions,
-    is_foreign: IsForeign = none_is_foreign,
-) -> ObjectClaim:
-    """Claim a location, and remove what dead saves left there; raises what `ckptcore.commit.commit.claim_location` does."""
-    location = conditions.open(location)
-    found = find_root(location.store)  # with its tag: if it is another one after it was looked at, the claim fails
-    replaces = _expect_replaceable(location, found, overwrite, is_foreign)
-    claim = ObjectClaim(location, claimed, found, conditions)
-    if replaces != "nothing":
-        claim.clear()
-    return claim
-
-
-def continue_objects(
-    location: Location, claimed: Claimed, overwrite: Overwrite, conditions: Conditions, is_foreign: IsForeign
-) -> ObjectClaim:
-    """Claim a location, where objects stay that were written under this save id; see `ckptcore.commit.commit.continue_claim`."""
-    location = conditions.open(location)
-    found = find_root(location.store)
-    replaces = _expect_replaceable(location, found, overwrite, is_foreign)
-    begun = found is not None and is_claim(found[0]) and summarize_root(found[0]).save_id == claimed.save_id
-    if replaces == "nothing" or begun:
-        return ObjectClaim(location, claimed, found, conditions)
-    # What others left goes under a claim of its own: under this save id stands nothing else, ever.
-    first = ObjectClaim(location, Claimed(new_save_id(), claimed.created), found, conditions)
-    first.clear()
-    return ObjectClaim(location, claimed, first.root, conditions)
-
-
-def _expect_replaceable(
-    location: Location, found: tuple[bytes, str] | None, overwrite: Overwrite, is_foreign: IsForeign
-) -> Occupant:
-    replaces = find_occupant(location, None if found is None else found[0], overwrite, is_foreign)
-    if replaces == "checkpoint" and overwrite != "non-atomic":
-        raise AtomicityError(
-            f"{location.display} holds a checkpoint, and this storage cannot replace it atomically; "
-            "save to another location, or pass overwrite='non-atomic'. Nothing was changed"
-        )
-    return replaces
-
-
-def remove_objects(location: Location, save_id: str, conditions: Conditions) -> None:
-    """Remove the checkpoint at a location; see `ckptcore.commit.commit.remove_checkpoint`."""
-    location = conditions.open(location)
-    # Turned into a claim first: objects without a root may look like a checkpoint of other software.
-    ObjectClaim(location, Claimed(save_id, _now()), find_root(location.store), conditions).give_up()
-
-
-def remove_dead_save(location: Location, save_id: str, conditions: Conditions) -> None:
-    """Remove what a dead save left at a location, unless it has committed after all."""
-    location = conditions.open(location)
-    found = find_root(location.store)
-    if found is not None and is_claim(found[0]):
-        ObjectClaim(location, Claimed(save_id, _now()), found, conditions).give_up()
-
-
-class ObjectClaim:
-    """A root that says that a save is under way, and the tag by which it is replaced. See `ckptcore.commit.commit.Claim`."""
+class ConditionalPutTransaction:
+    """A transaction whose claim is in the place of the root, with the tag that replaces it. See `Transaction`."""
 
     def __init__(
         self,
@@ -116,14 +50,18 @@ class ObjectClaim:
         found: tuple[bytes, str] | None,
         conditions: Conditions,
     ) -> None:
-        """Put the claim in the place of what was found there: the bytes of a root and its tag, or None for none.
+        """Put the claim in the place of the root.
 
-        The claim of a partial save has an owner, who is thought to be this one.
+        Args:
+            location: the location of the checkpoint, as `Conditions.open` returned it.
+            claimed: the save; of a partial save, the session table with this process as its owner.
+            found: the bytes and the tag of the present root; None if there is none.
+            conditions: of the Context.
 
         Raises:
-            SaveLostError: something else stands there by now.
-            AtomicityError: the storage has no conditions; nothing was changed.
-            StorageError: it failed. The claim may be there, and then is a dead save's.
+            SaveLostError: the root has changed.
+            AtomicityError: the storage does not support conditional puts; nothing was changed.
+            StorageError: the claim may have been put; then it is the claim of a failed save.
         """
         self._done = False
         self._claimed = claimed
@@ -177,13 +115,16 @@ class ObjectClaim:
 
     @property
     def root(self) -> tuple[bytes, str]:
-        """The bytes of the claim, and its tag."""
+        """The bytes and the tag of the claim."""
         return self._claim, self._tag
 
-    def clear(self) -> tuple[bool, bool]:
-        """Remove what dead saves left, and what this one wrote: uploads that nobody finished, and objects.
+    def show_claim(self) -> None:
+        """See `Transaction`. The claim is in the place of the root already."""
 
-        Returns whether it listed the claim, so that the list is none of before; and whether nothing else was there.
+    def clear(self) -> tuple[bool, bool]:
+        """Remove all objects and unfinished uploads but the claim.
+
+        Returns whether the list showed the claim, so that it is not an old list; and whether nothing else existed.
 
         Raises:
             StorageError, SaveLostError
@@ -199,7 +140,7 @@ class ObjectClaim:
         return ROOT_KEY in listed, not keys
 
     def commit(self, root: bytes | None, parts: Mapping[str, bytes]) -> None:
-        """See `ckptcore.commit.commit.Claim`."""
+        """See `Transaction`."""
         for key, data in parts.items():
             self.store.put(key, data)
         if root is None:
@@ -210,12 +151,12 @@ class ObjectClaim:
         self.replace(root)
 
     def replace(self, root: bytes) -> None:
-        """Put a root, or another claim, in the place of this claim, and let go of it.
+        """Replace the claim by a root or a session table, and release it. See `Transaction`.
 
         Raises:
             SaveLostError: another save took the location over.
-            CommitUnknownError: whether it is there cannot be told.
-            StorageError: it is not there and never will be.
+            CommitUnknownError: it may have been replaced.
+            StorageError: it was not replaced and never will be.
         """
         for _ in range(_ATTEMPTS):
             try:
@@ -279,7 +220,7 @@ class ObjectClaim:
         return False
 
     def abort(self) -> None:
-        """See `ckptcore.commit.commit.Claim`."""
+        """See `Transaction`."""
         if self._done:
             return
         self._done = True
@@ -287,32 +228,28 @@ class ObjectClaim:
             self.give_up()
 
     def leave(self) -> None:
-        """See `ckptcore.commit.commit.Claim`."""
+        """See `Transaction`."""
         self._done = True
 
-    def give_back(self, kept: Collection[str], root: bytes) -> None:
-        """Remove all that is there but some, and put another claim in the place of this one. Does nothing once it is done.
-
-        Raises:
-            SaveLostError: another save has taken the location over.
-            StorageError: it failed; some may be removed.
-        """
+    def restore(self, table: bytes, kept: Collection[str]) -> None:
+        """See `Transaction`."""
         if self._done:
             return
         self._done = True
-        self.store.expect_claim()  # else the uploads are another's
-        self.store.abort_uploads()
-        debris = find_debris({*self.store.list(), *self.store.written}, {*kept, ROOT_KEY})
-        if debris:
-            self.store.delete(debris)
-        self.replace(root)
+        with suppress(SaveLostError):  # the objects belong to another session by now
+            self.store.expect_claim()  # else the uploads are another session's
+            self.store.abort_uploads()
+            debris = find_debris({*self.store.list(), *self.store.written}, {*kept, ROOT_KEY})
+            if debris:
+                self.store.delete(debris)
+            self.replace(table)
 
     def give_up(self) -> None:
-        """Remove all that is there, the root last: until then it is a claim, so that nothing takes the rest for a checkpoint.
+        """Remove all objects, the claim last: without it, the rest could look like a checkpoint of other software.
 
         Raises:
-            SaveLostError: another save has taken the location over; what is there belongs to it.
-            StorageError: also where no list shows the claim; then it stays.
+            SaveLostError: another save took the location over, and owns the objects.
+            StorageError: also if no list shows the claim; then it stays.
         """
         self.store.expect_claim()
         was_listed = False
@@ -332,19 +269,8 @@ class ObjectClaim:
         self.store.delete([ROOT_KEY])
 
 
-def find_debris(keys: Collection[str], kept: Collection[str]) -> Sequence[str]:
-    """The keys of what nobody needs at a location; not those in a checkpoint below it, which another save put there.
-
-    Args:
-        keys: all that are there, and those that a list may not show.
-        kept: those that are needed.
-    """
-    below = tuple([key.removesuffix(ROOT_KEY) for key in keys if key.endswith(f"/{ROOT_KEY}")])
-    return sorted([key for key in keys if key not in kept and not key.startswith(below)])
-
-
 def find_root(store: StorageBackend) -> tuple[bytes, str] | None:
-    """The bytes of the root and its tag; None where there is none."""
+    """Return the bytes and the tag of the root; None if there is none."""
     try:
         return store.get_with_tag(ROOT_KEY)
     except ObjectNotFoundError:
@@ -359,9 +285,9 @@ def _another(claimed: Claimed | PartialSave) -> Claimed | PartialSave:
     """A claim of the same save, and the same owner, with other bytes."""
     if isinstance(claimed, PartialSave):
         return dataclasses.replace(claimed, ranks=claimed.ranks + 1)
-    return Claimed(claimed.save_id, _now())
+    return new_claim(claimed.save_id)
 
 
-def _now() -> str:
-    """To the microsecond: a claim that takes another one's place must have other bytes."""
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds")
+def new_claim(save_id: str) -> Claimed:
+    """Return a claim of a save. The time is to the microsecond: a claim must differ from the claim that it replaces."""
+    return Claimed(save_id, datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds"))

@@ -1,0 +1,61 @@
+"""Transaction: the right to write one checkpoint at a location, and its commit."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Protocol
+
+from ckptcore.protocols.storage import StorageBackend
+
+__all__ = ["Transaction"]
+
+
+class Transaction(Protocol):
+    """The right to write one checkpoint at a location. It ends with `commit`, `leave`, `abort` or `restore`.
+
+    Saves, copies, updates and partial saves are transactions. A session of a partial save resumes the transaction of
+    the session before it, replaces the session table, and leaves; `ckptcore.finalize` resumes it and commits.
+    """
+
+    @property
+    def store(self) -> StorageBackend:
+        """The storage to write objects to. Objects count only after the commit."""
+        ...
+
+    def show_claim(self) -> None:
+        """Make the claim visible to the other processes of the job, which look for it before they write."""
+        ...
+
+    def commit(self, root: bytes | None, parts: Mapping[str, bytes]) -> None:
+        """Turn the objects into the checkpoint at the location; durable if the storage was opened durable.
+
+        Args:
+            root: the root; None for a checkpoint of other software, which has none.
+            parts: objects that the root names besides those of the layout, by key.
+
+        Raises:
+            CheckpointExistsError, SaveLostError: nothing was committed.
+            CommitUnknownError: the commit may have happened.
+        """
+        ...
+
+    def replace(self, table: bytes) -> None:
+        """Replace the session table by compare-and-swap, so that the objects of this session count.
+
+        Raises:
+            SaveLostError: another session, or a deletion, took over. The objects of this session do not count.
+            CommitUnknownError: the table may have been replaced.
+        """
+        ...
+
+    def leave(self) -> None:
+        """Release the claim and keep the objects, for a transaction that resumes. Does nothing after the end."""
+        ...
+
+    def abort(self) -> None:
+        """Remove all objects and release the claim. Does nothing after the end."""
+        ...
+
+    def restore(self, table: bytes, kept: Collection[str]) -> None:
+        """Remove all objects but `kept`, put a session table back and release the claim. Does nothing after the end."""
+        ...
