@@ -11,7 +11,7 @@ from ckptcore.commit.subdirectory import Subdirectory
 from ckptcore.context import WithoutConditions
 from ckptcore.errors import AtomicityError, ConditionFailedError, ObjectNotFoundError, SaveLostError
 from ckptcore.io.object_writes import LooksBefore
-from ckptcore.protocols import IF_ABSENT, AtomicDirectories, IfAbsent, IfTag, ObjectWriter, PutCondition, StorageBackend
+from ckptcore.protocols import IF_ABSENT, IfAbsent, IfTag, ObjectWriter, PutCondition, StorageBackend
 
 if TYPE_CHECKING:
     from ckptcore.commit.location import Location
@@ -35,10 +35,10 @@ class Conditions:
         """A storage as it is used by who relies on conditions.
 
         Args:
-            storage: any; one with real directories is used as it is.
+            storage: one without real directories.
             url: of what is opened, or of something in the same bucket.
         """
-        if self._without == "refuse" or isinstance(storage, AtomicDirectories):
+        if self._without == "refuse":
             return storage
         return _Looks(storage) if self._kept.get(_service(url)) is False else _LooksWhereItMust(storage)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from ckptcore.commit.base_holds import announced_deletion
+from ckptcore.commit.bases import announced_deletion, find_bases, referring_to
 from ckptcore.commit.conditions import Conditions
 from ckptcore.commit.location import Location
 from ckptcore.commit.mark import Mark, read_mark
 from ckptcore.commit.occupants import read_root
-from ckptcore.commit.referrers import find_bases, referring_to
 from ckptcore.commit.root import Claimed, Composite, PartialSave, Root, new_save_id
 from ckptcore.commit.sessions import find_partial
 from ckptcore.errors import (

@@ -1,9 +1,9 @@
-"""Leases: objects that their holders renew, so that others see that they are alive.
+"""Leases: locks that are objects, renewed by their holders. Other processes see whether a holder is alive.
 
-Why a lease that was taken over is never used after: whoever takes it over has seen it unchanged for more than a lease time,
-so its last renewal began longer ago than that. `LeaseHold.check` looks whether the object is still ours, and renews it first
-if the last renewal began more than half a lease time ago; what is done within the other half is done by the holder.
-Every change is on condition of the tag that was seen, so of two that change it one fails.
+A lease that was taken over is never used afterwards. A process takes it over after it has seen it unchanged for more than
+a lease time, so the last renewal began longer ago than that. `Lease.check` looks whether the object is still ours. It
+renews it first if the last renewal began more than half a lease time ago; the other half is for what the holder does next.
+Every change has the tag that was seen as its condition, so one of two concurrent changes fails.
 """
 
 from __future__ import annotations
@@ -17,42 +17,34 @@ from types import TracebackType
 from typing import Final, Literal, Self, TypeAlias
 
 from ckptcore.commit.clocks import Clock
-from ckptcore.commit.holding import ADMINISTRATION, Hold, Holder, Purpose, decode_holder, new_holder
-from ckptcore.errors import ConditionFailedError, ObjectNotFoundError, SaveLostError, StorageError
+from ckptcore.commit.holder import Holder, decode_holder, new_holder
+from ckptcore.commit.locks import IfInUse, Lock, Purpose, SeenOwner, StepLocks, check_if_in_use
+from ckptcore.commit.occupants import ADMINISTRATION
+from ckptcore.errors import ConditionFailedError, DirectoryInUseError, ObjectNotFoundError, SaveLostError, StorageError
 from ckptcore.io.threads import renew_in_children
 from ckptcore.protocols import IF_ABSENT, IfTag, PutCondition, StorageBackend
 
-__all__ = [
-    "PATIENCE",
-    "LeaseHold",
-    "LeasePlace",
-    "LeasedSteps",
-    "SeenLease",
-    "Sightings",
-    "break_lease",
-    "look_at_lease",
-    "take_lease",
-]
+__all__ = ["Leases"]
 
 logger = logging.getLogger("ckptcore.commit")
 
 _RENEWALS_PER_LEASE: Final = 3
 _ATTEMPTS: Final = 3
-"""How often a renewal is tried whose condition fails though the lease is ours: an earlier one was done and said to fail."""
+"""Attempts of a renewal whose condition fails though the lease is ours: an earlier one was done, but reported as failed."""
 
 _State: TypeAlias = Literal["held", "closed", "lost", "parent's"]
 
 
 @dataclass(frozen=True, slots=True)
-class LeasePlace:
-    """Where a lease is.
+class _LeaseKey:
+    """The object of a lease.
 
     Attributes:
         store: the storage, opened at the directory of steps.
-        key: the object.
-        subject: what is held, in words, for errors.
-        at_close: what becomes of the object. One that others may take over is marked: it may be theirs by the time that
-            a deletion gets there. One whose key nobody else uses is deleted.
+        key: the key of the object.
+        subject: what is locked, in words, for errors.
+        at_close: what happens to the object. If others may take it over, it is marked: a deletion could arrive when it is
+            theirs. If its key is unique, it is deleted.
     """
 
     store: StorageBackend
@@ -61,30 +53,30 @@ class LeasePlace:
     at_close: Literal["mark", "delete"]
 
 
-def take_lease(place: LeasePlace, lease_seconds: float, condition: PutCondition, clock: Clock) -> LeaseHold | None:
-    """Write a lease and keep it alive from a thread; None where something else stands there than `condition` says.
+def _take_lease(place: _LeaseKey, lease_seconds: float, condition: PutCondition, clock: Clock) -> Lease | None:
+    """Write a lease and renew it on a thread; None if `condition` is not met.
 
     Raises:
-        StorageError: the storage failed. The lease may be there, and then is dead.
+        StorageError: the storage failed. The lease may have been written; then it expires.
     """
     holder = new_holder(lease_seconds)
     began = clock.now()
     try:
         tag = place.store.put(place.key, holder.encode(), condition=condition)
     except (ConditionFailedError, ObjectNotFoundError):
-        # A storage that tries again by itself can fail on what it did itself.
-        seen = look_at_lease(place.store, place.key)
+        # The storage may have retried a put that had succeeded.
+        seen = _read_lease(place.store, place.key)
         if seen is None or seen.holder != holder:
             return None
         tag = seen.tag
-    return LeaseHold(_Lease(place, holder, tag, began, clock), clock, lease_seconds)
+    return Lease(_LeaseObject(place, holder, tag, began, clock), clock, lease_seconds)
 
 
-class LeaseHold:
-    """A lease that this process holds. Dropped without being closed, it is let go by its thread."""
+class Lease:
+    """A lease of this process. If it is dropped without `close`, its thread releases it. See `Lock`."""
 
-    def __init__(self, lease: _Lease, clock: Clock, lease_seconds: float) -> None:
-        """Begin to renew a lease that was just taken."""
+    def __init__(self, lease: _LeaseObject, clock: Clock, lease_seconds: float) -> None:
+        """Start to renew a lease that was just taken."""
         self._lease = lease
         try:
             self._renewals = clock.repeat(lease_seconds / _RENEWALS_PER_LEASE, lease.prolong, lease.let_go)
@@ -93,11 +85,11 @@ class LeaseHold:
             raise
 
     def check(self) -> None:
-        """See `Hold`."""
+        """See `Lock`."""
         self._lease.check()
 
     def close(self) -> None:
-        """See `Hold`."""
+        """See `Lock`."""
         try:
             self._lease.let_go()
         except StorageError as error:
@@ -115,14 +107,14 @@ class LeaseHold:
         self.close()
 
 
-class _Lease:
-    """The object of a lease, as its holder knows it. Any thread."""
+class _LeaseObject:
+    """The object of a lease of this process. Any thread."""
 
-    def __init__(self, place: LeasePlace, holder: Holder, tag: str, began: float, clock: Clock) -> None:
+    def __init__(self, place: _LeaseKey, holder: Holder, tag: str, began: float, clock: Clock) -> None:
         self.place: Final = place
         self._holder = holder
         self._tag = tag
-        self._began = began  # when the last successful renewal began: it was seen by others later than that
+        self._began = began  # of the last successful renewal: others saw it later
         self._clock = clock
         self._state: _State = "held"
         self._taken_by: Holder | None = None
@@ -130,22 +122,22 @@ class _Lease:
         renew_in_children(self)
 
     def renew(self) -> None:
-        """Hold nothing: this is a forked child, and the lease is its parent's."""
+        """Release nothing: in a forked child, the lease is that of the parent."""
         self._lock = threading.Lock()
         self._state = "parent's"
 
     def prolong(self) -> None:
-        """Say that the holder lives.
+        """Renew the lease.
 
         Raises:
-            StorageError: it could not be said; the lease may still be ours.
+            StorageError: the renewal failed; the lease may still be ours.
         """
         with self._lock:
             if self._state == "held":
                 self._prolong()
 
     def check(self) -> None:
-        """See `Hold`."""
+        """See `Lock`."""
         with self._lock:
             if self._state == "held":
                 assert self._holder.lease_seconds is not None
@@ -157,7 +149,7 @@ class _Lease:
                 raise SaveLostError(self._why_not())
 
     def let_go(self) -> None:
-        """Hold it no more.
+        """Release the lease.
 
         Raises:
             StorageError: the object could not be changed.
@@ -177,7 +169,7 @@ class _Lease:
         self._began = self._replace(replace(self._holder, renewals=self._holder.renewals + 1)) or self._began
 
     def _replace(self, holder: Holder) -> float | None:
-        """Write the lease anew, unless it turns out to be lost; when that began."""
+        """Replace the object. Return when that began; None if the lease is lost."""
         for _ in range(_ATTEMPTS):
             began = self._clock.now()
             try:
@@ -195,8 +187,8 @@ class _Lease:
         )
 
     def _look(self) -> None:
-        """Find out whether the lease is still ours, and by which tag."""
-        seen = look_at_lease(self.place.store, self.place.key)
+        """Read the object, to find out if the lease is still ours, and its tag."""
+        seen = _read_lease(self.place.store, self.place.key)
         if seen is None or seen.holder is None or seen.holder.hold_id != self._holder.hold_id or seen.holder.released:
             self._state = "lost"
             self._taken_by = None if seen is None else seen.holder
@@ -226,21 +218,21 @@ class _Lease:
         )
 
 
-PATIENCE: Final = 1.25
-"""How many lease times a lease must be seen unchanged to be dead."""
+_PATIENCE: Final = 1.25
+"""Lease times that a lease must be seen unchanged to be expired."""
 
 _MOST_AT_ONCE: Final = 0.5
-"""How many lease times one look adds at most: if this process stood still, so may have the holder."""
+"""Lease times that one look adds at most: if this process was suspended, so may have been the holder."""
 
 
 @dataclass(frozen=True, slots=True)
-class SeenLease:
-    """A lease as it was when it was looked at.
+class _SeenLease:
+    """A lease as it was read.
 
     Attributes:
-        key: its object.
-        tag: the object's; another one after each renewal.
-        holder: what it says, or None where that cannot be read.
+        key: the key of its object.
+        tag: the tag of the object; it differs after each renewal.
+        holder: the record; None if it cannot be read.
     """
 
     key: str
@@ -249,25 +241,29 @@ class SeenLease:
 
     @property
     def is_released(self) -> bool:
-        """Whether it was let go, or broken."""
+        """True if it was released or broken."""
         return self.holder is not None and self.holder.released
 
+    def describe(self) -> str:
+        """Return the holder in words, for an error."""
+        return f"somebody whose record {self.key} cannot be read" if self.holder is None else self.holder.describe()
+
     def seconds(self, otherwise: float) -> float:
-        """Its lease time; `otherwise` where it does not say."""
+        """Return its lease time; `otherwise` if its record has none."""
         return (self.holder and self.holder.lease_seconds) or otherwise
 
 
-def look_at_lease(store: StorageBackend, key: str) -> SeenLease | None:
-    """Read a lease, None where there is none."""
+def _read_lease(store: StorageBackend, key: str) -> _SeenLease | None:
+    """Read a lease; None if there is none."""
     try:
         data, tag = store.get_with_tag(key)
     except ObjectNotFoundError:
         return None
-    return SeenLease(key, tag, decode_holder(data))
+    return _SeenLease(key, tag, decode_holder(data))
 
 
-def break_lease(store: StorageBackend, seen: SeenLease) -> bool:
-    """Take a lease from its dead holder, so that it can never be renewed; False if it lives after all."""
+def _break_lease(store: StorageBackend, seen: _SeenLease) -> bool:
+    """Mark an expired lease as released, so that it can never be renewed. Return False if it was renewed."""
     broken = replace(seen.holder or new_holder(), released=True)
     try:
         store.put(seen.key, broken.encode(), condition=IfTag(seen.tag))
@@ -283,67 +279,75 @@ class _Sighting:
     unchanged: float
 
 
-class Sightings:
-    """For how long each lease was seen unchanged, by this process's clock. Any thread."""
+class _LeaseObserver:
+    """How long each lease was seen unchanged, by the clock of this process. Any thread."""
 
     def __init__(self, clock: Clock, lease_seconds: float) -> None:
-        """Remember nothing yet; `lease_seconds` is what a lease that does not say its time is given."""
+        """Have seen no lease yet; `lease_seconds` is for leases whose record has no lease time."""
         self._clock = clock
         self._lease_seconds = lease_seconds
-        self._sightings: dict[str, _Sighting] = {}
+        self._seen: dict[str, _Sighting] = {}
         self._lock = threading.Lock()
 
-    def is_dead(self, seen: SeenLease) -> bool:
-        """Count one look at a lease; whether it was seen unchanged for so long that its holder must have lost it."""
+    def is_dead(self, seen: _SeenLease) -> bool:
+        """Count one look at a lease. Return True if it was seen unchanged for so long that its holder has lost it."""
         lease_seconds = seen.seconds(self._lease_seconds)
         now = self._clock.now()
         with self._lock:
-            sighting = self._sightings.get(seen.key)
+            sighting = self._seen.get(seen.key)
             if sighting is None or sighting.tag != seen.tag:
-                self._sightings[seen.key] = _Sighting(seen.tag, now, 0.0)
+                self._seen[seen.key] = _Sighting(seen.tag, now, 0.0)
                 return False
             sighting.unchanged += min(now - sighting.last, _MOST_AT_ONCE * lease_seconds)
             sighting.last = now
-            return sighting.unchanged >= PATIENCE * lease_seconds
+            return sighting.unchanged >= _PATIENCE * lease_seconds
 
     def forget_others(self, directory: str, keys: Collection[str]) -> None:
-        """Forget what was seen below a directory (ending in ``/``) of leases that are not among `keys`."""
+        """Forget the leases below a directory (with a final ``/``) that are not in `keys`."""
         with self._lock:
-            for key in [key for key in self._sightings if key.startswith(directory) and key not in keys]:
-                del self._sightings[key]
+            for key in [key for key in self._seen if key.startswith(directory) and key not in keys]:
+                del self._seen[key]
 
 
 _NAME: Final = re.compile(r"(.+)\.[0-9a-f]{16}\.json", re.DOTALL)
 
 
-class LeasedSteps:
-    """How steps are held where nothing tells at once who lives. See `HoldsOfSteps`.
+_OWNER: Final = f"{ADMINISTRATION}/owner.json"
+_LOOKS_PER_LEASE: Final = 8
 
-    A lease counts as alive until this object saw it unchanged for a whole lease time. It is then broken before anything
-    is done in reliance on that, so a holder that only stood still finds out when it checks.
+
+class Leases:
+    """Locks that are leases, for storage without locked directories. See `Locks`.
+
+    A lease counts until this object has seen it unchanged for a whole lease time. It is broken before anybody relies on
+    that, so a holder that was only suspended finds out when it checks.
     """
 
     def __init__(self, store: StorageBackend, lease_seconds: float, clock: Clock) -> None:
-        """Hold steps of the directory that `store` was opened at."""
+        """Lock steps of the directory that `store` was opened at."""
+        self.clock = clock
         self._store = store
         self._lease_seconds = lease_seconds
-        self._clock = clock
-        self._sightings = Sightings(clock, lease_seconds)
+        self._seen = _LeaseObserver(clock, lease_seconds)
 
-    def take(self, purpose: Purpose, name: str) -> Hold:
-        """See `HoldsOfSteps`."""
+    def steps(self, display: str) -> StepLocks:
+        """See `Locks`."""
+        return StepLocks(self, display)
+
+    def take(self, purpose: Purpose, name: str) -> Lock:
+        """See `Locks`."""
         key = f"{ADMINISTRATION}/{purpose}/{name}.{new_holder().hold_id}.json"
-        place = LeasePlace(self._store, key, f"the step {name}", "delete")
-        hold = take_lease(place, self._lease_seconds, IF_ABSENT, self._clock)
-        if hold is None:
+        place = _LeaseKey(self._store, key, f"the step {name}", "delete")
+        lease = _take_lease(place, self._lease_seconds, IF_ABSENT, self.clock)
+        if lease is None:
             raise StorageError(
                 f"cannot hold the step {name}: the storage says that {key}, whose name nobody else makes, is there already. "
                 "Look whether something else writes there"
             )
-        return hold
+        return lease
 
-    def living(self, purpose: Purpose, name: str | None = None) -> frozenset[str]:
-        """See `HoldsOfSteps`."""
+    def locked(self, purpose: Purpose, name: str | None = None) -> frozenset[str]:
+        """See `Locks`."""
         directory = f"{ADMINISTRATION}/{purpose}"
         found: set[str] = set()
         keys: set[str] = set()
@@ -353,28 +357,75 @@ class LeasedSteps:
                 continue
             key = f"{directory}/{entry}"
             keys.add(key)
-            if (name is None or matched[1] == name) and self._is_held(key):
+            if (name is None or matched[1] == name) and self._is_locked(key):
                 found.add(matched[1])
-        self._sightings.forget_others(directory + "/", keys)
+        self._seen.forget_others(directory + "/", keys)
         return frozenset(found)
 
-    def is_pinned_here(self, name: str) -> bool:
-        """Return whether this process pins a step."""
+    def may_expire(self, name: str) -> bool:
+        """See `Locks`. A pin of this process does not expire."""
         for entry in self._store.list_names(f"{ADMINISTRATION}/pins"):
             matched = _NAME.fullmatch(entry)
             if matched is None or matched[1] != name:
                 continue
-            seen = look_at_lease(self._store, f"{ADMINISTRATION}/pins/{entry}")
+            seen = _read_lease(self._store, f"{ADMINISTRATION}/pins/{entry}")
             if seen is not None and seen.holder is not None and seen.holder.is_here and not seen.is_released:
-                return True
-        return False
+                return False
+        return True
 
-    def _is_held(self, key: str) -> bool:
-        seen = look_at_lease(self._store, key)
+    def _is_locked(self, key: str) -> bool:
+        seen = _read_lease(self._store, key)
         if seen is None:
             return False
-        is_dead = seen.is_released or (self._sightings.is_dead(seen) and break_lease(self._store, seen))
+        is_dead = seen.is_released or (self._seen.is_dead(seen) and _break_lease(self._store, seen))
         if not is_dead:
             return True
         self._store.delete([key])
         return False
+
+    def own(self, display: str, if_in_use: IfInUse = "error") -> Lock:
+        """See `Locks`."""
+        check_if_in_use(if_in_use)
+        place = _LeaseKey(self._store, _OWNER, f"the directory {display}", "mark")
+        while True:
+            seen = _read_lease(self._store, _OWNER)
+            if seen is not None and not seen.is_released:
+                if if_in_use == "error":
+                    raise DirectoryInUseError(
+                        f"{display} is in use: {seen.describe()} holds it, or died without letting it go. Close that Checkpointer, "
+                        f"or end that job, or use another directory. If it is dead, pass if_in_use='take over', which waits "
+                        f"about {seen.seconds(self._lease_seconds):.0f} seconds for a sign of life"
+                    )
+                seen = self._await_expiry(display, seen)
+            condition = IF_ABSENT if seen is None else IfTag(seen.tag)
+            lease = _take_lease(place, self._lease_seconds, condition, self.clock)
+            if lease is not None:
+                return lease
+            # Another process was faster; it may release the lease again.
+
+    def _await_expiry(self, display: str, first: _SeenLease) -> _SeenLease | None:
+        """Wait until a lease has expired or is released; return it as it then is.
+
+        Raises:
+            DirectoryInUseError: it was renewed, or another process took it.
+        """
+        observer = _LeaseObserver(self.clock, self._lease_seconds)
+        seconds = first.seconds(self._lease_seconds)
+        logger.info("%s: waiting about %.0f seconds for a sign of life of %s", display, seconds, first.describe())
+        seen: _SeenLease | None = first
+        while seen is not None and not observer.is_dead(seen):
+            self.clock.sleep(seconds / _LOOKS_PER_LEASE)
+            seen = _read_lease(self._store, _OWNER)
+            if seen is None or seen.is_released:
+                break
+            if seen.tag != first.tag:
+                raise DirectoryInUseError(
+                    f"{display} is in use: {seen.describe()} holds it and is alive, for it gave a sign of life. Close that "
+                    "Checkpointer, or end that job, or use another directory; a CheckpointReader can read here meanwhile"
+                )
+        return seen
+
+    def owner(self) -> SeenOwner | None:
+        """See `Locks`."""
+        seen = _read_lease(self._store, _OWNER)
+        return None if seen is None or seen.is_released else SeenOwner(seen.holder, None)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ckptcore.commit.location import Location
 
 __all__ = [
+    "ADMINISTRATION",
     "IsForeign",
     "Occupant",
     "Overwrite",
@@ -291,6 +292,9 @@ def remove_debris(store: StorageBackend, kept: Collection[str]) -> None:
     if debris:
         store.delete(debris)
 
+
+ADMINISTRATION: Final = ".ckptcore"
+"""The directory beside the steps that has the locks."""
 
 _HIDDEN: Final = re.compile(r"\.(.+)\.([0-9a-f]{16})\.ckptcore", re.DOTALL)
 """The name of what a save writes: the name of the checkpoint that it is to be, and the save id."""

@@ -6,22 +6,20 @@ A lock that ends with the process holds the directory. So the directories of kil
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Final
 
 from ckptcore.commit.occupants import (
     IsForeign,
     Overwrite,
-    is_save_of,
-    name_of_partial,
     name_of_save,
     none_is_foreign,
     refuse_to_replace,
     remove_debris,
     root_bytes,
 )
-from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Claimed, new_save_id
+from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Claimed
 from ckptcore.commit.root_json import encode_claim
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.errors import (
@@ -33,122 +31,17 @@ from ckptcore.errors import (
     SaveLostError,
     StorageError,
 )
-from ckptcore.protocols import AtomicDirectories, StorageBackend
+from ckptcore.protocols import AtomicDirectories
 
 if TYPE_CHECKING:
     from ckptcore.commit.location import Location
 
-__all__ = [
-    "RenameTransaction",
-    "hold_beside",
-    "is_claimed_beside",
-    "partial_store",
-    "remove_hidden",
-    "sweep_beside",
-    "sweep_directories",
-]
+__all__ = ["RenameTransaction"]
 
 logger = logging.getLogger("ckptcore.commit")
 
 _PUBLISH_TRIES: Final = 100
 """Attempts to commit while other processes delete the old checkpoint."""
-
-
-def partial_store(location: Location) -> StorageBackend:
-    """Return the hidden directory of a partial save to a location, as a storage."""
-    return subdirectory(location.parent, name_of_partial(location.name))
-
-
-def remove_hidden(location: Location, directories: AtomicDirectories, name: str, save_id: str) -> None:
-    """Remove a directory: rename it first, to a hidden name that the next save to the location removes.
-
-    Args:
-        location: the location of the checkpoint.
-        directories: its storage.
-        name: the name of the directory.
-        save_id: a new save id.
-    """
-    hidden = name_of_save(location.name, save_id)
-    directories.rename(name, hidden)
-    directories.delete_directory(hidden)
-
-
-@contextmanager
-def hold_beside(location: Location, directories: AtomicDirectories) -> Iterator[None]:
-    """Claim a location as a save does, by an empty hidden directory, so that `is_claimed_beside` is true."""
-    lock = None
-    while lock is None:  # a save that sweeps may hold a directory that was just created
-        hidden = name_of_save(location.name, new_save_id())
-        lock = directories.lock_directory(hidden)
-    with lock:
-        try:
-            yield
-        finally:
-            directories.delete_directory(hidden)
-
-
-def is_claimed_beside(location: Location, directories: AtomicDirectories) -> bool:
-    """Return whether a save to a location, or a deletion of it, is running. Remove the directories of killed ones."""
-    names = [entry.removesuffix("/") for entry in location.parent.list_names() if entry.endswith("/")]
-    alive = [name for name in names if is_save_of(location.name, name) and not _delete_if_dead(directories, name)]
-    return bool(alive)
-
-
-def sweep_beside(location: Location, directories: AtomicDirectories, kept: str | None = None) -> None:
-    """Delete the hidden directories of killed saves to a location, except `kept`.
-
-    Raises:
-        CheckpointExistsError: a partial save to the location is not finalized, and its directory is not `kept`.
-    """
-    partial = name_of_partial(location.name)
-    for entry in location.parent.list_names():
-        name = entry.removesuffix("/")
-        if name in (entry, kept):
-            continue
-        if name == partial:
-            _refuse_partial(location)
-            _delete_if_dead(directories, partial)  # empty: the first session was killed as it began
-        elif is_save_of(location.name, name):
-            _delete_if_dead(directories, name)
-
-
-def _refuse_partial(location: Location) -> None:
-    try:
-        partial_store(location).size(PARTIAL_KEY)
-    except ObjectNotFoundError:
-        return
-    raise CheckpointExistsError(
-        f"{location.display} is being filled by a partial save that is not finalized, and nothing replaces that: call "
-        "ckptcore.finalize, or ckptcore.delete, first"
-    )
-
-
-def sweep_directories(directories: AtomicDirectories, names: Iterable[str]) -> None:
-    """Delete hidden directories, except those of running saves.
-
-    Raises:
-        StorageError: one cannot be deleted; all others are.
-    """
-    failed: StorageError | None = None
-    for name in names:
-        try:
-            _delete_if_dead(directories, name)
-        except StorageError as error:
-            logger.warning("cannot remove the directory of a killed save: %s", error)
-            failed = failed or error
-    if failed is not None:
-        raise failed
-
-
-def _delete_if_dead(directories: AtomicDirectories, name: str) -> bool:
-    """Delete a hidden directory unless a process holds it. Return whether it was deleted."""
-    lock = directories.lock_directory(name)
-    if lock is None:
-        return False
-    with lock:
-        logger.info("removing what a killed save left: %s", name)
-        directories.delete_directory(name)
-    return True
 
 
 class RenameTransaction:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ckptcore.commit.conditions import Conditions
-from ckptcore.commit.holding import ADMINISTRATION
 from ckptcore.commit.location import Location
+from ckptcore.commit.occupants import ADMINISTRATION
 from ckptcore.commit.root import ROOT_KEY, Claimed
 from ckptcore.commit.root_json import encode_claim
 from ckptcore.errors import NotSharedError, ObjectNotFoundError

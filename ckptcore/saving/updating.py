@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from ckptcore.commit.base_holds import pinned_bases
+from ckptcore.commit.bases import pinned_bases
 from ckptcore.commit.conditions import Conditions
 from ckptcore.commit.location import Location, Place
 from ckptcore.commit.references import overlay, stored_tree

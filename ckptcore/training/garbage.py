@@ -13,12 +13,11 @@ from functools import partial
 from threading import RLock
 from typing import Final
 
-from ckptcore.commit.holding import Hold
+from ckptcore.commit.bases import bases_beside, find_bases, referring_to
 from ckptcore.commit.location import Location, Place, resolve_location
+from ckptcore.commit.locks import Lock
 from ckptcore.commit.method import commit_method
-from ckptcore.commit.referrers import bases_beside, find_bases, referring_to
 from ckptcore.commit.root import Base, new_save_id
-from ckptcore.commit.steps import StepHolds
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -203,7 +202,7 @@ class StepDeleter:
         self,
         steps: StepDirectory,
         store: StorageBackend,
-        owned: Hold,
+        owned: Lock,
         context: Context,
         *,
         looks_whole: Callable[[Place, Context], bool] = has_its_sizes,
@@ -223,7 +222,7 @@ class StepDeleter:
         self._commits = commit_method(store)
         self._owned = owned
         self._context = context
-        self._holds = StepHolds(store, steps.display)
+        self._locks = self._commits.locks().steps(steps.display)
         self._lock = threading.Lock()
         self._written: set[int] = set()
         self._claims = threading.Lock()
@@ -254,7 +253,7 @@ class StepDeleter:
         with self._lock:
             self._owned.check()
             self._commits.sweep_names(self._steps.leftovers)
-            self._holds.sweep()
+            self._locks.sweep()
         if not self._commits.claims_by_root:
             return
         # Claims: saves that never committed, and deletions that were begun. A run of many steps has few of them.
@@ -359,7 +358,7 @@ class StepDeleter:
                 f"step {step} in {self._steps.display} was not written by ckptcore and is left alone; remove it with your own "
                 "tools"
             )
-        intent = self._holds.intend_deletion(self._steps.name(step))
+        intent = self._locks.intend_deletion(self._steps.name(step))
         if intent is None:
             raise StepPinnedError(f"step {step} in {self._steps.display} is pinned by a reader; delete it later")
         try:
@@ -383,7 +382,7 @@ class StepDeleter:
             perform=partial(self._vanish, step, intent, going), cancel=partial(self._relent, step, intent, going)
         )
 
-    def _relent(self, step: int, intent: Hold, going: threading.Event) -> None:
+    def _relent(self, step: int, intent: Lock, going: threading.Event) -> None:
         """Let a step stay that was to be deleted."""
         self._steps.show(step)
         self._going.pop(step, None)
@@ -398,7 +397,7 @@ class StepDeleter:
             going.wait()
 
     def _delete(self, step: int, broken: Collection[int], plan: _Plan) -> bool:
-        intent = self._holds.intend_deletion(self._steps.name(step))
+        intent = self._locks.intend_deletion(self._steps.name(step))
         if intent is None:
             logger.info("step %d in %s stays: a reader has pinned it", step, self._steps.display)
             return False
@@ -493,7 +492,7 @@ class StepDeleter:
             return False
         return True
 
-    def _vanish(self, step: int, intent: Hold, going: threading.Event) -> None:
+    def _vanish(self, step: int, intent: Lock, going: threading.Event) -> None:
         recording = Recording("delete", str(self._steps.place(step)), self._context.observers, step=step)
         try:
             with intent, self._lock:

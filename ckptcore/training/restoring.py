@@ -9,9 +9,9 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
-from ckptcore.commit.holding import Hold
 from ckptcore.commit.location import Place, open_directory
-from ckptcore.commit.steps import StepHolds
+from ckptcore.commit.locks import Lock, StepLocks
+from ckptcore.commit.method import commit_method
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -148,7 +148,7 @@ class StepLoader:
         self._agree = agree
         self._reload = reload
         self._place = place
-        self._holds: dict[int, StepHolds] = {}
+        self._holds: dict[int, StepLocks] = {}
         self.restored_step: int | None = None
         self.skipped_steps: tuple[SkippedStep, ...] = ()
         self.broken_in: tuple[set[int], ...] = tuple([set() for _ in copies.tiers])
@@ -158,7 +158,7 @@ class StepLoader:
         """Those of the nearest tier, which new steps are saved to."""
         return self.broken_in[0]
 
-    def pin(self, step: int, tier: int = 0) -> Hold:
+    def pin(self, step: int, tier: int = 0) -> Lock:
         """Keep a step from being deleted from a tier until the result is closed.
 
         Raises:
@@ -169,7 +169,11 @@ class StepLoader:
         if tier not in self._holds:
             context = self._context
             store = open_directory(steps.directory, runtime_of(context).registry, durable=False, config=context.storage)
-            self._holds[tier] = StepHolds(runtime_of(context).conditions.storage(store, steps.directory), steps.display)
+            self._holds[tier] = (
+                commit_method(commit_method(store).with_conditions(runtime_of(context).conditions, steps.directory))
+                .locks()
+                .steps(steps.display)
+            )
         if not steps.is_committed(step):
             raise CheckpointNotFoundError(steps.missing(step))  # before anything is written beside the steps
         pin = self._holds[tier].pin(steps.name(step))
@@ -323,7 +327,7 @@ class StepLoader:
             with recorded_load(place, self._context, step=step) as recording:
                 return loading.run(place, recording)
 
-    def _pinned_to_load(self, copy: _Copy) -> Hold | nullcontext[None]:
+    def _pinned_to_load(self, copy: _Copy) -> Lock | nullcontext[None]:
         """A pin for the time of a load; none where nothing can be written."""
         try:
             return self.pin(copy.step, copy.tier)

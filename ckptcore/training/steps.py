@@ -11,10 +11,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
-from ckptcore.commit.holding import ADMINISTRATION
 from ckptcore.commit.location import LocationLike, Within, absolute_location, open_directory
 from ckptcore.commit.method import commit_method
-from ckptcore.commit.occupants import is_leftover_name, root_bytes
+from ckptcore.commit.occupants import ADMINISTRATION, is_leftover_name, root_bytes
 from ckptcore.commit.root import ROOT_KEY, Summary
 from ckptcore.commit.root_json import summarize_root
 from ckptcore.commit.subdirectory import subdirectory
@@ -161,7 +160,7 @@ class StepDirectory:
         context = self._context
         durable = context.durability == "full"
         store = open_directory(self.directory, runtime_of(context).registry, durable=durable, config=context.storage)
-        return runtime_of(context).conditions.storage(store, self.directory)
+        return commit_method(store).with_conditions(runtime_of(context).conditions, self.directory)
 
     def list_names(self) -> Mapping[int, str]:
         """Every name that stands for a step, committed or not, by step; one listing. Changes nothing.

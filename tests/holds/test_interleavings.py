@@ -15,12 +15,12 @@ from ckptcore_testing.faulty_storage import with_faults
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import ckptcore.commit.holding
+import ckptcore.commit.holder
 from ckptcore.builtin import local as local_storage
 from ckptcore.builtin import local_locks
 from ckptcore.builtin.local_locks import DirectoryLock
-from ckptcore.commit.ownership import own_directory
-from ckptcore.commit.steps import StepHolds
+from ckptcore.commit.locks import StepLocks
+from ckptcore.commit.method import commit_method
 from ckptcore.errors import DirectoryInUseError
 from ckptcore.protocols import StorageBackend
 from tests.holds.interleavings import Actor, Choices, Turns, every_order
@@ -70,11 +70,11 @@ class World:
 
         actor.start(delete)
 
-    def _add(self, what: str) -> tuple[Actor, StorageBackend, StepHolds]:
+    def _add(self, what: str) -> tuple[Actor, StorageBackend, StepLocks]:
         actor = Actor(f"{what} {len(self.actors)}")
         self.actors.append(actor)
         store = with_faults(self.store, actor)
-        return actor, store, StepHolds(store, "run", clock=actor)
+        return actor, store, commit_method(store).locks(clock=actor).steps("run")
 
     def run(self, choices: Choices, deaths: int = 0) -> None:
         Turns(choices, self.actors, deaths).run()
@@ -89,7 +89,7 @@ def is_there(store: StorageBackend, key: str) -> bool:
 def ids(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids in the order in which they are made: they decide in which order holds are listed, and that must be repeatable."""
     made = itertools.count()
-    monkeypatch.setattr(ckptcore.commit.holding, "_new_id", lambda: f"{next(made):016x}")
+    monkeypatch.setattr(ckptcore.commit.holder, "_new_id", lambda: f"{next(made):016x}")
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ def test_orders_of_some_that_die(place: Place, data: st.DataObject, tmp_path_fac
     for _ in range(data.draw(st.integers(1, 2))):
         world.add_deleter()
     world.run(Drawn(data), deaths=2)
-    StepHolds(world.store, "run").sweep()
+    commit_method(world.store).locks().steps("run").sweep()
     assert left(world.store) == []
 
 
@@ -193,7 +193,7 @@ def test_every_order_of_two_jobs(place: Place, tmp_path: Path) -> None:
         ) -> None:
             seen = with_faults(store, actor)
             try:
-                owner = own_directory(seen, "run", clock=actor)
+                owner = commit_method(seen).locks(clock=actor).own("run")
             except DirectoryInUseError:
                 refused.append(actor.name)
                 return

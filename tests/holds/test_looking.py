@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptcore.commit.holding import new_holder
+from ckptcore.commit.holder import new_holder
 from ckptcore.commit.location import open_directory
-from ckptcore.commit.ownership import look_at_owner, own_directory
+from ckptcore.commit.method import commit_method
 from ckptcore.context import Context
 from ckptcore.errors import DirectoryInUseError
 from ckptcore.protocols import AtomicDirectories, StorageBackend
@@ -27,9 +27,9 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
 
 
 def test_sees_the_owner_as_long_as_it_is_one(directory: Open) -> None:
-    assert look_at_owner(directory()) is None
-    with own_directory(directory(), "run") as owned:
-        seen = look_at_owner(directory())
+    assert commit_method(directory()).locks().owner() is None
+    with commit_method(directory()).locks().own("run") as owned:
+        seen = commit_method(directory()).locks().owner()
         assert seen is not None
         assert seen.holder is not None
         assert seen.holder.pid == new_holder().pid
@@ -37,27 +37,27 @@ def test_sees_the_owner_as_long_as_it_is_one(directory: Open) -> None:
         assert "this process, " in seen.describe()
         owned.check()  # looking took nothing
         with pytest.raises(DirectoryInUseError):
-            own_directory(directory(), "run")
-    assert look_at_owner(directory()) is None
-    own_directory(directory(), "run").close()
+            commit_method(directory()).locks().own("run")
+    assert commit_method(directory()).locks().owner() is None
+    commit_method(directory()).locks().own("run").close()
 
 
 def test_writes_nothing(directory: Open) -> None:
-    look_at_owner(directory())
+    commit_method(directory()).locks().owner()
     assert list(directory().list()) == []
-    own_directory(directory(), "run").close()
+    commit_method(directory()).locks().own("run").close()
     before = {key: directory().get(key) for key in directory().list()}
     assert before
-    look_at_owner(directory())
+    commit_method(directory()).locks().owner()
     assert {key: directory().get(key) for key in directory().list()} == before
 
 
 @pytest.mark.parametrize("record", [b"", b"no JSON", b"{}", b"[" * 100_000])
 def test_a_record_that_cannot_be_read(directory: Open, record: bytes) -> None:
-    with own_directory(directory(), "run"):
+    with commit_method(directory()).locks().own("run"):
         (key,) = directory().list()
         directory().put(key, record)
-        seen = look_at_owner(directory())
+        seen = commit_method(directory()).locks().owner()
         assert seen is not None
         assert seen.holder is None
         assert seen.describe().startswith("a process whose record cannot be read, ")

@@ -10,8 +10,8 @@ import pytest
 from ckptcore_testing.faults import FailAt, FaultPlan
 from ckptcore_testing.faulty_storage import FaultyStorage, with_faults
 
-from ckptcore.commit.holding import Hold
-from ckptcore.commit.ownership import own_directory
+from ckptcore.commit.locks import Lock
+from ckptcore.commit.method import commit_method
 from ckptcore.errors import ConditionFailedError, DirectoryInUseError, SaveLostError, StorageError
 from ckptcore.protocols import PutCondition, StorageBackend
 from tests.holds.fake_clock import FakeClock
@@ -28,11 +28,11 @@ where_locked = pytest.mark.parametrize("place", LOCKED)
 @everywhere
 def test_a_second_owner_is_refused_and_told_who_the_first_is(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
-    with own_directory(store, "the/run", clock=clock) as first:
+    with commit_method(store).locks(clock=clock).own("the/run") as first:
         with pytest.raises(DirectoryInUseError, match=r"the/run is in use: this process, process \d+ on .* since 20"):
-            own_directory(store, "the/run", clock=clock)
+            commit_method(store).locks(clock=clock).own("the/run")
         first.check()
-    own_directory(store, "the/run", clock=clock).close()
+    commit_method(store).locks(clock=clock).own("the/run").close()
 
 
 @where_locked
@@ -52,30 +52,30 @@ def test_who_is_refused_waits_for_the_record_of_the_owner(
 
         monkeypatch.setattr(clock, "sleep", look)
         with pytest.raises(DirectoryInUseError, match=r"the/run is in use: this process, process \d+ on .* since 20"):
-            own_directory(store, "the/run", clock=clock)
+            commit_method(store).locks(clock=clock).own("the/run")
         return put(key, data, condition=condition)
 
     monkeypatch.setattr(store, "put", late_put)
-    with own_directory(store, "the/run", clock=FakeClock()) as first:
+    with commit_method(store).locks(clock=FakeClock()).own("the/run") as first:
         first.check()
 
 
 @everywhere
 def test_the_error_is_a_blocking_io_error(place: Place, tmp_path: Path) -> None:
     store = place(tmp_path)
-    with own_directory(store, "run", clock=FakeClock()), pytest.raises(BlockingIOError):
-        own_directory(store, "run", clock=FakeClock())
+    with commit_method(store).locks(clock=FakeClock()).own("run"), pytest.raises(BlockingIOError):
+        commit_method(store).locks(clock=FakeClock()).own("run")
 
 
 @everywhere
 def test_what_is_closed_is_not_held(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
-    first = own_directory(store, "run", clock=clock)
+    first = commit_method(store).locks(clock=clock).own("run")
     first.close()
     first.close()
     with pytest.raises(SaveLostError, match="was closed"):
         first.check()
-    with own_directory(store, "run", clock=clock) as second:
+    with commit_method(store).locks(clock=clock).own("run") as second:
         first.close()
         second.check()
 
@@ -83,21 +83,21 @@ def test_what_is_closed_is_not_held(place: Place, tmp_path: Path) -> None:
 @everywhere
 def test_the_directory_of_a_living_job_is_not_taken_over(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
-    with own_directory(store, "run", clock=clock) as first:
+    with commit_method(store).locks(clock=clock).own("run") as first:
         with pytest.raises(DirectoryInUseError, match="is alive"):
-            own_directory(store, "run", if_in_use="take over", clock=clock)
+            commit_method(store).locks(clock=clock).own("run", if_in_use="take over")
         first.check()
 
 
 @where_locked
 def test_an_owner_whose_record_was_removed_notices(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
-    first = own_directory(store, "run", clock=clock)
+    first = commit_method(store).locks(clock=clock).own("run")
     store.delete([".ckptcore/owner/owner.json"])
     with pytest.raises(SaveLostError, match="run no longer belongs to this process"):
         first.check()
     first.close()
-    with own_directory(store, "run", clock=clock) as second:
+    with commit_method(store).locks(clock=clock).own("run") as second:
         with pytest.raises(SaveLostError):
             first.check()
         second.check()
@@ -107,7 +107,7 @@ def test_an_owner_whose_record_was_removed_notices(place: Place, tmp_path: Path)
 def test_of_two_owners_that_locks_do_not_keep_apart_the_first_notices(place: Place, tmp_path: Path) -> None:
     """As on a network file system whose locks hold on one machine only."""
     store, clock = place(tmp_path), FakeClock()
-    first = own_directory(store, "run", clock=clock)
+    first = commit_method(store).locks(clock=clock).own("run")
     store.put(".ckptcore/owner/owner.json", b"the record of an owner on another machine")
     for _ in range(2):
         with pytest.raises(SaveLostError):
@@ -120,7 +120,7 @@ def test_of_two_owners_that_locks_do_not_keep_apart_the_first_notices(place: Pla
 @where_leased
 def test_a_lease_is_renewed_as_long_as_it_is_held(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
-    first = own_directory(store, "run", lease_seconds=60, clock=clock)
+    first = commit_method(store).locks(lease_seconds=60, clock=clock).own("run")
     tags = set()
     for _ in range(6):
         tags.add(store.get_with_tag(LEASE)[1])
@@ -137,12 +137,12 @@ def test_a_lease_is_renewed_as_long_as_it_is_held(place: Place, tmp_path: Path) 
 def test_a_dead_owner_is_told_about_and_can_be_taken_over(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     dead = clock.process()
-    own_directory(store, "run", lease_seconds=60, clock=dead)
+    commit_method(store).locks(lease_seconds=60, clock=dead).own("run")
     dead.is_frozen = True
     with pytest.raises(DirectoryInUseError, match=r"if_in_use='take over', which waits about 60 seconds"):
-        own_directory(store, "run", clock=clock)
+        commit_method(store).locks(clock=clock).own("run")
     before = clock.now()
-    with own_directory(store, "run", if_in_use="take over", clock=clock) as second:
+    with commit_method(store).locks(clock=clock).own("run", if_in_use="take over") as second:
         assert 60 < clock.now() - before < 120
         second.check()
 
@@ -151,10 +151,10 @@ def test_a_dead_owner_is_told_about_and_can_be_taken_over(place: Place, tmp_path
 def test_the_time_that_counts_is_that_of_the_one_that_is_taken_over(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     frozen = clock.process()
-    own_directory(store, "run", lease_seconds=600, clock=frozen)
+    commit_method(store).locks(lease_seconds=600, clock=frozen).own("run")
     frozen.is_frozen = True
     before = clock.now()
-    own_directory(store, "run", if_in_use="take over", lease_seconds=1, clock=clock).close()
+    commit_method(store).locks(lease_seconds=1, clock=clock).own("run", if_in_use="take over").close()
     assert clock.now() - before > 600
 
 
@@ -162,9 +162,9 @@ def test_the_time_that_counts_is_that_of_the_one_that_is_taken_over(place: Place
 def test_a_zombie_has_lost_its_directory_for_ever(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     process = clock.process()
-    zombie = own_directory(store, "run", clock=process)
+    zombie = commit_method(store).locks(clock=process).own("run")
     process.is_frozen = True
-    second = own_directory(store, "run", if_in_use="take over", clock=clock)
+    second = commit_method(store).locks(clock=clock).own("run", if_in_use="take over")
     process.is_frozen = False
     with pytest.raises(SaveLostError, match="run was taken over by"):
         zombie.check()
@@ -183,20 +183,20 @@ def test_a_zombie_has_lost_its_directory_for_ever(place: Place, tmp_path: Path) 
 def test_a_zombie_lets_nothing_go(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     process = clock.process()
-    zombie = own_directory(store, "run", clock=process)
+    zombie = commit_method(store).locks(clock=process).own("run")
     process.is_frozen = True
-    with own_directory(store, "run", if_in_use="take over", clock=clock) as second:
+    with commit_method(store).locks(clock=clock).own("run", if_in_use="take over") as second:
         zombie.close()
         second.check()
         with pytest.raises(DirectoryInUseError):
-            own_directory(store, "run", clock=clock)
+            commit_method(store).locks(clock=clock).own("run")
 
 
 @where_leased
 def test_who_stood_still_and_was_not_taken_over_goes_on(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     process = clock.process()
-    first = own_directory(store, "run", clock=process)
+    first = commit_method(store).locks(clock=process).own("run")
     process.is_frozen = True
     clock.sleep(10_000)
     _, tag = store.get_with_tag(LEASE)
@@ -208,7 +208,7 @@ def test_who_stood_still_and_was_not_taken_over_goes_on(place: Place, tmp_path: 
 def test_who_wakes_while_somebody_waits_keeps_the_directory(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     process = clock.process()
-    first = own_directory(store, "run", clock=process)
+    first = commit_method(store).locks(clock=process).own("run")
     process.is_frozen = True
     clock.sleep(1000)
 
@@ -217,7 +217,7 @@ def test_who_wakes_while_somebody_waits_keeps_the_directory(place: Place, tmp_pa
 
     clock.repeat(50, wake, wake)
     with pytest.raises(DirectoryInUseError, match="sign of life"):
-        own_directory(store, "run", if_in_use="take over", clock=clock)
+        commit_method(store).locks(clock=clock).own("run", if_in_use="take over")
     first.check()
 
 
@@ -225,11 +225,11 @@ def test_who_wakes_while_somebody_waits_keeps_the_directory(place: Place, tmp_pa
 def test_what_is_let_go_while_somebody_waits_is_taken_at_once(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     process = clock.process()
-    first = own_directory(store, "run", clock=process)
+    first = commit_method(store).locks(clock=process).own("run")
     process.is_frozen = True
     clock.repeat(5, first.close, first.close)
     before = clock.now()
-    own_directory(store, "run", if_in_use="take over", clock=clock).check()
+    commit_method(store).locks(clock=clock).own("run", if_in_use="take over").check()
     assert clock.now() - before < 60
 
 
@@ -237,18 +237,18 @@ def test_what_is_let_go_while_somebody_waits_is_taken_at_once(place: Place, tmp_
 def test_of_two_that_take_over_one_does(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     dead = clock.process()
-    own_directory(store, "run", clock=dead)
+    commit_method(store).locks(clock=dead).own("run")
     dead.is_frozen = True
-    taken: list[Hold | None] = []
+    taken: list[Lock | None] = []
 
     def take_over() -> None:
         if not taken:
             taken.append(None)
-            taken[0] = own_directory(store, "run", if_in_use="take over", clock=clock)
+            taken[0] = commit_method(store).locks(clock=clock).own("run", if_in_use="take over")
 
     clock.repeat(8, take_over, take_over)
     with pytest.raises(DirectoryInUseError):
-        own_directory(store, "run", if_in_use="take over", clock=clock)
+        commit_method(store).locks(clock=clock).own("run", if_in_use="take over")
     assert taken[0] is not None
     taken[0].check()
 
@@ -270,7 +270,7 @@ class LyingStorage(FaultyStorage):
 def test_a_renewal_that_was_done_and_said_to_fail_loses_nothing(place: Place, tmp_path: Path) -> None:
     store, clock = LyingStorage(place(tmp_path), FaultPlan()), FakeClock()
     process = clock.process()
-    first = own_directory(store, "run", clock=process)
+    first = commit_method(store).locks(clock=process).own("run")
     process.is_frozen = True
     clock.sleep(40)
     store.error = StorageError("no answer came")
@@ -281,14 +281,14 @@ def test_a_renewal_that_was_done_and_said_to_fail_loses_nothing(place: Place, tm
     clock.sleep(1000)
     first.check()
     first.close()
-    own_directory(store, "run", clock=clock).close()
+    commit_method(store).locks(clock=clock).own("run").close()
 
 
 def test_a_taking_that_was_done_and_said_to_fail_its_condition_counts(tmp_path: Path) -> None:
     """A storage that repeats a request by itself is told that the object is there: its own."""
     store, clock = LyingStorage(memory(tmp_path), FaultPlan()), FakeClock()
     store.error = ConditionFailedError("there is one")
-    first = own_directory(store, "run", clock=clock)
+    first = commit_method(store).locks(clock=clock).own("run")
     first.check()
     store.error = ConditionFailedError("it has another tag")
     clock.sleep(21)
@@ -298,11 +298,11 @@ def test_a_taking_that_was_done_and_said_to_fail_its_condition_counts(tmp_path: 
 @where_leased
 def test_a_lease_that_somebody_removed_is_lost(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
-    first = own_directory(store, "run", clock=clock)
+    first = commit_method(store).locks(clock=clock).own("run")
     store.delete([LEASE])
     with pytest.raises(SaveLostError, match="was removed or replaced"):
         first.check()
-    with own_directory(store, "run", clock=clock) as second:
+    with commit_method(store).locks(clock=clock).own("run") as second:
         with pytest.raises(SaveLostError):
             first.check()
         second.check()
@@ -331,14 +331,14 @@ def test_a_lease_that_somebody_removed_is_lost(place: Place, tmp_path: Path) -> 
 def test_a_hostile_record_is_neither_believed_nor_printed(change: dict[str, object], tmp_path: Path) -> None:
     store, clock = memory(tmp_path), FakeClock()
     dead = clock.process()
-    own_directory(store, "run", clock=dead)
+    commit_method(store).locks(clock=dead).own("run")
     dead.is_frozen = True
     store.put(LEASE, json.dumps({**json.loads(store.get(LEASE)), **change}).encode())
     with pytest.raises(DirectoryInUseError, match="cannot be read") as caught:
-        own_directory(store, "run", clock=clock)
+        commit_method(store).locks(clock=clock).own("run")
     assert "\x1b" not in str(caught.value) and len(str(caught.value)) < 1000
     before = clock.now()
-    own_directory(store, "run", if_in_use="take over", clock=clock).check()
+    commit_method(store).locks(clock=clock).own("run", if_in_use="take over").check()
     assert clock.now() - before < 120
 
 
@@ -347,15 +347,15 @@ def test_a_hostile_record_is_neither_believed_nor_printed(change: dict[str, obje
 def test_bytes_that_are_no_record_do_no_harm(place: Place, data: bytes, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     if place in LOCKED:
-        with own_directory(store, "run", clock=clock):
+        with commit_method(store).locks(clock=clock).own("run"):
             store.put(".ckptcore/owner/owner.json", data)
             with pytest.raises(DirectoryInUseError, match="a process that left no record"):
-                own_directory(store, "run", clock=clock)
+                commit_method(store).locks(clock=clock).own("run")
     else:
         store.put(LEASE, data)
         with pytest.raises(DirectoryInUseError, match="cannot be read"):
-            own_directory(store, "run", clock=clock)
-        own_directory(store, "run", if_in_use="take over", clock=clock).check()
+            commit_method(store).locks(clock=clock).own("run")
+        commit_method(store).locks(clock=clock).own("run", if_in_use="take over").check()
 
 
 @everywhere
@@ -364,15 +364,17 @@ def test_an_owner_that_cannot_write_holds_nothing(place: Place, tmp_path: Path) 
     number = 0
     while True:
         try:
-            owner = own_directory(
-                with_faults(inner, FaultPlan(FailAt(number, StorageError("broken")))), "run", clock=clock
+            owner = (
+                commit_method(with_faults(inner, FaultPlan(FailAt(number, StorageError("broken")))))
+                .locks(clock=clock)
+                .own("run")
             )
         except StorageError as error:
             assert "broken" in str(error)
         else:
             owner.close()
             break
-        own_directory(inner, "run", clock=clock).close()
+        commit_method(inner).locks(clock=clock).own("run").close()
         number += 1
     assert number >= 2
 
@@ -382,7 +384,7 @@ def test_unfit_arguments(place: Place, tmp_path: Path) -> None:
     store = place(tmp_path)
     for seconds in (0, -1, 3601, float("nan"), float("inf"), True):
         with pytest.raises(ValueError, match="lease_seconds"):
-            own_directory(store, "run", lease_seconds=seconds)
+            commit_method(store).locks(lease_seconds=seconds).own("run")
     with pytest.raises(ValueError, match="if_in_use"):
-        own_directory(store, "run", if_in_use="steal")  # type: ignore[arg-type]  # the test is about that
+        commit_method(store).locks().own("run", if_in_use="steal")  # type: ignore[arg-type]  # the test is about that
     assert list(store.list()) == []

@@ -11,7 +11,7 @@ from ckptcore_testing.faults import FaultPlan, SimulatedCrash
 from ckptcore_testing.faulty_storage import FaultyDirectories, FaultyStorage, with_faults
 
 from ckptcore.builtin.local import open_local
-from ckptcore.commit.steps import StepHolds
+from ckptcore.commit.method import commit_method
 from ckptcore.errors import CheckpointNotFoundError, SaveLostError, StorageError
 from ckptcore.protocols import AtomicDirectories, PutCondition, StorageBackend, StorageOptions
 from tests.holds.fake_clock import FakeClock
@@ -34,7 +34,10 @@ def holds_of_the_dead(store: StorageBackend) -> list[str]:
 @everywhere
 def test_a_pinned_step_is_not_deleted(place: Place, name: str, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
-    reader, owner = StepHolds(store, "run", clock=clock), StepHolds(store, "run", clock=clock)
+    reader, owner = (
+        commit_method(store).locks(clock=clock).steps("run"),
+        commit_method(store).locks(clock=clock).steps("run"),
+    )
     with reader.pin(name) as pin:
         pin.check()
         assert owner.pinned() == reader.pinned() == {name}
@@ -56,7 +59,7 @@ def test_a_pinned_step_is_not_deleted(place: Place, name: str, tmp_path: Path) -
 @everywhere
 def test_a_step_is_pinned_as_long_as_anyone_pins_it(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
-    holds = StepHolds(store, "run", clock=clock)
+    holds = commit_method(store).locks(clock=clock).steps("run")
     first, second = holds.pin("1"), holds.pin("1")
     first.close()
     first.close()
@@ -68,7 +71,10 @@ def test_a_step_is_pinned_as_long_as_anyone_pins_it(place: Place, tmp_path: Path
 @everywhere
 def test_a_pin_waits_while_the_step_is_being_deleted(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
-    reader, owner = StepHolds(store, "run", clock=clock), StepHolds(store, "run", clock=clock)
+    reader, owner = (
+        commit_method(store).locks(clock=clock).steps("run"),
+        commit_method(store).locks(clock=clock).steps("run"),
+    )
     intent = owner.intend_deletion("1")
     assert intent is not None
     clock.repeat(100, intent.close, intent.close)
@@ -82,7 +88,7 @@ def test_a_pin_waits_while_the_step_is_being_deleted(place: Place, tmp_path: Pat
 @everywhere
 def test_a_pin_waits_no_longer_than_it_is_told(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
-    holds = StepHolds(store, "run", clock=clock)
+    holds = commit_method(store).locks(clock=clock).steps("run")
     intent = holds.intend_deletion("1")
     assert intent is not None
     with pytest.raises(CheckpointNotFoundError, match=r"the step 1 in run .* 300 seconds"):
@@ -94,13 +100,13 @@ def test_a_pin_waits_no_longer_than_it_is_told(place: Place, tmp_path: Path) -> 
 @where_locked
 def test_the_locks_of_the_dead_count_for_nothing(place: Place, tmp_path: Path) -> None:
     store, clock, plan = place(tmp_path), FakeClock(), FaultPlan()
-    dying = StepHolds(with_faults(store, plan), "run", clock=clock)
+    dying = commit_method(with_faults(store, plan)).locks(clock=clock).steps("run")
     pin = dying.pin("1")
     intent = dying.intend_deletion("2")
     with pytest.raises(SimulatedCrash):
         plan.crash()
     assert len(holds_of_the_dead(store)) == 2
-    living = StepHolds(store, "run", clock=clock)
+    living = commit_method(store).locks(clock=clock).steps("run")
     living.pin("2").close()
     assert living.pinned() == frozenset()
     living.sweep()
@@ -113,12 +119,12 @@ def test_the_locks_of_the_dead_count_for_nothing(place: Place, tmp_path: Path) -
 def test_a_lease_is_dead_when_it_was_seen_unchanged_for_long(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     process = clock.process()
-    dying = StepHolds(store, "run", clock=process)
+    dying = commit_method(store).locks(clock=process).steps("run")
     pin = dying.pin("1")
     intent = dying.intend_deletion("2")
     process.is_frozen = True
     clock.sleep(10_000)
-    owner = StepHolds(store, "run", clock=clock)
+    owner = commit_method(store).locks(clock=clock).steps("run")
     owner.sweep()
     assert owner.pinned() == {"1"}, "how long it was dead before it was first seen nobody knows"
     for _ in range(4):
@@ -135,7 +141,10 @@ def test_a_lease_is_dead_when_it_was_seen_unchanged_for_long(place: Place, tmp_p
 @where_leased
 def test_who_looks_seldom_does_not_take_the_living_for_dead(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
-    reader, owner = StepHolds(store, "run", clock=clock), StepHolds(store, "run", clock=clock)
+    reader, owner = (
+        commit_method(store).locks(clock=clock).steps("run"),
+        commit_method(store).locks(clock=clock).steps("run"),
+    )
     with reader.pin("1"):
         for seconds in (1, 7, 59, 61, 500, 10_000, 3, 20, 40):
             clock.sleep(seconds)
@@ -147,7 +156,10 @@ def test_who_stood_still_together_with_the_reader_lets_it_wake(place: Place, tmp
     """A scheduler stops and continues all processes of a job at once; their clocks go on."""
     store, clock = place(tmp_path), FakeClock()
     process = clock.process()
-    reader, owner = StepHolds(store, "run", clock=process), StepHolds(store, "run", clock=clock)
+    reader, owner = (
+        commit_method(store).locks(clock=process).steps("run"),
+        commit_method(store).locks(clock=clock).steps("run"),
+    )
     pin = reader.pin("1")
     assert owner.pinned() == {"1"}
     process.is_frozen = True
@@ -163,10 +175,10 @@ def test_who_stood_still_together_with_the_reader_lets_it_wake(place: Place, tmp
 def test_a_pin_outwaits_a_dead_deletion_and_breaks_it(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     process = clock.process()
-    intent = StepHolds(store, "run", clock=process).intend_deletion("1")
+    intent = commit_method(store).locks(clock=process).steps("run").intend_deletion("1")
     process.is_frozen = True
     assert intent is not None
-    with StepHolds(store, "run", clock=clock).pin("1"):
+    with commit_method(store).locks(clock=clock).steps("run").pin("1"):
         assert 60 < clock.now() < 120
         process.is_frozen = False
         with pytest.raises(SaveLostError):
@@ -178,14 +190,14 @@ def test_a_pin_outwaits_a_dead_deletion_and_breaks_it(place: Place, tmp_path: Pa
 def test_what_was_let_go_of_in_vain_is_removed_later(place: Place, tmp_path: Path) -> None:
     """A breaking that was not followed by its deletion."""
     store, clock = place(tmp_path), FakeClock()
-    pin = StepHolds(store, "run", clock=clock).pin("1")
+    pin = commit_method(store).locks(clock=clock).steps("run").pin("1")
     key = ".ckptcore/pins/" + store.list_names(".ckptcore/pins")[0]
     store.put(key, store.get(key).replace(b'"released": false', b'"released": true'))
     for _ in range(2):
         clock.sleep(100)
         with pytest.raises(SaveLostError, match="no sign of life"):
             pin.check()
-    owner = StepHolds(store, "run", clock=clock)
+    owner = commit_method(store).locks(clock=clock).steps("run")
     assert owner.pinned() == frozenset()
     assert holds_of_the_dead(store) == []
     pin.close()
@@ -213,7 +225,7 @@ class LastMoment(FaultyStorage):
 def test_who_wakes_at_the_last_moment_keeps_its_pin(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     process = clock.process()
-    pin = StepHolds(store, "run", clock=process).pin("1")
+    pin = commit_method(store).locks(clock=process).steps("run").pin("1")
     process.is_frozen = True
     woken = []
 
@@ -222,7 +234,7 @@ def test_who_wakes_at_the_last_moment_keeps_its_pin(place: Place, tmp_path: Path
         process.is_frozen = False
         pin.check()
 
-    owner = StepHolds(LastMoment(store, wake), "run", clock=clock)
+    owner = commit_method(LastMoment(store, wake)).locks(clock=clock).steps("run")
     while not woken:
         assert owner.pinned() == {"1"}
         clock.sleep(31)
@@ -242,11 +254,11 @@ class OnlyWhatIsHeld(FaultyDirectories):
 def test_holds_are_removed_under_their_locks(place: Place, tmp_path: Path) -> None:
     store, clock, plan = place(tmp_path), FakeClock(), FaultPlan()
     assert isinstance(store, AtomicDirectories)
-    dying = StepHolds(with_faults(store, plan), "run", clock=clock)
+    dying = commit_method(with_faults(store, plan)).locks(clock=clock).steps("run")
     held = [dying.pin("1"), dying.pin("2")]
     with pytest.raises(SimulatedCrash):
         plan.crash()
-    careful = StepHolds(OnlyWhatIsHeld(store, store, FaultPlan()), "run", clock=clock)
+    careful = commit_method(OnlyWhatIsHeld(store, store, FaultPlan())).locks(clock=clock).steps("run")
     careful.sweep()
     careful.pin("1").close()
     assert holds_of_the_dead(store) == []
@@ -265,7 +277,7 @@ def test_what_is_no_hold_is_left_alone(place: Place, tmp_path: Path) -> None:
     ]
     for key in keys:
         store.put(key, b"{}")
-    holds = StepHolds(store, "run", clock=clock)
+    holds = commit_method(store).locks(clock=clock).steps("run")
     for _ in range(5):
         holds.sweep()
         clock.sleep(100)
@@ -277,7 +289,7 @@ def test_what_is_no_hold_is_left_alone(place: Place, tmp_path: Path) -> None:
 def test_a_hold_that_cannot_be_read_is_alive_until_it_is_dead(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     store.put(".ckptcore/pins/1.0123456789abcdef.json", b"\0\1\2")
-    holds = StepHolds(store, "run", clock=clock)
+    holds = commit_method(store).locks(clock=clock).steps("run")
     assert holds.intend_deletion("1") is None
     for _ in range(4):
         clock.sleep(30)
@@ -298,7 +310,7 @@ def test_a_pin_that_cannot_be_written_says_so(tmp_path: Path) -> None:
 
 
 def expect_a_clear_refusal(store: StorageBackend) -> None:
-    holds = StepHolds(store, "the/run", clock=FakeClock())
+    holds = commit_method(store).locks(clock=FakeClock()).steps("the/run")
     assert holds.pinned() == frozenset()
     with pytest.raises(StorageError, match="cannot pin the step 1 in the/run.*read without one") as caught:
         holds.pin("1")
@@ -309,8 +321,8 @@ def expect_a_clear_refusal(store: StorageBackend) -> None:
 def test_unfit_arguments(place: Place, tmp_path: Path) -> None:
     store = place(tmp_path)
     with pytest.raises(ValueError, match="lease_seconds"):
-        StepHolds(store, "run", lease_seconds=0)
-    holds = StepHolds(store, "run")
+        commit_method(store).locks(lease_seconds=0).steps("run")
+    holds = commit_method(store).locks().steps("run")
     for name in ("", "a/b"):
         with pytest.raises(ValueError, match="no name of a step"):
             holds.pin(name)

@@ -16,10 +16,9 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ckptcore.commit.holding import ADMINISTRATION
 from ckptcore.commit.location import Location, Place, Within, resolve_location
 from ckptcore.commit.mark import Mark
-from ckptcore.commit.occupants import parse_root, read_root, root_bytes
+from ckptcore.commit.occupants import ADMINISTRATION, parse_root, read_root, root_bytes
 from ckptcore.commit.root import HOST_COPIES, ROOT_KEY, Claimed, PartialSave, Root, new_save_id
 from ckptcore.commit.root_json import summarize_root
 from ckptcore.commit.subdirectory import subdirectory

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Literal, TypeAlias
 
-from ckptcore.commit.holding import Hold
 from ckptcore.commit.location import LocationLike, Place, absolute_location
-from ckptcore.commit.ownership import IfInUse, own_directory
+from ckptcore.commit.locks import IfInUse, Lock
+from ckptcore.commit.method import commit_method
 from ckptcore.context import Context
 from ckptcore.errors import InvalidLocationError
 from ckptcore.job.agreement import Agreement
@@ -142,7 +142,7 @@ class OwnedTier:
         self.policy = policy
         self.broken = broken
         self.store: StorageBackend = steps.open_to_write()
-        self.owned: Hold = own_directory(self.store, steps.display, if_in_use=if_in_use)
+        self.owned: Lock = commit_method(self.store).locks().own(steps.display, if_in_use)
         self.deleter = StepDeleter(steps, self.store, self.owned, context, looks_whole=looks_whole)
 
     def infos(self) -> Sequence[StepInfo]:

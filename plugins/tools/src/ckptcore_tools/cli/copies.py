@@ -19,8 +19,8 @@ from ckptcore_tools.cli.locations import describe, names_in
 from ckptcore_tools.cli.output import UNSET, byte_progress, print_document, print_line, printable, to_json
 
 if TYPE_CHECKING:
+    from ckptcore.commit.locks import IfInUse
     from ckptcore.commit.occupants import Overwrite
-    from ckptcore.commit.ownership import IfInUse
     from ckptcore.protocols import Transform
     from ckptcore_tools.copies import CopyReport, StepsCopyReport
     from ckptcore_tools.copies.copying import CopyVerification

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import click
 
+from ckptcore.commit.bases import find_bases, referring_to
+from ckptcore.commit.locks import IfInUse
 from ckptcore.commit.method import commit_method
-from ckptcore.commit.ownership import IfInUse, look_at_owner, own_directory
-from ckptcore.commit.referrers import find_bases, referring_to
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError
 from ckptcore.policies import PreservationPolicy, explain, parse_preservation, what_to_delete
@@ -207,8 +207,10 @@ def command(
         if not plan.doomed and not plan.leftovers:
             print_line(_summary(plan, "nothing to delete"))
             return ExitCode.OK
-        if not take_over and look_at_owner(steps.store) is not None:
-            own_directory(steps.open_to_write(), directory).close()  # says that it is in use before anybody is asked
+        if not take_over and commit_method(steps.store).locks().owner() is not None:
+            commit_method(steps.open_to_write()).locks().own(
+                directory
+            ).close()  # fails if it is in use, before the question
         print_line(_summary(plan, "to delete"))
         if not _is_confirmed():
             print_line("nothing was deleted")
@@ -252,7 +254,7 @@ def _collect(
         StorageError, SaveLostError: some may be deleted.
     """
     store = steps.open_to_write()
-    with own_directory(store, steps.display, if_in_use=if_in_use) as owned:
+    with commit_method(store).locks().own(steps.display, if_in_use) as owned:
         since = steps.changes()
         steps.replace(steps.list_names(), since)
         plan = plan_collection(steps, policy, time.time(), context)

@@ -79,8 +79,7 @@ def command(as_json: bool, directory: str) -> ExitCode:
 
 
 def _checkpoints(directory: str) -> Sequence[Listed]:
-    from ckptcore.commit.holding import ADMINISTRATION
-    from ckptcore.commit.occupants import is_hidden_name, is_leftover_name
+    from ckptcore.commit.occupants import ADMINISTRATION, is_hidden_name, is_leftover_name
     from ckptcore.commit.root import ROOT_KEY
 
     context = command_context()

@@ -14,11 +14,10 @@ import click
 import ckptcore
 from ckptcore.commit.location import resolve_location
 from ckptcore.commit.mark import Mark, root_mark
+from ckptcore.commit.method import commit_method
 from ckptcore.commit.occupants import parse_root, root_bytes
-from ckptcore.commit.ownership import look_at_owner
 from ckptcore.commit.root import ROOT_KEY, Composite, Root, Summary
 from ckptcore.commit.root_json import summarize_root
-from ckptcore.commit.steps import StepHolds
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.context import Context
 from ckptcore.errors import (
@@ -124,7 +123,7 @@ def find_steps(directory: str, names: StepNames, context: Context) -> StepDirect
 def find_pinned(store: StorageBackend, display: str) -> frozenset[str] | None:
     """The names of the steps that readers have pinned; None where that cannot be found out."""
     try:
-        return StepHolds(store, display).pinned()
+        return commit_method(store).locks().steps(display).pinned()
     except StorageError:
         return None  # what readers died of may not be removed by everybody who may read
 
@@ -293,7 +292,7 @@ def _verified(directory: str, found: Found, title: str) -> Found:
 
 def _owner(store: StorageBackend) -> Mapping[str, JSON] | None:
     try:
-        owner = look_at_owner(store)
+        owner = commit_method(store).locks().owner()
     except StorageError as error:
         return {"alive": None, "host": None, "pid": None, "since": None, "description": f"not known: {error}"}
     if owner is None:

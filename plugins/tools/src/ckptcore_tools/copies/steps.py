@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
-from ckptcore.commit.holding import Hold
 from ckptcore.commit.location import LocationLike, Within
+from ckptcore.commit.locks import IfInUse, Lock
+from ckptcore.commit.method import commit_method
 from ckptcore.commit.occupants import Overwrite
-from ckptcore.commit.ownership import IfInUse, own_directory
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.context import Context
 from ckptcore.errors import (
@@ -75,7 +75,7 @@ def copy_run(
     there.replace(there.list_names())
     chosen = _chosen(here, steps)
     store = there.open_to_write()
-    with own_directory(store, there.display, if_in_use=if_in_use) as owned:
+    with commit_method(store).locks().own(there.display, if_in_use) as owned:
         _copy_metadata(here.store, store, overwrite)
         copy = _RunCopy(here, there, owned, overwrite, verify, progress, context)
         for step in chosen:
@@ -114,7 +114,7 @@ class _RunCopy:
         self,
         here: StepDirectory,
         there: StepDirectory,
-        owned: Hold,
+        owned: Lock,
         overwrite: Overwrite,
         verify: CopyVerification,
         progress: StepProgressCallback | None,
