@@ -13,9 +13,8 @@ from typing import Final
 
 from ckptcore.commit.clocks import SYSTEM_CLOCK
 from ckptcore.commit.conditions import Conditions
-from ckptcore.commit.location import Location
-from ckptcore.commit.locks import StepLocks
-from ckptcore.commit.method import commit_method
+from ckptcore.commit.location import Location, commit_method
+from ckptcore.commit.locks import Locks
 from ckptcore.commit.occupants import ADMINISTRATION, is_hidden_name
 from ckptcore.commit.root import ROOT_KEY, Base
 from ckptcore.commit.root_json import bases_of_root
@@ -107,9 +106,9 @@ def announced_deletion(location: Location, conditions: Conditions) -> Iterator[N
         yield
 
 
-def _locks(location: Location, conditions: Conditions) -> StepLocks:
+def _locks(location: Location, conditions: Conditions) -> Locks:
     directory = location.commits.with_conditions(conditions, location.absolute)
-    return commit_method(directory).locks().steps(location.display)
+    return commit_method(directory).locks(location.display)
 
 
 def _pin_name(base: Location) -> str:

@@ -13,18 +13,17 @@ import re
 import threading
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Final, Literal, Self, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from ckptcore.commit.clocks import Clock
 from ckptcore.commit.holder import Holder, decode_holder, new_holder
-from ckptcore.commit.locks import IfInUse, Lock, Purpose, SeenOwner, StepLocks, check_if_in_use
+from ckptcore.commit.locks import IfInUse, Lock, Locks, Purpose, SeenOwner, check_if_in_use, not_locked
 from ckptcore.commit.occupants import ADMINISTRATION
 from ckptcore.errors import ConditionFailedError, DirectoryInUseError, ObjectNotFoundError, SaveLostError, StorageError
 from ckptcore.io.threads import renew_in_children
 from ckptcore.protocols import IF_ABSENT, IfTag, PutCondition, StorageBackend
 
-__all__ = ["Leases"]
+__all__ = ["Lease", "Leases"]
 
 logger = logging.getLogger("ckptcore.commit")
 
@@ -72,7 +71,7 @@ def _take_lease(place: _LeaseKey, lease_seconds: float, condition: PutCondition,
     return Lease(_LeaseObject(place, holder, tag, began, clock), clock, lease_seconds)
 
 
-class Lease:
+class Lease(Lock):
     """A lease of this process. If it is dropped without `close`, its thread releases it. See `Lock`."""
 
     def __init__(self, lease: _LeaseObject, clock: Clock, lease_seconds: float) -> None:
@@ -97,14 +96,6 @@ class Lease:
                 "%s cannot be let go, which others notice after a while: %s", self._lease.place.subject, error
             )
         self._renewals.stop()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class _LeaseObject:
@@ -198,13 +189,8 @@ class _LeaseObject:
 
     def _why_not(self) -> str:
         subject = self.place.subject
-        if self._state == "parent's":
-            return (
-                f"{subject} is held by the process that this one was forked from; save from there, "
-                "or open what you need in this process"
-            )
-        if self._state == "closed":
-            return f"{subject} is no longer held: it was closed; open it again"
+        if self._state in ("closed", "parent's"):
+            return not_locked(subject, self._state)
         if self._taken_by is None:
             return (
                 f"{subject} is no longer held: {self.place.key} was removed or replaced, by hand or because this process "
@@ -316,29 +302,24 @@ _OWNER: Final = f"{ADMINISTRATION}/owner.json"
 _LOOKS_PER_LEASE: Final = 8
 
 
-class Leases:
+class Leases(Locks):
     """Locks that are leases, for storage without locked directories. See `Locks`.
 
     A lease counts until this object has seen it unchanged for a whole lease time. It is broken before anybody relies on
     that, so a holder that was only suspended finds out when it checks.
     """
 
-    def __init__(self, store: StorageBackend, lease_seconds: float, clock: Clock) -> None:
-        """Lock steps of the directory that `store` was opened at."""
-        self.clock = clock
-        self._store = store
+    def __init__(self, store: StorageBackend, display: str, lease_seconds: float, clock: Clock) -> None:
+        """See `Locks`; `lease_seconds` is how long this process may be suspended without losing a lease."""
+        super().__init__(store, display, clock)
         self._lease_seconds = lease_seconds
         self._seen = _LeaseObserver(clock, lease_seconds)
-
-    def steps(self, display: str) -> StepLocks:
-        """See `Locks`."""
-        return StepLocks(self, display)
 
     def take(self, purpose: Purpose, name: str) -> Lock:
         """See `Locks`."""
         key = f"{ADMINISTRATION}/{purpose}/{name}.{new_holder().hold_id}.json"
         place = _LeaseKey(self._store, key, f"the step {name}", "delete")
-        lease = _take_lease(place, self._lease_seconds, IF_ABSENT, self.clock)
+        lease = _take_lease(place, self._lease_seconds, IF_ABSENT, self._clock)
         if lease is None:
             raise StorageError(
                 f"cannot hold the step {name}: the storage says that {key}, whose name nobody else makes, is there already. "
@@ -383,44 +364,44 @@ class Leases:
         self._store.delete([key])
         return False
 
-    def own(self, display: str, if_in_use: IfInUse = "error") -> Lock:
+    def own(self, if_in_use: IfInUse = "error") -> Lock:
         """See `Locks`."""
         check_if_in_use(if_in_use)
-        place = _LeaseKey(self._store, _OWNER, f"the directory {display}", "mark")
+        place = _LeaseKey(self._store, _OWNER, f"the directory {self._display}", "mark")
         while True:
             seen = _read_lease(self._store, _OWNER)
             if seen is not None and not seen.is_released:
                 if if_in_use == "error":
                     raise DirectoryInUseError(
-                        f"{display} is in use: {seen.describe()} holds it, or died without letting it go. Close that Checkpointer, "
+                        f"{self._display} is in use: {seen.describe()} holds it, or died without letting it go. Close that Checkpointer, "
                         f"or end that job, or use another directory. If it is dead, pass if_in_use='take over', which waits "
                         f"about {seen.seconds(self._lease_seconds):.0f} seconds for a sign of life"
                     )
-                seen = self._await_expiry(display, seen)
+                seen = self._await_expiry(seen)
             condition = IF_ABSENT if seen is None else IfTag(seen.tag)
-            lease = _take_lease(place, self._lease_seconds, condition, self.clock)
+            lease = _take_lease(place, self._lease_seconds, condition, self._clock)
             if lease is not None:
                 return lease
             # Another process was faster; it may release the lease again.
 
-    def _await_expiry(self, display: str, first: _SeenLease) -> _SeenLease | None:
+    def _await_expiry(self, first: _SeenLease) -> _SeenLease | None:
         """Wait until a lease has expired or is released; return it as it then is.
 
         Raises:
             DirectoryInUseError: it was renewed, or another process took it.
         """
-        observer = _LeaseObserver(self.clock, self._lease_seconds)
+        observer = _LeaseObserver(self._clock, self._lease_seconds)
         seconds = first.seconds(self._lease_seconds)
-        logger.info("%s: waiting about %.0f seconds for a sign of life of %s", display, seconds, first.describe())
+        logger.info("%s: waiting about %.0f seconds for a sign of life of %s", self._display, seconds, first.describe())
         seen: _SeenLease | None = first
         while seen is not None and not observer.is_dead(seen):
-            self.clock.sleep(seconds / _LOOKS_PER_LEASE)
+            self._clock.sleep(seconds / _LOOKS_PER_LEASE)
             seen = _read_lease(self._store, _OWNER)
             if seen is None or seen.is_released:
                 break
             if seen.tag != first.tag:
                 raise DirectoryInUseError(
-                    f"{display} is in use: {seen.describe()} holds it and is alive, for it gave a sign of life. Close that "
+                    f"{self._display} is in use: {seen.describe()} holds it and is alive, for it gave a sign of life. Close that "
                     "Checkpointer, or end that job, or use another directory; a CheckpointReader can read here meanwhile"
                 )
         return seen

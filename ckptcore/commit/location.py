@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import urllib.parse
@@ -11,12 +12,14 @@ from typing import Final, TypeAlias
 
 from ckptcore.builtin.local_calls import real_path
 from ckptcore.commit.backed_directories import BackedDirectory
-from ckptcore.commit.method import CommitMethod, commit_method
+from ckptcore.commit.conditional_put import ConditionalPutMethod
+from ckptcore.commit.method import CommitMethod
+from ckptcore.commit.rename import RenameMethod
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.errors import InvalidLocationError, ObjectNotFoundError
 from ckptcore.model.tree import JSON
 from ckptcore.plugins import Plugins
-from ckptcore.protocols import StorageBackend, StorageOptions
+from ckptcore.protocols import AtomicDirectories, StorageBackend, StorageOptions
 from ckptcore.redaction import redacted
 
 __all__ = [
@@ -27,6 +30,7 @@ __all__ = [
     "Place",
     "Within",
     "absolute_location",
+    "commit_method",
     "open_address",
     "open_directory",
     "resolve_location",
@@ -151,6 +155,21 @@ class Location:
         except ObjectNotFoundError:
             return False
         return True
+
+
+def commit_method(directory: StorageBackend) -> CommitMethod:
+    """Return the commit method of a directory of checkpoints.
+
+    Args:
+        directory: a storage, opened at the directory.
+    """
+    return _method_of(type(directory))(directory)
+
+
+@functools.lru_cache(maxsize=64)
+def _method_of(kind: type[StorageBackend]) -> type[CommitMethod]:
+    """Return the commit method of a type of storage. Cached: the check is slow."""
+    return RenameMethod if issubclass(kind, AtomicDirectories) else ConditionalPutMethod
 
 
 def resolve_location(

@@ -26,12 +26,12 @@ from __future__ import annotations
 
 import logging
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
-from typing import Final, Literal, Protocol, Self, TypeAlias
+from typing import Final, Literal, Self, TypeAlias, cast
 
 from ckptcore.commit.clocks import Clock
 from ckptcore.commit.holder import Holder, decode_holder, new_holder
@@ -54,8 +54,8 @@ __all__ = [
     "Locks",
     "Purpose",
     "SeenOwner",
-    "StepLocks",
     "check_if_in_use",
+    "not_locked",
 ]
 
 logger = logging.getLogger("ckptcore.commit")
@@ -67,12 +67,13 @@ IfInUse: TypeAlias = Literal["error", "take over"]
 """If another job seems to own the directory: fail at once; wait for a renewal of its lease, and take over without one."""
 
 
-class Lock(Protocol):
+class Lock(ABC):
     """A lock of this process, until it is closed or the process ends. Any thread.
 
     A forked child does not have the locks of its parent: there `check` raises and `close` does nothing.
     """
 
+    @abstractmethod
     def check(self) -> None:
         """Do nothing while this process has the lock. Usually at most one small request to the storage.
 
@@ -80,87 +81,26 @@ class Lock(Protocol):
             SaveLostError: the lock was taken over, removed or closed, or belongs to the parent process. This is final.
             StorageError: the storage failed, so it is unknown.
         """
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """Release the lock. Closing twice is no error. If the storage fails, that is logged, and others wait a while."""
-        ...
 
     def __enter__(self) -> Self:
-        """Return the lock."""
-        ...
+        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Release the lock."""
-        ...
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
-class Locks(Protocol):
-    """The locks in one directory of steps. Any thread.
-
-    Keep the object as long as the directory is used: on storage without locks it remembers the leases of others, and so
-    finds expired ones. A new object takes every lease for alive.
-    """
-
-    clock: Clock
-
-    def own(self, display: str, if_in_use: IfInUse = "error") -> Lock:
-        """Own the directory until the result is closed, or this process ends.
-
-        Call `check` before every change of a step: a suspended process may have lost the directory. The directory of a
-        failed job is free at once with real directories. On a network file system such locks may work only between
-        processes of one machine; then the first of two owners finds out when it checks.
-
-        Args:
-            display: the directory as the user knows it.
-            if_in_use: "take over" waits about one lease time for a renewal, and only without real directories.
-
-        Raises:
-            DirectoryInUseError: another job owns it.
-            StorageError: the storage failed, or cannot be written.
-            ValueError: `if_in_use` is none of its values.
-        """
-        ...
-
-    def owner(self) -> SeenOwner | None:
-        """Return the owner of the directory; None if it has none, or its process has certainly ended.
-
-        Writes nothing. A lock is tried for an instant, for which a process that opens the directory then waits.
-
-        Raises:
-            StorageError
-        """
-        ...
-
-    def take(self, purpose: Purpose, name: str) -> Lock:
-        """Lock a step, visible to others when this returns. Several locks of one step may exist.
-
-        Raises:
-            StorageError
-        """
-        ...
-
-    def locked(self, purpose: Purpose, name: str | None = None) -> frozenset[str]:
-        """Return the locked steps, or of these the one called `name`. Removes locks of failed processes that it finds.
-
-        Raises:
-            StorageError
-        """
-        ...
-
-    def may_expire(self, name: str) -> bool:
-        """Return True if a pin of a step may be that of a failed process, so that waiting may help.
-
-        Raises:
-            StorageError
-        """
-        ...
-
-    def steps(self, display: str) -> StepLocks:
-        """Return the locks of steps; `display` is the directory as the user knows it."""
-        ...
+def not_locked(subject: str, state: Literal["closed", "parent's"]) -> str:
+    """Return why `Lock.check` fails; `subject` is what was locked."""
+    if state == "closed":
+        return f"{subject} is no longer held: it was closed; open it again"
+    return (
+        f"{subject} is held by the process that this one was forked from; save from there, "
+        "or open what you need in this process"
+    )
 
 
 def check_if_in_use(if_in_use: IfInUse) -> None:
@@ -195,13 +135,75 @@ _FIRST_POLL_SECONDS: Final = 0.01
 _LAST_POLL_SECONDS: Final = 2.0
 
 
-class StepLocks:
-    """Pins and announced deletions of the steps of one directory. Any thread. Keep it as long as its `Locks`."""
+class Locks(ABC):
+    """The locks in one directory of steps: its owner, pins of steps, announced deletions. Any thread.
 
-    def __init__(self, locks: Locks, display: str) -> None:
-        """Write nothing yet; `display` is the directory as the user knows it."""
-        self._locks = locks
+    Keep the object as long as the directory is used: on storage without locks it remembers the leases of others, and so
+    finds expired ones. A new object takes every lease for alive.
+    """
+
+    def __init__(self, store: StorageBackend, display: str, clock: Clock) -> None:
+        """Write nothing yet.
+
+        Args:
+            store: the storage, opened at the directory of steps.
+            display: the directory as the user knows it.
+            clock: the time.
+        """
+        self._store = store
         self._display = display
+        self._clock = clock
+
+    @abstractmethod
+    def own(self, if_in_use: IfInUse = "error") -> Lock:
+        """Own the directory until the result is closed, or this process ends.
+
+        Call `check` before every change of a step: a suspended process may have lost the directory. The directory of a
+        failed job is free at once with real directories. On a network file system such locks may work only between
+        processes of one machine; then the first of two owners finds out when it checks.
+
+        Args:
+            if_in_use: "take over" waits about one lease time for a renewal, and only without real directories.
+
+        Raises:
+            DirectoryInUseError: another job owns it.
+            StorageError: the storage failed, or cannot be written.
+            ValueError: `if_in_use` is none of its values.
+        """
+
+    @abstractmethod
+    def owner(self) -> SeenOwner | None:
+        """Return the owner of the directory; None if it has none, or its process has certainly ended.
+
+        Writes nothing. A lock is tried for an instant, for which a process that opens the directory then waits.
+
+        Raises:
+            StorageError
+        """
+
+    @abstractmethod
+    def take(self, purpose: Purpose, name: str) -> Lock:
+        """Lock a step, visible to others when this returns. Several locks of one step may exist.
+
+        Raises:
+            StorageError
+        """
+
+    @abstractmethod
+    def locked(self, purpose: Purpose, name: str | None = None) -> frozenset[str]:
+        """Return the locked steps, or of these the one called `name`. Removes locks of failed processes that it finds.
+
+        Raises:
+            StorageError
+        """
+
+    @abstractmethod
+    def may_expire(self, name: str) -> bool:
+        """Return True if a pin of a step may be that of a failed process, so that waiting may help.
+
+        Raises:
+            StorageError
+        """
 
     def pin(self, name: str, *, wait_seconds: float = 180.0) -> Lock:
         """Keep a step from being deleted until the result is closed. Look whether the step exists after this returns.
@@ -218,7 +220,7 @@ class StepLocks:
         """
         _check_name(name)
         try:
-            pin = self._locks.take("pins", name)
+            pin = self.take("pins", name)
         except (StorageError, AtomicityError) as error:
             failed = StorageError(
                 f"cannot pin the step {name} in {self._display}: {error}. A pin is written beside the steps; where you may "
@@ -234,16 +236,15 @@ class StepLocks:
         return pin
 
     def _await_deletion(self, name: str, wait_seconds: float) -> None:
-        clock = self._locks.clock
-        deadline = clock.now() + wait_seconds
+        deadline = self._clock.now() + wait_seconds
         pause = _FIRST_POLL_SECONDS
-        while self._locks.locked("deleting", name):
-            if clock.now() >= deadline:
+        while self.locked("deleting", name):
+            if self._clock.now() >= deadline:
                 raise CheckpointNotFoundError(
                     f"the step {name} in {self._display} has been in deletion for {wait_seconds:.0f} seconds; "
                     "use another step"
                 )
-            clock.sleep(pause)
+            self._clock.sleep(pause)
             pause = min(2 * pause, _LAST_POLL_SECONDS)
 
     def pinned(self) -> frozenset[str]:
@@ -252,7 +253,7 @@ class StepLocks:
         Raises:
             StorageError
         """
-        return self._locks.locked("pins")
+        return self.locked("pins")
 
     def is_pinned(self, name: str) -> bool:
         """Return True if a step is in `pinned`.
@@ -260,11 +261,7 @@ class StepLocks:
         Raises:
             StorageError
         """
-        return bool(self._locks.locked("pins", name))
-
-    def may_expire(self, name: str) -> bool:
-        """Return True if a pin of a step may be that of a failed process. See `Locks.may_expire`."""
-        return self._locks.may_expire(name)
+        return bool(self.locked("pins", name))
 
     def intend_deletion(self, name: str) -> Lock | None:
         """Announce the deletion of a step; None if it is pinned and must stay.
@@ -275,7 +272,7 @@ class StepLocks:
             StorageError
         """
         _check_name(name)
-        intent = self._locks.take("deleting", name)
+        intent = self.take("deleting", name)
         try:
             is_pinned = self.is_pinned(name)
         except BaseException:
@@ -292,8 +289,8 @@ class StepLocks:
         Raises:
             StorageError
         """
-        self._locks.locked("pins")
-        self._locks.locked("deleting")
+        self.locked("pins")
+        self.locked("deleting")
 
 
 def _check_name(name: str) -> None:
@@ -304,7 +301,7 @@ def _check_name(name: str) -> None:
 # --- locked directories -----------------------------------------------------------------------------------------------
 
 
-class _DirectoryLock:
+class _DirectoryLock(Lock):
     """A locked directory. Any thread."""
 
     def __init__(
@@ -336,13 +333,8 @@ class _DirectoryLock:
 
     def check(self) -> None:
         """See `Lock`."""
-        if self._state == "parent's":
-            raise SaveLostError(
-                f"{self._subject} is held by the process that this one was forked from; save from there, "
-                "or open what you need in this process"
-            )
-        if self._state == "closed":
-            raise SaveLostError(f"{self._subject} is no longer held: it was closed; open it again")
+        if self._state != "held":
+            raise SaveLostError(not_locked(self._subject, self._state))
         self._check_record()
 
     def close(self) -> None:
@@ -355,14 +347,6 @@ class _DirectoryLock:
         finally:
             self._lock.__exit__(None, None, None)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 _NAME: Final = re.compile(r"(.+)\.[0-9a-f]{16}/", re.DOTALL)
 
@@ -374,22 +358,17 @@ _LOCK_SECONDS: Final = 0.05
 _RECORD_ATTEMPTS: Final = 200
 
 
-class DirectoryLocks:
+class DirectoryLocks(Locks):
     """Locks that are locked directories. See `Locks`.
 
     A lock counts from the moment its directory is locked. A process that finds an unlocked directory removes it under its
     lock, so a process that has created it and not locked it yet notices, and creates another one.
     """
 
-    def __init__(self, store: StorageBackend, directories: AtomicDirectories, clock: Clock) -> None:
-        """Lock steps of the directory that `store` was opened at; `directories` is the same storage."""
-        self.clock = clock
-        self._store = store
-        self._directories = directories
-
-    def steps(self, display: str) -> StepLocks:
-        """See `Locks`."""
-        return StepLocks(self, display)
+    def __init__(self, store: StorageBackend, display: str, clock: Clock) -> None:
+        """See `Locks`; `store` is `AtomicDirectories` too."""
+        super().__init__(store, display, clock)
+        self._directories = cast(AtomicDirectories, store)
 
     def take(self, purpose: Purpose, name: str) -> Lock:
         """See `Locks`."""
@@ -435,7 +414,7 @@ class DirectoryLocks:
         except StorageError as error:
             logger.warning("%s cannot be removed: %s", key, error)
 
-    def own(self, display: str, if_in_use: IfInUse = "error") -> Lock:
+    def own(self, if_in_use: IfInUse = "error") -> Lock:
         """See `Locks`."""
         check_if_in_use(if_in_use)
         lock = self._directories.lock_directory(_OWNER)
@@ -444,11 +423,11 @@ class DirectoryLocks:
             # directory writes its record next, and the error below names the owner.
             if lock is not None or (attempt >= _LOCK_ATTEMPTS and decode_holder(self._read_record()) is not None):
                 break
-            self.clock.sleep(_LOCK_SECONDS)
+            self._clock.sleep(_LOCK_SECONDS)
             lock = self._directories.lock_directory(_OWNER)
         if lock is None:
             raise DirectoryInUseError(
-                f"{display} is in use: {self._recorded_owner()} holds it and is alive, for its lock would be gone otherwise. "
+                f"{self._display} is in use: {self._recorded_owner()} holds it and is alive, for its lock would be gone otherwise. "
                 "Close that Checkpointer, or end that job, or use another directory; a CheckpointReader can read here meanwhile"
             )
         try:
@@ -464,12 +443,12 @@ class DirectoryLocks:
             is_lost = is_lost or self._read_record() != record
             if is_lost:
                 raise SaveLostError(
-                    f"the directory {display} no longer belongs to this process: its record {_RECORD} was removed or "
+                    f"the directory {self._display} no longer belongs to this process: its record {_RECORD} was removed or "
                     f"replaced; it is held by {self._recorded_owner()}. Nothing in {ADMINISTRATION}/ is to be changed "
                     "by hand; open the directory again when nobody else writes there"
                 )
 
-        return _DirectoryLock(lock, f"the directory {display}", check_record=check_record)
+        return _DirectoryLock(lock, f"the directory {self._display}", check_record=check_record)
 
     def owner(self) -> SeenOwner | None:
         """See `Locks`."""

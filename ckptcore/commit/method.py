@@ -1,35 +1,33 @@
 """CommitMethod: how checkpoints in a directory are begun, committed, removed and locked.
 
-`commit_method` is the only code that asks what kind of storage a directory is in. Storage with real directories commits by
-rename and has locks; other storage commits by conditional puts and has leases.
+Storage with real directories commits by rename and has locks (`RenameMethod`). Other storage commits by conditional puts and
+has leases (`ConditionalPutMethod`). `ckptcore.commit.location.commit_method` chooses; no other code asks what kind it is.
 """
 
 from __future__ import annotations
 
-import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from ckptcore.commit.clocks import SYSTEM_CLOCK, Clock
-from ckptcore.commit.conditional_put_method import ConditionalPutMethod
 from ckptcore.commit.occupants import IsForeign, Overwrite, none_is_foreign
-from ckptcore.commit.rename_method import RenameMethod
 from ckptcore.commit.root import Claimed, PartialSave
-from ckptcore.protocols import AtomicDirectories, StorageBackend, Transaction
+from ckptcore.protocols import StorageBackend, Transaction
 
 if TYPE_CHECKING:
     from ckptcore.commit.conditions import Conditions
     from ckptcore.commit.location import Location
-    from ckptcore.commit.locks import Locks, StepLocks
+    from ckptcore.commit.locks import Locks
     from ckptcore.commit.sessions import PlannedSession
 
-__all__ = ["CommitMethod", "commit_method"]
+__all__ = ["CommitMethod"]
 
 T = TypeVar("T")
 
 
-class CommitMethod(Protocol):
+class CommitMethod(ABC):
     """How checkpoints in one directory are begun, committed, removed and locked. Any thread.
 
     Every location that is given to it is in the directory.
@@ -39,9 +37,14 @@ class CommitMethod(Protocol):
         claims_by_root: True if the claim of a save, and the session table of a partial save, are in the place of the root.
     """
 
-    replaces_atomically: bool
-    claims_by_root: bool
+    replaces_atomically: ClassVar[bool]
+    claims_by_root: ClassVar[bool]
 
+    def __init__(self, directory: StorageBackend) -> None:
+        """Create the method of a directory; `directory` is its storage, opened at it."""
+        self._directory = directory
+
+    @abstractmethod
     def begin(
         self,
         location: Location,
@@ -68,8 +71,8 @@ class CommitMethod(Protocol):
             AtomicityError: the storage cannot replace a checkpoint atomically, or has no conditional puts.
             SaveLostError: another process claimed the location.
         """
-        ...
 
+    @abstractmethod
     def begin_session(self, location: Location, planned: PlannedSession, conditions: Conditions) -> Transaction:
         """Begin or resume the transaction of a partial save, for one session.
 
@@ -78,8 +81,8 @@ class CommitMethod(Protocol):
             SaveLostError: a session is running, or began or ended since this one was planned.
             AtomicityError: the storage has no conditional puts.
         """
-        ...
 
+    @abstractmethod
     def resume_sessions(
         self, location: Location, examine: Callable[[PartialSave, StorageBackend], T], conditions: Conditions
     ) -> tuple[PartialSave, Transaction, T]:
@@ -96,29 +99,29 @@ class CommitMethod(Protocol):
             CheckpointExistsError: a checkpoint is in its place.
             SaveLostError: a session is running, or began or ended meanwhile.
         """
-        ...
 
+    @abstractmethod
     def store_of(
         self, location: Location, save_id: str, conditions: Conditions, *, owner: int | None = None
     ) -> StorageBackend:
         """Return the store of a transaction of another process of the job; `owner` as in `PartialSave`, for a session."""
-        ...
 
+    @abstractmethod
     def session_store(self, location: Location) -> StorageBackend:
         """Return the store of the sessions of a partial save, to read."""
-        ...
 
+    @abstractmethod
     def read_table(self, location: Location) -> bytes | None:
         """Return the session table of a partial save; None if there is none."""
-        ...
 
+    @abstractmethod
     def is_committed(self, name: str) -> bool | None:
         """Return whether a name, or "" for the directory itself, is a committed checkpoint of ours; None without a root.
 
         One small request. The root is not verified.
         """
-        ...
 
+    @abstractmethod
     def remove(self, location: Location, save_id: str, conditions: Conditions) -> None:
         """Remove the checkpoint of ours at a location, so that it never exists in part.
 
@@ -131,11 +134,11 @@ class CommitMethod(Protocol):
             CheckpointExistsError: another checkpoint is in its directory. Nothing was removed.
             SaveLostError: it was replaced meanwhile. The new checkpoint stays.
         """
-        ...
 
-    def remove_unfinished(self, location: Location, save_id: str, conditions: Conditions) -> None:
+    def remove_unfinished(
+        self, location: Location, save_id: str, conditions: Conditions
+    ) -> None:  # nothing to do by default
         """Remove a claim that is in the place of the root, with its objects, unless it was committed. Arguments as `remove`."""
-        ...
 
     def remove_sessions(self, location: Location, save_id: str) -> bool:
         """Remove a partial save that is beside its location. Return whether it existed; False if `claims_by_root`.
@@ -143,33 +146,29 @@ class CommitMethod(Protocol):
         Raises:
             SaveLostError: a session is running.
         """
-        ...
+        return False
 
-    def sweep(self, location: Location) -> None:
+    def sweep(self, location: Location) -> None:  # nothing to do by default
         """Delete the hidden directories of failed saves to a location, and of deletions of it. Lists the directory."""
-        ...
 
-    def sweep_names(self, names: Iterable[str]) -> None:
+    def sweep_names(self, names: Iterable[str]) -> None:  # nothing to do by default
         """Delete hidden directories by name, except those of running saves.
 
         Raises:
             StorageError
         """
-        ...
 
     def is_changing(self, location: Location) -> bool:
         """Return True if a save to a location, or a deletion of it, is known to be running. False if `claims_by_root`."""
-        ...
+        return False
 
-    def announce_deletion(
-        self, location: Location, locks: StepLocks, pin: str
-    ) -> AbstractContextManager[object] | None:
+    @abstractmethod
+    def announce_deletion(self, location: Location, locks: Locks, pin: str) -> AbstractContextManager[object] | None:
         """Announce the deletion of a checkpoint until the result is closed; None if `pin` is the name of a pin.
 
         Raises:
             StorageError
         """
-        ...
 
     def with_conditions(self, conditions: Conditions, url: str) -> StorageBackend:
         """Return the directory as a storage for conditional puts, which emulates them if the Context says so.
@@ -178,33 +177,17 @@ class CommitMethod(Protocol):
             conditions: of the Context.
             url: the URL of the directory, or of an object in it.
         """
-        ...
+        return self._directory
 
-    def locks(self, lease_seconds: float = 60.0, clock: Clock = SYSTEM_CLOCK) -> Locks:
+    @abstractmethod
+    def locks(self, display: str = "", lease_seconds: float = 60.0, clock: Clock = SYSTEM_CLOCK) -> Locks:
         """Return the locks in the directory; writes nothing.
 
         Args:
+            display: the directory as the user knows it, for errors.
             lease_seconds: how long this process may be suspended without losing a lease.
             clock: the time.
 
         Raises:
             ValueError: a lease cannot be that long.
         """
-        ...
-
-
-@functools.lru_cache(maxsize=64)
-def _has_directories(kind: type[StorageBackend]) -> bool:
-    """Return whether a type of storage has real directories. Cached: the check is slow."""
-    return issubclass(kind, AtomicDirectories)
-
-
-def commit_method(directory: StorageBackend) -> CommitMethod:
-    """Return the commit method of a directory of checkpoints.
-
-    Args:
-        directory: a storage, opened at the directory.
-    """
-    if _has_directories(type(directory)):
-        return RenameMethod(directory, cast(AtomicDirectories, directory))
-    return ConditionalPutMethod(directory)

@@ -1,4 +1,4 @@
-"""RenameTransaction: write into a hidden sibling directory, and commit by renaming it or exchanging it with the old one.
+"""Commits by rename: write into a hidden sibling directory, and rename it or exchange it with the old checkpoint.
 
 A lock that ends with the process holds the directory. So the directories of killed saves can be found and removed.
 """
@@ -6,21 +6,28 @@ A lock that ends with the process holds the directory. So the directories of kil
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from typing import TYPE_CHECKING, Final, TypeVar, cast
 
+from ckptcore.commit.clocks import SYSTEM_CLOCK, Clock
+from ckptcore.commit.conditions import Conditions
+from ckptcore.commit.holder import check_lease_seconds
+from ckptcore.commit.method import CommitMethod
 from ckptcore.commit.occupants import (
     IsForeign,
     Overwrite,
+    expect_no_nested,
+    is_save_of,
+    name_of_partial,
     name_of_save,
     none_is_foreign,
     refuse_to_replace,
     remove_debris,
     root_bytes,
 )
-from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Claimed
-from ckptcore.commit.root_json import encode_claim
+from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Claimed, PartialSave, new_save_id
+from ckptcore.commit.root_json import encode_claim, encode_partial
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.errors import (
     AtomicityError,
@@ -31,14 +38,19 @@ from ckptcore.errors import (
     SaveLostError,
     StorageError,
 )
-from ckptcore.protocols import AtomicDirectories
+from ckptcore.io.background import wait_for_saves_to
+from ckptcore.protocols import AtomicDirectories, StorageBackend, Transaction
 
 if TYPE_CHECKING:
     from ckptcore.commit.location import Location
+    from ckptcore.commit.locks import Locks
+    from ckptcore.commit.sessions import PlannedSession
 
-__all__ = ["RenameTransaction"]
+__all__ = ["RenameMethod", "RenameTransaction"]
 
 logger = logging.getLogger("ckptcore.commit")
+
+T = TypeVar("T")
 
 _PUBLISH_TRIES: Final = 100
 """Attempts to commit while other processes delete the old checkpoint."""
@@ -239,3 +251,212 @@ def _holds_other_root(location: Location, root: bytes | None) -> bool:
         return root_bytes(location.store) != root
     except StorageError:
         return False
+
+
+class RenameMethod(CommitMethod):
+    """The commit method of storage with real directories."""
+
+    replaces_atomically = True
+    claims_by_root = False
+
+    def __init__(self, directory: StorageBackend) -> None:
+        """See `CommitMethod`."""
+        super().__init__(directory)
+        self._directories = cast(AtomicDirectories, directory)
+
+    def begin(
+        self,
+        location: Location,
+        claim: Claimed,
+        overwrite: Overwrite,
+        conditions: Conditions,
+        is_foreign: IsForeign = none_is_foreign,
+        *,
+        resume: bool = False,
+    ) -> Transaction:
+        """See `CommitMethod`."""
+        wait_for_saves_to(location.identity)
+        hidden = name_of_save(location.name, claim.save_id)
+        replaces = refuse_to_replace(location, overwrite, is_foreign) == "checkpoint"
+        self._sweep_beside(location, hidden if resume else None)
+        transaction = RenameTransaction(location, self._directories, hidden, overwrite, is_foreign, claim)
+        if replaces and overwrite != "non-atomic":
+            try:
+                transaction.probe_exchange()
+            except BaseException:
+                if resume:
+                    transaction.leave()
+                else:
+                    transaction.abort()
+                raise
+        return transaction
+
+    def begin_session(self, location: Location, planned: PlannedSession, conditions: Conditions) -> Transaction:
+        """See `CommitMethod`."""
+        from ckptcore.commit import sessions  # only partial saves need it
+
+        transaction = self._resume(location)
+        try:
+            sessions.expect_no_checkpoint(location)  # the lock excludes a concurrent `finalize`
+            if sessions.find_partial(location) != planned.before:
+                raise sessions.changed(location)
+            transaction.store.delete([ROOT_KEY])  # of a process that was killed in `finalize`
+            if planned.before is None or planned.before.owner is not None:
+                remove_debris(transaction.store, planned.kept)  # before anything is written: it may fill the disk
+            transaction.store.put(PARTIAL_KEY, encode_partial(planned.partial))
+        except BaseException:
+            transaction.leave_if_empty()
+            raise
+        return transaction
+
+    def resume_sessions(
+        self, location: Location, examine: Callable[[PartialSave, StorageBackend], T], conditions: Conditions
+    ) -> tuple[PartialSave, Transaction, T]:
+        """See `CommitMethod`."""
+        from ckptcore.commit import sessions  # only partial saves need it
+
+        if sessions.find_partial(location) is None:
+            raise sessions.nothing(location)
+        sessions.expect_no_checkpoint(location)
+        self._sweep_beside(location, name_of_partial(location.name))
+        transaction = self._resume(location)
+        try:
+            partial = sessions.find_partial(location)  # again: the lock excludes changes
+            if partial is not None:
+                return partial, transaction, examine(partial, transaction.store)
+        except BaseException:
+            transaction.leave()
+            raise
+        transaction.abort()  # taking the lock created the directory again
+        raise sessions.nothing(location)
+
+    def _resume(self, location: Location) -> RenameTransaction:
+        """Take over the hidden directory of a partial save."""
+        from ckptcore.commit.sessions import running  # only partial saves need it
+
+        try:
+            return RenameTransaction(location, self._directories, name_of_partial(location.name))
+        except SaveLostError as error:
+            raise running(location) from error
+
+    def store_of(
+        self, location: Location, save_id: str, conditions: Conditions, *, owner: int | None = None
+    ) -> StorageBackend:
+        """See `CommitMethod`."""
+        if owner is not None:
+            return self.session_store(location)
+        return subdirectory(location.parent, name_of_save(location.name, save_id))
+
+    def session_store(self, location: Location) -> StorageBackend:
+        """See `CommitMethod`."""
+        return subdirectory(location.parent, name_of_partial(location.name))
+
+    def read_table(self, location: Location) -> bytes | None:
+        """See `CommitMethod`."""
+        try:
+            return self.session_store(location).get(PARTIAL_KEY)
+        except ObjectNotFoundError:
+            return None
+
+    def is_committed(self, name: str) -> bool | None:
+        """See `CommitMethod`. A claim never has the name of a checkpoint."""
+        try:
+            subdirectory(self._directory, name).size(ROOT_KEY)
+        except ObjectNotFoundError:
+            return None
+        return True
+
+    def remove(self, location: Location, save_id: str, conditions: Conditions) -> None:
+        """See `CommitMethod`."""
+        expect_no_nested(location)
+        self._remove_directory(location, location.name, save_id)
+
+    def remove_sessions(self, location: Location, save_id: str) -> bool:
+        """See `CommitMethod`."""
+        transaction = self._resume(location)
+        try:
+            transaction.store.size(PARTIAL_KEY)
+            self._remove_directory(location, name_of_partial(location.name), save_id)
+        except ObjectNotFoundError:
+            transaction.leave_if_empty()
+            return False
+        finally:
+            transaction.leave()
+        return True
+
+    def _remove_directory(self, location: Location, name: str, save_id: str) -> None:
+        """Remove a directory: rename it first, to a hidden name that the next save to the location removes."""
+        hidden = name_of_save(location.name, save_id)
+        self._directories.rename(name, hidden)
+        self._directories.delete_directory(hidden)
+
+    def sweep(self, location: Location) -> None:
+        """See `CommitMethod`."""
+        self._sweep_beside(location, name_of_partial(location.name))
+
+    def sweep_names(self, names: Iterable[str]) -> None:
+        """See `CommitMethod`. If one cannot be deleted, all others are."""
+        failed: StorageError | None = None
+        for name in names:
+            try:
+                self._delete_if_dead(name)
+            except StorageError as error:
+                logger.warning("cannot remove the directory of a killed save: %s", error)
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+    def is_changing(self, location: Location) -> bool:
+        """See `CommitMethod`. Removes the directories of killed saves."""
+        names = [entry.removesuffix("/") for entry in location.parent.list_names() if entry.endswith("/")]
+        alive = [name for name in names if is_save_of(location.name, name) and not self._delete_if_dead(name)]
+        return bool(alive)
+
+    def announce_deletion(self, location: Location, locks: Locks, pin: str) -> AbstractContextManager[object] | None:
+        """See `CommitMethod`. Claims the location by an empty hidden directory, which the next save removes after a kill."""
+        lock = None
+        while lock is None:  # a save that sweeps may hold a directory that was just created
+            hidden = name_of_save(location.name, new_save_id())
+            lock = self._directories.lock_directory(hidden)
+        with ExitStack() as stack:
+            stack.enter_context(lock)
+            stack.callback(self._directories.delete_directory, hidden)
+            return None if locks.is_pinned(pin) else stack.pop_all()
+
+    def locks(self, display: str = "", lease_seconds: float = 60.0, clock: Clock = SYSTEM_CLOCK) -> Locks:
+        """See `CommitMethod`."""
+        from ckptcore.commit.locks import DirectoryLocks  # plain saves and loads do not need it
+
+        check_lease_seconds(lease_seconds)
+        return DirectoryLocks(self._directory, display, clock)
+
+    def _sweep_beside(self, location: Location, kept: str | None = None) -> None:
+        """Delete the hidden directories of killed saves to a location, except `kept`.
+
+        Raises:
+            CheckpointExistsError: a partial save to the location is not finalized, and its directory is not `kept`.
+        """
+        partial = name_of_partial(location.name)
+        for entry in location.parent.list_names():
+            name = entry.removesuffix("/")
+            if name in (entry, kept):
+                continue
+            if name == partial:
+                if self.read_table(location) is not None:
+                    raise CheckpointExistsError(
+                        f"{location.display} is being filled by a partial save that is not finalized, and nothing replaces that: "
+                        "call ckptcore.finalize, or ckptcore.delete, first"
+                    )
+                self._delete_if_dead(partial)  # empty: the first session was killed as it began
+            elif is_save_of(location.name, name):
+                self._delete_if_dead(name)
+
+    def _delete_if_dead(self, name: str) -> bool:
+        """Delete a hidden directory unless a process holds it. Return whether it was deleted."""
+        lock = self._directories.lock_directory(name)
+        if lock is None:
+            return False
+        with lock:
+            logger.info("removing what a killed save left: %s", name)
+            self._directories.delete_directory(name)
+        return True

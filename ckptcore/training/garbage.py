@@ -14,9 +14,8 @@ from threading import RLock
 from typing import Final
 
 from ckptcore.commit.bases import bases_beside, find_bases, referring_to
-from ckptcore.commit.location import Location, Place, resolve_location
+from ckptcore.commit.location import Location, Place, commit_method, resolve_location
 from ckptcore.commit.locks import Lock
-from ckptcore.commit.method import commit_method
 from ckptcore.commit.root import Base, new_save_id
 from ckptcore.context import Context
 from ckptcore.errors import (
@@ -222,7 +221,7 @@ class StepDeleter:
         self._commits = commit_method(store)
         self._owned = owned
         self._context = context
-        self._locks = self._commits.locks().steps(steps.display)
+        self._locks = self._commits.locks(steps.display)
         self._lock = threading.Lock()
         self._written: set[int] = set()
         self._claims = threading.Lock()

@@ -9,9 +9,8 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
-from ckptcore.commit.location import Place, open_directory
-from ckptcore.commit.locks import Lock, StepLocks
-from ckptcore.commit.method import commit_method
+from ckptcore.commit.location import Place, commit_method, open_directory
+from ckptcore.commit.locks import Lock, Locks
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -148,7 +147,7 @@ class StepLoader:
         self._agree = agree
         self._reload = reload
         self._place = place
-        self._holds: dict[int, StepLocks] = {}
+        self._holds: dict[int, Locks] = {}
         self.restored_step: int | None = None
         self.skipped_steps: tuple[SkippedStep, ...] = ()
         self.broken_in: tuple[set[int], ...] = tuple([set() for _ in copies.tiers])
@@ -169,11 +168,9 @@ class StepLoader:
         if tier not in self._holds:
             context = self._context
             store = open_directory(steps.directory, runtime_of(context).registry, durable=False, config=context.storage)
-            self._holds[tier] = (
-                commit_method(commit_method(store).with_conditions(runtime_of(context).conditions, steps.directory))
-                .locks()
-                .steps(steps.display)
-            )
+            self._holds[tier] = commit_method(
+                commit_method(store).with_conditions(runtime_of(context).conditions, steps.directory)
+            ).locks(steps.display)
         if not steps.is_committed(step):
             raise CheckpointNotFoundError(steps.missing(step))  # before anything is written beside the steps
         pin = self._holds[tier].pin(steps.name(step))

@@ -11,8 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
-from ckptcore.commit.location import LocationLike, Within, absolute_location, open_directory
-from ckptcore.commit.method import commit_method
+from ckptcore.commit.location import LocationLike, Within, absolute_location, commit_method, open_directory
 from ckptcore.commit.occupants import ADMINISTRATION, is_leftover_name, root_bytes
 from ckptcore.commit.root import ROOT_KEY, Summary
 from ckptcore.commit.root_json import summarize_root

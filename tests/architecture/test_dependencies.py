@@ -53,6 +53,28 @@ SHARED = {
 }
 """Packages of the core that those may import."""
 
+WITH_DIRECTORIES = {
+    "ckptcore.builtin.local": "a storage",
+    "ckptcore.commit.location": "chooses the commit method",
+    "ckptcore.commit.locks": "locks directories, chosen by the commit method",
+    "ckptcore.commit.rename": "commits by rename, chosen by the commit method",
+    "ckptcore.commit.subdirectory": "a storage within another one",
+    "ckptcore.protocols": "the protocol",
+    "ckptcore.protocols.storage": "the protocol",
+    "ckptcore_testing": "its tests",
+    "ckptcore_testing.faulty_storage": "a storage within another one",
+    "ckptcore_testing.storage_directories": "its tests",
+}
+"""The only modules that name `AtomicDirectories`. All others use the commit method of a location."""
+
+CHOICES = {
+    "ckptcore.commit.location",
+    "ckptcore.commit.subdirectory",
+    "ckptcore_testing.faulty_storage",
+    "ckptcore_testing.storage_directories",
+}
+"""Those that ask whether a storage is one: storages within another one, their tests, and the one place of choice."""
+
 LAZY = "ckptcore.distributions"
 """The one module of the core that names distributions; type checkers see the lazy names of `ckptcore` there."""
 
@@ -112,6 +134,45 @@ def imports_at_top_level(source: Source) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             found.add(node.module.partition(".")[0])
     return found
+
+
+def names_directories(source: Source) -> bool:
+    """Return True if the code names `AtomicDirectories`."""
+    return any(
+        (isinstance(node, ast.Name) and node.id == "AtomicDirectories")
+        or (isinstance(node, ast.Attribute) and node.attr == "AtomicDirectories")
+        or (isinstance(node, ast.alias) and node.name == "AtomicDirectories")
+        for node in ast.walk(source.tree)
+    )
+
+
+def asks_for_directories(source: Source) -> bool:
+    """Return True if the code asks with `isinstance` or `issubclass` for `AtomicDirectories`."""
+    return any(
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("isinstance", "issubclass")
+        and any("AtomicDirectories" in ast.unparse(argument) for argument in node.args)
+        for node in ast.walk(source.tree)
+    )
+
+
+def test_only_the_commit_method_depends_on_the_kind_of_storage() -> None:
+    sources = [*core_sources(), *plugin_sources()]
+    assert {source.name for source in sources if names_directories(source)} - WITH_DIRECTORIES.keys() == set()
+    assert {source.name for source in sources if asks_for_directories(source)} == CHOICES
+
+
+def test_a_question_for_the_kind_of_storage_is_noticed(tmp_path: Path) -> None:
+    """The test above can fail."""
+    path = tmp_path / "guest.py"
+    path.write_text(
+        "from ckptcore import protocols\nasked = isinstance(store, (protocols.AtomicDirectories, int))\n",
+        encoding="utf-8",
+    )
+    source = Source(path, "guest")
+    assert names_directories(source)
+    assert asks_for_directories(source)
 
 
 def test_the_core_imports_only_what_it_declares() -> None:

@@ -19,8 +19,8 @@ import ckptcore.commit.holder
 from ckptcore.builtin import local as local_storage
 from ckptcore.builtin import local_locks
 from ckptcore.builtin.local_locks import DirectoryLock
-from ckptcore.commit.locks import StepLocks
-from ckptcore.commit.method import commit_method
+from ckptcore.commit.location import commit_method
+from ckptcore.commit.locks import Locks
 from ckptcore.errors import DirectoryInUseError
 from ckptcore.protocols import StorageBackend
 from tests.holds.interleavings import Actor, Choices, Turns, every_order
@@ -70,11 +70,11 @@ class World:
 
         actor.start(delete)
 
-    def _add(self, what: str) -> tuple[Actor, StorageBackend, StepLocks]:
+    def _add(self, what: str) -> tuple[Actor, StorageBackend, Locks]:
         actor = Actor(f"{what} {len(self.actors)}")
         self.actors.append(actor)
         store = with_faults(self.store, actor)
-        return actor, store, commit_method(store).locks(clock=actor).steps("run")
+        return actor, store, commit_method(store).locks("run", clock=actor)
 
     def run(self, choices: Choices, deaths: int = 0) -> None:
         Turns(choices, self.actors, deaths).run()
@@ -172,7 +172,7 @@ def test_orders_of_some_that_die(place: Place, data: st.DataObject, tmp_path_fac
     for _ in range(data.draw(st.integers(1, 2))):
         world.add_deleter()
     world.run(Drawn(data), deaths=2)
-    commit_method(world.store).locks().steps("run").sweep()
+    commit_method(world.store).locks("run").sweep()
     assert left(world.store) == []
 
 
@@ -193,7 +193,7 @@ def test_every_order_of_two_jobs(place: Place, tmp_path: Path) -> None:
         ) -> None:
             seen = with_faults(store, actor)
             try:
-                owner = commit_method(seen).locks(clock=actor).own("run")
+                owner = commit_method(seen).locks("run", clock=actor).own()
             except DirectoryInUseError:
                 refused.append(actor.name)
                 return

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckptcore.commit.holder import new_holder
-from ckptcore.commit.location import open_directory
-from ckptcore.commit.method import commit_method
+from ckptcore.commit.location import commit_method, open_directory
 from ckptcore.context import Context
 from ckptcore.errors import DirectoryInUseError
 from ckptcore.protocols import AtomicDirectories, StorageBackend
@@ -28,7 +27,7 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
 
 def test_sees_the_owner_as_long_as_it_is_one(directory: Open) -> None:
     assert commit_method(directory()).locks().owner() is None
-    with commit_method(directory()).locks().own("run") as owned:
+    with commit_method(directory()).locks("run").own() as owned:
         seen = commit_method(directory()).locks().owner()
         assert seen is not None
         assert seen.holder is not None
@@ -37,15 +36,15 @@ def test_sees_the_owner_as_long_as_it_is_one(directory: Open) -> None:
         assert "this process, " in seen.describe()
         owned.check()  # looking took nothing
         with pytest.raises(DirectoryInUseError):
-            commit_method(directory()).locks().own("run")
+            commit_method(directory()).locks("run").own()
     assert commit_method(directory()).locks().owner() is None
-    commit_method(directory()).locks().own("run").close()
+    commit_method(directory()).locks("run").own().close()
 
 
 def test_writes_nothing(directory: Open) -> None:
     commit_method(directory()).locks().owner()
     assert list(directory().list()) == []
-    commit_method(directory()).locks().own("run").close()
+    commit_method(directory()).locks("run").own().close()
     before = {key: directory().get(key) for key in directory().list()}
     assert before
     commit_method(directory()).locks().owner()
@@ -54,7 +53,7 @@ def test_writes_nothing(directory: Open) -> None:
 
 @pytest.mark.parametrize("record", [b"", b"no JSON", b"{}", b"[" * 100_000])
 def test_a_record_that_cannot_be_read(directory: Open, record: bytes) -> None:
-    with commit_method(directory()).locks().own("run"):
+    with commit_method(directory()).locks("run").own():
         (key,) = directory().list()
         directory().put(key, record)
         seen = commit_method(directory()).locks().owner()

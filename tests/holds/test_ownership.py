@@ -10,8 +10,8 @@ import pytest
 from ckptcore_testing.faults import FailAt, FaultPlan
 from ckptcore_testing.faulty_storage import FaultyStorage, with_faults
 
+from ckptcore.commit.location import commit_method
 from ckptcore.commit.locks import Lock
-from ckptcore.commit.method import commit_method
 from ckptcore.errors import ConditionFailedError, DirectoryInUseError, SaveLostError, StorageError
 from ckptcore.protocols import PutCondition, StorageBackend
 from tests.holds.fake_clock import FakeClock
@@ -28,11 +28,11 @@ where_locked = pytest.mark.parametrize("place", LOCKED)
 @everywhere
 def test_a_second_owner_is_refused_and_told_who_the_first_is(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
-    with commit_method(store).locks(clock=clock).own("the/run") as first:
+    with commit_method(store).locks("the/run", clock=clock).own() as first:
         with pytest.raises(DirectoryInUseError, match=r"the/run is in use: this process, process \d+ on .* since 20"):
-            commit_method(store).locks(clock=clock).own("the/run")
+            commit_method(store).locks("the/run", clock=clock).own()
         first.check()
-    commit_method(store).locks(clock=clock).own("the/run").close()
+    commit_method(store).locks("the/run", clock=clock).own().close()
 
 
 @where_locked
@@ -52,30 +52,30 @@ def test_who_is_refused_waits_for_the_record_of_the_owner(
 
         monkeypatch.setattr(clock, "sleep", look)
         with pytest.raises(DirectoryInUseError, match=r"the/run is in use: this process, process \d+ on .* since 20"):
-            commit_method(store).locks(clock=clock).own("the/run")
+            commit_method(store).locks("the/run", clock=clock).own()
         return put(key, data, condition=condition)
 
     monkeypatch.setattr(store, "put", late_put)
-    with commit_method(store).locks(clock=FakeClock()).own("the/run") as first:
+    with commit_method(store).locks("the/run", clock=FakeClock()).own() as first:
         first.check()
 
 
 @everywhere
 def test_the_error_is_a_blocking_io_error(place: Place, tmp_path: Path) -> None:
     store = place(tmp_path)
-    with commit_method(store).locks(clock=FakeClock()).own("run"), pytest.raises(BlockingIOError):
-        commit_method(store).locks(clock=FakeClock()).own("run")
+    with commit_method(store).locks("run", clock=FakeClock()).own(), pytest.raises(BlockingIOError):
+        commit_method(store).locks("run", clock=FakeClock()).own()
 
 
 @everywhere
 def test_what_is_closed_is_not_held(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
-    first = commit_method(store).locks(clock=clock).own("run")
+    first = commit_method(store).locks("run", clock=clock).own()
     first.close()
     first.close()
     with pytest.raises(SaveLostError, match="was closed"):
         first.check()
-    with commit_method(store).locks(clock=clock).own("run") as second:
+    with commit_method(store).locks("run", clock=clock).own() as second:
         first.close()
         second.check()
 
@@ -83,21 +83,21 @@ def test_what_is_closed_is_not_held(place: Place, tmp_path: Path) -> None:
 @everywhere
 def test_the_directory_of_a_living_job_is_not_taken_over(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
-    with commit_method(store).locks(clock=clock).own("run") as first:
+    with commit_method(store).locks("run", clock=clock).own() as first:
         with pytest.raises(DirectoryInUseError, match="is alive"):
-            commit_method(store).locks(clock=clock).own("run", if_in_use="take over")
+            commit_method(store).locks("run", clock=clock).own(if_in_use="take over")
         first.check()
 
 
 @where_locked
 def test_an_owner_whose_record_was_removed_notices(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
-    first = commit_method(store).locks(clock=clock).own("run")
+    first = commit_method(store).locks("run", clock=clock).own()
     store.delete([".ckptcore/owner/owner.json"])
     with pytest.raises(SaveLostError, match="run no longer belongs to this process"):
         first.check()
     first.close()
-    with commit_method(store).locks(clock=clock).own("run") as second:
+    with commit_method(store).locks("run", clock=clock).own() as second:
         with pytest.raises(SaveLostError):
             first.check()
         second.check()
@@ -107,7 +107,7 @@ def test_an_owner_whose_record_was_removed_notices(place: Place, tmp_path: Path)
 def test_of_two_owners_that_locks_do_not_keep_apart_the_first_notices(place: Place, tmp_path: Path) -> None:
     """As on a network file system whose locks hold on one machine only."""
     store, clock = place(tmp_path), FakeClock()
-    first = commit_method(store).locks(clock=clock).own("run")
+    first = commit_method(store).locks("run", clock=clock).own()
     store.put(".ckptcore/owner/owner.json", b"the record of an owner on another machine")
     for _ in range(2):
         with pytest.raises(SaveLostError):
@@ -120,7 +120,7 @@ def test_of_two_owners_that_locks_do_not_keep_apart_the_first_notices(place: Pla
 @where_leased
 def test_a_lease_is_renewed_as_long_as_it_is_held(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
-    first = commit_method(store).locks(lease_seconds=60, clock=clock).own("run")
+    first = commit_method(store).locks("run", lease_seconds=60, clock=clock).own()
     tags = set()
     for _ in range(6):
         tags.add(store.get_with_tag(LEASE)[1])
@@ -137,12 +137,12 @@ def test_a_lease_is_renewed_as_long_as_it_is_held(place: Place, tmp_path: Path) 
 def test_a_dead_owner_is_told_about_and_can_be_taken_over(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     dead = clock.process()
-    commit_method(store).locks(lease_seconds=60, clock=dead).own("run")
+    commit_method(store).locks("run", lease_seconds=60, clock=dead).own()
     dead.is_frozen = True
     with pytest.raises(DirectoryInUseError, match=r"if_in_use='take over', which waits about 60 seconds"):
-        commit_method(store).locks(clock=clock).own("run")
+        commit_method(store).locks("run", clock=clock).own()
     before = clock.now()
-    with commit_method(store).locks(clock=clock).own("run", if_in_use="take over") as second:
+    with commit_method(store).locks("run", clock=clock).own(if_in_use="take over") as second:
         assert 60 < clock.now() - before < 120
         second.check()
 
@@ -151,10 +151,10 @@ def test_a_dead_owner_is_told_about_and_can_be_taken_over(place: Place, tmp_path
 def test_the_time_that_counts_is_that_of_the_one_that_is_taken_over(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     frozen = clock.process()
-    commit_method(store).locks(lease_seconds=600, clock=frozen).own("run")
+    commit_method(store).locks("run", lease_seconds=600, clock=frozen).own()
     frozen.is_frozen = True
     before = clock.now()
-    commit_method(store).locks(lease_seconds=1, clock=clock).own("run", if_in_use="take over").close()
+    commit_method(store).locks("run", lease_seconds=1, clock=clock).own(if_in_use="take over").close()
     assert clock.now() - before > 600
 
 
@@ -162,9 +162,9 @@ def test_the_time_that_counts_is_that_of_the_one_that_is_taken_over(place: Place
 def test_a_zombie_has_lost_its_directory_for_ever(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     process = clock.process()
-    zombie = commit_method(store).locks(clock=process).own("run")
+    zombie = commit_method(store).locks("run", clock=process).own()
     process.is_frozen = True
-    second = commit_method(store).locks(clock=clock).own("run", if_in_use="take over")
+    second = commit_method(store).locks("run", clock=clock).own(if_in_use="take over")
     process.is_frozen = False
     with pytest.raises(SaveLostError, match="run was taken over by"):
         zombie.check()
@@ -183,20 +183,20 @@ def test_a_zombie_has_lost_its_directory_for_ever(place: Place, tmp_path: Path) 
 def test_a_zombie_lets_nothing_go(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     process = clock.process()
-    zombie = commit_method(store).locks(clock=process).own("run")
+    zombie = commit_method(store).locks("run", clock=process).own()
     process.is_frozen = True
-    with commit_method(store).locks(clock=clock).own("run", if_in_use="take over") as second:
+    with commit_method(store).locks("run", clock=clock).own(if_in_use="take over") as second:
         zombie.close()
         second.check()
         with pytest.raises(DirectoryInUseError):
-            commit_method(store).locks(clock=clock).own("run")
+            commit_method(store).locks("run", clock=clock).own()
 
 
 @where_leased
 def test_who_stood_still_and_was_not_taken_over_goes_on(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     process = clock.process()
-    first = commit_method(store).locks(clock=process).own("run")
+    first = commit_method(store).locks("run", clock=process).own()
     process.is_frozen = True
     clock.sleep(10_000)
     _, tag = store.get_with_tag(LEASE)
@@ -208,7 +208,7 @@ def test_who_stood_still_and_was_not_taken_over_goes_on(place: Place, tmp_path: 
 def test_who_wakes_while_somebody_waits_keeps_the_directory(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     process = clock.process()
-    first = commit_method(store).locks(clock=process).own("run")
+    first = commit_method(store).locks("run", clock=process).own()
     process.is_frozen = True
     clock.sleep(1000)
 
@@ -217,7 +217,7 @@ def test_who_wakes_while_somebody_waits_keeps_the_directory(place: Place, tmp_pa
 
     clock.repeat(50, wake, wake)
     with pytest.raises(DirectoryInUseError, match="sign of life"):
-        commit_method(store).locks(clock=clock).own("run", if_in_use="take over")
+        commit_method(store).locks("run", clock=clock).own(if_in_use="take over")
     first.check()
 
 
@@ -225,11 +225,11 @@ def test_who_wakes_while_somebody_waits_keeps_the_directory(place: Place, tmp_pa
 def test_what_is_let_go_while_somebody_waits_is_taken_at_once(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     process = clock.process()
-    first = commit_method(store).locks(clock=process).own("run")
+    first = commit_method(store).locks("run", clock=process).own()
     process.is_frozen = True
     clock.repeat(5, first.close, first.close)
     before = clock.now()
-    commit_method(store).locks(clock=clock).own("run", if_in_use="take over").check()
+    commit_method(store).locks("run", clock=clock).own(if_in_use="take over").check()
     assert clock.now() - before < 60
 
 
@@ -237,18 +237,18 @@ def test_what_is_let_go_while_somebody_waits_is_taken_at_once(place: Place, tmp_
 def test_of_two_that_take_over_one_does(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     dead = clock.process()
-    commit_method(store).locks(clock=dead).own("run")
+    commit_method(store).locks("run", clock=dead).own()
     dead.is_frozen = True
     taken: list[Lock | None] = []
 
     def take_over() -> None:
         if not taken:
             taken.append(None)
-            taken[0] = commit_method(store).locks(clock=clock).own("run", if_in_use="take over")
+            taken[0] = commit_method(store).locks("run", clock=clock).own(if_in_use="take over")
 
     clock.repeat(8, take_over, take_over)
     with pytest.raises(DirectoryInUseError):
-        commit_method(store).locks(clock=clock).own("run", if_in_use="take over")
+        commit_method(store).locks("run", clock=clock).own(if_in_use="take over")
     assert taken[0] is not None
     taken[0].check()
 
@@ -270,7 +270,7 @@ class LyingStorage(FaultyStorage):
 def test_a_renewal_that_was_done_and_said_to_fail_loses_nothing(place: Place, tmp_path: Path) -> None:
     store, clock = LyingStorage(place(tmp_path), FaultPlan()), FakeClock()
     process = clock.process()
-    first = commit_method(store).locks(clock=process).own("run")
+    first = commit_method(store).locks("run", clock=process).own()
     process.is_frozen = True
     clock.sleep(40)
     store.error = StorageError("no answer came")
@@ -281,14 +281,14 @@ def test_a_renewal_that_was_done_and_said_to_fail_loses_nothing(place: Place, tm
     clock.sleep(1000)
     first.check()
     first.close()
-    commit_method(store).locks(clock=clock).own("run").close()
+    commit_method(store).locks("run", clock=clock).own().close()
 
 
 def test_a_taking_that_was_done_and_said_to_fail_its_condition_counts(tmp_path: Path) -> None:
     """A storage that repeats a request by itself is told that the object is there: its own."""
     store, clock = LyingStorage(memory(tmp_path), FaultPlan()), FakeClock()
     store.error = ConditionFailedError("there is one")
-    first = commit_method(store).locks(clock=clock).own("run")
+    first = commit_method(store).locks("run", clock=clock).own()
     first.check()
     store.error = ConditionFailedError("it has another tag")
     clock.sleep(21)
@@ -298,11 +298,11 @@ def test_a_taking_that_was_done_and_said_to_fail_its_condition_counts(tmp_path: 
 @where_leased
 def test_a_lease_that_somebody_removed_is_lost(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
-    first = commit_method(store).locks(clock=clock).own("run")
+    first = commit_method(store).locks("run", clock=clock).own()
     store.delete([LEASE])
     with pytest.raises(SaveLostError, match="was removed or replaced"):
         first.check()
-    with commit_method(store).locks(clock=clock).own("run") as second:
+    with commit_method(store).locks("run", clock=clock).own() as second:
         with pytest.raises(SaveLostError):
             first.check()
         second.check()
@@ -331,14 +331,14 @@ def test_a_lease_that_somebody_removed_is_lost(place: Place, tmp_path: Path) -> 
 def test_a_hostile_record_is_neither_believed_nor_printed(change: dict[str, object], tmp_path: Path) -> None:
     store, clock = memory(tmp_path), FakeClock()
     dead = clock.process()
-    commit_method(store).locks(clock=dead).own("run")
+    commit_method(store).locks("run", clock=dead).own()
     dead.is_frozen = True
     store.put(LEASE, json.dumps({**json.loads(store.get(LEASE)), **change}).encode())
     with pytest.raises(DirectoryInUseError, match="cannot be read") as caught:
-        commit_method(store).locks(clock=clock).own("run")
+        commit_method(store).locks("run", clock=clock).own()
     assert "\x1b" not in str(caught.value) and len(str(caught.value)) < 1000
     before = clock.now()
-    commit_method(store).locks(clock=clock).own("run", if_in_use="take over").check()
+    commit_method(store).locks("run", clock=clock).own(if_in_use="take over").check()
     assert clock.now() - before < 120
 
 
@@ -347,15 +347,15 @@ def test_a_hostile_record_is_neither_believed_nor_printed(change: dict[str, obje
 def test_bytes_that_are_no_record_do_no_harm(place: Place, data: bytes, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     if place in LOCKED:
-        with commit_method(store).locks(clock=clock).own("run"):
+        with commit_method(store).locks("run", clock=clock).own():
             store.put(".ckptcore/owner/owner.json", data)
             with pytest.raises(DirectoryInUseError, match="a process that left no record"):
-                commit_method(store).locks(clock=clock).own("run")
+                commit_method(store).locks("run", clock=clock).own()
     else:
         store.put(LEASE, data)
         with pytest.raises(DirectoryInUseError, match="cannot be read"):
-            commit_method(store).locks(clock=clock).own("run")
-        commit_method(store).locks(clock=clock).own("run", if_in_use="take over").check()
+            commit_method(store).locks("run", clock=clock).own()
+        commit_method(store).locks("run", clock=clock).own(if_in_use="take over").check()
 
 
 @everywhere
@@ -366,15 +366,15 @@ def test_an_owner_that_cannot_write_holds_nothing(place: Place, tmp_path: Path) 
         try:
             owner = (
                 commit_method(with_faults(inner, FaultPlan(FailAt(number, StorageError("broken")))))
-                .locks(clock=clock)
-                .own("run")
+                .locks("run", clock=clock)
+                .own()
             )
         except StorageError as error:
             assert "broken" in str(error)
         else:
             owner.close()
             break
-        commit_method(inner).locks(clock=clock).own("run").close()
+        commit_method(inner).locks("run", clock=clock).own().close()
         number += 1
     assert number >= 2
 
@@ -384,7 +384,7 @@ def test_unfit_arguments(place: Place, tmp_path: Path) -> None:
     store = place(tmp_path)
     for seconds in (0, -1, 3601, float("nan"), float("inf"), True):
         with pytest.raises(ValueError, match="lease_seconds"):
-            commit_method(store).locks(lease_seconds=seconds).own("run")
+            commit_method(store).locks("run", lease_seconds=seconds).own()
     with pytest.raises(ValueError, match="if_in_use"):
-        commit_method(store).locks().own("run", if_in_use="steal")  # type: ignore[arg-type]  # the test is about that
+        commit_method(store).locks("run").own(if_in_use="steal")  # type: ignore[arg-type]  # the test is about that
     assert list(store.list()) == []

@@ -13,7 +13,7 @@ from typing import Final
 import pytest
 
 from ckptcore.commit.clocks import SYSTEM_CLOCK
-from ckptcore.commit.method import commit_method
+from ckptcore.commit.location import commit_method
 from ckptcore.errors import DirectoryInUseError
 from tests.holds.places import files_without_locks, local, memory
 
@@ -24,7 +24,7 @@ START: Final = """
 import os, sys, threading
 from pathlib import Path
 from ckptcore.errors import *
-from ckptcore.commit.method import commit_method
+from ckptcore.commit.location import commit_method
 from tests.holds.places import files_without_locks, local
 path = Path(sys.argv[1])
 """
@@ -53,8 +53,8 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 HOLD_ALL = """
 store = {place}(path)
-owner = commit_method(store).locks(lease_seconds=0.5).own("run")
-holds = commit_method(store).locks(lease_seconds=0.5).steps("run")
+owner = commit_method(store).locks("run", lease_seconds=0.5).own()
+holds = commit_method(store).locks("run", lease_seconds=0.5)
 pin = holds.pin("1")
 intent = holds.intend_deletion("2")
 print(os.getpid(), flush=True)
@@ -64,17 +64,17 @@ sys.stdin.read()
 
 def test_locks_of_a_killed_process_are_free_at_once(tmp_path: Path) -> None:
     store = local(tmp_path)
-    holds = commit_method(store).locks().steps("run")
+    holds = commit_method(store).locks("run")
     process = start(tmp_path, HOLD_ALL.format(place="local"))
     pid = say(process)
     with pytest.raises(DirectoryInUseError, match=f"process {pid} on .* is alive"):
-        commit_method(store).locks().own("run")
+        commit_method(store).locks("run").own()
     with pytest.raises(DirectoryInUseError, match=f"process {pid} on .* is alive"):
-        commit_method(store).locks().own("run", if_in_use="take over")
+        commit_method(store).locks("run").own(if_in_use="take over")
     assert holds.pinned() == {"1"}
     assert holds.intend_deletion("1") is None
     kill(process)
-    with commit_method(store).locks().own("run") as owner:
+    with commit_method(store).locks("run").own() as owner:
         owner.check()
         assert holds.pinned() == frozenset()
         holds.pin("2").close()
@@ -88,9 +88,9 @@ def test_leases_of_a_killed_process_run_out(tmp_path: Path) -> None:
     pid = say(process)
     kill(process)
     with pytest.raises(DirectoryInUseError, match=f"process {pid} on"):
-        commit_method(store).locks().own("run")
-    holds = commit_method(store).locks().steps("run")
-    with commit_method(store).locks().own("run", if_in_use="take over") as owner:
+        commit_method(store).locks("run").own()
+    holds = commit_method(store).locks("run")
+    with commit_method(store).locks("run").own(if_in_use="take over") as owner:
         owner.check()
         while holds.pinned():
             SYSTEM_CLOCK.sleep(0.2)
@@ -103,7 +103,7 @@ def test_a_process_that_ends_lets_its_leases_go(tmp_path: Path) -> None:
     _, errors = process.communicate()
     assert (process.returncode, errors) == (0, "")
     store = files_without_locks(tmp_path)
-    commit_method(store).locks().own("run").close()
+    commit_method(store).locks("run").own().close()
     assert list(store.list(".ckptcore/pins")) == list(store.list(".ckptcore/deleting")) == []
 
 
@@ -117,7 +117,7 @@ class Hanging(Subdirectory):
             threading.Event().wait()
         return super().put(key, data, condition=condition)
 store = Hanging(local(path), "objects")
-owner = commit_method(store).locks().own("run")
+owner = commit_method(store).locks("run").own()
 store.hangs = True
 """
     process = start(tmp_path, code)
@@ -127,8 +127,8 @@ store.hangs = True
 
 FORK = """
 store = {place}(path)
-owner = commit_method(store).locks(lease_seconds=0.5).own("run")
-pin = commit_method(store).locks(lease_seconds=0.5).steps("run").pin("1")
+owner = commit_method(store).locks("run", lease_seconds=0.5).own()
+pin = commit_method(store).locks("run", lease_seconds=0.5).pin("1")
 child = os.fork()
 if child == 0:
     for hold in (owner, pin):
@@ -141,7 +141,7 @@ if child == 0:
         hold.close()
     del owner, pin, hold
     try:
-        commit_method(store).locks().own("run")
+        commit_method(store).locks("run").own()
     except DirectoryInUseError:
         pass
     else:
@@ -161,15 +161,15 @@ def test_a_forked_child_lets_nothing_go(place: object, tmp_path: Path) -> None:
     store = local(tmp_path) if place is local else files_without_locks(tmp_path)
     process = start(tmp_path, FORK.format(place=getattr(place, "__name__", "")))
     assert say(process) == "checked", process.communicate()[1]
-    assert commit_method(store).locks().steps("run").pinned() == {"1"}
+    assert commit_method(store).locks("run").pinned() == {"1"}
     with pytest.raises(DirectoryInUseError):
-        commit_method(store).locks().own("run")
+        commit_method(store).locks("run").own()
     kill(process)
 
 
 CHILD_LIVES_ON = """
 store = {place}(path)
-owner = commit_method(store).locks(lease_seconds=0.5).own("run")
+owner = commit_method(store).locks("run", lease_seconds=0.5).own()
 child = os.fork()
 if child == 0:
     sys.stdin.read()
@@ -185,19 +185,19 @@ def test_a_forked_child_that_lives_on_keeps_nothing_alive(place: object, tmp_pat
     process = start(tmp_path, CHILD_LIVES_ON.format(place=getattr(place, "__name__", "")))
     assert int(say(process)) > 0
     process.wait()
-    commit_method(store).locks().own("run", if_in_use="take over").close()
+    commit_method(store).locks("run").own(if_in_use="take over").close()
     process.communicate()
 
 
 def test_what_is_dropped_is_let_go(tmp_path: Path) -> None:
     for store in (memory(tmp_path), local(tmp_path)):
-        owner = commit_method(store).locks().own("run")
+        owner = commit_method(store).locks("run").own()
         del owner
         gc.collect()
         for thread in threading.enumerate():
             if thread.name == "ckptcore-lease":
                 thread.join(60)
-        commit_method(store).locks().own("run").close()
+        commit_method(store).locks("run").own().close()
 
 
 def test_the_system_clock_repeats_and_ends_once(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_the_system_clock_repeats_and_ends_once(tmp_path: Path) -> None:
 def test_a_lease_lives_while_its_process_does(tmp_path: Path) -> None:
     """With the real clock: whoever waits for it to die sees a sign of life."""
     store = memory(tmp_path)
-    with commit_method(store).locks(lease_seconds=3).own("run") as owner:
+    with commit_method(store).locks("run", lease_seconds=3).own() as owner:
         with pytest.raises(DirectoryInUseError, match="sign of life"):
-            commit_method(store).locks().own("run", if_in_use="take over")
+            commit_method(store).locks("run").own(if_in_use="take over")
         owner.check()

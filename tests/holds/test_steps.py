@@ -11,7 +11,7 @@ from ckptcore_testing.faults import FaultPlan, SimulatedCrash
 from ckptcore_testing.faulty_storage import FaultyDirectories, FaultyStorage, with_faults
 
 from ckptcore.builtin.local import open_local
-from ckptcore.commit.method import commit_method
+from ckptcore.commit.location import commit_method
 from ckptcore.errors import CheckpointNotFoundError, SaveLostError, StorageError
 from ckptcore.protocols import AtomicDirectories, PutCondition, StorageBackend, StorageOptions
 from tests.holds.fake_clock import FakeClock
@@ -35,8 +35,8 @@ def holds_of_the_dead(store: StorageBackend) -> list[str]:
 def test_a_pinned_step_is_not_deleted(place: Place, name: str, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     reader, owner = (
-        commit_method(store).locks(clock=clock).steps("run"),
-        commit_method(store).locks(clock=clock).steps("run"),
+        commit_method(store).locks("run", clock=clock),
+        commit_method(store).locks("run", clock=clock),
     )
     with reader.pin(name) as pin:
         pin.check()
@@ -59,7 +59,7 @@ def test_a_pinned_step_is_not_deleted(place: Place, name: str, tmp_path: Path) -
 @everywhere
 def test_a_step_is_pinned_as_long_as_anyone_pins_it(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
-    holds = commit_method(store).locks(clock=clock).steps("run")
+    holds = commit_method(store).locks("run", clock=clock)
     first, second = holds.pin("1"), holds.pin("1")
     first.close()
     first.close()
@@ -72,8 +72,8 @@ def test_a_step_is_pinned_as_long_as_anyone_pins_it(place: Place, tmp_path: Path
 def test_a_pin_waits_while_the_step_is_being_deleted(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     reader, owner = (
-        commit_method(store).locks(clock=clock).steps("run"),
-        commit_method(store).locks(clock=clock).steps("run"),
+        commit_method(store).locks("run", clock=clock),
+        commit_method(store).locks("run", clock=clock),
     )
     intent = owner.intend_deletion("1")
     assert intent is not None
@@ -88,7 +88,7 @@ def test_a_pin_waits_while_the_step_is_being_deleted(place: Place, tmp_path: Pat
 @everywhere
 def test_a_pin_waits_no_longer_than_it_is_told(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
-    holds = commit_method(store).locks(clock=clock).steps("run")
+    holds = commit_method(store).locks("run", clock=clock)
     intent = holds.intend_deletion("1")
     assert intent is not None
     with pytest.raises(CheckpointNotFoundError, match=r"the step 1 in run .* 300 seconds"):
@@ -100,13 +100,13 @@ def test_a_pin_waits_no_longer_than_it_is_told(place: Place, tmp_path: Path) -> 
 @where_locked
 def test_the_locks_of_the_dead_count_for_nothing(place: Place, tmp_path: Path) -> None:
     store, clock, plan = place(tmp_path), FakeClock(), FaultPlan()
-    dying = commit_method(with_faults(store, plan)).locks(clock=clock).steps("run")
+    dying = commit_method(with_faults(store, plan)).locks("run", clock=clock)
     pin = dying.pin("1")
     intent = dying.intend_deletion("2")
     with pytest.raises(SimulatedCrash):
         plan.crash()
     assert len(holds_of_the_dead(store)) == 2
-    living = commit_method(store).locks(clock=clock).steps("run")
+    living = commit_method(store).locks("run", clock=clock)
     living.pin("2").close()
     assert living.pinned() == frozenset()
     living.sweep()
@@ -119,12 +119,12 @@ def test_the_locks_of_the_dead_count_for_nothing(place: Place, tmp_path: Path) -
 def test_a_lease_is_dead_when_it_was_seen_unchanged_for_long(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     process = clock.process()
-    dying = commit_method(store).locks(clock=process).steps("run")
+    dying = commit_method(store).locks("run", clock=process)
     pin = dying.pin("1")
     intent = dying.intend_deletion("2")
     process.is_frozen = True
     clock.sleep(10_000)
-    owner = commit_method(store).locks(clock=clock).steps("run")
+    owner = commit_method(store).locks("run", clock=clock)
     owner.sweep()
     assert owner.pinned() == {"1"}, "how long it was dead before it was first seen nobody knows"
     for _ in range(4):
@@ -142,8 +142,8 @@ def test_a_lease_is_dead_when_it_was_seen_unchanged_for_long(place: Place, tmp_p
 def test_who_looks_seldom_does_not_take_the_living_for_dead(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     reader, owner = (
-        commit_method(store).locks(clock=clock).steps("run"),
-        commit_method(store).locks(clock=clock).steps("run"),
+        commit_method(store).locks("run", clock=clock),
+        commit_method(store).locks("run", clock=clock),
     )
     with reader.pin("1"):
         for seconds in (1, 7, 59, 61, 500, 10_000, 3, 20, 40):
@@ -157,8 +157,8 @@ def test_who_stood_still_together_with_the_reader_lets_it_wake(place: Place, tmp
     store, clock = place(tmp_path), FakeClock()
     process = clock.process()
     reader, owner = (
-        commit_method(store).locks(clock=process).steps("run"),
-        commit_method(store).locks(clock=clock).steps("run"),
+        commit_method(store).locks("run", clock=process),
+        commit_method(store).locks("run", clock=clock),
     )
     pin = reader.pin("1")
     assert owner.pinned() == {"1"}
@@ -175,10 +175,10 @@ def test_who_stood_still_together_with_the_reader_lets_it_wake(place: Place, tmp
 def test_a_pin_outwaits_a_dead_deletion_and_breaks_it(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     process = clock.process()
-    intent = commit_method(store).locks(clock=process).steps("run").intend_deletion("1")
+    intent = commit_method(store).locks("run", clock=process).intend_deletion("1")
     process.is_frozen = True
     assert intent is not None
-    with commit_method(store).locks(clock=clock).steps("run").pin("1"):
+    with commit_method(store).locks("run", clock=clock).pin("1"):
         assert 60 < clock.now() < 120
         process.is_frozen = False
         with pytest.raises(SaveLostError):
@@ -190,14 +190,14 @@ def test_a_pin_outwaits_a_dead_deletion_and_breaks_it(place: Place, tmp_path: Pa
 def test_what_was_let_go_of_in_vain_is_removed_later(place: Place, tmp_path: Path) -> None:
     """A breaking that was not followed by its deletion."""
     store, clock = place(tmp_path), FakeClock()
-    pin = commit_method(store).locks(clock=clock).steps("run").pin("1")
+    pin = commit_method(store).locks("run", clock=clock).pin("1")
     key = ".ckptcore/pins/" + store.list_names(".ckptcore/pins")[0]
     store.put(key, store.get(key).replace(b'"released": false', b'"released": true'))
     for _ in range(2):
         clock.sleep(100)
         with pytest.raises(SaveLostError, match="no sign of life"):
             pin.check()
-    owner = commit_method(store).locks(clock=clock).steps("run")
+    owner = commit_method(store).locks("run", clock=clock)
     assert owner.pinned() == frozenset()
     assert holds_of_the_dead(store) == []
     pin.close()
@@ -225,7 +225,7 @@ class LastMoment(FaultyStorage):
 def test_who_wakes_at_the_last_moment_keeps_its_pin(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     process = clock.process()
-    pin = commit_method(store).locks(clock=process).steps("run").pin("1")
+    pin = commit_method(store).locks("run", clock=process).pin("1")
     process.is_frozen = True
     woken = []
 
@@ -234,7 +234,7 @@ def test_who_wakes_at_the_last_moment_keeps_its_pin(place: Place, tmp_path: Path
         process.is_frozen = False
         pin.check()
 
-    owner = commit_method(LastMoment(store, wake)).locks(clock=clock).steps("run")
+    owner = commit_method(LastMoment(store, wake)).locks("run", clock=clock)
     while not woken:
         assert owner.pinned() == {"1"}
         clock.sleep(31)
@@ -254,11 +254,11 @@ class OnlyWhatIsHeld(FaultyDirectories):
 def test_holds_are_removed_under_their_locks(place: Place, tmp_path: Path) -> None:
     store, clock, plan = place(tmp_path), FakeClock(), FaultPlan()
     assert isinstance(store, AtomicDirectories)
-    dying = commit_method(with_faults(store, plan)).locks(clock=clock).steps("run")
+    dying = commit_method(with_faults(store, plan)).locks("run", clock=clock)
     held = [dying.pin("1"), dying.pin("2")]
     with pytest.raises(SimulatedCrash):
         plan.crash()
-    careful = commit_method(OnlyWhatIsHeld(store, store, FaultPlan())).locks(clock=clock).steps("run")
+    careful = commit_method(OnlyWhatIsHeld(store, store, FaultPlan())).locks("run", clock=clock)
     careful.sweep()
     careful.pin("1").close()
     assert holds_of_the_dead(store) == []
@@ -277,7 +277,7 @@ def test_what_is_no_hold_is_left_alone(place: Place, tmp_path: Path) -> None:
     ]
     for key in keys:
         store.put(key, b"{}")
-    holds = commit_method(store).locks(clock=clock).steps("run")
+    holds = commit_method(store).locks("run", clock=clock)
     for _ in range(5):
         holds.sweep()
         clock.sleep(100)
@@ -289,7 +289,7 @@ def test_what_is_no_hold_is_left_alone(place: Place, tmp_path: Path) -> None:
 def test_a_hold_that_cannot_be_read_is_alive_until_it_is_dead(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     store.put(".ckptcore/pins/1.0123456789abcdef.json", b"\0\1\2")
-    holds = commit_method(store).locks(clock=clock).steps("run")
+    holds = commit_method(store).locks("run", clock=clock)
     assert holds.intend_deletion("1") is None
     for _ in range(4):
         clock.sleep(30)
@@ -310,7 +310,7 @@ def test_a_pin_that_cannot_be_written_says_so(tmp_path: Path) -> None:
 
 
 def expect_a_clear_refusal(store: StorageBackend) -> None:
-    holds = commit_method(store).locks(clock=FakeClock()).steps("the/run")
+    holds = commit_method(store).locks("the/run", clock=FakeClock())
     assert holds.pinned() == frozenset()
     with pytest.raises(StorageError, match="cannot pin the step 1 in the/run.*read without one") as caught:
         holds.pin("1")
@@ -321,8 +321,8 @@ def expect_a_clear_refusal(store: StorageBackend) -> None:
 def test_unfit_arguments(place: Place, tmp_path: Path) -> None:
     store = place(tmp_path)
     with pytest.raises(ValueError, match="lease_seconds"):
-        commit_method(store).locks(lease_seconds=0).steps("run")
-    holds = commit_method(store).locks().steps("run")
+        commit_method(store).locks("run", lease_seconds=0)
+    holds = commit_method(store).locks("run")
     for name in ("", "a/b"):
         with pytest.raises(ValueError, match="no name of a step"):
             holds.pin(name)

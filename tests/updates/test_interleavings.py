@@ -13,7 +13,7 @@ import pytest
 
 import ckptcore
 from ckptcore.commit.clocks import SystemClock
-from ckptcore.commit.method import commit_method
+from ckptcore.commit.location import commit_method
 from ckptcore.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -60,7 +60,7 @@ def _as_owner(run: str, context: ckptcore.Context) -> None:
     steps = StepDirectory(run, StepNames(), context)
     steps.replace(steps.list_names())
     store = steps.open_to_write()
-    with commit_method(store).locks().own(run, if_in_use="error") as owned:
+    with commit_method(store).locks(run).own(if_in_use="error") as owned:
         deleter = StepDeleter(steps, store, owned, context)
         deleter.begin(1, broken=(), under_way=frozenset, elsewhere=lambda: True).perform()
 

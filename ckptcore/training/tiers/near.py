@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Literal, TypeAlias
 
-from ckptcore.commit.location import LocationLike, Place, absolute_location
+from ckptcore.commit.location import LocationLike, Place, absolute_location, commit_method
 from ckptcore.commit.locks import IfInUse, Lock
-from ckptcore.commit.method import commit_method
 from ckptcore.context import Context
 from ckptcore.errors import InvalidLocationError
 from ckptcore.job.agreement import Agreement
@@ -142,7 +141,7 @@ class OwnedTier:
         self.policy = policy
         self.broken = broken
         self.store: StorageBackend = steps.open_to_write()
-        self.owned: Lock = commit_method(self.store).locks().own(steps.display, if_in_use)
+        self.owned: Lock = commit_method(self.store).locks(steps.display).own(if_in_use)
         self.deleter = StepDeleter(steps, self.store, self.owned, context, looks_whole=looks_whole)
 
     def infos(self) -> Sequence[StepInfo]:

@@ -11,11 +11,12 @@ from typing import Any, Final, Literal, TypeVar
 import pytest
 
 import ckptcore
+from ckptcore.commit.location import commit_method
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, StorageError, StorageFullError
 from ckptcore.hookspecs import hookimpl
 from ckptcore.model import ArraySpec, HostArray
 from ckptcore.plugins import installed_plugins
-from ckptcore.protocols import AtomicDirectories, Layout, StorageBackend, StorageOpener, StorageOptions
+from ckptcore.protocols import Layout, StorageBackend, StorageOpener, StorageOptions
 from ckptcore_testing.arrays import assert_same_bits, bit_patterns
 from ckptcore_testing.builtin_samples import FILE, MEMORY
 from ckptcore_testing.faults import CrashAt, FailAt, FaultPlan, FullAfter, Operation, SimulatedCrash
@@ -59,7 +60,7 @@ class _Place:
 
     @property
     def replaces_atomically(self) -> bool:
-        return isinstance(self.storage(), AtomicDirectories)
+        return commit_method(self.storage()).replaces_atomically
 
     def storage(self) -> StorageBackend:
         """The storage, opened at the directory that the checkpoint is in."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import click
 
 from ckptcore.commit.bases import find_bases, referring_to
+from ckptcore.commit.location import commit_method
 from ckptcore.commit.locks import IfInUse
-from ckptcore.commit.method import commit_method
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError
 from ckptcore.policies import PreservationPolicy, explain, parse_preservation, what_to_delete
@@ -208,9 +208,9 @@ def command(
             print_line(_summary(plan, "nothing to delete"))
             return ExitCode.OK
         if not take_over and commit_method(steps.store).locks().owner() is not None:
-            commit_method(steps.open_to_write()).locks().own(
+            commit_method(steps.open_to_write()).locks(
                 directory
-            ).close()  # fails if it is in use, before the question
+            ).own().close()  # fails if it is in use, before the question
         print_line(_summary(plan, "to delete"))
         if not _is_confirmed():
             print_line("nothing was deleted")
@@ -254,7 +254,7 @@ def _collect(
         StorageError, SaveLostError: some may be deleted.
     """
     store = steps.open_to_write()
-    with commit_method(store).locks().own(steps.display, if_in_use) as owned:
+    with commit_method(store).locks(steps.display).own(if_in_use) as owned:
         since = steps.changes()
         steps.replace(steps.list_names(), since)
         plan = plan_collection(steps, policy, time.time(), context)

@@ -12,9 +12,8 @@ from typing import Any, Final, Literal, TypeAlias
 import click
 
 import ckptcore
-from ckptcore.commit.location import resolve_location
+from ckptcore.commit.location import commit_method, resolve_location
 from ckptcore.commit.mark import Mark, root_mark
-from ckptcore.commit.method import commit_method
 from ckptcore.commit.occupants import parse_root, root_bytes
 from ckptcore.commit.root import ROOT_KEY, Composite, Root, Summary
 from ckptcore.commit.root_json import summarize_root
@@ -123,7 +122,7 @@ def find_steps(directory: str, names: StepNames, context: Context) -> StepDirect
 def find_pinned(store: StorageBackend, display: str) -> frozenset[str] | None:
     """The names of the steps that readers have pinned; None where that cannot be found out."""
     try:
-        return commit_method(store).locks().steps(display).pinned()
+        return commit_method(store).locks(display).pinned()
     except StorageError:
         return None  # what readers died of may not be removed by everybody who may read
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
-from ckptcore.commit.location import LocationLike, Within
+from ckptcore.commit.location import LocationLike, Within, commit_method
 from ckptcore.commit.locks import IfInUse, Lock
-from ckptcore.commit.method import commit_method
 from ckptcore.commit.occupants import Overwrite
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.context import Context
@@ -75,7 +74,7 @@ def copy_run(
     there.replace(there.list_names())
     chosen = _chosen(here, steps)
     store = there.open_to_write()
-    with commit_method(store).locks().own(there.display, if_in_use) as owned:
+    with commit_method(store).locks(there.display).own(if_in_use) as owned:
         _copy_metadata(here.store, store, overwrite)
         copy = _RunCopy(here, there, owned, overwrite, verify, progress, context)
         for step in chosen:
