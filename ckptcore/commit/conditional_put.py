@@ -13,10 +13,8 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from ckptcore.commit.clocks import SYSTEM_CLOCK, Clock
 from ckptcore.commit.conditions import Conditions, refuse_conditions
 from ckptcore.commit.fences import FencedStore
-from ckptcore.commit.holder import check_lease_seconds
 from ckptcore.commit.method import CommitMethod
 from ckptcore.commit.occupants import (
     IsForeign,
@@ -52,6 +50,7 @@ from ckptcore.io.background import wait_for_saves_to
 from ckptcore.protocols import IF_ABSENT, IfTag, StorageBackend, Transaction
 
 if TYPE_CHECKING:
+    from ckptcore.commit.clocks import Clock
     from ckptcore.commit.location import Location
     from ckptcore.commit.locks import Locks
     from ckptcore.commit.sessions import PlannedSession
@@ -447,8 +446,8 @@ class ConditionalPutMethod(CommitMethod):
         """See `CommitMethod`."""
         return conditions.storage(self._directory, url)
 
-    def locks(self, display: str = "", lease_seconds: float = 60.0, clock: Clock = SYSTEM_CLOCK) -> Locks:
+    def locks(self, display: str = "", lease_seconds: float = 60.0, clock: Clock | None = None) -> Locks:
         """See `CommitMethod`."""
         from ckptcore.commit.leases import Leases  # plain saves and loads do not need it
 
-        return Leases(self._directory, display, check_lease_seconds(lease_seconds), clock)
+        return Leases(self._directory, display, lease_seconds, clock)

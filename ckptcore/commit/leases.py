@@ -309,11 +309,12 @@ class Leases(Locks):
     that, so a holder that was only suspended finds out when it checks.
     """
 
-    def __init__(self, store: StorageBackend, display: str, lease_seconds: float, clock: Clock) -> None:
-        """See `Locks`; `lease_seconds` is how long this process may be suspended without losing a lease."""
-        super().__init__(store, display, clock)
-        self._lease_seconds = lease_seconds
-        self._seen = _LeaseObserver(clock, lease_seconds)
+    def __init__(
+        self, store: StorageBackend, display: str, lease_seconds: float = 60.0, clock: Clock | None = None
+    ) -> None:
+        """See `Locks`."""
+        super().__init__(store, display, lease_seconds, clock)
+        self._seen = _LeaseObserver(self._clock, lease_seconds)
 
     def take(self, purpose: Purpose, name: str) -> Lock:
         """See `Locks`."""

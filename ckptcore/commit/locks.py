@@ -33,8 +33,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, Literal, Self, TypeAlias, cast
 
-from ckptcore.commit.clocks import Clock
-from ckptcore.commit.holder import Holder, decode_holder, new_holder
+from ckptcore.commit.clocks import SYSTEM_CLOCK, Clock
+from ckptcore.commit.holder import Holder, check_lease_seconds, decode_holder, new_holder
 from ckptcore.commit.occupants import ADMINISTRATION
 from ckptcore.errors import (
     AtomicityError,
@@ -142,17 +142,24 @@ class Locks(ABC):
     finds expired ones. A new object takes every lease for alive.
     """
 
-    def __init__(self, store: StorageBackend, display: str, clock: Clock) -> None:
+    def __init__(
+        self, store: StorageBackend, display: str, lease_seconds: float = 60.0, clock: Clock | None = None
+    ) -> None:
         """Write nothing yet.
 
         Args:
             store: the storage, opened at the directory of steps.
             display: the directory as the user knows it.
-            clock: the time.
+            lease_seconds: how long this process may be suspended without losing a lease.
+            clock: the time; None: the system's.
+
+        Raises:
+            ValueError: a lease cannot be that long.
         """
         self._store = store
         self._display = display
-        self._clock = clock
+        self._lease_seconds = check_lease_seconds(lease_seconds)
+        self._clock = clock or SYSTEM_CLOCK
 
     @abstractmethod
     def own(self, if_in_use: IfInUse = "error") -> Lock:
@@ -365,9 +372,11 @@ class DirectoryLocks(Locks):
     lock, so a process that has created it and not locked it yet notices, and creates another one.
     """
 
-    def __init__(self, store: StorageBackend, display: str, clock: Clock) -> None:
+    def __init__(
+        self, store: StorageBackend, display: str, lease_seconds: float = 60.0, clock: Clock | None = None
+    ) -> None:
         """See `Locks`; `store` is `AtomicDirectories` too."""
-        super().__init__(store, display, clock)
+        super().__init__(store, display, lease_seconds, clock)
         self._directories = cast(AtomicDirectories, store)
 
     def take(self, purpose: Purpose, name: str) -> Lock:

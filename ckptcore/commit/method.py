@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
-from ckptcore.commit.clocks import SYSTEM_CLOCK, Clock
 from ckptcore.commit.occupants import IsForeign, Overwrite, none_is_foreign
 from ckptcore.commit.root import Claimed, PartialSave
 from ckptcore.protocols import StorageBackend, Transaction
 
 if TYPE_CHECKING:
+    from ckptcore.commit.clocks import Clock
     from ckptcore.commit.conditions import Conditions
     from ckptcore.commit.location import Location
     from ckptcore.commit.locks import Locks
@@ -180,13 +180,13 @@ class CommitMethod(ABC):
         return self._directory
 
     @abstractmethod
-    def locks(self, display: str = "", lease_seconds: float = 60.0, clock: Clock = SYSTEM_CLOCK) -> Locks:
+    def locks(self, display: str = "", lease_seconds: float = 60.0, clock: Clock | None = None) -> Locks:
         """Return the locks in the directory; writes nothing.
 
         Args:
             display: the directory as the user knows it, for errors.
             lease_seconds: how long this process may be suspended without losing a lease.
-            clock: the time.
+            clock: the time; None: the system's.
 
         Raises:
             ValueError: a lease cannot be that long.

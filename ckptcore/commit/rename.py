@@ -10,9 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
-from ckptcore.commit.clocks import SYSTEM_CLOCK, Clock
 from ckptcore.commit.conditions import Conditions
-from ckptcore.commit.holder import check_lease_seconds
 from ckptcore.commit.method import CommitMethod
 from ckptcore.commit.occupants import (
     IsForeign,
@@ -42,6 +40,7 @@ from ckptcore.io.background import wait_for_saves_to
 from ckptcore.protocols import AtomicDirectories, StorageBackend, Transaction
 
 if TYPE_CHECKING:
+    from ckptcore.commit.clocks import Clock
     from ckptcore.commit.location import Location
     from ckptcore.commit.locks import Locks
     from ckptcore.commit.sessions import PlannedSession
@@ -423,12 +422,11 @@ class RenameMethod(CommitMethod):
             stack.callback(self._directories.delete_directory, hidden)
             return None if locks.is_pinned(pin) else stack.pop_all()
 
-    def locks(self, display: str = "", lease_seconds: float = 60.0, clock: Clock = SYSTEM_CLOCK) -> Locks:
+    def locks(self, display: str = "", lease_seconds: float = 60.0, clock: Clock | None = None) -> Locks:
         """See `CommitMethod`."""
         from ckptcore.commit.locks import DirectoryLocks  # plain saves and loads do not need it
 
-        check_lease_seconds(lease_seconds)
-        return DirectoryLocks(self._directory, display, clock)
+        return DirectoryLocks(self._directory, display, lease_seconds, clock)
 
     def _sweep_beside(self, location: Location, kept: str | None = None) -> None:
         """Delete the hidden directories of killed saves to a location, except `kept`.
