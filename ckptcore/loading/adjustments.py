@@ -12,10 +12,10 @@ import numpy as np
 from ckptcore.context import Context
 from ckptcore.derivations import Stored, cast, cut, narrow, pad, reshape
 from ckptcore.derivations.dtype_values import float_values, has_all_values_of, is_narrowing, may_become
+from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.derived import Derived, derive
 from ckptcore.loading.differences import Remedy
 from ckptcore.loading.matching_options import Casting, LeafChange, Matching, ShapeChange
-from ckptcore.loading.opened import Opened
 from ckptcore.model.arrays import ArraySpec, Box, name_of_dtype
 from ckptcore.model.metadata import ArrayRecord, LeafRecord
 from ckptcore.protocols import DerivedArray
@@ -155,7 +155,7 @@ def _value_of(dtype: str, value: bool | complex) -> bool | int | float | complex
     return value
 
 
-def adjusted(opened: Opened, adjustments: Mapping[int, Adjustment], context: Context) -> Opened:
+def adjusted(opened: Checkpoint, adjustments: Mapping[int, Adjustment], context: Context) -> Checkpoint:
     """The same checkpoint with arrays adjusted, which are made as they are read.
 
     Leaves that share their bytes share what is made of them where both are adjusted alike.

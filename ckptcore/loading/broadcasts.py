@@ -10,10 +10,10 @@ from typing import Final
 
 from ckptcore.io.background import BackgroundThreads
 from ckptcore.io.elements import copy_elements
+from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.joint_loading import PeerFailure
-from ckptcore.loading.opened import Opened
 from ckptcore.loading.read_shares import Message, Round, SharedPlan, message_offsets
-from ckptcore.loading.reading import Reading, Unit, check_sizes, unread
+from ckptcore.loading.reading import LeafRead, Reading, check_sizes, unread
 from ckptcore.model.arrays import HostArray
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.transfer import Pending, ReadItem, ReadPlan, Ready
@@ -72,12 +72,12 @@ class Broadcasts:
         """
         reading = self._reading
         self._guard(lambda: check_sizes(reading.opened, {unit.leaf for unit in reading.units}))
-        by_leaf: dict[int, list[Unit]] = {}
+        by_leaf: dict[int, list[LeafRead]] = {}
         for unit in reading.units:
             if unit.number is None and any(box.size for box in unit.boxes):
                 by_leaf.setdefault(unit.leaf, []).append(unit)
             else:
-                self._guard(lambda unit=unit: self._place_empty(unit))  # type: ignore[misc]  # the default is a Unit
+                self._guard(lambda unit=unit: self._place_empty(unit))  # type: ignore[misc]  # the default is a LeafRead
         readers = BackgroundThreads(2, "ckptcore-read")
         try:
             for part in self._plan.rounds:
@@ -102,11 +102,11 @@ class Broadcasts:
         except Exception as error:  # noqa: BLE001  # raised when the others know
             self._error = error
 
-    def _place_empty(self, unit: Unit) -> None:
+    def _place_empty(self, unit: LeafRead) -> None:
         self._reading.take_memory(unit)
         self._reading.place(unit)
 
-    def _run_round(self, part: Round, by_leaf: Mapping[int, Sequence[Unit]], readers: BackgroundThreads) -> None:
+    def _run_round(self, part: Round, by_leaf: Mapping[int, Sequence[LeafRead]], readers: BackgroundThreads) -> None:
         places = _Places(self._reading)
         self._guard(lambda: places.add([unit for leaf in sorted(part.leaves) for unit in by_leaf.get(leaf, ())]))
         if self._failed or not part.direct:
@@ -193,10 +193,10 @@ class _Places:
 
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
-        self._units: dict[int, list[Unit]] = {}
+        self._units: dict[int, list[LeafRead]] = {}
         self._missing: dict[int, int] = {}
 
-    def add(self, units: Sequence[Unit]) -> None:
+    def add(self, units: Sequence[LeafRead]) -> None:
         """Take memory for units."""
         for unit in units:
             self._reading.take_memory(unit)
@@ -248,7 +248,7 @@ class _Places:
 class _Direct:
     """Boxes that are read into place, on a thread of their own."""
 
-    def __init__(self, opened: Opened, items: Sequence[ReadItem], places: _Places) -> None:
+    def __init__(self, opened: Checkpoint, items: Sequence[ReadItem], places: _Places) -> None:
         self._opened = opened
         self._items = items
         self._buffers = [places.memory_of(item) for item in items]
@@ -289,7 +289,7 @@ class _Direct:
             yield item
 
 
-def _itemsizes(opened: Opened) -> Callable[[int], int]:
+def _itemsizes(opened: Checkpoint) -> Callable[[int], int]:
     """Gives, by number of a leaf that is an array, bytes per element."""
     known: dict[int, int] = {}
 
@@ -304,7 +304,7 @@ def _itemsizes(opened: Opened) -> Callable[[int], int]:
     return find
 
 
-def _read_all(opened: Opened, items: Sequence[ReadItem], buffers: Sequence[HostArray]) -> None:
+def _read_all(opened: Checkpoint, items: Sequence[ReadItem], buffers: Sequence[HostArray]) -> None:
     """Fill buffers with boxes."""
     missing = set(range(len(items)))
     plan = ReadPlan(opened.tree, opened.state, tuple(items))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ckptcore.errors import TreeMismatchError
-from ckptcore.loading.opened import Opened
+from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.model.tree import LEAF, Key, Node, Skeleton
 from ckptcore.select import LeafTable, Selection
 
@@ -13,7 +13,7 @@ __all__ = ["chosen_leaves", "prune"]
 
 
 def chosen_leaves(
-    opened: Opened, selection: Selection, describe: Callable[[Opened], Sequence[object]]
+    opened: Checkpoint, selection: Selection, describe: Callable[[Checkpoint], Sequence[object]]
 ) -> frozenset[int]:
     """The numbers of the leaves of a checkpoint that are selected. Reads nothing.
 
@@ -43,7 +43,9 @@ def chosen_leaves(
     return chosen
 
 
-def _chosen(opened: Opened, selection: Selection, describe: Callable[[Opened], Sequence[object]]) -> frozenset[int]:
+def _chosen(
+    opened: Checkpoint, selection: Selection, describe: Callable[[Checkpoint], Sequence[object]]
+) -> frozenset[int]:
     if opened.derived is None or opened.derived.opened_so:
         return selection.leaves(LeafTable(opened.tree.paths, lambda: describe(opened)))
     below = opened.derived.below[0]  # names are those of what is loaded, not of checkpoints beside it

@@ -15,11 +15,17 @@ from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, StorageError, TargetUndefinedError
 from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement
+from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, file_pieces
+from ckptcore.loading.consistent_read import (
+    ATTEMPTS,
+    ConsistentRead,
+    replaced_too_often,
+    while_tree_unchanged,
+    while_unchanged,
+)
 from ckptcore.loading.load import load_into_target, load_nothing, load_value
 from ckptcore.loading.members import open_member, told_names
-from ckptcore.loading.opened import Opened, OpenedComposite, file_pieces
 from ckptcore.loading.opening import open_names
-from ckptcore.loading.tries import ATTEMPTS, Tries, replaced_too_often, while_tree_unchanged, while_unchanged
 from ckptcore.loading.wanted import Everything, Request, Wanted, plan_requests
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Coordinator
@@ -62,7 +68,7 @@ def load_composite(
 
 
 def _load_once(
-    composite: OpenedComposite,
+    composite: CompositeCheckpoint,
     location: Place,
     wanted: Wanted | Everything,
     context: Context,
@@ -81,7 +87,7 @@ def _load_once(
 
 
 def _as_asked_for(
-    loaded: Mapping[str, object], wanted: Wanted | Everything, composite: OpenedComposite
+    loaded: Mapping[str, object], wanted: Wanted | Everything, composite: CompositeCheckpoint
 ) -> dict[str, object]:
     """Return what was loaded, in the order of `wanted`; in that of the save if all checkpointables were loaded."""
     names = None if isinstance(wanted, Everything) else wanted.names
@@ -168,8 +174,8 @@ class _JointAttempt:
         self._context = context
         self._recording = recording
         self._changed = changed
-        self._tries = Tries(location, context, open_names)
-        self._composite: OpenedComposite | None = None
+        self._tries = ConsistentRead(location, context, open_names)
+        self._composite: CompositeCheckpoint | None = None
         self._requests: dict[str, Request] = {}
         self._loaded: dict[str, object] = {}
 
@@ -234,7 +240,7 @@ def _load(request: Request, context: Context, recording: Recording) -> object:
 def _load_files(request: Request, context: Context, recording: Recording) -> object:
     began = False
 
-    def attempt(opened: Opened) -> object:
+    def attempt(opened: Checkpoint) -> object:
         nonlocal began
         with recording.phase("read") as phase:
             phase.nbytes = sum(record.size for record in opened.objects.values())
@@ -269,7 +275,7 @@ def _load_files(request: Request, context: Context, recording: Recording) -> obj
         ) from error
 
 
-def _copy_out(opened: Opened, directory: Path) -> None:
+def _copy_out(opened: Checkpoint, directory: Path) -> None:
     """Write every file to a local directory, verified, and make the directories that had none.
 
     Raises:

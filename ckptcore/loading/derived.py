@@ -15,7 +15,7 @@ from ckptcore.derivations import Stored, WholeArray, walk
 from ckptcore.derivations.batches import Batch, Fill, Place, StoredRead
 from ckptcore.errors import TransformError
 from ckptcore.io.memory import allocate
-from ckptcore.loading.opened import Opened, naming_further, replaced_beside
+from ckptcore.loading.checkpoint import Checkpoint, naming_further, replaced_beside
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import ReadPlan
@@ -44,7 +44,7 @@ _Run: TypeAlias = Literal["whole", "long", "short"]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What makes the arrays of an `Opened`, for another process that opens the checkpoints itself. It is pickled.
+    """What makes the arrays of an `Checkpoint`, for another process that opens the checkpoints itself. It is pickled.
 
     Attributes:
         tree, derivations, values, most_bytes: as of a `Derived`.
@@ -57,7 +57,7 @@ class Recipe:
     most_bytes: int
     beside: tuple[LocationAddress, ...]
 
-    def make(self, opened: Opened, open_beside: Callable[[LocationAddress], Opened]) -> Opened:
+    def make(self, opened: Checkpoint, open_beside: Callable[[LocationAddress], Checkpoint]) -> Checkpoint:
         """The checkpoint, derived again."""
         beside = [open_beside(address) for address in self.beside]
         return derive(
@@ -65,7 +65,7 @@ class Recipe:
         )
 
     @classmethod
-    def all_of(cls, opened: Opened) -> tuple[Recipe, ...]:
+    def all_of(cls, opened: Checkpoint) -> tuple[Recipe, ...]:
         """Those that make a checkpoint of the one that is stored, one after the other."""
         if not isinstance(found := opened.derived, Derived) or found.opened_so:
             return ()
@@ -78,7 +78,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Derived:
-    """What makes the arrays of an `Opened`.
+    """What makes the arrays of an `Checkpoint`.
 
     Attributes:
         tree: what is made.
@@ -91,7 +91,7 @@ class Derived:
     """
 
     tree: TreeMetadata
-    below: tuple[Opened, ...]
+    below: tuple[Checkpoint, ...]
     derivations: Mapping[int, DerivedArray]
     values: Mapping[int, int]
     most_bytes: int = _USUAL_BYTES
@@ -102,7 +102,7 @@ class Derived:
     """By checkpoint, and leaf, the bytes that lie in objects as they are; looked up when it is asked for."""
 
     def read(self, plan: ReadPlan, buffers: Sequence[HostArray]) -> Iterator[int]:
-        """See `Opened.read`.
+        """See `Checkpoint.read`.
 
         Raises:
             TransformError: if an array cannot be computed, as where a function of the caller's fails; names it.
@@ -269,16 +269,16 @@ class Derived:
 
 
 def derive(
-    opened: Opened,
+    opened: Checkpoint,
     tree: TreeMetadata,
     derivations: Mapping[int, DerivedArray],
     *,
     values: Mapping[int, int],
-    beside: Sequence[Opened] = (),
+    beside: Sequence[Checkpoint] = (),
     most_bytes: int | None = None,
     told: str = "",
     changes: Mapping[int, tuple[int, str]] | None = None,
-) -> Opened:
+) -> Checkpoint:
     """A checkpoint with another tree, whose arrays are made of those of one that is open as they are read.
 
     It is read as any other: by boxes. Values, which stand in the tree, are those of the new tree.
@@ -318,7 +318,7 @@ def derive(
     return dataclasses.replace(opened, tree=tree, derived=derived, copies=None)
 
 
-def check_beside(opened: Opened) -> None:
+def check_beside(opened: Checkpoint) -> None:
     """Make sure that the further checkpoints that arrays are made of have not been replaced since they were opened.
 
     Raises:

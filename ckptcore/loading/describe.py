@@ -18,11 +18,11 @@ from ckptcore.errors import (
     UncommittedCheckpointError,
 )
 from ckptcore.events import Event
+from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint
+from ckptcore.loading.consistent_read import while_tree_unchanged, while_unchanged
 from ckptcore.loading.load import abstract_tree, is_files, transformed
 from ckptcore.loading.members import is_deleted, open_member, present_members
-from ckptcore.loading.opened import Opened, OpenedComposite
 from ckptcore.loading.opening import open_either, open_tree
-from ckptcore.loading.tries import while_tree_unchanged, while_unchanged
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import JSON
@@ -174,8 +174,8 @@ def describe_checkpoint(place: Place, context: Context) -> CheckpointMetadata:
         CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError
     """
 
-    def describe(found: Opened | OpenedComposite) -> CheckpointMetadata:
-        if isinstance(found, Opened):
+    def describe(found: Checkpoint | CompositeCheckpoint) -> CheckpointMetadata:
+        if isinstance(found, Checkpoint):
             return describe_opened(found, context)
         return _describe_composite(found, place, context)
 
@@ -194,7 +194,7 @@ def describe_tree(place: Place, context: Context, transforms: Transforms = ()) -
     )
 
 
-def describe_opened(opened: Opened, context: Context) -> CheckpointMetadata:
+def describe_opened(opened: Checkpoint, context: Context) -> CheckpointMetadata:
     """Describe an open tree. Reads nothing."""
     root = opened.root
     return CheckpointMetadata(
@@ -218,7 +218,7 @@ def _timeline(stored: JSON, location: str) -> Sequence[Event]:
     return () if stored is None else timeline_from_json(stored, location=location)
 
 
-def _describe_composite(composite: OpenedComposite, location: Place, context: Context) -> CheckpointMetadata:
+def _describe_composite(composite: CompositeCheckpoint, location: Place, context: Context) -> CheckpointMetadata:
     root, members = composite.root, composite.members
     present = present_members(composite)
     found: dict[str, CheckpointMetadata] = {}
@@ -252,7 +252,7 @@ def _describe_composite(composite: OpenedComposite, location: Place, context: Co
     )
 
 
-def _contents_to_load(composite: OpenedComposite, context: Context) -> TreeContents | None:
+def _contents_to_load(composite: CompositeCheckpoint, context: Context) -> TreeContents | None:
     """Return the tree that `ckptcore.load` loads of a checkpoint of other software; None if it loads none."""
     try:
         opened = open_tree(composite.location, composite.mark, context)
@@ -264,7 +264,7 @@ def _contents_to_load(composite: OpenedComposite, context: Context) -> TreeConte
 
 
 def _describe_first(
-    composite: OpenedComposite, name: str, directories: Sequence[str], location: Place, context: Context
+    composite: CompositeCheckpoint, name: str, directories: Sequence[str], location: Place, context: Context
 ) -> CheckpointMetadata | None:
     """What the first of the directories that is still there says of itself; None if none is."""
     for directory in directories:

@@ -11,9 +11,9 @@ from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, RankFailedError
 from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement
-from ckptcore.loading.opened import Opened, Source, naming_arrays
+from ckptcore.loading.checkpoint import Checkpoint, Source, naming_arrays
+from ckptcore.loading.consistent_read import ConsistentRead, tree_read
 from ckptcore.loading.reading import Planned, Reading, perform
-from ckptcore.loading.tries import Tries, tries_of
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Coordinator
 from ckptcore.runtime import runtime_of
@@ -113,7 +113,7 @@ def load_jointly(
     context: Context,
     recording: Recording,
     job: Coordinator,
-    plan: Callable[[Opened], Planned[T]],
+    plan: Callable[[Checkpoint], Planned[T]],
     attempt_type: type[JointAttempt],
 ) -> T:
     """Load on all ranks of a job, and return when all have loaded.
@@ -135,7 +135,7 @@ def load_jointly(
         What opening, planning, reading and finishing do.
     """
     agreement = Agreement(job, runtime_of(context).exchange_key(f"{agreed_name(location, recording)}/load"), recording)
-    tries = tries_of(location, context)
+    tries = tree_read(location, context)
     for number in itertools.count():  # `tries` limits the attempts
         attempt = attempt_type(tries, context, job, agreement, number, str(location))
         planned = attempt.plan(plan)
@@ -155,7 +155,13 @@ class JointAttempt:
     """One attempt to load, in which every process reads for itself. Each method must be called on every rank."""
 
     def __init__(
-        self, tries: Tries[Opened], context: Context, job: Coordinator, agreement: Agreement, number: int, location: str
+        self,
+        tries: ConsistentRead[Checkpoint],
+        context: Context,
+        job: Coordinator,
+        agreement: Agreement,
+        number: int,
+        location: str,
     ) -> None:
         self._tries = tries
         self._context = context
@@ -164,9 +170,9 @@ class JointAttempt:
         self._number = number
         self._location = location
 
-    def plan(self, plan: Callable[[Opened], Planned[T]]) -> Planned[T] | None:
+    def plan(self, plan: Callable[[Checkpoint], Planned[T]]) -> Planned[T] | None:
         """Open the checkpoint and plan; None if it was replaced meanwhile."""
-        opened: list[Opened] = []
+        opened: list[Checkpoint] = []
         planned: list[Planned[T]] = []
 
         def open_it() -> JSON:
@@ -197,7 +203,7 @@ class JointAttempt:
 
         return not self._take_step("read", read).again
 
-    def _told_of(self, opened: Opened, reading: Reading) -> JSON:
+    def _told_of(self, opened: Checkpoint, reading: Reading) -> JSON:
         """Return what this rank sends to the leader about its plan."""
         return None
 

@@ -13,11 +13,11 @@ from ckptcore.commit.location import Place
 from ckptcore.context import Context
 from ckptcore.errors import PluginError, TargetUndefinedError, TreeMismatchError
 from ckptcore.events import Recording
+from ckptcore.loading.checkpoint import Checkpoint, Source, file_pieces
+from ckptcore.loading.consistent_read import while_tree_unchanged
 from ckptcore.loading.load_requests import AS_IT_IS, LoadRequest
 from ckptcore.loading.matching import Matched, match_leaves
-from ckptcore.loading.opened import Opened, Source, file_pieces
 from ckptcore.loading.reading import Planned, Reading, perform, plan_reading
-from ckptcore.loading.tries import while_tree_unchanged
 from ckptcore.model.arrays import AbstractArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.tree import MAX_DEPTH, Attribute, Skeleton, TreePath, format_path
@@ -67,7 +67,7 @@ def load_value(
     """The value of the checkpoint, as `abstract` asks; NumPy leaves in the structure that was saved if it is None."""
     account = account_of(request)
 
-    def plan(opened: Opened) -> Planned[object]:
+    def plan(opened: Checkpoint) -> Planned[object]:
         if is_files(opened):
             if abstract is not None or request.transforms or request.select is not None:
                 raise _files_instead(opened)
@@ -113,7 +113,7 @@ def load_value(
     return value
 
 
-def transformed(opened: Opened, transforms: Transforms, context: Context) -> Opened:
+def transformed(opened: Checkpoint, transforms: Transforms, context: Context) -> Checkpoint:
     """A checkpoint as transforms make it; itself where there are none. Reads no array.
 
     Raises:
@@ -126,7 +126,7 @@ def transformed(opened: Opened, transforms: Transforms, context: Context) -> Ope
     return apply_transforms(opened, transforms, context)
 
 
-def _checking(opened: Opened, finish: Callable[[list[object]], T]) -> Callable[[list[object]], T]:
+def _checking(opened: Checkpoint, finish: Callable[[list[object]], T]) -> Callable[[list[object]], T]:
     """What finishes a load, after a look whether every checkpoint that was read is still the one that was opened."""
     if opened.derived is None:
         return finish
@@ -154,7 +154,7 @@ def load_nothing(location: Source, context: Context, recording: Recording) -> No
     _load(location, context, recording, lambda opened: Planned(Reading(opened, (), []), lambda leaves: None))
 
 
-def _load(location: Source, context: Context, recording: Recording, plan: Callable[[Opened], Planned[T]]) -> T:
+def _load(location: Source, context: Context, recording: Recording, plan: Callable[[Checkpoint], Planned[T]]) -> T:
     """Open a checkpoint and load what is planned of it: here, or together with the other processes of the job."""
     job = runtime_of(context).job() if context.job.reads != "alone" else None
     if job is not None and job.size > 1:
@@ -167,7 +167,7 @@ def _load(location: Source, context: Context, recording: Recording, plan: Callab
             attempt_type = SharedAttempt
         return load_jointly(location, context, recording, job, plan, attempt_type)
 
-    def attempt(opened: Opened) -> T:
+    def attempt(opened: Checkpoint) -> T:
         planned = plan(opened)
         planned.begin()
         with recording.phase("read", planned.reading.nbytes):
@@ -177,12 +177,12 @@ def _load(location: Source, context: Context, recording: Recording, plan: Callab
     return while_tree_unchanged(location, context, attempt)
 
 
-def is_files(opened: Opened) -> bool:
+def is_files(opened: Checkpoint) -> bool:
     """Whether a checkpoint holds files that an object wrote, and no tree."""
     return opened.layout.name == FilesLayout.name
 
 
-def refuse_files(opened: Opened) -> None:
+def refuse_files(opened: Checkpoint) -> None:
     """Refuse a checkpoint that holds no tree.
 
     Raises:
@@ -192,7 +192,7 @@ def refuse_files(opened: Opened) -> None:
         raise _files_instead(opened)
 
 
-def _files_instead(opened: Opened) -> TreeMismatchError:
+def _files_instead(opened: Checkpoint) -> TreeMismatchError:
     return TreeMismatchError(
         f"{opened.location.display} holds files that an object wrote, and no tree: load it with load_checkpointables and an object "
         "like the one that was saved, or with load() and nothing else for the files as bytes",
@@ -200,7 +200,7 @@ def _files_instead(opened: Opened) -> TreeMismatchError:
     )
 
 
-def check_target(opened: Opened, target: object, context: Context, request: LoadRequest) -> None:
+def check_target(opened: Checkpoint, target: object, context: Context, request: LoadRequest) -> None:
     """Refuse a target that what is stored cannot be loaded into. Changes and reads nothing.
 
     Raises:
@@ -234,7 +234,7 @@ def _holds_objects(node: object, registry: Plugins, depth: int) -> bool:
     return any(_holds_objects(child, registry, depth - 1) for child in container.flatten(node).children)
 
 
-def _match(opened: Opened, flat: Flat, context: Context, request: LoadRequest) -> Matched:
+def _match(opened: Checkpoint, flat: Flat, context: Context, request: LoadRequest) -> Matched:
     """Which stored leaf each leaf of an abstract tree is."""
     job = runtime_of(context).job()
     return match_leaves(
@@ -248,7 +248,7 @@ def _match(opened: Opened, flat: Flat, context: Context, request: LoadRequest) -
     )
 
 
-def chosen_of(opened: Opened, selection: Selection, context: Context) -> frozenset[int]:
+def chosen_of(opened: Checkpoint, selection: Selection, context: Context) -> frozenset[int]:
     """The numbers of the leaves that are selected. Reads nothing.
 
     Raises:
@@ -260,7 +260,7 @@ def chosen_of(opened: Opened, selection: Selection, context: Context) -> frozens
 
 
 def _chosen_alone(
-    opened: Opened, selection: Selection, handlers: Sequence[LeafHandler], context: Context
+    opened: Checkpoint, selection: Selection, handlers: Sequence[LeafHandler], context: Context
 ) -> tuple[Matched, Skeleton]:
     """What is loaded where no abstract tree is given, and the tree that it makes; `handlers` are those of the stored leaves."""
     from ckptcore.loading.chosen_trees import prune  # only who selects waits for it
@@ -271,7 +271,7 @@ def _chosen_alone(
     return Matched(numbers, [None if number is None else handlers[number] for number in numbers], (), ignored), skeleton
 
 
-def _adjusted(opened: Opened, matched: Matched, context: Context) -> Opened:
+def _adjusted(opened: Checkpoint, matched: Matched, context: Context) -> Checkpoint:
     """The checkpoint with what was matched as it is asked for."""
     if not matched.adjustments:
         return opened
@@ -280,7 +280,7 @@ def _adjusted(opened: Opened, matched: Matched, context: Context) -> Opened:
     return adjusted(opened, matched.adjustments, context)
 
 
-def _match_target(opened: Opened, flat: Flat, context: Context, request: LoadRequest) -> Matched:
+def _match_target(opened: Checkpoint, flat: Flat, context: Context, request: LoadRequest) -> Matched:
     """Which stored leaf each leaf of a target is.
 
     Raises:
@@ -333,7 +333,7 @@ def load_into_target(
         nonlocal began
         began = True
 
-    def plan(opened: Opened) -> Planned[None]:
+    def plan(opened: Checkpoint) -> Planned[None]:
         refuse_files(opened)
         with recording.phase("open"):
             opened = transformed(opened, request.transforms, context)
@@ -397,7 +397,7 @@ def _abstract_leaves_of(tree: TreeMetadata, registry: Plugins) -> list[object]:
     ]
 
 
-def _stored_at(opened: Opened, registry: Plugins) -> Callable[[TreePath], object]:
+def _stored_at(opened: Checkpoint, registry: Plugins) -> Callable[[TreePath], object]:
     """Finds what is stored at a path; None where nothing is."""
     whole = functools.cache(lambda: abstract_tree(opened.tree, registry))
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.matching import Matched
 from ckptcore.loading.matching_options import LeafChange, LoadReport
-from ckptcore.loading.opened import Opened
 from ckptcore.model.tree import Skeleton, TreePath, format_path, leaf_paths
 
 __all__ = ["LoadAccount"]
@@ -23,7 +23,7 @@ class _Plan:
         asked: the containers of what is asked for.
     """
 
-    opened: Opened
+    opened: Checkpoint
     before: int
     matched: Matched
     asked: Skeleton
@@ -37,7 +37,7 @@ class LoadAccount:
         self._report = report
         self._plan: _Plan | None = None
 
-    def planned(self, opened: Opened, matched: Matched, asked: Skeleton) -> None:
+    def planned(self, opened: Checkpoint, matched: Matched, asked: Skeleton) -> None:
         """A try was planned, and nothing is read yet. What an earlier try planned is forgotten."""
         self._plan = _Plan(opened, _bytes_read(opened), matched, asked)
 
@@ -71,7 +71,7 @@ def _told(plan: _Plan) -> LoadReport:
     )
 
 
-def _bytes_read(opened: Opened) -> int:
+def _bytes_read(opened: Checkpoint) -> int:
     """Bytes that were asked of the storage by now, also for further checkpoints that arrays are made of."""
     if opened.derived is not None:
         return sum(map(_bytes_read, opened.derived.below))

@@ -7,8 +7,8 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from ckptcore.errors import TreeMismatchError
+from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.matching_options import EXACT, Matching
-from ckptcore.loading.opened import Opened
 from ckptcore.model.arrays import StridedMemory
 from ckptcore.model.metadata import LeafRecord, ValueRecord
 from ckptcore.model.tree import format_path
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def check_shared_memory(
-    opened: Opened, numbers: Sequence[int | None], memory: Sequence[Sequence[StridedMemory] | None]
+    opened: Checkpoint, numbers: Sequence[int | None], memory: Sequence[Sequence[StridedMemory] | None]
 ) -> None:
     """Refuse leaves of a target that share memory, unless they are one array in the target and in the checkpoint.
 
@@ -66,7 +66,7 @@ def check_shared_memory(
             before.append((extent, number, part))
 
 
-def check_shared_containers(opened: Opened, numbers: Sequence[int | None], shape: Shape) -> None:
+def check_shared_containers(opened: Checkpoint, numbers: Sequence[int | None], shape: Shape) -> None:
     """Refuse a container at two places of a target for which the checkpoint has two values.
 
     Raises:
@@ -79,13 +79,13 @@ def check_shared_containers(opened: Opened, numbers: Sequence[int | None], shape
                 raise _refusal(opened, number, others, "one object")
 
 
-def _stored(opened: Opened, number: int) -> LeafRecord | int:
+def _stored(opened: Checkpoint, number: int) -> LeafRecord | int:
     """Return the value of a stored leaf, or the number of its array."""
     record = opened.tree.leaves[number]
     return record if isinstance(record, ValueRecord) else opened.tree.aliases.get(number, number)
 
 
-def _refusal(opened: Opened, first: int, second: int, shared: str) -> TreeMismatchError:
+def _refusal(opened: Checkpoint, first: int, second: int, shared: str) -> TreeMismatchError:
     one, other = (format_path(opened.tree.paths[number]) for number in (first, second))
     if first == second:
         reason, line = f"{one} has {shared} in the target", f"{one}: has {shared} in the target"

@@ -20,9 +20,9 @@ from ckptcore.errors import (
     CorruptCheckpointError,
     ObjectNotFoundError,
 )
-from ckptcore.loading.opened import Opened, OpenedComposite
+from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint
+from ckptcore.loading.consistent_read import ConsistentRead, open_checkpoint
 from ckptcore.loading.opening import open_files, open_tree
-from ckptcore.loading.tries import Tries, open_checkpoint
 
 __all__ = [
     "is_deleted",
@@ -35,7 +35,7 @@ _NAMES_TOLD: Final = 20
 _OF_RANK: Final = re.compile(r"(.+)\.rank_(0|[1-9][0-9]{0,8})", re.DOTALL)
 
 
-def present_members(composite: OpenedComposite) -> dict[str, list[str]]:
+def present_members(composite: CompositeCheckpoint) -> dict[str, list[str]]:
     """The names of what is still there, each with its directories in the order of ranks. One request, however many there are.
 
     Of what other software wrote one can be a file. What was saved may have been deleted since. On storage without directories a deletion that died leaves a directory:
@@ -60,7 +60,7 @@ def present_members(composite: OpenedComposite) -> dict[str, list[str]]:
     return present
 
 
-def _found_by_roots(composite: OpenedComposite) -> set[str]:
+def _found_by_roots(composite: CompositeCheckpoint) -> set[str]:
     """The directories in which roots of the composite's members stand, without a listing. A request for each, and one for each name."""
     found = set()
     for name, member in composite.members.items():
@@ -72,7 +72,7 @@ def _found_by_roots(composite: OpenedComposite) -> set[str]:
     return found
 
 
-def is_deleted(composite: OpenedComposite, directory: str) -> bool:
+def is_deleted(composite: CompositeCheckpoint, directory: str) -> bool:
     """Whether nothing is in a directory of the composite, or a deletion of what was there began."""
     inside = subdirectory(composite.location.store, directory)
     data = root_bytes(inside)
@@ -89,7 +89,9 @@ def _is_file(location: Location, name: str) -> bool:
     return True
 
 
-def open_member(composite: OpenedComposite, name: str, directory: str, location: Place, context: Context) -> Opened:
+def open_member(
+    composite: CompositeCheckpoint, name: str, directory: str, location: Place, context: Context
+) -> Checkpoint:
     """Open what was saved under a name of the composite.
 
     Raises:
@@ -114,13 +116,13 @@ def open_member(composite: OpenedComposite, name: str, directory: str, location:
 
 
 def _open_foreign_member(
-    composite: OpenedComposite, name: str, directory: str, location: Place, context: Context
-) -> Opened:
+    composite: CompositeCheckpoint, name: str, directory: str, location: Place, context: Context
+) -> Checkpoint:
     opener = open_files if composite.members[name].kind == "files" else open_tree
     others = told_names([other for other in composite.members if other != name])
     hint = f"ask load_checkpointables for the names that you need, to load the others without it: {others}"
     try:
-        return Tries(Within(location, directory), context, opener).open()
+        return ConsistentRead(Within(location, directory), context, opener).open()
     except (CheckpointNotFoundError, CompositeCheckpointError) as error:
         raise CheckpointNotFoundError(
             f"{name!r} in {composite.location.display} is nothing that an installed plugin reads: {error}; {hint}"

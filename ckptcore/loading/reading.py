@@ -10,7 +10,7 @@ from typing import Final, Generic, TypeVar
 from ckptcore.context import Context
 from ckptcore.errors import CorruptCheckpointError, PluginError, UnsupportedLeafError
 from ckptcore.io.memory import allocate
-from ckptcore.loading.opened import Opened, naming_further
+from ckptcore.loading.checkpoint import Checkpoint, naming_further
 from ckptcore.loading.workers import WantedAtWorkers, fetch_leaves
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
@@ -22,9 +22,9 @@ from ckptcore.tree.flattening import PLACEHOLDER
 from ckptcore.tree.scalars import are_interchangeable, array_of, value_of
 
 __all__ = [
+    "LeafRead",
     "Planned",
     "Reading",
-    "Unit",
     "allocate_for",
     "check_sizes",
     "other_form",
@@ -41,7 +41,7 @@ _MOST_GROWTH: Final = 1 << 16
 
 
 @dataclass(slots=True)
-class Unit:
+class LeafRead:
     """One stored array that is read and built once, for one or more leaves.
 
     Attributes:
@@ -86,7 +86,7 @@ class Unit:
 
 
 def read_leaves(
-    opened: Opened,
+    opened: Checkpoint,
     numbers: Sequence[int | None],
     handlers: Sequence[LeafHandler | None],
     abstracts: Sequence[object],
@@ -106,7 +106,7 @@ def read_leaves(
 
 
 def plan_reading(
-    opened: Opened,
+    opened: Checkpoint,
     numbers: Sequence[int | None],
     handlers: Sequence[LeafHandler | None],
     abstracts: Sequence[object],
@@ -123,8 +123,8 @@ def plan_reading(
     """
     tree = opened.tree
     leaves: list[object] = [PLACEHOLDER] * len(numbers)
-    units: list[Unit] = []
-    tied: dict[tuple[object, ...], Unit] = {}
+    units: list[LeafRead] = []
+    tied: dict[tuple[object, ...], LeafRead] = {}
     for position, (number, handler, abstract) in enumerate(zip(numbers, handlers, abstracts, strict=True)):
         if handler is None:
             continue
@@ -157,19 +157,21 @@ def plan_reading(
         if filled is not None:
             memory = (handler if there is None else there).identity(abstract) or position
         if not tree.aliases:
-            units.append(Unit(number, record, handler, abstract, [position], boxes, array, kind, at_workers=at_workers))
+            units.append(
+                LeafRead(number, record, handler, abstract, [position], boxes, array, kind, at_workers=at_workers)
+            )
             continue
         # Leaves that were tied are built once and tied again. What is filled in place is one only if its memory is.
         key = (original, id(handler), tuple(boxes), _request(handler if there is None else there, abstract), memory)
         if key in tied:
             tied[key].positions.append(position)
             continue
-        tied[key] = Unit(original, record, handler, abstract, [position], boxes, array, kind, at_workers=at_workers)
+        tied[key] = LeafRead(original, record, handler, abstract, [position], boxes, array, kind, at_workers=at_workers)
         units.append(tied[key])
     return Reading(opened, units, leaves, filled)
 
 
-def other_form(opened: Opened, number: int, handler: LeafHandler, abstract: object) -> LeafRecord | None:
+def other_form(opened: Checkpoint, number: int, handler: LeafHandler, abstract: object) -> LeafRecord | None:
     """What is asked for, where that is a number of Python and an array without axes is stored, or the other way round; else None.
 
     A checkpoint of ours tells one from the other: it was not matched if this differs.
@@ -206,8 +208,8 @@ class Reading:
         filled: where what can be filled in place is to be, and by leaf whether it was; None: all is built anew.
     """
 
-    opened: Opened
-    units: Sequence[Unit]
+    opened: Checkpoint
+    units: Sequence[LeafRead]
     leaves: list[object]
     filled: list[bool] | None = None
 
@@ -216,7 +218,7 @@ class Reading:
         """Bytes of elements that are read into memory of this process."""
         return sum([unit.nbytes for unit in self.units])
 
-    def take_memory(self, unit: Unit) -> None:
+    def take_memory(self, unit: LeafRead) -> None:
         """Give a unit the memory that it is read into.
 
         Raises:
@@ -241,7 +243,7 @@ class Reading:
             unit.buffers.append(buffer)
         unit.waiting = len(unit.boxes)
 
-    def place(self, unit: Unit) -> None:
+    def place(self, unit: LeafRead) -> None:
         """Make leaves of a unit that has been read, and let its memory go."""
         with _naming(self.opened.tree, unit.leaf):
             boxes = list(zip(unit.boxes, unit.buffers, strict=True))
@@ -250,7 +252,7 @@ class Reading:
             for position in unit.positions:
                 self.leaves[position] = made
 
-    def _made(self, unit: Unit, boxes: Sequence[tuple[Box, HostArray]]) -> object:
+    def _made(self, unit: LeafRead, boxes: Sequence[tuple[Box, HostArray]]) -> object:
         if unit.kind is not None:
             ((_, array),) = boxes
             return unit.handler.build(unit.abstract, value_of(array, unit.kind), ())
@@ -284,7 +286,7 @@ def perform(reading: Reading, context: Context) -> None:
         _fetch(reading, batch, context)
 
 
-def _fetch(reading: Reading, units: Sequence[Unit], context: Context) -> None:
+def _fetch(reading: Reading, units: Sequence[LeafRead], context: Context) -> None:
     """Let workers read and make those of the units that are theirs."""
     wanted = [(unit, fetched) for unit in units if (fetched := unit.fetched) is not None]
     executor = runtime_of(context).workers() if wanted else None
@@ -314,11 +316,11 @@ class _naming:  # a context manager, written as a class because it is entered fo
             raise UnsupportedLeafError(f"{format_path(self._tree.paths[self._leaf])}: {error}") from error
 
 
-def _batches(units: Sequence[Unit], limit: int | None) -> Iterator[Sequence[Unit]]:
+def _batches(units: Sequence[LeafRead], limit: int | None) -> Iterator[Sequence[LeafRead]]:
     if limit is None:
         yield units
         return
-    batch: list[Unit] = []
+    batch: list[LeafRead] = []
     held = 0
     for unit in units:
         if batch and held + unit.nbytes > limit:
@@ -329,11 +331,11 @@ def _batches(units: Sequence[Unit], limit: int | None) -> Iterator[Sequence[Unit
     yield batch
 
 
-def _read(reading: Reading, units: Sequence[Unit]) -> Iterator[Unit]:
+def _read(reading: Reading, units: Sequence[LeafRead]) -> Iterator[LeafRead]:
     """Fill the memory of units; yields each as it is complete."""
     opened = reading.opened
     check_sizes(opened, {unit.leaf for unit in units})
-    owners: list[Unit] = []
+    owners: list[LeafRead] = []
     for unit in units:
         reading.take_memory(unit)
         owners.extend([unit] * unit.waiting)
@@ -351,14 +353,14 @@ def _read(reading: Reading, units: Sequence[Unit]) -> Iterator[Unit]:
         raise unread(opened, late[0].leaf)
 
 
-def unread(opened: Opened, leaf: int) -> CorruptCheckpointError:
+def unread(opened: Checkpoint, leaf: int) -> CorruptCheckpointError:
     """What to raise where a layout has ended before it gave all of an array."""
     return CorruptCheckpointError(
         f"the layout {opened.layout.name} did not read {format_path(opened.tree.paths[leaf])} whole"
     )
 
 
-def allocate_for(opened: Opened, leaf: int, spec: ArraySpec) -> HostArray:
+def allocate_for(opened: Checkpoint, leaf: int, spec: ArraySpec) -> HostArray:
     """Memory for what a checkpoint states.
 
     Raises:
@@ -382,7 +384,7 @@ def _fits(buffer: HostArray, box: Box, record: ArrayRecord) -> bool:
     return whole and buffer.flags.c_contiguous and buffer.flags.writeable
 
 
-def check_sizes(opened: Opened, wanted: Collection[int]) -> None:
+def check_sizes(opened: Checkpoint, wanted: Collection[int]) -> None:
     """Refuse arrays that are not stored whole, before memory is allocated: a hostile root may state any shape.
 
     Args:

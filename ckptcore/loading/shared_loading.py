@@ -17,8 +17,8 @@ import xxhash
 from ckptcore.errors import PluginError, RankFailedError
 from ckptcore.events import Recording
 from ckptcore.loading.broadcasts import AHEAD, Broadcasts
+from ckptcore.loading.checkpoint import Checkpoint, naming_arrays
 from ckptcore.loading.joint_loading import JointAttempt, Replaced
-from ckptcore.loading.opened import Opened, naming_arrays
 from ckptcore.loading.read_shares import Message, MessageSizes, Request, Round, SharedPlan, Tiles, plan_shares
 from ckptcore.loading.reading import Planned, Reading
 from ckptcore.model import BLOCK_BYTES
@@ -59,7 +59,7 @@ class SharedArray:
     is_stored: bool = False
 
     @classmethod
-    def of(cls, opened: Opened, leaf: int) -> SharedArray:
+    def of(cls, opened: Checkpoint, leaf: int) -> SharedArray:
         """What an array of a checkpoint, that is no alias, is called.
 
         Args:
@@ -89,7 +89,7 @@ class SharedArray:
         return [self.leaf, self.change, list(self.spec.shape), self.spec.dtype, self.axis, self.step]
 
     @classmethod
-    def from_json(cls, told: Any, stored: Opened) -> SharedArray:
+    def from_json(cls, told: Any, stored: Checkpoint) -> SharedArray:
         """The inverse of `to_json`; `stored` is the checkpoint as it is stored."""
         if isinstance(told, int):
             record = stored.tree.leaves[told]
@@ -108,7 +108,7 @@ class SharedArray:
         return [StoredTile(key, number * stride, band, is_plain=True) for number, band in enumerate(bands)]
 
 
-def stored_below(opened: Opened) -> Opened:
+def stored_below(opened: Checkpoint) -> Checkpoint:
     """A checkpoint as it is stored, of one that may be derived from it."""
     while opened.derived is not None:
         opened = opened.derived.below[0]
@@ -163,7 +163,7 @@ class SharedAttempt(JointAttempt):
     _told: Sequence[JSON]
     _decided: Any
 
-    def _told_of(self, opened: Opened, reading: Reading) -> JSON:
+    def _told_of(self, opened: Checkpoint, reading: Reading) -> JSON:
         """Return a digest of the boxes that this rank wants, the save that it opened, its options and its host."""
         wanted = _request_of(reading)
         self._own = {leaf: SharedArray.of(reading.opened, leaf) for leaf in wanted}
@@ -186,7 +186,7 @@ class SharedAttempt(JointAttempt):
         self._requests = self._exchange_requests(self._told, stored_below(reading.opened))
         return True
 
-    def _mark(self, opened: Opened) -> str:
+    def _mark(self, opened: Checkpoint) -> str:
         """Equal on ranks that opened the same save."""
         root = opened.mark.root
         return (
@@ -195,7 +195,7 @@ class SharedAttempt(JointAttempt):
             else "tree " + _digest([opened.tree.to_json(), opened.state])
         )
 
-    def _exchange_requests(self, own: Sequence[JSON], stored: Opened) -> list[Mapping[SharedArray, Sequence[Box]]]:
+    def _exchange_requests(self, own: Sequence[JSON], stored: Checkpoint) -> list[Mapping[SharedArray, Sequence[Box]]]:
         """What is wanted, each once; told by the first rank that wants it."""
         first = self._decided["first"]
         if len(first) == 1:
@@ -305,7 +305,7 @@ class _NoChannels:
         """Nothing is held."""
 
 
-def _made_of(opened: Opened) -> str:
+def _made_of(opened: Checkpoint) -> str:
     """What transforms do with a checkpoint: ranks call arrays by their numbers in what these make."""
     told = "" if opened.derived is None else opened.derived.told
     return told if len(told) <= _TOLD else f"{told[:_TOLD]}... ({_digest(told)})"
@@ -346,7 +346,7 @@ def _boxes_told(boxes: Sequence[Box]) -> JSON:
     return [[list(box.start), list(box.stop)] for box in boxes]
 
 
-def _request(told: Any, stored: Opened) -> Mapping[SharedArray, Sequence[Box]]:
+def _request(told: Any, stored: Checkpoint) -> Mapping[SharedArray, Sequence[Box]]:
     return {
         SharedArray.from_json(array, stored): tuple([Box(tuple(start), tuple(stop)) for start, stop in boxes])
         for array, boxes in told

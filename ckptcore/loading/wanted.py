@@ -17,10 +17,10 @@ from ckptcore.errors import (
     TreeMismatchError,
     UnknownCheckpointableError,
 )
+from ckptcore.loading.checkpoint import CompositeCheckpoint, Source
 from ckptcore.loading.load import check_target, holds_objects
 from ckptcore.loading.load_requests import AS_IT_IS, LoadAs, LoadRequest
 from ckptcore.loading.members import is_deleted, open_member, present_members, told_names
-from ckptcore.loading.opened import OpenedComposite, Source
 from ckptcore.protocols import FilesHandler
 from ckptcore.runtime import runtime_of
 from ckptcore.tree.flattening import PLACEHOLDER
@@ -108,7 +108,7 @@ class Request:
 
 
 def plan_requests(
-    composite: OpenedComposite, location: Place, wanted: Wanted | Everything, context: Context
+    composite: CompositeCheckpoint, location: Place, wanted: Wanted | Everything, context: Context
 ) -> Iterator[Request]:
     """What is to be loaded, each looked at as it comes: whether it is there, and whether what it is loaded into can take it.
 
@@ -157,7 +157,9 @@ def plan_requests(
         yield request
 
 
-def _there_for(composite: OpenedComposite, present: Mapping[str, Sequence[str]], context: Context) -> dict[str, object]:
+def _there_for(
+    composite: CompositeCheckpoint, present: Mapping[str, Sequence[str]], context: Context
+) -> dict[str, object]:
     """All there is for this process; a warning says what was deleted."""
     absent = _absent_for(composite, present, context)
     if absent:
@@ -165,7 +167,9 @@ def _there_for(composite: OpenedComposite, present: Mapping[str, Sequence[str]],
     return dict.fromkeys([name for name in composite.members if name not in absent])
 
 
-def _all_for(composite: OpenedComposite, present: Mapping[str, Sequence[str]], context: Context) -> dict[str, object]:
+def _all_for(
+    composite: CompositeCheckpoint, present: Mapping[str, Sequence[str]], context: Context
+) -> dict[str, object]:
     """All that was saved for this process.
 
     Raises:
@@ -180,7 +184,9 @@ def _all_for(composite: OpenedComposite, present: Mapping[str, Sequence[str]], c
     return dict.fromkeys(composite.members)
 
 
-def _absent_for(composite: OpenedComposite, present: Mapping[str, Sequence[str]], context: Context) -> dict[str, None]:
+def _absent_for(
+    composite: CompositeCheckpoint, present: Mapping[str, Sequence[str]], context: Context
+) -> dict[str, None]:
     """The names of which nothing is there for this process."""
     absent: dict[str, None] = {}
     for name, member in composite.members.items():
@@ -204,13 +210,13 @@ def _unwrapped(asked: object) -> tuple[object, LoadRequest]:
             return asked, how
 
 
-def _unknown(composite: OpenedComposite, name: str, present: Sequence[str]) -> str:
+def _unknown(composite: CompositeCheckpoint, name: str, present: Sequence[str]) -> str:
     near = NearNames(present).nearest(str(name))
     hint = f"; did you mean {near!r}?" if near else ""
     return f"{composite.location.display} was saved without {name!r}; there are {', '.join(present) or 'none'}{hint}"
 
 
-def _rank(composite: OpenedComposite, name: str, member: Member, context: Context) -> int:
+def _rank(composite: CompositeCheckpoint, name: str, member: Member, context: Context) -> int:
     """The process whose state is asked for: this one's."""
     job = runtime_of(context).job()
     if member.processes is None or member.processes == job.size:

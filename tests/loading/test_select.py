@@ -21,9 +21,9 @@ from ckptcore.context import IOOptions, JobOptions
 from ckptcore.derivations import Stored
 from ckptcore.errors import TreeMismatchError
 from ckptcore.loading.chosen_trees import chosen_leaves
+from ckptcore.loading.consistent_read import open_checkpoint
 from ckptcore.loading.derived import derive
 from ckptcore.loading.transformed import apply_transforms
-from ckptcore.loading.tries import open_checkpoint
 from ckptcore.model import BLOCK_BYTES, LEAF, ArrayRecord, ArraySpec, Node, TreeMetadata
 from ckptcore.protocols import Coordinator
 from ckptcore.select import LeafTable, Selection

@@ -1,4 +1,4 @@
-"""Opened: a checkpoint that can be read, and what its objects hold."""
+"""Checkpoint: a checkpoint that can be read, and what its objects hold."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from ckptcore.loading.host_copies import HostCopies
 
 __all__ = [
+    "Checkpoint",
+    "CompositeCheckpoint",
     "MadeArrays",
-    "Opened",
-    "OpenedComposite",
     "Source",
     "arrays_at",
     "check_file",
@@ -39,7 +39,7 @@ _PIECE_BYTES: Final = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class Checkpoint:
     """A checkpoint that can be read.
 
     Attributes:
@@ -77,7 +77,7 @@ class Opened:
     @classmethod
     def of_root(
         cls, location: Location, mark: Mark, root: Root, layout: Layout, store: ObjectReader, copies: HostCopies | None
-    ) -> Opened:
+    ) -> Checkpoint:
         """One of ours."""
         return cls(
             location, mark, root, layout, root.state, root.tree, root.objects, store, _writer(root), root.custom,
@@ -102,7 +102,7 @@ class MadeArrays(Protocol):
     """Arrays that are made of those of other checkpoints as they are read."""
 
     @property
-    def below(self) -> Sequence[Opened]:
+    def below(self) -> Sequence[Checkpoint]:
         """The checkpoints that are read; the first is the one whose layout, state and objects are told."""
         ...
 
@@ -124,7 +124,7 @@ class MadeArrays(Protocol):
         ...
 
     def read(self, plan: ReadPlan, buffers: Sequence[HostArray]) -> Iterable[int]:
-        """See `Opened.read`."""
+        """See `Checkpoint.read`."""
         ...
 
     def stored(self, leaves: Sequence[int]) -> Mapping[int, Sequence[int]]:
@@ -144,12 +144,12 @@ class MadeArrays(Protocol):
         ...
 
 
-Source: TypeAlias = Place | Opened
+Source: TypeAlias = Place | Checkpoint
 """What can be read: a place, or a checkpoint that is open already."""
 
 
 @dataclass(frozen=True, slots=True)
-class OpenedComposite:
+class CompositeCheckpoint:
     """A checkpoint of several checkpointables.
 
     Attributes:
@@ -157,7 +157,7 @@ class OpenedComposite:
         mark: what was there when it was opened.
         root: its root; None where other software wrote it.
         members: what is in it, by name; what was deleted since is still listed.
-        writer, custom, metrics, created: as of an `Opened`.
+        writer, custom, metrics, created: as of an `Checkpoint`.
     """
 
     location: Location
@@ -170,7 +170,7 @@ class OpenedComposite:
     created: str | None = None
 
     @classmethod
-    def of_root(cls, location: Location, mark: Mark, root: Composite) -> OpenedComposite:
+    def of_root(cls, location: Location, mark: Mark, root: Composite) -> CompositeCheckpoint:
         """One of ours."""
         return cls(location, mark, root, root.members, _writer(root), root.custom, root.metrics, root.created)
 
@@ -181,7 +181,7 @@ def _writer(root: Root | Composite) -> str:
 
 
 @contextmanager
-def naming_arrays(opened: Opened) -> Iterator[None]:
+def naming_arrays(opened: Checkpoint) -> Iterator[None]:
     """Let an error about a range of bytes say which arrays lie there."""
     try:
         yield
@@ -203,7 +203,7 @@ def naming_arrays(opened: Opened) -> Iterator[None]:
 
 
 @contextmanager
-def naming_further(opened: Opened) -> Iterator[None]:
+def naming_further(opened: Checkpoint) -> Iterator[None]:
     """Let errors about bytes of a further checkpoint name that, and its arrays: who reads the first one knows the files of that one only."""
     try:
         with naming_arrays(opened):
@@ -216,7 +216,7 @@ def naming_further(opened: Opened) -> Iterator[None]:
         raise type(error)(f"{error}. It is read for arrays of another checkpoint") from error
 
 
-def replaced_beside(opened: Opened) -> CorruptCheckpointError:
+def replaced_beside(opened: Checkpoint) -> CorruptCheckpointError:
     """Return the error for an additional checkpoint that was replaced while its arrays were read."""
     return CorruptCheckpointError(
         f"{opened.location.display} was replaced while its arrays were combined with those of another checkpoint; "
@@ -224,7 +224,7 @@ def replaced_beside(opened: Opened) -> CorruptCheckpointError:
     )
 
 
-def arrays_at(opened: Opened, key: str | None, start: int | None, stop: int | None) -> list[str]:
+def arrays_at(opened: Checkpoint, key: str | None, start: int | None, stop: int | None) -> list[str]:
     """The paths of the arrays that have bytes in a range of an object, as they are stored."""
     if key is None:
         return []
@@ -237,7 +237,7 @@ def arrays_at(opened: Opened, key: str | None, start: int | None, stop: int | No
     ]
 
 
-def check_file(opened: Opened, record: ObjectRecord) -> None:
+def check_file(opened: Checkpoint, record: ObjectRecord) -> None:
     """Refuse a file that has not as many bytes as were written. A hostile root may state any number.
 
     Raises:
@@ -252,7 +252,7 @@ def check_file(opened: Opened, record: ObjectRecord) -> None:
         )  # fmt: skip
 
 
-def file_pieces(opened: Opened, record: ObjectRecord) -> Iterator[bytes]:
+def file_pieces(opened: Checkpoint, record: ObjectRecord) -> Iterator[bytes]:
     """The bytes of a file, verified, a few MiB at a time.
 
     Raises:

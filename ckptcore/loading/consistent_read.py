@@ -11,28 +11,28 @@ from ckptcore.commit.mark import Mark, read_mark
 from ckptcore.commit.root import KnownRoots
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CorruptCheckpointError
-from ckptcore.loading.opened import Opened, OpenedComposite, Source, naming_arrays
+from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, Source, naming_arrays
 from ckptcore.loading.opening import Opener, open_tree
 from ckptcore.runtime import runtime_of
 
 __all__ = [
     "ATTEMPTS",
-    "Tries",
+    "ConsistentRead",
     "open_checkpoint",
     "replaced_too_often",
-    "tries_of",
+    "tree_read",
     "while_tree_unchanged",
     "while_unchanged",
 ]
 
-Found = TypeVar("Found", bound=Opened | OpenedComposite)
+Found = TypeVar("Found", bound=Checkpoint | CompositeCheckpoint)
 T = TypeVar("T")
 
 ATTEMPTS: Final = 20
 """Attempts to read a checkpoint that is replaced during each of them."""
 
 
-class Tries(Generic[Found]):
+class ConsistentRead(Generic[Found]):
     """Attempts to read a checkpoint. Each opens it; the last one is not interrupted by a replacement."""
 
     def __init__(self, location: Place, context: Context, opener: Opener[Found]) -> None:
@@ -53,7 +53,7 @@ class Tries(Generic[Found]):
         context = self._context
         while self._left:
             self._left -= 1
-            # Opened anew each time: a storage may keep objects open by name.
+            # Checkpoint anew each time: a storage may keep objects open by name.
             resolved = resolve_location(
                 self._location, runtime_of(context).registry, durable=False, config=context.storage
             )
@@ -83,13 +83,13 @@ class Tries(Generic[Found]):
         return mark.is_part_of(location) if mark.root is None else mark.has_stayed_at(location)
 
 
-class _Standing(Tries[Opened]):
+class _Standing(ConsistentRead[Checkpoint]):
     """A single attempt with an open checkpoint. The caller that opened it checks for replacement."""
 
-    def __init__(self, opened: Opened) -> None:
+    def __init__(self, opened: Checkpoint) -> None:
         self._opened = opened
 
-    def open(self) -> Opened:
+    def open(self) -> Checkpoint:
         return self._opened
 
     def stands(self) -> bool:
@@ -99,7 +99,7 @@ class _Standing(Tries[Opened]):
         return True
 
 
-def tries_of(source: Source, context: Context, known: KnownRoots | None = None) -> Tries[Opened]:
+def tree_read(source: Source, context: Context, known: KnownRoots | None = None) -> ConsistentRead[Checkpoint]:
     """Return attempts to read a tree; a single one for an open checkpoint.
 
     Args:
@@ -107,13 +107,13 @@ def tries_of(source: Source, context: Context, known: KnownRoots | None = None) 
         context: options.
         known: cache of parsed roots, for callers that return no mutable part of a root.
     """
-    if isinstance(source, Opened):
+    if isinstance(source, Checkpoint):
         return _Standing(source)
 
-    def opener(location: Location, mark: Mark, context: Context) -> Opened:
+    def opener(location: Location, mark: Mark, context: Context) -> Checkpoint:
         return open_tree(location, mark, context, known)
 
-    return Tries(source, context, opener)
+    return ConsistentRead(source, context, opener)
 
 
 def while_unchanged(location: Place, context: Context, attempt: Callable[[Found], T], opener: Opener[Found]) -> T:
@@ -122,23 +122,23 @@ def while_unchanged(location: Place, context: Context, attempt: Callable[[Found]
     Raises:
         What `opener` and `attempt` do, with errors about bytes naming the arrays that have them.
     """
-    return _while_unchanged(Tries(location, context, opener), attempt)
+    return _while_unchanged(ConsistentRead(location, context, opener), attempt)
 
 
-def while_tree_unchanged(source: Source, context: Context, attempt: Callable[[Opened], T]) -> T:
+def while_tree_unchanged(source: Source, context: Context, attempt: Callable[[Checkpoint], T]) -> T:
     """Open and read a tree as `while_unchanged` does. What is open already is read as it was opened.
 
     Raises:
         What `open_tree` and `attempt` do, with errors about bytes naming the arrays that have them.
     """
-    return _while_unchanged(tries_of(source, context), attempt)
+    return _while_unchanged(tree_read(source, context), attempt)
 
 
-def _while_unchanged(tries: Tries[Found], attempt: Callable[[Found], T]) -> T:
+def _while_unchanged(tries: ConsistentRead[Found], attempt: Callable[[Found], T]) -> T:
     while True:
         found = tries.open()
         try:
-            with naming_arrays(found) if isinstance(found, Opened) else nullcontext():
+            with naming_arrays(found) if isinstance(found, Checkpoint) else nullcontext():
                 made = attempt(found)
         except CheckpointError:
             if tries.stands():
@@ -148,13 +148,13 @@ def _while_unchanged(tries: Tries[Found], attempt: Callable[[Found], T]) -> T:
             return made
 
 
-def open_checkpoint(location: Place, context: Context) -> Opened:
+def open_checkpoint(location: Place, context: Context) -> Checkpoint:
     """Open the tree at a location. The caller checks for replacement after reading.
 
     Raises:
         What `open_tree` does.
     """
-    return Tries(location, context, open_tree).open()
+    return ConsistentRead(location, context, open_tree).open()
 
 
 def replaced_too_often(location: Place) -> CorruptCheckpointError:
