@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from ckptcore.commit.location import LocationLike
 from ckptcore.context import Context, default_context
 from ckptcore.io.background import LoadHandle
-from ckptcore.loading.composites import load_composite
-from ckptcore.loading.load import load_into_target, load_value, recorded_load
+from ckptcore.loading.composites import Abstracts, CompositeLoad, Wanted
+from ckptcore.loading.load import recorded_load
 from ckptcore.loading.load_requests import LoadRequest
 from ckptcore.loading.matching_options import EXACT, Matching
-from ckptcore.loading.wanted import Abstracts, Wanted
+from ckptcore.loading.targets import load_into_target, load_value
 from ckptcore.protocols import Transforms
 from ckptcore.runtime import runtime_of
 
@@ -169,4 +169,4 @@ def load_checkpointables(
     wanted = Wanted(abstract, into)
     context = context or default_context()
     with recorded_load(location, context) as recording:
-        return load_composite(location, wanted, context, recording)
+        return CompositeLoad(location, wanted, context, recording).run()

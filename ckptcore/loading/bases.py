@@ -131,7 +131,7 @@ def open_base(referring: str, at: Location, save_id: str, context: Context) -> C
             f"{referring} refers to {at.display}, which holds no tree; load another checkpoint"
         )
     store = ObjectReader(at.store, root.objects, runtime_of(context).io_threads, verify=context.io.verify, strict=True)
-    opened = Checkpoint.of_root(at, mark, root, runtime_of(context).registry.layout(root.layout), store, None)
+    opened = Checkpoint(at, mark, root, runtime_of(context).registry.layout(root.layout), root.state, root.tree, store)
     return dataclasses.replace(opened, tree=stored_tree(root.tree, root.references))
 
 

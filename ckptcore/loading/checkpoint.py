@@ -1,4 +1,4 @@
-"""Checkpoint: a checkpoint that can be read, and what its objects hold."""
+"""Open checkpoints: what is known of one, and errors that name its arrays."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
+from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import Location, Place
 from ckptcore.commit.mark import Mark
 from ckptcore.commit.root import Composite, Member, Root
@@ -26,6 +27,7 @@ __all__ = [
     "Checkpoint",
     "CompositeCheckpoint",
     "MadeArrays",
+    "Origin",
     "Source",
     "arrays_at",
     "check_file",
@@ -39,24 +41,43 @@ _PIECE_BYTES: Final = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """What a checkpoint states about itself.
+
+    Attributes:
+        writer: the software that wrote it, in words.
+        custom: metadata of the user.
+        metrics: measurements saved with it.
+        created: when the save began, ISO 8601 in UTC; None if other software wrote it and does not say.
+    """
+
+    writer: str = ""
+    custom: Mapping[str, JSON] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    created: str | None = None
+
+    @classmethod
+    def of_root(cls, root: Root | Composite) -> Origin:
+        """Return what a root states."""
+        writer = " ".join([f"{name} {version}" for name, version in root.writer.items()])
+        return cls(writer, root.custom, root.metrics, root.created)
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that can be read.
+    """An open checkpoint of one tree, or of files.
 
     Attributes:
         location: where it is.
-        mark: what was there when it was opened.
-        root: its root; None where other software wrote it.
-        layout, state: how its arrays lie in its objects.
-        tree: what is in it.
-        objects: what is known of its objects; nothing where other software wrote it.
-        store: to read its objects from.
-        writer: who wrote it.
-        custom: metadata of the user's.
-        metrics: measurements that were given with it.
-        created: when it was saved, ISO 8601 in UTC; None where other software wrote it and does not say.
-        copies: what this host has copies of, where hosts have disks of their own.
-        derived: what makes its arrays, where they are not stored as they are in the tree. Layout, state and objects are then those of
-            the checkpoint that is read, and only `read` knows the way from one to the other.
+        mark: the state of the location when it was opened.
+        root: its root; None if other software wrote it.
+        layout, state: where its arrays are in its objects.
+        tree: its tree.
+        store: reads its objects.
+        foreign: what it states about itself, if other software wrote it.
+        copies: copies of its arrays on this host, if hosts have disks of their own.
+        derived: makes its arrays, if they are not stored as they are in the tree. Layout, state and objects are then
+            those of the checkpoint that is read, and only `read` translates between the two.
     """
 
     location: Location
@@ -65,37 +86,36 @@ class Checkpoint:
     layout: Layout
     state: JSON
     tree: TreeMetadata
-    objects: Mapping[str, ObjectRecord]
     store: ObjectReader
-    writer: str
-    custom: Mapping[str, JSON]
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    created: str | None = None
+    foreign: Origin = Origin()  # immutable
     copies: HostCopies | None = None
     derived: MadeArrays | None = None
 
-    @classmethod
-    def of_root(
-        cls, location: Location, mark: Mark, root: Root, layout: Layout, store: ObjectReader, copies: HostCopies | None
-    ) -> Checkpoint:
-        """One of ours."""
-        return cls(
-            location, mark, root, layout, root.state, root.tree, root.objects, store, _writer(root), root.custom,
-            root.metrics, root.created, copies,
-        )  # fmt: skip
-
     def __str__(self) -> str:
         return self.location.display
+
+    @property
+    def origin(self) -> Origin:
+        """What it states about itself."""
+        return self.foreign if self.root is None else Origin.of_root(self.root)
+
+    @property
+    def objects(self) -> Mapping[str, ObjectRecord]:
+        """Records of its objects by key; empty for a tree that other software wrote."""
+        return self.store.objects
+
+    @property
+    def is_files(self) -> bool:
+        """True for files that an object wrote, which are no tree."""
+        return self.layout.name == FilesLayout.name
 
     def read(self, plan: ReadPlan, buffers: Sequence[HostArray]) -> Iterable[int]:
         """Fill buffers with the boxes of a plan of this checkpoint; yields the number of each as it is there, as `Layout.read` does."""
         if self.derived is not None:
             return self.derived.read(plan, buffers)
-
-        def read_whole(plan: ReadPlan, buffers: Sequence[HostArray]) -> Iterable[int]:
-            return self.layout.read(plan, buffers, self.store)
-
-        return read_whole(plan, buffers) if self.copies is None else self.copies.read(plan, buffers, read_whole)
+        if self.copies is not None:
+            return self.copies.read(plan, buffers, lambda plan, buffers: self.layout.read(plan, buffers, self.store))
+        return self.layout.read(plan, buffers, self.store)
 
 
 class MadeArrays(Protocol):
@@ -150,34 +170,25 @@ Source: TypeAlias = Place | Checkpoint
 
 @dataclass(frozen=True, slots=True)
 class CompositeCheckpoint:
-    """A checkpoint of several checkpointables.
+    """An open checkpoint of several checkpointables.
 
     Attributes:
-        location: where it is.
-        mark: what was there when it was opened.
-        root: its root; None where other software wrote it.
-        members: what is in it, by name; what was deleted since is still listed.
-        writer, custom, metrics, created: as of an `Checkpoint`.
+        location, mark: as of a `Checkpoint`.
+        root: its root; None if other software wrote it.
+        members: its checkpointables by name, with those that were deleted since the save.
+        origin: what it states about itself.
     """
 
     location: Location
     mark: Mark
     root: Composite | None
     members: Mapping[str, Member]
-    writer: str
-    custom: Mapping[str, JSON] = field(default_factory=dict)
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    created: str | None = None
+    origin: Origin
 
     @classmethod
     def of_root(cls, location: Location, mark: Mark, root: Composite) -> CompositeCheckpoint:
-        """One of ours."""
-        return cls(location, mark, root, root.members, _writer(root), root.custom, root.metrics, root.created)
-
-
-def _writer(root: Root | Composite) -> str:
-    """Who wrote a checkpoint, in words."""
-    return " ".join(f"{name} {version}" for name, version in root.writer.items())
+        """Return a composite of ours."""
+        return cls(location, mark, root, root.members, Origin.of_root(root))
 
 
 @contextmanager

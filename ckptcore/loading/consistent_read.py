@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Final, Generic, TypeVar
 
-from ckptcore.commit.location import Location, Place, resolve_location
-from ckptcore.commit.mark import Mark, read_mark
+from ckptcore.commit.location import Place, resolve_location
+from ckptcore.commit.mark import read_mark
 from ckptcore.commit.root import KnownRoots
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CorruptCheckpointError
@@ -21,8 +22,6 @@ __all__ = [
     "open_checkpoint",
     "replaced_too_often",
     "tree_read",
-    "while_tree_unchanged",
-    "while_unchanged",
 ]
 
 Found = TypeVar("Found", bound=Checkpoint | CompositeCheckpoint)
@@ -44,7 +43,7 @@ class ConsistentRead(Generic[Found]):
         self._found: Found | None = None
 
     def open(self) -> Found:
-        """Begin a try. What was opened is of one save.
+        """Begin an attempt. The result is of one save.
 
         Raises:
             CorruptCheckpointError: also if it was replaced too often.
@@ -53,7 +52,7 @@ class ConsistentRead(Generic[Found]):
         context = self._context
         while self._left:
             self._left -= 1
-            # Checkpoint anew each time: a storage may keep objects open by name.
+            # Opened anew each time: a storage may keep objects open by name.
             resolved = resolve_location(
                 self._location, runtime_of(context).registry, durable=False, config=context.storage
             )
@@ -71,7 +70,25 @@ class ConsistentRead(Generic[Found]):
                 return found
         raise replaced_too_often(self._location)
 
-    def stands(self) -> bool:
+    def retry_if_replaced(self, attempt: Callable[[Found], T]) -> T:
+        """Open and read a checkpoint; begin again if it was replaced meanwhile, so that the result is of one save.
+
+        Raises:
+            What the opener and `attempt` do. Errors about bytes of a tree name the arrays that have them.
+        """
+        while True:
+            found = self.open()
+            try:
+                with naming_arrays(found) if isinstance(found, Checkpoint) else nullcontext():
+                    made = attempt(found)
+            except CheckpointError:
+                if self.is_current():
+                    raise
+                continue
+            if self.is_unchanged():
+                return made
+
+    def is_current(self) -> bool:
         """Return True if the last opened checkpoint was not replaced: an error is about the checkpoint itself."""
         return self._found is None or self._found.mark.is_at(self._found.location)
 
@@ -83,7 +100,7 @@ class ConsistentRead(Generic[Found]):
         return mark.is_part_of(location) if mark.root is None else mark.has_stayed_at(location)
 
 
-class _Standing(ConsistentRead[Checkpoint]):
+class _OpenAlready(ConsistentRead[Checkpoint]):
     """A single attempt with an open checkpoint. The caller that opened it checks for replacement."""
 
     def __init__(self, opened: Checkpoint) -> None:
@@ -92,7 +109,7 @@ class _Standing(ConsistentRead[Checkpoint]):
     def open(self) -> Checkpoint:
         return self._opened
 
-    def stands(self) -> bool:
+    def is_current(self) -> bool:
         return True
 
     def is_unchanged(self) -> bool:
@@ -108,44 +125,9 @@ def tree_read(source: Source, context: Context, known: KnownRoots | None = None)
         known: cache of parsed roots, for callers that return no mutable part of a root.
     """
     if isinstance(source, Checkpoint):
-        return _Standing(source)
-
-    def opener(location: Location, mark: Mark, context: Context) -> Checkpoint:
-        return open_tree(location, mark, context, known)
-
+        return _OpenAlready(source)
+    opener: Opener[Checkpoint] = open_tree if known is None else functools.partial(open_tree, known=known)
     return ConsistentRead(source, context, opener)
-
-
-def while_unchanged(location: Place, context: Context, attempt: Callable[[Found], T], opener: Opener[Found]) -> T:
-    """Open and read a checkpoint; begin again if it was replaced meanwhile, so that the result is of one save.
-
-    Raises:
-        What `opener` and `attempt` do, with errors about bytes naming the arrays that have them.
-    """
-    return _while_unchanged(ConsistentRead(location, context, opener), attempt)
-
-
-def while_tree_unchanged(source: Source, context: Context, attempt: Callable[[Checkpoint], T]) -> T:
-    """Open and read a tree as `while_unchanged` does. What is open already is read as it was opened.
-
-    Raises:
-        What `open_tree` and `attempt` do, with errors about bytes naming the arrays that have them.
-    """
-    return _while_unchanged(tree_read(source, context), attempt)
-
-
-def _while_unchanged(tries: ConsistentRead[Found], attempt: Callable[[Found], T]) -> T:
-    while True:
-        found = tries.open()
-        try:
-            with naming_arrays(found) if isinstance(found, Checkpoint) else nullcontext():
-                made = attempt(found)
-        except CheckpointError:
-            if tries.stands():
-                raise
-            continue
-        if tries.is_unchanged():
-            return made
 
 
 def open_checkpoint(location: Place, context: Context) -> Checkpoint:

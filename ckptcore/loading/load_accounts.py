@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.matching import Matched
 from ckptcore.loading.matching_options import LeafChange, LoadReport
-from ckptcore.model.tree import Skeleton, TreePath, format_path, leaf_paths
+from ckptcore.model.tree import TreePath, format_path, leaf_paths
 
 __all__ = ["LoadAccount"]
 
@@ -20,13 +20,11 @@ class _Plan:
         opened: the checkpoint.
         before: how many bytes were read of it when the plan was made.
         matched: which stored leaf each leaf is.
-        asked: the containers of what is asked for.
     """
 
     opened: Checkpoint
     before: int
     matched: Matched
-    asked: Skeleton
 
 
 class LoadAccount:
@@ -37,9 +35,9 @@ class LoadAccount:
         self._report = report
         self._plan: _Plan | None = None
 
-    def planned(self, opened: Checkpoint, matched: Matched, asked: Skeleton) -> None:
+    def planned(self, opened: Checkpoint, matched: Matched) -> None:
         """A try was planned, and nothing is read yet. What an earlier try planned is forgotten."""
-        self._plan = _Plan(opened, _bytes_read(opened), matched, asked)
+        self._plan = _Plan(opened, _bytes_read(opened), matched)
 
     def done(self) -> None:
         """The load is done."""
@@ -49,7 +47,7 @@ class LoadAccount:
 
 def _told(plan: _Plan) -> LoadReport:
     stored, matched = plan.opened.tree.paths, plan.matched
-    paths = list(leaf_paths(plan.asked))
+    paths = list(leaf_paths(matched.skeleton))
     defaulted = set(matched.defaulted)
     restored: list[TreePath] = []
     skipped: list[TreePath] = []

@@ -13,12 +13,13 @@ from ckptcore.errors import CorruptCheckpointError
 from ckptcore.events import Recording
 from ckptcore.io.background import BackgroundThreads
 from ckptcore.loading.checkpoint import Checkpoint
-from ckptcore.loading.load import abstract_leaves, account_of, chosen_of, transformed
+from ckptcore.loading.load import account_of
 from ckptcore.loading.load_requests import LoadRequest
 from ckptcore.loading.matching import Matched
 from ckptcore.loading.open_sessions import Session
 from ckptcore.loading.reading import allocate_for, check_sizes, unread
 from ckptcore.loading.stored_pieces import BatchSizes, StoredPiece, TileIndex, batches_of, pieces_of
+from ckptcore.loading.stored_trees import abstract_leaves, chosen_leaves, transformed
 from ckptcore.model import BLOCK_BYTES
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord
@@ -88,7 +89,7 @@ def iter_boxes(
             chosen = {leaf for leaves in classes for leaf in leaves}
             check_sizes(made, chosen)
             if account is not None:
-                account.planned(made, _matched(made, chosen, context), made.tree.skeleton)
+                account.planned(made, _matched(made, chosen, context))
             return made, classes
 
         with recording.phase("open"):
@@ -105,7 +106,8 @@ def _matched(opened: Checkpoint, chosen: Container[int], context: Context) -> Ma
     """What is loaded, as the account of a load has it."""
     array, _ = abstract_leaves(runtime_of(context).registry)
     originals = [opened.tree.aliases.get(leaf, leaf) for leaf in range(len(opened.tree.leaves))]
-    return Matched(range(len(originals)), [array if leaf in chosen else None for leaf in originals])
+    handlers = [array if leaf in chosen else None for leaf in originals]
+    return Matched(range(len(originals)), handlers, skeleton=opened.tree.skeleton)
 
 
 def _classes(
@@ -113,11 +115,11 @@ def _classes(
 ) -> Sequence[Sequence[int]]:
     """The arrays that are loaded, each once: those that come first, those that come next, and the rest."""
     tree = opened.tree
-    left = set(range(len(tree.leaves))) if select is None else set(chosen_of(opened, select, context))
+    left = set(range(len(tree.leaves))) if select is None else set(chosen_leaves(opened, select, context))
     left = {tree.aliases.get(leaf, leaf) for leaf in left if isinstance(tree.leaves[leaf], ArrayRecord)}
     classes: list[Sequence[int]] = []
     for selection in first:
-        wanted = {tree.aliases.get(leaf, leaf) for leaf in chosen_of(opened, selection, context)}
+        wanted = {tree.aliases.get(leaf, leaf) for leaf in chosen_leaves(opened, selection, context)}
         classes.append(sorted(wanted & left))
         left -= wanted
     return [*classes, sorted(left)]

@@ -13,13 +13,13 @@ from ckptcore.context import Context
 from ckptcore.errors import TreeMismatchError, UnknownPathError
 from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.describe import CheckpointMetadata, describe_opened
-from ckptcore.loading.load import abstract_leaves
 from ckptcore.loading.load_requests import LoadRequest
 from ckptcore.loading.loaded_boxes import LoadedBox, iter_boxes
 from ckptcore.loading.open_sessions import Session
 from ckptcore.loading.opening import open_tree
 from ckptcore.loading.reading import read_leaves
 from ckptcore.loading.stored_arrays import StoredArray
+from ckptcore.loading.stored_trees import abstract_leaves
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.tree import LEAF, Attribute, Key, Node, Skeleton, TreePath, format_path, leaf_count
 from ckptcore.runtime import runtime_of

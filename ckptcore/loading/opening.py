@@ -24,7 +24,7 @@ from ckptcore.errors import (
     UncommittedCheckpointError,
 )
 from ckptcore.io.reader import ObjectReader
-from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint
+from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, Origin
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import Node
@@ -66,7 +66,8 @@ def _find_foreign_names(location: Location, mark: Mark, context: Context) -> Com
     for name in found.members:
         _check_member(location, name)
     members = {name: Member(kind) for name, kind in found.members.items()}
-    return CompositeCheckpoint(location, mark, None, members, found.writer, found.custom, found.metrics, found.created)
+    origin = Origin(found.writer, found.custom, found.metrics, found.created)
+    return CompositeCheckpoint(location, mark, None, members, origin)
 
 
 def _expect_no_root(location: Location, mark: Mark) -> None:
@@ -178,7 +179,7 @@ def open_files(location: Location, mark: Mark, context: Context) -> Checkpoint:
         raise CheckpointNotFoundError(f"there is no file at {location.display}; check the path")
     store = ObjectReader(location.store, objects, runtime_of(context).io_threads, verify=context.io.verify, strict=True)
     tree = TreeMetadata(Node("dict", (), ()), ())
-    return Checkpoint(location, mark, None, FilesLayout(), None, tree, objects, store, "", {})
+    return Checkpoint(location, mark, None, FilesLayout(), None, tree, store, Origin())
 
 
 def _root_of(location: Location, mark: Mark, known: KnownRoots | None = None) -> Root | Composite | None:
@@ -227,7 +228,7 @@ def _open_own(location: Location, mark: Mark, root: Root, context: Context, know
         from ckptcore.loading.host_copies import find_copies  # only who has hosts needs it
 
         copies = find_copies(location, root, context)
-    opened = Checkpoint.of_root(location, mark, root, layout, store, copies)
+    opened = Checkpoint(location, mark, root, layout, root.state, root.tree, store, copies=copies)
     if root.references:
         from ckptcore.loading.bases import with_bases  # only who refers to others needs it
 
@@ -319,20 +320,8 @@ def _open_tree(location: Location, mark: Mark, context: Context) -> Checkpoint:
     for layout in layouts:
         inspection = layout.inspect(store, entry)
         if inspection is not None:
-            return Checkpoint(
-                location,
-                mark,
-                None,
-                layout,
-                inspection.state,
-                inspection.tree,
-                {},
-                store,
-                inspection.writer,
-                inspection.custom,
-                inspection.metrics,
-                inspection.created,
-            )
+            origin = Origin(inspection.writer, inspection.custom, inspection.metrics, inspection.created)
+            return Checkpoint(location, mark, None, layout, inspection.state, inspection.tree, store, origin)
     if entry is None and holds_members(storage):
         raise _lost_root(location)
     if entry is None and (steps := StepNames().find([name[:-1] for name in mark.names if name[-1] == "/"])):

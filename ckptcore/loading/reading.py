@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Final, Generic, TypeVar
+from typing import Final
 
 from ckptcore.context import Context
 from ckptcore.errors import CorruptCheckpointError, PluginError, UnsupportedLeafError
@@ -23,7 +23,6 @@ from ckptcore.tree.scalars import are_interchangeable, array_of, value_of
 
 __all__ = [
     "LeafRead",
-    "Planned",
     "Reading",
     "allocate_for",
     "check_sizes",
@@ -33,8 +32,6 @@ __all__ = [
     "read_leaves",
     "unread",
 ]
-
-T_co = TypeVar("T_co", covariant=True)
 
 _MOST_GROWTH: Final = 1 << 16
 """Largest ratio of the bytes of an array to those of all objects. zstd compresses zeros to a 30,000th."""
@@ -263,21 +260,6 @@ class Reading:
         return unit.handler.build(unit.abstract, unit.record, boxes)
 
 
-@dataclass(frozen=True, slots=True)
-class Planned(Generic[T_co]):
-    """A load, planned; nothing is changed yet.
-
-    Attributes:
-        reading: what is read.
-        finish: makes the value of the leaves, when all are read.
-        begin: is called when reading begins, which changes what is filled in place.
-    """
-
-    reading: Reading
-    finish: Callable[[list[object]], T_co]
-    begin: Callable[[], None] = lambda: None
-
-
 def perform(reading: Reading, context: Context) -> None:
     """Read all that is to be read, and put it in its place."""
     for batch in _batches(reading.units, context.memory.load_bytes):
@@ -406,7 +388,7 @@ def check_sizes(opened: Checkpoint, wanted: Collection[int]) -> None:
         opened.layout.check_arrays(tree, opened.state, arrays)
     if opened.root is None:
         return  # its layout has looked at its files itself
-    held = sum([record.size for record in opened.objects.values()])
+    held = sum([record.size for record in opened.store.objects.values()])
     for leaf in sorted(wanted):
         record = opened.tree.leaves[leaf]
         if isinstance(record, ArrayRecord) and record.spec.nbytes > _MOST_GROWTH * held:
@@ -420,7 +402,7 @@ def check_sizes(opened: Checkpoint, wanted: Collection[int]) -> None:
     keys = dict.fromkeys([key for _, key, _, _ in extents])
     sizes = {
         **dict.fromkeys(keys, 0),
-        **opened.store.object_sizes.bounding([key for key in keys if key in opened.objects]),
+        **opened.store.object_sizes.bounding([key for key in keys if key in opened.store.objects]),
     }
     taken: dict[str, int] = {}
     for leaf, key, start, stop in extents:

@@ -17,11 +17,11 @@ from ckptcore.io.reader import ObjectReader
 from ckptcore.io.requests import requests_of
 from ckptcore.io.threads import run_each
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, arrays_at, file_pieces, naming_arrays
-from ckptcore.loading.consistent_read import open_checkpoint, while_unchanged
-from ckptcore.loading.load import abstract_leaves
+from ckptcore.loading.consistent_read import ConsistentRead, open_checkpoint
 from ckptcore.loading.members import is_deleted, open_member, present_members
 from ckptcore.loading.opening import open_either, open_tree
 from ckptcore.loading.reading import allocate_for, check_sizes, read_leaves, unread
+from ckptcore.loading.stored_trees import abstract_leaves
 from ckptcore.model.arrays import ArraySpec
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord
@@ -96,7 +96,7 @@ def verify_checkpoint(location: Place, context: Context, progress: ProgressCallb
         return _verify_composite(found, location, context, progress)
 
     try:
-        return while_unchanged(location, context, verify, open_either)
+        return ConsistentRead(location, context, open_either).retry_if_replaced(verify)
     except CorruptCheckpointError as error:
         return VerifyReport((Problem(error.key, error.start, error.stop, (), str(error)),), 1, 0, ())
 
@@ -118,7 +118,7 @@ def has_its_sizes(location: Place, context: Context) -> bool:
             for directory in directories
         )
 
-    return while_unchanged(location, context, fits, open_either)
+    return ConsistentRead(location, context, open_either).retry_if_replaced(fits)
 
 
 def _open_directory(

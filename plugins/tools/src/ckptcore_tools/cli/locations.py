@@ -10,7 +10,7 @@ from ckptcore.commit.location import Place, open_directory, resolve_location
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointNotFoundError, InvalidLocationError
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint
-from ckptcore.loading.consistent_read import while_unchanged
+from ckptcore.loading.consistent_read import ConsistentRead
 from ckptcore.loading.describe import CheckpointMetadata, describe_checkpoint, describe_tree
 from ckptcore.loading.members import is_deleted, present_members
 from ckptcore.loading.opening import open_either
@@ -83,4 +83,4 @@ def describe_directories(location: str) -> Mapping[str, tuple[str, CheckpointMet
         }
         return {directory: (place, describe_tree(place, context)) for directory, place in places.items()}
 
-    return while_unchanged(location, context, describe_each, open_either)
+    return ConsistentRead(location, context, open_either).retry_if_replaced(describe_each)

@@ -32,7 +32,7 @@ from ckptcore.errors import (
 from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, naming_arrays
-from ckptcore.loading.consistent_read import while_tree_unchanged, while_unchanged
+from ckptcore.loading.consistent_read import ConsistentRead, tree_read
 from ckptcore.loading.opening import foreign_checkpoints, open_either
 from ckptcore.loading.reading import check_sizes
 from ckptcore.loading.verify import ProgressCallback
@@ -153,8 +153,8 @@ def _consolidate(
     described = Described(
         location=location,
         overwrite=overwrite,
-        custom=found.opened.custom,
-        metrics=found.opened.metrics,
+        custom=found.opened.origin.custom,
+        metrics=found.opened.origin.metrics,
         progress=found.opened.root.progress if found.opened.root is not None else {},
         save_id=decided["save_id"],
         created=decided["created"],
@@ -184,11 +184,11 @@ def _open(source: LocationLike, path: SubtreePath, context: Context) -> _Source:
         if isinstance(found, Checkpoint):
             return open_below(found, keys)
         member = Within(source, str(keys[0]))
-        return while_tree_unchanged(member, reading, functools.partial(open_below, below=keys[1:]))
+        return tree_read(member, reading).retry_if_replaced(functools.partial(open_below, below=keys[1:]))
 
     if keys and isinstance(keys[0], str):
-        return while_unchanged(source, reading, open_found, open_either)
-    return while_tree_unchanged(source, reading, functools.partial(open_below, below=keys))
+        return ConsistentRead(source, reading, open_either).retry_if_replaced(open_found)
+    return tree_read(source, reading).retry_if_replaced(functools.partial(open_below, below=keys))
 
 
 def _files_by_name(files: Sequence[FilePath]) -> Mapping[str, FilePath]:

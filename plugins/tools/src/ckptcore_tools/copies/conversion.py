@@ -23,11 +23,11 @@ from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, Nam
 from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, check_file
-from ckptcore.loading.consistent_read import while_unchanged
-from ckptcore.loading.load import transformed
+from ckptcore.loading.consistent_read import ConsistentRead
 from ckptcore.loading.members import is_deleted, open_member, present_members
 from ckptcore.loading.opening import foreign_checkpoints, open_either
 from ckptcore.loading.reading import check_sizes
+from ckptcore.loading.stored_trees import transformed
 from ckptcore.loading.verify import ProgressCallback
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.objects import ObjectRecord
@@ -85,7 +85,7 @@ def convert_checkpoint(
     refuse_to_replace(resolved, overwrite, foreign_checkpoints(context))
 
     job = _Conversion(resolved, chosen, overwrite, progress, context, transforms, save_id_of, before_commit, only)
-    while_unchanged(source, job.reading, functools.partial(job.either, source), open_either)
+    ConsistentRead(source, job.reading, open_either).retry_if_replaced(functools.partial(job.either, source))
 
 
 class _Conversion:
@@ -213,8 +213,8 @@ class _Conversion:
         described = Described(
             location=self._destination,
             overwrite=self._overwrite,
-            custom=source.custom,
-            metrics=source.metrics,
+            custom=source.origin.custom,
+            metrics=source.origin.metrics,
             progress=source.root.progress if source.root is not None else {},
             save_id=save_id,
             created=save_created(),

@@ -15,7 +15,7 @@ from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, Object
 from ckptcore.io.requests import requests_of
 from ckptcore.io.threads import run_each
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint
-from ckptcore.loading.consistent_read import while_unchanged
+from ckptcore.loading.consistent_read import ConsistentRead
 from ckptcore.loading.manifests import Manifest, StoredRoot
 from ckptcore.loading.members import is_deleted, open_member, present_members
 from ckptcore.loading.opening import open_either
@@ -46,7 +46,7 @@ def read_manifest(source: Place, context: Context, *, without: Location | None =
         CorruptCheckpointError: if a root cannot be read, or an object is not there with the size that it was written with.
     """
     reading = _Reading(source, context, without)
-    return while_unchanged(source, context, reading.either, open_either)
+    return ConsistentRead(source, context, open_either).retry_if_replaced(reading.either)
 
 
 class _Reading:

@@ -9,18 +9,19 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 import xxhash
 
+from ckptcore.context import Context
 from ckptcore.errors import PluginError, RankFailedError
-from ckptcore.events import Recording
-from ckptcore.loading.broadcasts import AHEAD, Broadcasts
+from ckptcore.job.agreement import Agreement
 from ckptcore.loading.checkpoint import Checkpoint, naming_arrays
-from ckptcore.loading.joint_loading import JointAttempt, Replaced
-from ckptcore.loading.read_shares import Message, MessageSizes, Request, Round, SharedPlan, Tiles, plan_shares
-from ckptcore.loading.reading import Planned, Reading
+from ckptcore.loading.collective.broadcasts import AHEAD, Broadcasts
+from ckptcore.loading.collective.joint import CollectiveAttempt, CollectiveRead
+from ckptcore.loading.collective.shares import Message, MessageSizes, Request, Round, SharedPlan, Tiles, plan_shares
+from ckptcore.loading.reading import Reading
 from ckptcore.model import BLOCK_BYTES
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord
@@ -30,9 +31,12 @@ from ckptcore.planning.replicas import group_of
 from ckptcore.protocols import Channels, PlacesTiles
 from ckptcore.runtime import runtime_of
 
+if TYPE_CHECKING:
+    from ckptcore.loading.load import Load
+
 __all__ = [
     "SharedArray",
-    "SharedAttempt",
+    "SharedRead",
     "renumbered",
     "stored_below",
 ]
@@ -150,7 +154,15 @@ _MOST_AT_ONCE: Final = 2 * AHEAD
 """Messages in memory, at most."""
 
 
-class SharedAttempt(JointAttempt):
+class SharedRead(CollectiveRead):
+    """Loads on all ranks of a job, of which one reads what several want and sends it to the others."""
+
+    def begin(self, load: Load[T], agreement: Agreement, number: int) -> CollectiveAttempt[T]:
+        """Begin an attempt."""
+        return _SharedAttempt(load, self.job, agreement, number)
+
+
+class _SharedAttempt(CollectiveAttempt[T]):
     """One attempt to load, in which one process reads what several want and sends it to the others.
 
     Raises:
@@ -163,20 +175,25 @@ class SharedAttempt(JointAttempt):
     _told: Sequence[JSON]
     _decided: Any
 
-    def _told_of(self, opened: Checkpoint, reading: Reading) -> JSON:
+    def _message(self, opened: Checkpoint, reading: Reading) -> JSON:
         """Return a digest of the boxes that this rank wants, the save that it opened, its options and its host."""
         wanted = _request_of(reading)
         self._own = {leaf: SharedArray.of(reading.opened, leaf) for leaf in wanted}
         self._told = [[self._own[leaf].to_json(), _boxes_told(boxes)] for leaf, boxes in wanted.items()]
-        memory = self._context.memory
-        options = [str(self._context.job.reads), memory.load_bytes, memory.exchange_bytes, _made_of(reading.opened)]
+        memory = self._load.context.memory
+        options = [
+            str(self._load.context.job.reads),
+            memory.load_bytes,
+            memory.exchange_bytes,
+            _made_of(reading.opened),
+        ]
         return [_digest(self._told), self._mark(opened), options, socket.gethostname()]
 
     def _agree(self, payloads: Sequence[JSON], reading: Reading) -> bool:
         decided: Any = self._agreement.lead(f"decide-{self._number}", lambda: _decide(payloads))
         if decided["differ"]:
             raise ValueError(
-                f"the ranks load {self._location} with different options, or open different checkpoints there: "
+                f"the ranks load {self._load.location} with different options, or open different checkpoints there: "
                 f"{decided['differ']}; give all the same Context(job=JobOptions(reads=...), memory=...), a location that is the same for all, and abstract "
                 'trees, transforms and matching by which the same arrays are made alike; else load with reads="all"'
             )
@@ -208,9 +225,8 @@ class SharedAttempt(JointAttempt):
         )
         return [_request(request, stored) for request in requests]
 
-    def read(self, planned: Planned[T], recording: Recording) -> bool:
-        """Read what was planned, together; False where the checkpoint was replaced meanwhile."""
-        reading = planned.reading
+    def read(self, reading: Reading) -> bool:
+        """Read what was planned, together; False if the checkpoint was replaced meanwhile."""
         with ExitStack() as open_channels:
             made: list[Broadcasts] = []
 
@@ -220,23 +236,24 @@ class SharedAttempt(JointAttempt):
                 made.append(Broadcasts(reading, shares, channels, self._agreement.rank))
                 return None
 
+            def exchange(reading: Reading, context: Context) -> None:
+                try:
+                    made[0].run()
+                except RankFailedError as error:
+                    open_channels.close()  # processes that wait for this one notice now, and not at a deadline
+                    raise RankFailedError(f"loading {self._load.location} together: {error}") from error
+
             def read() -> JSON:
-                planned.begin()
-                with naming_arrays(reading.opened), recording.phase("read", reading.nbytes):
-                    try:
-                        made[0].run()
-                    except RankFailedError as error:
-                        open_channels.close()  # who waits for this process notices now, and not at a deadline
-                        raise RankFailedError(f"loading {self._location} together: {error}") from error
-                if not self._tries.is_unchanged():
-                    raise Replaced
+                with naming_arrays(reading.opened):
+                    self._load.read(reading, exchange)
+                self._expect_unchanged()
                 return None
 
             return not any(self._take_step(name, work).again for name, work in (("connect", connect), ("read", read)))
 
     def _shares(self, reading: Reading) -> SharedPlan:
         opened, rank = reading.opened, self._agreement.rank
-        group = group_of(rank, self._context.job.reads, self._decided["hosts"])
+        group = group_of(rank, self._load.context.job.reads, self._decided["hosts"])
         request_of = {member: self._decided["of"][member] for member in group if member < self._agreement.size}
         wanted = {array for number in set(request_of.values()) for array in self._requests[number]}
         arrays = sorted(wanted, key=lambda array: array.order)
@@ -246,7 +263,7 @@ class SharedAttempt(JointAttempt):
             for request in self._requests
         ]
         specs = {number: array.spec for number, array in enumerate(arrays)}
-        memory, stored = self._context.memory, stored_below(opened)
+        memory, stored = self._load.context.memory, stored_below(opened)
         sizes = MessageSizes(
             message=max(1, min(_MESSAGE_BYTES, memory.exchange_bytes // _MOST_AT_ONCE)), round=memory.load_bytes
         )
@@ -271,11 +288,11 @@ class SharedAttempt(JointAttempt):
         """
         if not shares.groups:
             return _NoChannels()
-        context, job = self._context, self._job
+        context, job = self._load.context, self._job
         collectives = context.job.collectives or runtime_of(context).registry.collectives()
         if collectives is None:
             raise PluginError(
-                f"Context(job=JobOptions(reads={self._context.job.reads!r})) sends what one process reads of {self._location} to others, and no plugin "
+                f"Context(job=JobOptions(reads={self._load.context.job.reads!r})) sends what one process reads of {self._load.location} to others, and no plugin "
                 "knows how: expected a framework whose collectives connect the job (ckptcore-torch after torch.distributed."
                 "init_process_group, ckptcore-jax after jax.distributed.initialize), or Context(job=JobOptions(collectives=...)). Else give "
                 'reads="all"'

@@ -11,8 +11,8 @@ from typing import Final
 from ckptcore.io.background import BackgroundThreads
 from ckptcore.io.elements import copy_elements
 from ckptcore.loading.checkpoint import Checkpoint
-from ckptcore.loading.joint_loading import PeerFailure
-from ckptcore.loading.read_shares import Message, Round, SharedPlan, message_offsets
+from ckptcore.loading.collective.joint import PeerFailure
+from ckptcore.loading.collective.shares import Message, Round, SharedPlan, message_offsets
 from ckptcore.loading.reading import LeafRead, Reading, check_sizes, unread
 from ckptcore.model.arrays import HostArray
 from ckptcore.model.metadata import ArrayRecord
