@@ -11,14 +11,12 @@ from ckptcore.context import Context, default_context
 from ckptcore.io.background import LoadHandle
 from ckptcore.loading.composites import Abstracts, CompositeLoad, Wanted
 from ckptcore.loading.load import recorded_load
-from ckptcore.loading.load_requests import LoadRequest
-from ckptcore.loading.matching_options import EXACT, Matching
+from ckptcore.loading.load_requests import EXACT, LoadReport, LoadRequest, Matching
 from ckptcore.loading.targets import load_into_target, load_value
 from ckptcore.protocols import Transforms
 from ckptcore.runtime import runtime_of
 
 if TYPE_CHECKING:
-    from ckptcore.loading.matching_options import LoadReport
     from ckptcore.select import Selection
 
 __all__ = ["load", "load_async", "load_checkpointables", "load_into"]

@@ -15,7 +15,7 @@ from ckptcore.derivations.dtype_values import float_values, has_all_values_of, i
 from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.derived import Derived, derive
 from ckptcore.loading.differences import Remedy
-from ckptcore.loading.matching_options import Casting, LeafChange, Matching, ShapeChange
+from ckptcore.loading.load_requests import Casting, LeafChange, Matching, ShapeChange
 from ckptcore.model.arrays import ArraySpec, Box, name_of_dtype
 from ckptcore.model.metadata import ArrayRecord, LeafRecord
 from ckptcore.protocols import DerivedArray

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from ckptcore.commit.location import Place
 from ckptcore.context import Context
 from ckptcore.events import Recording
 from ckptcore.loading.checkpoint import Checkpoint, Source
 from ckptcore.loading.consistent_read import tree_read
-from ckptcore.loading.load_requests import LoadRequest
+from ckptcore.loading.load_requests import LoadAccount, LoadRequest
 from ckptcore.loading.matching import Matched
 from ckptcore.loading.reading import Reading, perform, plan_reading
 from ckptcore.loading.stored_trees import transformed
 from ckptcore.runtime import Runtime, runtime_of
 
-if TYPE_CHECKING:
-    from ckptcore.loading.load_accounts import LoadAccount
-
-__all__ = ["Load", "Target", "account_of", "choose_strategy", "recorded_load"]
+__all__ = ["Load", "Target", "choose_strategy", "recorded_load"]
 
 T = TypeVar("T")
 
@@ -76,7 +73,7 @@ class Load(Generic[T]):
         self.runtime = runtime_of(context)
         self.attempts = tree_read(source, context)
         self.has_begun = False
-        self._account = None if request.report is None else account_of(request)
+        self._account = None if request.report is None else LoadAccount(request.report)
 
     def run(self) -> T:
         """Load as the context says: in this process alone, or together with the other processes of the job."""
@@ -158,15 +155,6 @@ def choose_strategy(context: Context, runtime: Runtime) -> _Strategy | None:
     from ckptcore.loading.collective import collective_read  # only jobs need it
 
     return collective_read(context, job)
-
-
-def account_of(request: LoadRequest) -> LoadAccount | None:
-    """Return the account of a load; None if no report is asked for."""
-    if request.report is None:
-        return None
-    from ckptcore.loading.load_accounts import LoadAccount  # only reports need it
-
-    return LoadAccount(request.report)
 
 
 @contextmanager

@@ -6,15 +6,14 @@ from collections.abc import Callable, Container, Generator, Iterable, Iterator, 
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ckptcore.context import Context
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.events import Recording
 from ckptcore.io.background import BackgroundThreads
 from ckptcore.loading.checkpoint import Checkpoint
-from ckptcore.loading.load import account_of
-from ckptcore.loading.load_requests import LoadRequest
+from ckptcore.loading.load_requests import LoadAccount, LoadRequest
 from ckptcore.loading.matching import Matched
 from ckptcore.loading.open_sessions import Session
 from ckptcore.loading.reading import allocate_for, check_sizes, unread
@@ -28,9 +27,6 @@ from ckptcore.planning import plan_read
 from ckptcore.protocols import PlacesTiles
 from ckptcore.runtime import runtime_of
 from ckptcore.select import Selection
-
-if TYPE_CHECKING:
-    from ckptcore.loading.load_accounts import LoadAccount
 
 __all__ = ["LoadedBox", "iter_boxes"]
 
@@ -80,7 +76,7 @@ def iter_boxes(
         "load", session.opened.location.display, context.observers, rank=runtime_of(context).job().rank
     )
     try:
-        account = account_of(request)
+        account = None if request.report is None else LoadAccount(request.report)
         selections = [first] if isinstance(first, Selection) else first
 
         def plan(found: Checkpoint) -> tuple[Checkpoint, Sequence[Sequence[int]]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from ckptcore.errors import UnsupportedLeafError
-from ckptcore.loading.matching_options import EXACT, Matching
+from ckptcore.loading.load_requests import EXACT, Matching
 from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
 from ckptcore.model.tree import LEAF, Attribute, Node, Skeleton, TreePath, format_path
 from ckptcore.protocols import LeafHandler

@@ -25,7 +25,7 @@ from ckptcore.model.tree import LEAF, Attribute, Key, Node, Skeleton, TreePath, 
 from ckptcore.runtime import runtime_of
 
 if TYPE_CHECKING:
-    from ckptcore.loading.matching_options import LoadReport
+    from ckptcore.loading.load_requests import LoadReport
     from ckptcore.protocols import Transforms
     from ckptcore.select import Selection
 

@@ -16,8 +16,7 @@ from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement
 from ckptcore.loading.composites import Abstracts, CompositeLoad, Everything, Wanted
 from ckptcore.loading.describe import CheckpointMetadata, describe_checkpoint
-from ckptcore.loading.load_requests import LoadRequest
-from ckptcore.loading.matching_options import EXACT, Matching
+from ckptcore.loading.load_requests import EXACT, LoadReport, LoadRequest, Matching
 from ckptcore.loading.targets import load_into_target, load_value
 from ckptcore.model.tree import JSON
 from ckptcore.policies import StepInfo
@@ -30,7 +29,6 @@ from ckptcore.training.steps import StepDirectory, read_directory_metadata
 from ckptcore.training.tiered_steps import TieredSteps
 
 if TYPE_CHECKING:
-    from ckptcore.loading.matching_options import LoadReport
     from ckptcore.select import Selection
 
 __all__ = ["CheckpointReader"]
