@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from ckptcore.builtin.files import FilesLayout
@@ -21,7 +21,7 @@ from ckptcore.model.tree import JSON, format_path
 from ckptcore.protocols import Layout
 
 if TYPE_CHECKING:
-    from ckptcore.loading.host_copies import HostCopies
+    from ckptcore.protocols import ReadBoxes, ReadThrough
 
 __all__ = [
     "Checkpoint",
@@ -75,7 +75,7 @@ class Checkpoint:
         tree: its tree.
         store: reads its objects.
         foreign: what it states about itself, if other software wrote it.
-        copies: copies of its arrays on this host, if hosts have disks of their own.
+        copies: copies of its boxes that are read instead: on a disk of this host, or those of a strategy.
         derived: makes its arrays, if they are not stored as they are in the tree. Layout, state and objects are then
             those of the checkpoint that is read, and only `read` translates between the two.
     """
@@ -88,7 +88,7 @@ class Checkpoint:
     tree: TreeMetadata
     store: ObjectReader
     foreign: Origin = Origin()  # immutable
-    copies: HostCopies | None = None
+    copies: BoxCopies | None = None
     derived: MadeArrays | None = None
 
     def __str__(self) -> str:
@@ -111,11 +111,36 @@ class Checkpoint:
 
     def read(self, plan: ReadPlan, buffers: Sequence[HostArray]) -> Iterable[int]:
         """Fill buffers with the boxes of a plan of this checkpoint; yields the number of each as it is there, as `Layout.read` does."""
+        if self.copies is not None:
+            return self.copies.read(plan, buffers, replace(self, copies=None).read)
         if self.derived is not None:
             return self.derived.read(plan, buffers)
-        if self.copies is not None:
-            return self.copies.read(plan, buffers, lambda plan, buffers: self.layout.read(plan, buffers, self.store))
         return self.layout.read(plan, buffers, self.store)
+
+    def reading_through(self, read_through: ReadThrough) -> Checkpoint:
+        """Return this checkpoint, of which boxes are read by a strategy."""
+        return replace(self, copies=_Through(self, read_through))
+
+
+class BoxCopies(Protocol):
+    """Copies of boxes of a checkpoint, which are read instead of it."""
+
+    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], read_stored: ReadBoxes) -> Iterable[int]:
+        """Fill buffers with the boxes of a plan, those without a copy from the checkpoint. See `Checkpoint.read`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Through:
+    """Boxes that a strategy reads in place of a checkpoint."""
+
+    checkpoint: Checkpoint
+    read_through: ReadThrough
+
+    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], read_stored: ReadBoxes) -> Iterable[int]:
+        """See `BoxCopies.read`. The checkpoint may itself have copies on this host."""
+        root = self.checkpoint.root
+        return self.read_through(None if root is None else root.save_id, plan, buffers, self.checkpoint.read)
 
 
 class MadeArrays(Protocol):

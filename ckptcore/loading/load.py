@@ -15,6 +15,7 @@ from ckptcore.loading.load_requests import LoadAccount, LoadRequest
 from ckptcore.loading.matching import Matched
 from ckptcore.loading.reading import Reading, perform, plan_reading
 from ckptcore.loading.stored_trees import transformed
+from ckptcore.protocols import ReadThrough
 from ckptcore.runtime import Runtime, runtime_of
 
 __all__ = ["Load", "Target", "choose_strategy", "recorded_load"]
@@ -73,21 +74,29 @@ class Load(Generic[T]):
         self.runtime = runtime_of(context)
         self.attempts = tree_read(source, context)
         self.has_begun = False
+        self._read_through: ReadThrough | None = None
         self._account = None if request.report is None else LoadAccount(request.report)
 
     def run(self) -> T:
-        """Load as the context says: in this process alone, or together with the other processes of the job."""
-        strategy = choose_strategy(self.context, self.runtime)
+        """Load by the strategy of the request, else as the context says: alone, or with the other processes of the job."""
+        strategy = self.request.strategy or choose_strategy(self.context, self.runtime)
         made = self.run_here() if strategy is None else strategy.run(self)
         if self._account is not None:
             self._account.done()
         return made
 
-    def run_here(self) -> T:
-        """Run all stages in this process alone; again if the checkpoint was replaced meanwhile."""
+    def run_here(self, read_through: ReadThrough | None = None) -> T:
+        """Run all stages in this process alone; again if the checkpoint was replaced meanwhile.
+
+        Args:
+            read_through: reads boxes of stored arrays in place of the checkpoint; None: read the checkpoint.
+        """
+        self._read_through = read_through
         return self.attempts.retry_if_replaced(self._attempt)
 
     def _attempt(self, checkpoint: Checkpoint) -> T:
+        if self._read_through is not None:
+            checkpoint = checkpoint.reading_through(self._read_through)
         reading = self.plan(checkpoint)
         self.read(reading)
         return self.build(reading)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Generic, Literal, SupportsComplex, Supp
 
 from ckptcore.model.arrays import ArraySpec
 from ckptcore.model.tree import TreePath, format_path, leaf_paths
-from ckptcore.protocols import Transforms
+from ckptcore.protocols import ReadStrategy, Transforms
 
 if TYPE_CHECKING:
     from ckptcore.loading.checkpoint import Checkpoint
@@ -248,12 +248,14 @@ class LoadRequest:
         transforms: changes of the stored tree, applied before it is matched.
         matching: differences between the abstract tree and the stored one that are allowed.
         report: filled when the load has succeeded; None: no report.
+        strategy: how it reads; None: as the context says.
     """
 
     select: Selection | None = None
     transforms: Transforms = ()
     matching: Matching = EXACT
     report: LoadReport | None = None
+    strategy: ReadStrategy | None = None
 
     def __post_init__(self) -> None:
         """Check the types; selections and transforms are checked where they are used.
