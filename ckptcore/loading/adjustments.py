@@ -170,7 +170,7 @@ def adjusted(opened: Checkpoint, adjustments: Mapping[int, Adjustment], context:
     tree = opened.tree
     # What transforms make is adjusted in one go with them, so that it is made in pieces by what these read.
     made = opened.derived
-    below = made if isinstance(made, Derived) and not made.opened_so else None
+    below = made if isinstance(made, Derived) and not made.is_builtin else None
     leaves: list[LeafRecord] = list(tree.leaves)
     derivations: dict[int, DerivedArray] = {}
     aliases: dict[int, int] = {}
@@ -191,7 +191,7 @@ def adjusted(opened: Checkpoint, adjustments: Mapping[int, Adjustment], context:
         before = Stored(record.spec, original) if below is None else below.derivations[original]
         derivations[number] = before if found is None else found.make(before)
     values = {number: number for number, record in enumerate(leaves) if not isinstance(record, ArrayRecord)}
-    first_below, *beside = (opened,) if below is None else below.below
+    first_below, *beside = (opened,) if below is None else below.sources
     return derive(
         first_below,
         replace(tree, leaves=tuple(leaves), aliases=aliases),
@@ -199,6 +199,6 @@ def adjusted(opened: Checkpoint, adjustments: Mapping[int, Adjustment], context:
         values=values if below is None else below.values,
         beside=beside,
         most_bytes=context.memory.load_bytes,
-        told="" if below is None else below.told,
+        description="" if below is None else below.description,
         changes=changes,
     )

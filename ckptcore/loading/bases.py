@@ -178,7 +178,7 @@ def with_bases(opened: Checkpoint, root: Root, context: Context) -> Checkpoint:
         derivations[leaf] = Stored(record.spec, there, 1 + base)
     told = f"with arrays of {', '.join([base.save_id for base in references.bases])}"
     made = derive(
-        own, root.tree, derivations, values=values, beside=bases, most_bytes=context.memory.load_bytes, told=told
+        own, root.tree, derivations, values=values, beside=bases, most_bytes=context.memory.load_bytes, description=told
     )
     assert isinstance(made.derived, Derived)
-    return dataclasses.replace(made, derived=dataclasses.replace(made.derived, opened_so=True))
+    return dataclasses.replace(made, derived=dataclasses.replace(made.derived, is_builtin=True))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Checkpoint",
     "CompositeCheckpoint",
-    "MadeArrays",
+    "DerivedArrays",
     "Origin",
     "Source",
     "arrays_at",
@@ -89,7 +89,7 @@ class Checkpoint:
     store: ObjectReader
     foreign: Origin = Origin()  # immutable
     copies: BoxCopies | None = None
-    derived: MadeArrays | None = None
+    derived: DerivedArrays | None = None
 
     def __str__(self) -> str:
         return self.location.display
@@ -110,7 +110,7 @@ class Checkpoint:
         return self.layout.name == FilesLayout.name
 
     def read(self, plan: ReadPlan, buffers: Sequence[HostArray]) -> Iterable[int]:
-        """Fill buffers with the boxes of a plan of this checkpoint; yields the number of each as it is there, as `Layout.read` does."""
+        """Fill buffers with the boxes of a plan of this checkpoint. Yields the number of each box once it is complete."""
         if self.copies is not None:
             return self.copies.read(plan, buffers, replace(self, copies=None).read)
         if self.derived is not None:
@@ -143,29 +143,27 @@ class _Through:
         return self.read_through(None if root is None else root.save_id, plan, buffers, self.checkpoint.read)
 
 
-class MadeArrays(Protocol):
-    """Arrays that are made of those of other checkpoints as they are read."""
+class DerivedArrays(Protocol):
+    """Arrays that are computed from those of other checkpoints as they are read."""
 
     @property
-    def below(self) -> Sequence[Checkpoint]:
-        """The checkpoints that are read; the first is the one whose layout, state and objects are told."""
+    def sources(self) -> Sequence[Checkpoint]:
+        """The checkpoints that are read. The first is the one of which layout, state and objects are known."""
         ...
 
     @property
-    def told(self) -> str:
-        """What transforms do, in words; in a job the same on every rank. Empty where there are none."""
+    def description(self) -> str:
+        """A description of the transforms, equal on every rank of a job; empty without transforms."""
         ...
 
     @property
     def changes(self) -> Mapping[int, tuple[int, str]]:
-        """By number of the leaf, of arrays that matching may have changed: its number before, and what was done, in words; other ranks may have
-        other ones.
-        """
+        """Changes by matching, which may differ by rank: by leaf, its number before, and a description of the change."""
         ...
 
     @property
-    def opened_so(self) -> bool:
-        """Whether opening the checkpoint makes it so by itself, because it refers to others: to users it is one as any other."""
+    def is_builtin(self) -> bool:
+        """True if these arrays come from the checkpoint's base, not from user transforms."""
         ...
 
     def read(self, plan: ReadPlan, buffers: Sequence[HostArray]) -> Iterable[int]:
@@ -173,24 +171,26 @@ class MadeArrays(Protocol):
         ...
 
     def stored(self, leaves: Sequence[int]) -> Mapping[int, Sequence[int]]:
-        """By number of a checkpoint, those of its leaves that leaves of the tree are or are made of."""
+        """Return, by number of a source, its leaves that leaves of the tree are or are computed from."""
         ...
 
     def bands(self, leaf: int, nbytes: int) -> tuple[int, int] | None:
-        """An axis of an array, and how many elements along it make bands of about so many bytes that lie together in what is stored, so
-        that each reads its own part of that. None where there are none, or the whole is one.
+        """Return an axis of an array and a number of elements along it, for bands of about `nbytes` stored bytes.
+
+        Each band reads its own contiguous part of the stored bytes. None if there are no such bands, or only one.
         """
         ...
 
     def pieces(self, leaf: int, most_bytes: int) -> Sequence[Box]:
-        """Bands of an array along its first axis, of at most so many bytes where it can be: one after the other they read little more than all
-        at once would. The whole array where they would read more.
+        """Return bands of an array along its first axis, of at most `most_bytes` if possible.
+
+        Reading them one after the other reads little more than reading all at once; otherwise the whole array.
         """
         ...
 
 
 Source: TypeAlias = Place | Checkpoint
-"""What can be read: a place, or a checkpoint that is open already."""
+"""A location of a checkpoint, or an open one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ class CompositeCheckpoint:
 
 @contextmanager
 def naming_arrays(opened: Checkpoint) -> Iterator[None]:
-    """Let an error about a range of bytes say which arrays lie there."""
+    """Add the names of the affected arrays to errors about bytes."""
     try:
         yield
     except CorruptCheckpointError as error:
@@ -240,7 +240,10 @@ def naming_arrays(opened: Checkpoint) -> Iterator[None]:
 
 @contextmanager
 def naming_further(opened: Checkpoint) -> Iterator[None]:
-    """Let errors about bytes of a further checkpoint name that, and its arrays: who reads the first one knows the files of that one only."""
+    """Add the name of a further checkpoint, and of its arrays, to errors about its bytes.
+
+    The reader of the first checkpoint knows the files of that one only.
+    """
     try:
         with naming_arrays(opened):
             yield
@@ -261,11 +264,11 @@ def replaced_beside(opened: Checkpoint) -> CorruptCheckpointError:
 
 
 def arrays_at(opened: Checkpoint, key: str | None, start: int | None, stop: int | None) -> list[str]:
-    """The paths of the arrays that have bytes in a range of an object, as they are stored."""
+    """Return the paths of the stored arrays that have bytes in a range of an object."""
     if key is None:
         return []
     if opened.derived is not None:
-        return arrays_at(opened.derived.below[0], key, start, stop)
+        return arrays_at(opened.derived.sources[0], key, start, stop)
     return [
         format_path(opened.tree.paths[leaf])
         for leaf, own, first, last in opened.layout.extents(opened.tree, opened.state)
@@ -274,7 +277,7 @@ def arrays_at(opened: Checkpoint, key: str | None, start: int | None, stop: int 
 
 
 def check_file(opened: Checkpoint, record: ObjectRecord) -> None:
-    """Refuse a file that has not as many bytes as were written. A hostile root may state any number.
+    """Refuse a file whose size is not the recorded one. A hostile root may state any size.
 
     Raises:
         CorruptCheckpointError
@@ -289,7 +292,7 @@ def check_file(opened: Checkpoint, record: ObjectRecord) -> None:
 
 
 def file_pieces(opened: Checkpoint, record: ObjectRecord) -> Iterator[bytes]:
-    """The bytes of a file, verified, a few MiB at a time.
+    """Iterate over the bytes of a file, verified, 16 MiB at a time.
 
     Raises:
         CorruptCheckpointError: also if it is shorter or longer than it was written.

@@ -231,7 +231,7 @@ class LoadAccount:
 def _bytes_read(checkpoint: Checkpoint) -> int:
     """Return the bytes requested from storages so far, also of further checkpoints that arrays are made of."""
     if checkpoint.derived is not None:
-        return sum(map(_bytes_read, checkpoint.derived.below))
+        return sum(map(_bytes_read, checkpoint.derived.sources))
     return checkpoint.store.bytes_read + checkpoint.store.bytes_got
 
 

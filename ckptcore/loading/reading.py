@@ -378,8 +378,8 @@ def check_sizes(opened: Checkpoint, wanted: Collection[int]) -> None:
     """
     if opened.derived is not None:
         for checkpoint, stored in opened.derived.stored(sorted(wanted)).items():
-            with naming_further(opened.derived.below[checkpoint]) if checkpoint else nullcontext():
-                check_sizes(opened.derived.below[checkpoint], stored)
+            with naming_further(opened.derived.sources[checkpoint]) if checkpoint else nullcontext():
+                check_sizes(opened.derived.sources[checkpoint], stored)
         return
     if isinstance(opened.layout, ChecksArrays):
         tree = opened.tree

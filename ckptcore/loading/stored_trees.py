@@ -111,10 +111,10 @@ def _chosen(checkpoint: Checkpoint, selection: Selection, context: Context) -> f
     from ckptcore.select import LeafTable  # only selections need it
 
     tree, derived = checkpoint.tree, checkpoint.derived
-    if derived is None or derived.opened_so:
+    if derived is None or derived.is_builtin:
         registry = runtime_of(context).registry
         return selection.leaves(LeafTable(tree.paths, lambda: _abstract_leaves_of(tree, registry)))
-    below = derived.below[0]  # names are those of the checkpoint that is loaded, not of further ones
+    below = derived.sources[0]  # names are those of the checkpoint that is loaded, not of further ones
     kept = _chosen(below, selection, context)
     return frozenset([leaf for leaf in range(len(tree.leaves)) if kept.issuperset(derived.stored((leaf,)).get(0, ()))])
 

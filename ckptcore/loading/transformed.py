@@ -68,7 +68,7 @@ def apply_transforms(opened: Checkpoint, transforms: Transforms, context: Contex
         values=finished.values,
         beside=source.beside,
         most_bytes=context.memory.load_bytes,
-        told=_told(transforms, finished.arrays.values()),
+        description=_told(transforms, finished.arrays.values()),
     )
 
 

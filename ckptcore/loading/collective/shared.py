@@ -76,7 +76,7 @@ class SharedArray:
         if made is None:
             return cls(leaf, "", record.spec, is_stored=True)
         common, change = made.changes.get(leaf, (leaf, ""))
-        if not made.told and not change:
+        if not made.description and not change:
             return cls(common, "", record.spec, is_stored=True)
         axis, step = made.bands(leaf, BLOCK_BYTES) or (0, 0)
         return cls(common, change, record.spec, axis, step)
@@ -115,7 +115,7 @@ class SharedArray:
 def stored_below(opened: Checkpoint) -> Checkpoint:
     """A checkpoint as it is stored, of one that may be derived from it."""
     while opened.derived is not None:
-        opened = opened.derived.below[0]
+        opened = opened.derived.sources[0]
     return opened
 
 
@@ -324,7 +324,7 @@ class _NoChannels:
 
 def _made_of(opened: Checkpoint) -> str:
     """What transforms do with a checkpoint: ranks call arrays by their numbers in what these make."""
-    told = "" if opened.derived is None else opened.derived.told
+    told = "" if opened.derived is None else opened.derived.description
     return told if len(told) <= _TOLD else f"{told[:_TOLD]}... ({_digest(told)})"
 
 

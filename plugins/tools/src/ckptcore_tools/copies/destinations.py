@@ -45,7 +45,7 @@ def refuse_further(opened: Checkpoint, destination: Location) -> None:
     """
     if opened.derived is None:
         return
-    first, *further = opened.derived.below
+    first, *further = opened.derived.sources
     refuse_further(first, destination)
     for other in further:
         refuse_further(other, destination)
