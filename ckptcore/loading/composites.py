@@ -1,4 +1,4 @@
-"""Loads of several checkpointables: which are requested, and each one by its name, in place or anew."""
+"""Loads of several checkpointables by name: requests, and the load of each, in place or anew."""
 
 from __future__ import annotations
 
@@ -89,24 +89,24 @@ class Wanted:
 
 
 class Everything(enum.Enum):
-    """A request besides those of `Wanted`."""
+    """A request that `Wanted` cannot express."""
 
     SAVED = enum.auto()
-    """All that was saved, as against all that is there: what is absent is an error."""
+    """All objects that were saved. An object that does not exist any more is an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One checkpointable that is asked for.
+    """A request for one checkpointable.
 
     Attributes:
         name: its name.
-        source: where it is; what other software wrote is open already.
-        like: what it is loaded like or into; None: as it was saved.
-        how: which of it, and what may differ.
-        files: who restores it from files, where it wrote some; None for a tree, and where the files themselves are asked for.
-        is_files: whether it is stored as files.
-        in_place: whether `like` is changed.
+        source: its location; already open if other software wrote it.
+        like: its abstract tree, or the object to restore; None: as it was saved.
+        how: options of the load.
+        files: restores the object from its files; None for a tree, and if the files themselves are requested.
+        is_files: True if it is stored as files.
+        in_place: True if `like` is changed.
     """
 
     name: str
@@ -220,14 +220,12 @@ class CompositeLoad:
 def _plan_requests(
     composite: CompositeCheckpoint, location: Place, wanted: Wanted | Everything, context: Context
 ) -> Iterator[Request]:
-    """What is to be loaded, each looked at as it comes: whether it is there, and whether what it is loaded into can take it.
-
-    The order is that of the save, not that of `wanted`.
+    """Plan requests in the order of the save. Checks that each member exists, and that its target can take it.
 
     Raises:
         CheckpointNotFoundError: if a name was never saved, or was deleted.
-        CorruptCheckpointError: also if everything that was saved is asked for, and some of it is gone.
-        TreeMismatchError: if something is stored otherwise than it is asked for.
+        CorruptCheckpointError: also if all objects that were saved are requested, and one is missing.
+        TreeMismatchError: if an object is stored in another form than requested.
         TypeError: if an object that is restored in place is given as an abstract tree.
     """
     members = composite.members
@@ -259,7 +257,7 @@ def _plan_requests(
                 f"since; there are {told_names(present[name])}"
             )
         opened = open_member(composite, name, directory, location, context)
-        # What has no root would only be looked for again: nothing tells whether it was replaced.
+        # Do not retry without a root: there is no save id to compare.
         source = opened if opened.root is None else Within(location, directory)
         request = _request(name, source, member, like, how, in_place, context)
         if request.in_place and not request.is_files:
@@ -270,7 +268,7 @@ def _plan_requests(
 def _there_for(
     composite: CompositeCheckpoint, present: Mapping[str, Sequence[str]], context: Context
 ) -> dict[str, object]:
-    """All there is for this process; a warning says what was deleted."""
+    """Return all objects that exist for this process. Logs a warning with those that were deleted."""
     absent = _absent_for(composite, present, context)
     if absent:
         logger.warning("%s was saved with %s, which was deleted since", composite.location.display, told_names(absent))
@@ -280,10 +278,10 @@ def _there_for(
 def _all_for(
     composite: CompositeCheckpoint, present: Mapping[str, Sequence[str]], context: Context
 ) -> dict[str, object]:
-    """All that was saved for this process.
+    """Return all objects that were saved for this process.
 
     Raises:
-        CorruptCheckpointError: if some of it is not there.
+        CorruptCheckpointError: if one of them does not exist.
     """
     absent = list(_absent_for(composite, present, context))
     if absent:
@@ -297,7 +295,7 @@ def _all_for(
 def _absent_for(
     composite: CompositeCheckpoint, present: Mapping[str, Sequence[str]], context: Context
 ) -> dict[str, None]:
-    """The names of which nothing is there for this process."""
+    """Return the names that do not exist for this process."""
     absent: dict[str, None] = {}
     for name, member in composite.members.items():
         directories = present.get(name, ())
@@ -308,7 +306,7 @@ def _absent_for(
 
 
 def _unwrapped(asked: object) -> tuple[object, LoadRequest]:
-    """What something is loaded like, and how; the wrappers may stand in each other."""
+    """Return an abstract tree or object without its wrappers, which may be nested, and the options in these."""
     how = AS_IT_IS
     while True:
         if isinstance(asked, PerProcess):
@@ -327,7 +325,7 @@ def _unknown(composite: CompositeCheckpoint, name: str, present: Sequence[str]) 
 
 
 def _rank(composite: CompositeCheckpoint, name: str, member: Member, context: Context) -> int:
-    """The process whose state is asked for: this one's."""
+    """Return the rank whose state is requested: that of this process."""
     job = runtime_of(context).job()
     if member.processes is None or member.processes == job.size:
         return job.rank

@@ -24,9 +24,9 @@ T = TypeVar("T")
 
 
 class Target(Protocol[T]):
-    """What a load makes: the leaves that it takes of a checkpoint, and the value that it builds of them.
+    """The result of a load: selects leaves of a checkpoint, and builds a value of them.
 
-    A load that is repeated, because the checkpoint was replaced, matches and builds again.
+    An attempt that is repeated, because the checkpoint was replaced, matches and builds again.
     """
 
     def match(self, load: Load[T], checkpoint: Checkpoint) -> Matched:
@@ -61,10 +61,10 @@ class Load(Generic[T]):
 
         Args:
             source: a location, or an open checkpoint.
-            target: what is made.
+            target: the result.
             context: options.
             recording: records the phases.
-            request: which of the stored leaves are loaded, and how.
+            request: the leaves to load, and the differences to allow.
         """
         self.location = source
         self.target = target
@@ -133,8 +133,8 @@ class Load(Generic[T]):
         """Read what was planned, and make the leaves of it.
 
         Args:
-            reading: what was planned.
-            read_planned: how it is read; by default in this process.
+            reading: the plan.
+            read_planned: reads it; by default in this process.
         """
         self.has_begun = True
         with self.recording.phase("read", reading.nbytes):

@@ -1,4 +1,4 @@
-"""The members of a checkpoint of several checkpointables: what is there under each name, and opening it."""
+"""Members of a checkpoint of several checkpointables: list them, and open one."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ _OF_RANK: Final = re.compile(r"(.+)\.rank_(0|[1-9][0-9]{0,8})", re.DOTALL)
 
 
 def present_members(composite: CompositeCheckpoint) -> dict[str, list[str]]:
-    """The names of what is still there, each with its directories in the order of ranks. One request, however many there are.
+    """Return the members that exist, each with its directories in the order of ranks. Sends one request.
 
-    Of what other software wrote one can be a file. What was saved may have been deleted since. On storage without directories a deletion that died leaves a directory:
-    `is_deleted` tells.
+    A member that other software wrote may be a file. Members may have been deleted since the save. On storages without
+    directories an interrupted deletion leaves a directory: see `is_deleted`.
     """
     names = composite.location.store.list_names()
     there = {entry.removesuffix("/") for entry in names if entry.endswith("/") or composite.root is None}
     if composite.root is not None and ROOT_KEY not in names:
-        # What was just read is not listed: the storage lists nothing (a web server), or what it had before.
+        # The root is not listed: the storage lists nothing (a web server), or an earlier state.
         there |= _found_by_roots(composite)
     of_ranks: dict[str, list[int]] = {}
     for directory in there:
@@ -61,10 +61,12 @@ def present_members(composite: CompositeCheckpoint) -> dict[str, list[str]]:
 
 
 def _found_by_roots(composite: CompositeCheckpoint) -> set[str]:
-    """The directories in which roots of the composite's members stand, without a listing. A request for each, and one for each name."""
+    """Return the directories with roots of members, without a listing. Sends a request for each, and one for each name."""
     found = set()
     for name, member in composite.members.items():
-        for rank in range(member.processes or 1):  # a hostile root may state any: only up to one that is not there
+        for rank in range(
+            member.processes or 1
+        ):  # a hostile root may state any number: stop at the first that is missing
             directory = member.directory(name, rank)
             if root_bytes(subdirectory(composite.location.store, directory)) is None:
                 break
@@ -73,7 +75,7 @@ def _found_by_roots(composite: CompositeCheckpoint) -> set[str]:
 
 
 def is_deleted(composite: CompositeCheckpoint, directory: str) -> bool:
-    """Whether nothing is in a directory of the composite, or a deletion of what was there began."""
+    """Return True if a directory of the composite is empty, or its deletion began."""
     inside = subdirectory(composite.location.store, directory)
     data = root_bytes(inside)
     if data is not None:
@@ -92,11 +94,11 @@ def _is_file(location: Location, name: str) -> bool:
 def open_member(
     composite: CompositeCheckpoint, name: str, directory: str, location: Place, context: Context
 ) -> Checkpoint:
-    """Open what was saved under a name of the composite.
+    """Open a member of a composite.
 
     Raises:
-        CorruptCheckpointError: if something else stands in its directory.
-        What `open_checkpoint` does; of what other software wrote it says how to get the others.
+        CorruptCheckpointError: if its directory has another checkpoint.
+        What `open_checkpoint` does; for a checkpoint of other software with a hint how to load the other members.
     """
     if composite.root is None:
         return _open_foreign_member(composite, name, directory, location, context)
@@ -133,6 +135,6 @@ def _open_foreign_member(
 
 
 def told_names(names: Collection[str]) -> str:
-    """Names for a message: a hostile root may list any number of them."""
+    """Return names for a message, limited in number: a hostile root may list any."""
     more = f" and {len(names) - _NAMES_TOLD} more" if len(names) > _NAMES_TOLD else ""
     return (", ".join(itertools.islice(names, _NAMES_TOLD)) or "none") + more

@@ -1,4 +1,4 @@
-"""Loads that read once and send to other processes."""
+"""Shared loads: one process reads an array that several request, and sends it to the others."""
 
 from __future__ import annotations
 
@@ -44,15 +44,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class SharedArray:
-    """An array that ranks may want parts of. Equal on two ranks exactly if it has the same elements.
+    """An array of which ranks may request parts. Equal on two ranks exactly if it has the same elements.
 
     Attributes:
-        leaf: its number in the tree that all have: the stored one, or what transforms make of it.
-        change: what matching makes of it, in words; empty where nothing. Ranks need not ask for one array alike.
-        spec: of what is made.
-        axis, step: bands of so many elements along an axis, none of which reads what another one does; a step of 0: none are
-            known but those of its elements in C order.
-        is_stored: whether it is one of the stored arrays as it is.
+        leaf: its number in the tree that all ranks have: the stored one, or the one that transforms make of it.
+        change: a description of its change by matching, which may differ by rank; empty without a change.
+        spec: its shape and dtype after the change.
+        axis, step: bands of `step` elements along an axis that read disjoint bytes. 0: only runs of elements in C order.
+        is_stored: True for a stored array without any change.
     """
 
     leaf: int
@@ -64,10 +63,10 @@ class SharedArray:
 
     @classmethod
     def of(cls, opened: Checkpoint, leaf: int) -> SharedArray:
-        """What an array of a checkpoint, that is no alias, is called.
+        """Return the name of an array of a checkpoint that is no alias.
 
         Args:
-            opened: the checkpoint as this rank makes it.
+            opened: the checkpoint as this rank reads it.
             leaf: its number there.
         """
         record = opened.tree.leaves[leaf]
@@ -83,27 +82,27 @@ class SharedArray:
 
     @property
     def order(self) -> tuple[int, str, str]:
-        """In which order all ranks number arrays."""
+        """The order in which all ranks number arrays."""
         return self.leaf, self.change, str(self.spec)
 
     def to_json(self) -> JSON:
-        """As ranks tell each other."""
+        """Return it as part of a message."""
         if self.is_stored:
             return self.leaf
         return [self.leaf, self.change, list(self.spec.shape), self.spec.dtype, self.axis, self.step]
 
     @classmethod
     def from_json(cls, told: Any, stored: Checkpoint) -> SharedArray:
-        """The inverse of `to_json`; `stored` is the checkpoint as it is stored."""
+        """Return it from a message; `stored` is the checkpoint as it is stored."""
         if isinstance(told, int):
             record = stored.tree.leaves[told]
-            assert isinstance(record, ArrayRecord)  # as where it was told
+            assert isinstance(record, ArrayRecord)  # as at the sender
             return cls(told, "", record.spec, is_stored=True)
         leaf, change, shape, dtype, axis, step = told
         return cls(leaf, change, ArraySpec(tuple(shape), dtype), axis, step)
 
     def tiles(self) -> Iterable[StoredTile]:
-        """Its bands, as if they were stored one after the other; each begins where a block does, so that messages end where one ends."""
+        """Return its bands as if they were stored one after the other. Each begins at a block, so that messages end at one."""
         if not self.step:
             return ()
         bands = Box.whole(self.spec.shape).bands(self.axis, self.step)
@@ -113,18 +112,18 @@ class SharedArray:
 
 
 def stored_below(opened: Checkpoint) -> Checkpoint:
-    """A checkpoint as it is stored, of one that may be derived from it."""
+    """Return the stored checkpoint that a checkpoint may be derived from."""
     while opened.derived is not None:
         opened = opened.derived.sources[0]
     return opened
 
 
 def renumbered(plan: SharedPlan, own: Mapping[int, int]) -> SharedPlan:
-    """A plan in which arrays have the numbers of leaves of one rank.
+    """Return a plan in which arrays have the leaf numbers of one rank.
 
     Args:
         plan: of that rank.
-        own: by number in the plan, the leaf; of those that the rank wants.
+        own: by number in the plan, the leaf of each array that the rank requests.
     """
     if all(number == leaf for number, leaf in own.items()):
         return plan
@@ -147,7 +146,7 @@ def renumbered(plan: SharedPlan, own: Mapping[int, int]) -> SharedPlan:
 T = TypeVar("T")
 
 _TOLD: Final = 300
-"""How many letters of what is done ranks tell each other before a digest: it may be a line for each of many arrays."""
+"""Characters of a description of transforms in a message; a digest replaces the rest."""
 
 _MESSAGE_BYTES: Final = 32 << 20
 _MOST_AT_ONCE: Final = 2 * AHEAD
@@ -213,7 +212,7 @@ class _SharedAttempt(CollectiveAttempt[T]):
         )
 
     def _exchange_requests(self, own: Sequence[JSON], stored: Checkpoint) -> list[Mapping[SharedArray, Sequence[Box]]]:
-        """What is wanted, each once; told by the first rank that wants it."""
+        """Return the distinct requests; the first rank that has one sends it."""
         first = self._decided["first"]
         if len(first) == 1:
             return [_request(own, stored)]
@@ -281,7 +280,7 @@ class _SharedAttempt(CollectiveAttempt[T]):
         return renumbered(plan, {number_of[array]: leaf for leaf, array in self._own.items() if array in number_of})
 
     def _channels(self, shares: SharedPlan) -> Channels:
-        """A way to those that this process shares with.
+        """Return channels to the processes that this one exchanges data with.
 
         Raises:
             PluginError: if there is none.
@@ -306,36 +305,36 @@ class _SharedAttempt(CollectiveAttempt[T]):
 
 
 class _NoChannels:
-    """Channels of a process that shares with nobody."""
+    """Channels of a process that exchanges no data."""
 
     depth = 1
 
     def memory(self, nbytes: int) -> HostArray:
-        """Any memory."""
+        """Return any memory."""
         return np.empty(nbytes, np.uint8)
 
     def broadcast(self, group: int, sender: int, data: HostArray) -> Pending[None]:
-        """Never called: there is no group."""
+        """Raise: there is no group."""
         raise PluginError(f"broadcast to group {group}, of none")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 def _made_of(opened: Checkpoint) -> str:
-    """What transforms do with a checkpoint: ranks call arrays by their numbers in what these make."""
+    """Return a description of the transforms: arrays are named by their numbers in the tree that these make."""
     told = "" if opened.derived is None else opened.derived.description
     return told if len(told) <= _TOLD else f"{told[:_TOLD]}... ({_digest(told)})"
 
 
 def _decide(payloads: Sequence[JSON]) -> JSON:
-    """What ranks must know of each other; by rank, a digest, a mark, options and a host were told."""
+    """Return what ranks must know of each other, from the digest, mark, options and host of each."""
     told: list[Any] = list(payloads)
     options = {json.dumps(option): rank for rank, (_, _, option, _) in reversed(list(enumerate(told)))}
     marks = {mark: rank for rank, (_, mark, _, _) in reversed(list(enumerate(told)))}
     differ = options if len(options) > 1 else {}
     if len(marks) > 1 and any(mark.startswith("tree ") for mark in marks):
-        differ = marks  # nothing tells whether what has no root was replaced
+        differ = marks  # without a root, nothing shows that a checkpoint was replaced
     first: dict[str, int] = {}
     for rank, (digest, _, _, _) in enumerate(told):
         first.setdefault(digest, rank)
@@ -351,7 +350,7 @@ def _decide(payloads: Sequence[JSON]) -> JSON:
 
 
 def _request_of(reading: Reading) -> Request:
-    """What is read of a checkpoint, by array."""
+    """Return the boxes that are read of a checkpoint, by array."""
     wanted: dict[int, dict[Box, None]] = {}
     for unit in reading.units:
         if unit.number is None:
