@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ckptcore.context import Context
 from ckptcore.errors import CorruptCheckpointError, PluginError, UnsupportedLeafError
 from ckptcore.io.memory import allocate
 from ckptcore.loading.checkpoint import Checkpoint, naming_further
-from ckptcore.loading.workers import WantedAtWorkers, fetch_leaves
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
 from ckptcore.model.tree import format_path
@@ -20,6 +19,9 @@ from ckptcore.protocols import ChecksArrays, Executor, LeafHandler, WantedLeaf
 from ckptcore.runtime import runtime_of
 from ckptcore.tree.flattening import PLACEHOLDER
 from ckptcore.tree.scalars import are_interchangeable, array_of, value_of
+
+if TYPE_CHECKING:
+    from ckptcore.loading.workers import WantedAtWorkers
 
 __all__ = [
     "LeafRead",
@@ -70,6 +72,8 @@ class LeafRead:
         """What workers are asked for; None where the array is read here."""
         if self.at_workers is None:
             return None
+        from ckptcore.loading.workers import WantedAtWorkers  # only single controllers need it
+
         return WantedAtWorkers(self.leaf, WantedLeaf(self.abstract, self.record), self.at_workers)
 
     @property
@@ -274,6 +278,8 @@ def _fetch(reading: Reading, units: Sequence[LeafRead], context: Context) -> Non
     executor = runtime_of(context).workers() if wanted else None
     if executor is None:
         return
+    from ckptcore.loading.workers import fetch_leaves  # only single controllers need it
+
     check_sizes(reading.opened, {unit.leaf for unit, _ in wanted})
     made = fetch_leaves(reading.opened, executor, [fetched for _, fetched in wanted], context)
     for (unit, _), leaf in zip(wanted, made, strict=True):
