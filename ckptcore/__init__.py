@@ -32,8 +32,7 @@ _NAMES: Final = {
     "ckptcore.errors": "CheckpointError",
     "ckptcore.hookspecs": "hookimpl",
     "ckptcore.loading.describe": "CheckpointMetadata",
-    "ckptcore.loading.load_requests": "LoadAs",
-    "ckptcore.loading.matching_options": "LoadReport Matching",
+    "ckptcore.loading.load_requests": "LoadAs LoadReport Matching",
     "ckptcore.model": "AbstractArray",
     "ckptcore.protocols": "StatefulCheckpointable",
     "ckptcore.training.reader": "CheckpointReader",
@@ -101,8 +100,8 @@ if TYPE_CHECKING:
     from ckptcore.hookspecs import hookimpl as hookimpl
     from ckptcore.loading.describe import CheckpointMetadata as CheckpointMetadata
     from ckptcore.loading.load_requests import LoadAs as LoadAs
-    from ckptcore.loading.matching_options import LoadReport as LoadReport
-    from ckptcore.loading.matching_options import Matching as Matching
+    from ckptcore.loading.load_requests import LoadReport as LoadReport
+    from ckptcore.loading.load_requests import Matching as Matching
     from ckptcore.model import AbstractArray as AbstractArray
     from ckptcore.protocols import StatefulCheckpointable as StatefulCheckpointable
     from ckptcore.saving.exporting import Export as Export

@@ -1,4 +1,4 @@
-"""Loading a checkpoint, whole or what is asked for of it."""
+"""Loads: of one tree, anew or in place, and of several objects."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Any
 from ckptcore.commit.location import LocationLike
 from ckptcore.context import Context, default_context
 from ckptcore.io.background import LoadHandle
-from ckptcore.loading.composites import load_composite
-from ckptcore.loading.load import load_into_target, load_value, recorded_load
-from ckptcore.loading.load_requests import LoadRequest
-from ckptcore.loading.matching_options import EXACT, Matching
-from ckptcore.loading.wanted import Abstracts, Wanted
-from ckptcore.protocols import Transforms
+from ckptcore.loading.composites import Abstracts, CompositeLoad, Wanted
+from ckptcore.loading.load import recorded_load
+from ckptcore.loading.load_requests import EXACT, LoadReport, LoadRequest, Matching
+from ckptcore.loading.targets import load_into_target, load_value
+from ckptcore.protocols import ReadStrategy, Transforms
 from ckptcore.runtime import runtime_of
 
 if TYPE_CHECKING:
-    from ckptcore.loading.matching_options import LoadReport
     from ckptcore.select import Selection
 
 __all__ = ["load", "load_async", "load_checkpointables", "load_into"]
@@ -33,28 +31,31 @@ def load(
     transforms: Transforms = (),
     matching: Matching = EXACT,
     report: LoadReport | None = None,
+    strategy: ReadStrategy | None = None,
 ) -> Any:
     """Load a checkpoint.
 
     Args:
-        location: a path or URL: a checkpoint of ours, or of any format an installed layout reads, also one file.
-        abstract: a tree like the one wanted: each leaf tells shape, dtype, framework and placement (an array itself will do,
-            a `jax.ShapeDtypeStruct`, a tensor on the meta device, an `AbstractArray`). `PLACEHOLDER` stands for parts not
-            to be loaded. None: NumPy leaves in the structure that was saved.
+        location: a path or URL: a checkpoint of ours, or of any format that an installed layout reads, also one file.
+        abstract: a tree like the result: each leaf gives shape, dtype, framework and placement (an array itself, a
+            `jax.ShapeDtypeStruct`, a tensor on the meta device, an `AbstractArray`). `PLACEHOLDER` skips a part.
+            None: NumPy leaves in the structure that was saved.
         context: options.
-        select: which stored leaves are loaded, by `ckptcore.select`; nothing of the others is read. Without an abstract tree dicts
-            lose the others, and in lists and tuples `PLACEHOLDER` stands for them; with one, it comes where they are asked for.
-        transforms: what is changed of the stored tree before it is matched, in this order: see `ckptcore.transforms`. Where there
-            is no abstract tree, what they make is loaded.
-        matching: which differences between the abstract tree and the stored one are allowed; by itself none is.
-        report: is told what was done with each leaf, and how much was read, once the load is done.
+        select: the stored leaves to load, by `ckptcore.select`; nothing of the others is read. Without an abstract
+            tree, dicts lose the others, and lists and tuples get `PLACEHOLDER`; with one, `PLACEHOLDER` replaces them.
+        transforms: changes of the stored tree, applied in this order before it is matched: see
+            `ckptcore.transforms`. Without an abstract tree, the tree that they make is loaded.
+        matching: allowed differences between the abstract tree and the stored one; by default none.
+        report: filled when the load has succeeded, with the treatment of each leaf and the bytes read.
+        strategy: how the load reads, such as through a cache: see `ckptcore.protocols.ReadStrategy`. None: as
+            ``JobOptions(reads=...)`` says.
 
     Raises:
         CheckpointNotFoundError, UncommittedCheckpointError: if there is nothing to load.
-        TransformError: if a transform does not fit what is stored, or matches nothing of it.
-        TreeMismatchError: if the abstract tree and the stored one differ in what is not allowed; lists every difference. Also if
-            nothing is selected.
-        CorruptCheckpointError: if bytes are not what was written; names file, array and range.
+        TransformError: if a transform does not fit the stored tree, or matches nothing of it.
+        TreeMismatchError: if the abstract tree and the stored one differ in other ways than allowed; lists every
+            difference. Also if nothing is selected.
+        CorruptCheckpointError: if bytes differ from those written; names file, array and range.
     """
     context = context or default_context()
     with recorded_load(location, context) as recording:
@@ -63,7 +64,7 @@ def load(
             abstract,
             context,
             recording,
-            LoadRequest(select=select, transforms=transforms, matching=matching, report=report),
+            LoadRequest(select=select, transforms=transforms, matching=matching, report=report, strategy=strategy),
         )
 
 
@@ -76,10 +77,11 @@ def load_async(
     transforms: Transforms = (),
     matching: Matching = EXACT,
     report: LoadReport | None = None,
+    strategy: ReadStrategy | None = None,
 ) -> LoadHandle[Any]:
-    """Begin to load a checkpoint in the background; takes what `load` does, and the handle's result raises what it does.
+    """Load a checkpoint in the background. See `load`; the result of the handle raises what `load` does.
 
-    A report is told by the time the handle has the result.
+    A report is filled by the time the handle has the result.
     """
     context = context or default_context()
     return runtime_of(context).saves.load(
@@ -92,6 +94,7 @@ def load_async(
             transforms=transforms,
             matching=matching,
             report=report,
+            strategy=strategy,
         )
     )
 
@@ -105,24 +108,24 @@ def load_into(
     transforms: Transforms = (),
     matching: Matching = EXACT,
     report: LoadReport | None = None,
+    strategy: ReadStrategy | None = None,
 ) -> Any:
-    """Load a checkpoint into what is there: arrays and tensors are filled in place; returns the target.
+    """Load a checkpoint into an existing value: arrays and tensors are filled in place. Returns the target.
 
     Leaves that cannot be changed (numbers, jax.Arrays) are replaced in their dict, list or object. So are containers
     that cannot be changed: tuples, frozen dataclasses. A target whose arrays overlap in memory is refused.
 
     Args:
         location: as for `load`.
-        target: what is changed. Where a `PLACEHOLDER` stands in it, nothing is loaded.
+        target: the value to change. Parts that are `PLACEHOLDER` are not loaded.
         context: options.
-        select: as for `load`; the target keeps what it has in the place of the others.
-        transforms: as for `load`.
-        matching: as for `load`; with ``missing="keep"`` the target keeps what is not stored.
-        report: as for `load`.
+        select: as for `load`; the target keeps its other leaves.
+        transforms, report, strategy: as for `load`.
+        matching: as for `load`; with ``missing="keep"`` the target keeps leaves that are not stored.
 
     Raises:
         TransformError, TreeMismatchError, CheckpointNotFoundError: before anything is changed.
-        ValueError: if placeholders are to come where something is missing: a target takes none.
+        ValueError: if placeholders are to replace missing leaves: a target takes none.
         TargetUndefinedError: if it fails half-way; the target then holds a mix.
     """
     context = context or default_context()
@@ -132,7 +135,7 @@ def load_into(
             target,
             context,
             recording,
-            LoadRequest(select=select, transforms=transforms, matching=matching, report=report),
+            LoadRequest(select=select, transforms=transforms, matching=matching, report=report, strategy=strategy),
         )
     return target
 
@@ -169,4 +172,4 @@ def load_checkpointables(
     wanted = Wanted(abstract, into)
     context = context or default_context()
     with recorded_load(location, context) as recording:
-        return load_composite(location, wanted, context, recording)
+        return CompositeLoad(location, wanted, context, recording).run()

@@ -36,6 +36,7 @@ class ObjectReader:
 
     Attributes:
         object_sizes: how large the objects are.
+        objects: what is known of them, by key.
         bytes_read: bytes asked of the storage for tiles, blocks read whole included.
         bytes_got: bytes got of the storage for all else: encoded chunks, and what tells where they are.
         requests: ranges of bytes asked of the storage for tiles.
@@ -66,7 +67,7 @@ class ObjectReader:
             sizes: how much is moved at a time.
         """
         self._storage = storage
-        self._objects = objects
+        self.objects = objects
         self._threads = threads
         self._verify = verify
         self._strict = strict
@@ -113,10 +114,10 @@ class ObjectReader:
 
     def _record(self, key: str) -> ObjectRecord | None:
         """What is known of an object, or None where it is read all the same."""
-        record = self._objects.get(key)
+        record = self.objects.get(key)
         if record is None and self._strict:
             raise CorruptCheckpointError(
-                f"{key!r} is asked for, but the root does not list this object: expected one of the {len(self._objects)} "
+                f"{key!r} is asked for, but the root does not list this object: expected one of the {len(self.objects)} "
                 "that it lists, found a name that it does not know, so what describes the arrays is damaged: restore the "
                 "checkpoint from a copy, or load another one",
                 key=key,
@@ -143,12 +144,12 @@ class ObjectReader:
         if sums is None:
             data = self._storage.get(key, start, stop)
             self._count(len(data))
-            if (record := self._objects.get(key)) is not None:
+            if (record := self.objects.get(key)) is not None:
                 end = record.size if stop is None else min(stop, record.size)
                 if start + len(data) < end:
                     raise _too_short(key, start, end, len(data))
             return data
-        size = self._objects[key].size
+        size = self.objects[key].size
         stop = size if stop is None else min(stop, size)
         if start >= stop:
             return b""

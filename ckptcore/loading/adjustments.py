@@ -12,10 +12,10 @@ import numpy as np
 from ckptcore.context import Context
 from ckptcore.derivations import Stored, cast, cut, narrow, pad, reshape
 from ckptcore.derivations.dtype_values import float_values, has_all_values_of, is_narrowing, may_become
+from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.derived import Derived, derive
 from ckptcore.loading.differences import Remedy
-from ckptcore.loading.matching_options import Casting, LeafChange, Matching, ShapeChange
-from ckptcore.loading.opened import Opened
+from ckptcore.loading.load_requests import Casting, LeafChange, Matching, ShapeChange
 from ckptcore.model.arrays import ArraySpec, Box, name_of_dtype
 from ckptcore.model.metadata import ArrayRecord, LeafRecord
 from ckptcore.protocols import DerivedArray
@@ -155,7 +155,7 @@ def _value_of(dtype: str, value: bool | complex) -> bool | int | float | complex
     return value
 
 
-def adjusted(opened: Opened, adjustments: Mapping[int, Adjustment], context: Context) -> Opened:
+def adjusted(opened: Checkpoint, adjustments: Mapping[int, Adjustment], context: Context) -> Checkpoint:
     """The same checkpoint with arrays adjusted, which are made as they are read.
 
     Leaves that share their bytes share what is made of them where both are adjusted alike.
@@ -170,7 +170,7 @@ def adjusted(opened: Opened, adjustments: Mapping[int, Adjustment], context: Con
     tree = opened.tree
     # What transforms make is adjusted in one go with them, so that it is made in pieces by what these read.
     made = opened.derived
-    below = made if isinstance(made, Derived) and not made.opened_so else None
+    below = made if isinstance(made, Derived) and not made.is_builtin else None
     leaves: list[LeafRecord] = list(tree.leaves)
     derivations: dict[int, DerivedArray] = {}
     aliases: dict[int, int] = {}
@@ -191,7 +191,7 @@ def adjusted(opened: Opened, adjustments: Mapping[int, Adjustment], context: Con
         before = Stored(record.spec, original) if below is None else below.derivations[original]
         derivations[number] = before if found is None else found.make(before)
     values = {number: number for number, record in enumerate(leaves) if not isinstance(record, ArrayRecord)}
-    first_below, *beside = (opened,) if below is None else below.below
+    first_below, *beside = (opened,) if below is None else below.sources
     return derive(
         first_below,
         replace(tree, leaves=tuple(leaves), aliases=aliases),
@@ -199,6 +199,6 @@ def adjusted(opened: Opened, adjustments: Mapping[int, Adjustment], context: Con
         values=values if below is None else below.values,
         beside=beside,
         most_bytes=context.memory.load_bytes,
-        told="" if below is None else below.told,
+        description="" if below is None else below.description,
         changes=changes,
     )

@@ -19,8 +19,8 @@ from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, Unsupp
 from ckptcore.io.reader import ObjectReader
 from ckptcore.io.requests import requests_of
 from ckptcore.io.threads import ask_each
+from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.derived import Derived, derive
-from ckptcore.loading.opened import Opened
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.tree import format_path
 from ckptcore.protocols import DerivedArray
@@ -119,7 +119,7 @@ def read_base(referring: str, at: Location, save_id: str) -> tuple[Mark, Root]:
     )
 
 
-def open_base(referring: str, at: Location, save_id: str, context: Context) -> Opened:
+def open_base(referring: str, at: Location, save_id: str, context: Context) -> Checkpoint:
     """What a base has itself, without what it refers to.
 
     Raises:
@@ -131,11 +131,11 @@ def open_base(referring: str, at: Location, save_id: str, context: Context) -> O
             f"{referring} refers to {at.display}, which holds no tree; load another checkpoint"
         )
     store = ObjectReader(at.store, root.objects, runtime_of(context).io_threads, verify=context.io.verify, strict=True)
-    opened = Opened.of_root(at, mark, root, runtime_of(context).registry.layout(root.layout), store, None)
+    opened = Checkpoint(at, mark, root, runtime_of(context).registry.layout(root.layout), root.state, root.tree, store)
     return dataclasses.replace(opened, tree=stored_tree(root.tree, root.references))
 
 
-def with_bases(opened: Opened, root: Root, context: Context) -> Opened:
+def with_bases(opened: Checkpoint, root: Root, context: Context) -> Checkpoint:
     """A checkpoint that refers to others, with all of its arrays.
 
     Args:
@@ -150,7 +150,7 @@ def with_bases(opened: Opened, root: Root, context: Context) -> Opened:
     references, location = root.references, opened.location
     own = dataclasses.replace(opened, tree=stored_tree(root.tree, references), copies=None)
 
-    def open_one(base: Base) -> Opened:
+    def open_one(base: Base) -> Checkpoint:
         return open_base(location.display, base_location(location, base, context), base.save_id, context)
 
     parallelism = requests_of(location.parent).concurrency
@@ -178,7 +178,7 @@ def with_bases(opened: Opened, root: Root, context: Context) -> Opened:
         derivations[leaf] = Stored(record.spec, there, 1 + base)
     told = f"with arrays of {', '.join([base.save_id for base in references.bases])}"
     made = derive(
-        own, root.tree, derivations, values=values, beside=bases, most_bytes=context.memory.load_bytes, told=told
+        own, root.tree, derivations, values=values, beside=bases, most_bytes=context.memory.load_bytes, description=told
     )
     assert isinstance(made.derived, Derived)
-    return dataclasses.replace(made, derived=dataclasses.replace(made.derived, opened_so=True))
+    return dataclasses.replace(made, derived=dataclasses.replace(made.derived, is_builtin=True))

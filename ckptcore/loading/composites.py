@@ -1,297 +1,367 @@
-"""Loading checkpoints of several checkpointables: each by its name, restored in place or built anew."""
+"""Loads of several checkpointables by name: requests, and the load of each, in place or anew."""
 
 from __future__ import annotations
 
-import functools
-import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+import enum
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
-from ckptcore.builtin.files import StagingDirectory, empty_directories
 from ckptcore.commit.location import Place, Within
+from ckptcore.commit.root import Member
 from ckptcore.context import Context
-from ckptcore.errors import CheckpointError, CorruptCheckpointError, StorageError, TargetUndefinedError
+from ckptcore.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    TargetUndefinedError,
+    TreeMismatchError,
+    UnknownCheckpointableError,
+)
 from ckptcore.events import Recording
-from ckptcore.job.agreement import Agreement
-from ckptcore.loading.load import load_into_target, load_nothing, load_value
-from ckptcore.loading.members import open_member, told_names
-from ckptcore.loading.opened import Opened, OpenedComposite, file_pieces
+from ckptcore.loading.checkpoint import CompositeCheckpoint, Source
+from ckptcore.loading.consistent_read import ConsistentRead
+from ckptcore.loading.load_requests import AS_IT_IS, LoadAs, LoadRequest
+from ckptcore.loading.members import is_deleted, open_member, present_members, told_names
 from ckptcore.loading.opening import open_names
-from ckptcore.loading.tries import ATTEMPTS, Tries, replaced_too_often, while_tree_unchanged, while_unchanged
-from ckptcore.loading.wanted import Everything, Request, Wanted, plan_requests
-from ckptcore.model.tree import JSON
-from ckptcore.protocols import Coordinator
+from ckptcore.loading.targets import (
+    check_target,
+    holds_objects,
+    load_files_into,
+    load_into_target,
+    load_nothing,
+    load_value,
+)
+from ckptcore.protocols import FilesHandler
 from ckptcore.runtime import runtime_of
+from ckptcore.tree.flattening import PLACEHOLDER
+from ckptcore.tree.per_process import PerProcess
+from ckptcore.tree.suggestions import NearNames
 
-__all__ = ["load_composite"]
+__all__ = ["Abstracts", "CompositeLoad", "Everything", "Request", "Wanted"]
+
+logger = logging.getLogger("ckptcore.wanted")
+
+Abstracts: TypeAlias = Mapping[str, object] | Sequence[str] | None
+"""Objects to build anew: abstract trees by name, names alone, or None."""
 
 
-def load_composite(
-    location: Place, wanted: Wanted | Everything, context: Context, recording: Recording
-) -> dict[str, object]:
-    """Load checkpointables by name.
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Objects to load. Without arguments: every object that exists.
+
+    Attributes:
+        abstract: objects to build anew; None: all, unless `into` has names.
+        into: objects to restore in place, by name.
+    """
+
+    abstract: Abstracts = None
+    into: Mapping[str, object] | None = None
+
+    def __post_init__(self) -> None:
+        """Check the types.
+
+        Raises:
+            TypeError: for one str, and for an `into` that is not a mapping.
+            ValueError: if a name is to be both built anew and restored in place.
+        """
+        if isinstance(self.abstract, str | bytes):
+            raise TypeError(f"abstract={self.abstract!r}: give a list of names, [{self.abstract!r}], or a mapping")
+        if self.into is None:
+            return
+        if not isinstance(self.into, Mapping):
+            raise TypeError(f"into={self.into!r}: give a mapping of names to the objects to restore")
+        for name in self.abstract or ():
+            if name in self.into:
+                raise ValueError(f"{name!r} is in abstract and in into: give it once")
+
+    @property
+    def names(self) -> Sequence[str] | None:
+        """The names, those of `abstract` first; None for all objects."""
+        return None if self.abstract is None and self.into is None else [*(self.abstract or ()), *(self.into or ())]
+
+    @property
+    def likes(self) -> dict[str, tuple[object, bool]]:
+        """For each name the abstract tree or the object, and True for an object that is restored in place."""
+        abstract = self.abstract if isinstance(self.abstract, Mapping) else dict.fromkeys(self.abstract or ())
+        built = {name: (like, False) for name, like in abstract.items()}
+        return built | {name: (like, True) for name, like in (self.into or {}).items()}
+
+
+class Everything(enum.Enum):
+    """A request that `Wanted` cannot express."""
+
+    SAVED = enum.auto()
+    """All objects that were saved. An object that does not exist any more is an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request for one checkpointable.
+
+    Attributes:
+        name: its name.
+        source: its location; already open if other software wrote it.
+        like: its abstract tree, or the object to restore; None: as it was saved.
+        how: options of the load.
+        files: restores the object from its files; None for a tree, and if the files themselves are requested.
+        is_files: True if it is stored as files.
+        in_place: True if `like` is changed.
+    """
+
+    name: str
+    source: Source
+    like: object
+    how: LoadRequest
+    files: FilesHandler | None
+    is_files: bool
+    in_place: bool
+
+
+class CompositeLoad:
+    """A load of several checkpointables by name. Objects that are restored in place come last.
+
+    Attributes:
+        location, context, recording: as given.
+        attempts: the attempts to read the checkpoint.
+    """
+
+    def __init__(self, location: Place, wanted: Wanted | Everything, context: Context, recording: Recording) -> None:
+        """Open nothing yet."""
+        self.location = location
+        self.context = context
+        self.recording = recording
+        self.attempts = ConsistentRead(location, context, open_names)
+        self._wanted = wanted
+        self._changed: list[str] = []  # names of what was restored in place, also by an attempt that is repeated
+
+    def run(self) -> dict[str, object]:
+        """Load what is wanted, in the order in which it was asked for.
+
+        Raises:
+            TypeError: if an object that is restored in place is given as an abstract tree.
+            CheckpointNotFoundError: if a name was never saved, or was deleted; nothing was changed.
+            CorruptCheckpointError: also if everything that was saved is asked for, and some of it is absent.
+            TreeMismatchError: if something is stored otherwise than it is asked for; nothing was changed.
+            TargetUndefinedError: if it failed after an object was changed.
+        """
+        try:
+            if self.context.job.reads == "alone" or (job := runtime_of(self.context).job()).size == 1:
+                return self.attempts.retry_if_replaced(self._load)
+            from ckptcore.loading.collective.joint import load_composite_jointly  # only jobs need it
+
+            return load_composite_jointly(self, job)
+        except Exception as error:
+            if not self._changed or isinstance(error, TargetUndefinedError):
+                raise
+            raise TargetUndefinedError(
+                f"{self.location} was replaced or deleted after {told_names(self._changed)} had been restored from it, and "
+                "loading again failed: they may belong to different moments now; load again before using them: "
+                f"{error}"
+            ) from error
+
+    def _load(self, composite: CompositeCheckpoint) -> dict[str, object]:
+        requests = self.plan(composite)
+        # What is built anew comes first: if it cannot be read, nothing was changed yet.
+        loaded = {
+            request.name: self.load(request, self.context)
+            for request in sorted(requests, key=lambda request: request.in_place)
+        }
+        return self.in_order(composite, loaded)
+
+    def plan(self, composite: CompositeCheckpoint) -> Sequence[Request]:
+        """Find what is wanted, and check that it can be loaded. Reads no array, and changes nothing."""
+        with self.recording.phase("open"):
+            return list(_plan_requests(composite, self.location, self._wanted, self.context))
+
+    def load(self, request: Request, context: Context) -> object:
+        """Load one checkpointable."""
+        try:
+            loaded = self._load_one(request, context)
+        except TargetUndefinedError:
+            self._add_changed(request.name)
+            raise
+        except Exception as error:
+            if not self._changed:
+                raise
+            raise TargetUndefinedError(
+                f"loading {request.name!r} failed, after {', '.join(self._changed)} had been restored: they belong to "
+                f"different moments now; load again before using them: {error}"
+            ) from error
+        if request.in_place:
+            self._add_changed(request.name)
+        return loaded
+
+    def _load_one(self, request: Request, context: Context) -> object:
+        source, like, recording = request.source, request.like, self.recording
+        if request.files is not None:
+            return load_files_into(source, request.name, like, request.files, context, recording)
+        if request.in_place:
+            load_into_target(source, like, context, recording, request.how)
+            return like
+        return load_value(source, like, context, recording, request.how)
+
+    def take_part(self, composite: CompositeCheckpoint, name: str) -> None:
+        """Take part in the collective load of a checkpointable that this process does not want."""
+        opened = open_member(composite, name, name, self.location, self.context)
+        source = opened if opened.root is None else Within(self.location, name)
+        load_nothing(source, self.context, self.recording)
+
+    def _add_changed(self, name: str) -> None:
+        if name not in self._changed:
+            self._changed.append(name)
+
+    def in_order(self, composite: CompositeCheckpoint, loaded: Mapping[str, object]) -> dict[str, object]:
+        """Return what was loaded in the order of the request; in that of the save if all of it was requested."""
+        wanted = None if isinstance(self._wanted, Everything) else self._wanted.names
+        return {name: loaded[name] for name in (composite.members if wanted is None else wanted) if name in loaded}
+
+
+def _plan_requests(
+    composite: CompositeCheckpoint, location: Place, wanted: Wanted | Everything, context: Context
+) -> Iterator[Request]:
+    """Plan requests in the order of the save. Checks that each member exists, and that its target can take it.
 
     Raises:
+        CheckpointNotFoundError: if a name was never saved, or was deleted.
+        CorruptCheckpointError: also if all objects that were saved are requested, and one is missing.
+        TreeMismatchError: if an object is stored in another form than requested.
         TypeError: if an object that is restored in place is given as an abstract tree.
-        CheckpointNotFoundError: if a name was never saved, or was deleted; nothing was changed.
-        CorruptCheckpointError: also if everything that was saved is asked for, and some of it is gone.
-        TreeMismatchError: if something is stored otherwise than it is asked for; nothing was changed.
-        TargetUndefinedError: if it failed after an object was changed.
     """
-    changed: list[str] = []
-    """The names of what was restored in place, also by an attempt that was overtaken."""
-    job = runtime_of(context).job() if context.job.reads != "alone" else None
-    try:
-        if job is not None and job.size > 1:
-            return _load_together(location, wanted, context, recording, job, changed)
-        return while_unchanged(
-            location,
-            context,
-            lambda composite: _load_once(composite, location, wanted, context, recording, changed),
-            open_names,
+    members = composite.members
+    present = present_members(composite)
+    if isinstance(wanted, Everything):
+        likes = Wanted(_all_for(composite, present, context)).likes
+    elif wanted.names is None:
+        likes = Wanted(_there_for(composite, present, context)).likes
+    else:
+        likes = wanted.likes
+    order = {name: number for number, name in enumerate(members)}
+    # Every process of a job asks objects for their state in this order, because `state_dict` may be collective.
+    for name, (asked, in_place) in sorted(likes.items(), key=lambda item: order.get(item[0], -1)):
+        like, how = _unwrapped(asked)
+        if like is PLACEHOLDER:
+            continue
+        if name not in members:
+            raise UnknownCheckpointableError(_unknown(composite, name, list(present)))
+        if name not in present:
+            raise CheckpointNotFoundError(
+                f"{composite.location.display} was saved with {name!r}, but it was deleted since; there are "
+                f"{', '.join(present) or 'none'}"
+            )
+        member = members[name]
+        directory = member.directory(name, _rank(composite, name, member, context))
+        if directory not in present[name]:
+            raise CheckpointNotFoundError(
+                f"{composite.location.display} was saved with {directory!r}, the state of one process, but it was deleted "
+                f"since; there are {told_names(present[name])}"
+            )
+        opened = open_member(composite, name, directory, location, context)
+        # Do not retry without a root: there is no save id to compare.
+        source = opened if opened.root is None else Within(location, directory)
+        request = _request(name, source, member, like, how, in_place, context)
+        if request.in_place and not request.is_files:
+            check_target(opened, like, context, how)
+        yield request
+
+
+def _there_for(
+    composite: CompositeCheckpoint, present: Mapping[str, Sequence[str]], context: Context
+) -> dict[str, object]:
+    """Return all objects that exist for this process. Logs a warning with those that were deleted."""
+    absent = _absent_for(composite, present, context)
+    if absent:
+        logger.warning("%s was saved with %s, which was deleted since", composite.location.display, told_names(absent))
+    return dict.fromkeys([name for name in composite.members if name not in absent])
+
+
+def _all_for(
+    composite: CompositeCheckpoint, present: Mapping[str, Sequence[str]], context: Context
+) -> dict[str, object]:
+    """Return all objects that were saved for this process.
+
+    Raises:
+        CorruptCheckpointError: if one of them does not exist.
+    """
+    absent = list(_absent_for(composite, present, context))
+    if absent:
+        raise CorruptCheckpointError(
+            f"{composite.location.display} was saved with {told_names(absent)}, which was deleted or lost since; ask for the names "
+            "that you need, or for this very checkpoint to get what is left of it"
         )
-    except Exception as error:
-        if not changed or isinstance(error, TargetUndefinedError):
-            raise
-        raise TargetUndefinedError(
-            f"{location} was replaced or deleted after {told_names(changed)} had been restored from it, and loading again failed: they "
-            f"may belong to different moments now; load again before using them: {error}"
-        ) from error
+    return dict.fromkeys(composite.members)
 
 
-def _load_once(
-    composite: OpenedComposite,
-    location: Place,
-    wanted: Wanted | Everything,
-    context: Context,
-    recording: Recording,
-    changed: list[str],
-) -> dict[str, object]:
-    """Load from a composite; adds the names of what was restored in place to `changed`, also where it fails."""
-    with recording.phase("open"):
-        requests = list(plan_requests(composite, location, wanted, context))
-    # What is built anew comes first: if it cannot be read, nothing was changed yet.
-    loaded = {
-        request.name: _load_request(request, context, recording, changed)
-        for request in sorted(requests, key=lambda request: request.in_place)
-    }
-    return _as_asked_for(loaded, wanted, composite)
+def _absent_for(
+    composite: CompositeCheckpoint, present: Mapping[str, Sequence[str]], context: Context
+) -> dict[str, None]:
+    """Return the names that do not exist for this process."""
+    absent: dict[str, None] = {}
+    for name, member in composite.members.items():
+        directories = present.get(name, ())
+        directory = member.directory(name, _rank(composite, name, member, context)) if directories else ""
+        if directory not in directories or is_deleted(composite, directory):
+            absent[name] = None
+    return absent
 
 
-def _as_asked_for(
-    loaded: Mapping[str, object], wanted: Wanted | Everything, composite: OpenedComposite
-) -> dict[str, object]:
-    """Return what was loaded, in the order of `wanted`; in that of the save if all checkpointables were loaded."""
-    names = None if isinstance(wanted, Everything) else wanted.names
-    return {name: loaded[name] for name in (composite.members if names is None else names) if name in loaded}
+def _unwrapped(asked: object) -> tuple[object, LoadRequest]:
+    """Return an abstract tree or object without its wrappers, which may be nested, and the options in these."""
+    how = AS_IT_IS
+    while True:
+        if isinstance(asked, PerProcess):
+            asked = asked.value
+        elif isinstance(asked, LoadAs):
+            how = asked.request
+            asked = asked.like
+        else:
+            return asked, how
 
 
-def _load_request(request: Request, context: Context, recording: Recording, changed: list[str]) -> object:
-    """Load one checkpointable; adds its name to `changed` if it was restored in place, also where that fails."""
-    try:
-        loaded = _load(request, context, recording)
-    except TargetUndefinedError:
-        _add(changed, request.name)
-        raise
-    except Exception as error:
-        if not changed:
-            raise
-        raise TargetUndefinedError(
-            f"loading {request.name!r} failed, after {', '.join(changed)} had been restored: they belong to different "
-            f"moments now; load again before using them: {error}"
-        ) from error
-    if request.in_place:
-        _add(changed, request.name)
-    return loaded
+def _unknown(composite: CompositeCheckpoint, name: str, present: Sequence[str]) -> str:
+    near = NearNames(present).nearest(str(name))
+    hint = f"; did you mean {near!r}?" if near else ""
+    return f"{composite.location.display} was saved without {name!r}; there are {', '.join(present) or 'none'}{hint}"
 
 
-def _load_together(
-    location: Place,
-    wanted: Wanted | Everything,
-    context: Context,
-    recording: Recording,
-    job: Coordinator,
-    changed: list[str],
-) -> dict[str, object]:
-    """Load from a composite on all ranks of a job, name by name: who wants nothing of one is there for the others.
-
-    Adds the names of what was restored in place to `changed`, also where it fails.
-    """
-    from ckptcore.loading.joint_loading import (
-        agreed_name,  # only jobs need it
-        take_step,
+def _rank(composite: CompositeCheckpoint, name: str, member: Member, context: Context) -> int:
+    """Return the rank whose state is requested: that of this process."""
+    job = runtime_of(context).job()
+    if member.processes is None or member.processes == job.size:
+        return job.rank
+    raise TreeMismatchError(
+        f"{name!r} in {composite.location.display} has a state for each of {member.processes} processes, and this job has "
+        f"{job.size}: which one is this process to take? Load what you need by its own location, such as "
+        f"{composite.location.display.rstrip('/')}/{member.directory(name, 0)}",
+        [f"{name}: {member.processes} processes saved it, {job.size} load it"],
     )
 
-    agreement = Agreement(job, runtime_of(context).exchange_key(f"{agreed_name(location, recording)}/names"), recording)
-    for number in range(ATTEMPTS):
-        attempt = _JointAttempt(location, wanted, context, recording, changed)
-        joint = take_step(agreement, f"begin-{number}", attempt.begin, stands=attempt.stands)
-        if joint.again:
-            continue
-        told = joint.payloads
-        names: Any = agreement.lead(f"names-{number}", functools.partial(_united, told))
-        steps: list[tuple[str, Callable[[], JSON]]] = [
-            (f"load-{number}/{name}", functools.partial(attempt.load, name)) for name in names
-        ]
-        if not any(
-            take_step(agreement, name, work, stands=attempt.stands).again
-            for name, work in [*steps, (f"end-{number}", attempt.end)]
-        ):
-            return attempt.loaded()
-    raise replaced_too_often(location)
 
-
-def _united(told: Sequence[Any]) -> JSON:
-    """The names that any rank wants, first those that none restores in place, each with whether one does."""
-    in_place: dict[str, bool] = {}
-    for requests in told:
-        for name, is_in_place in requests:
-            in_place[name] = in_place.get(name, False) or is_in_place
-    return sorted(in_place, key=lambda name: in_place[name])
-
-
-class _JointAttempt:
-    """What one rank does in one try to load from a composite together with others; its methods are steps, and return what is told."""
-
-    def __init__(
-        self,
-        location: Place,
-        wanted: Wanted | Everything,
-        context: Context,
-        recording: Recording,
-        changed: list[str],
-    ) -> None:
-        self._location = location
-        self._wanted = wanted
-        self._context = context
-        self._recording = recording
-        self._changed = changed
-        self._tries = Tries(location, context, open_names)
-        self._composite: OpenedComposite | None = None
-        self._requests: dict[str, Request] = {}
-        self._loaded: dict[str, object] = {}
-
-    def stands(self) -> bool:
-        """Whether what was opened is there still."""
-        return self._tries.stands()
-
-    def begin(self) -> JSON:
-        """Open the composite, and look whether what is wanted is there."""
-        self._composite = self._tries.open()
-        with self._recording.phase("open"):
-            requests = plan_requests(self._composite, self._location, self._wanted, self._context)
-            self._requests = {request.name: request for request in requests}
-        return [[request.name, request.in_place] for request in self._requests.values()]
-
-    def load(self, name: str) -> JSON:
-        """Load what has a name; where this rank does not want it, be there for those that do."""
-        composite, request = self._composite, self._requests.get(name)
-        assert composite is not None  # the step before has opened it
-        member = composite.members[name]
-        is_shared = member.processes is None and member.kind == "tree"
-        if request is not None:
-            # What a process saved for itself it reads for itself.
-            context = (
-                self._context if is_shared else replace(self._context, job=replace(self._context.job, reads="alone"))
+def _request(
+    name: str, source: Source, member: Member, like: object, how: LoadRequest, in_place: bool, context: Context
+) -> Request:
+    is_files = member.kind == "files"
+    if is_files and how != AS_IT_IS:
+        raise TreeMismatchError(
+            f"{name!r} is stored as files that its object wrote, and no tree: give it without LoadAs, which is for trees",
+            [f"{name}: files are stored"],
+        )
+    if like is None and in_place:
+        raise TypeError(f"into={{{name!r}: None}}: give the object to restore, or the name in abstract=[{name!r}]")
+    if like is None:
+        return Request(name, source, None, how, None, is_files, in_place=False)
+    named = runtime_of(context).registry.dispatch_named(like)
+    if not in_place and (named.files is not None or holds_objects(like, runtime_of(context).registry)):
+        raise TypeError(
+            f"abstract={{{name!r}: {type(like).__qualname__}(...)}} is or holds an object with a state: give it as "
+            f"into={{{name!r}: ...}} to restore it in place, or ckptcore.abstract(...) of it to build its state anew"
+        )
+    if is_files:
+        if named.files is None:
+            raise TreeMismatchError(
+                f"{name!r} is stored as files that its object wrote, and a {type(like).__qualname__} does not restore itself from "
+                "files: pass an object like the one that was saved, or None for the files themselves",
+                [f"{name}: files are stored"],
             )
-            self._loaded[name] = _load_request(request, context, self._recording, self._changed)
-        elif is_shared:
-            opened = open_member(composite, name, name, self._location, self._context)
-            source = opened if opened.root is None else Within(self._location, name)
-            load_nothing(source, self._context, self._recording)
-        return None
-
-    def end(self) -> JSON:
-        """Make sure that all was read of one save."""
-        from ckptcore.loading.joint_loading import Replaced  # only jobs need it
-
-        if not self._tries.is_unchanged():
-            raise Replaced
-        return None
-
-    def loaded(self) -> dict[str, object]:
-        """By name, in the order in which it was asked for."""
-        assert self._composite is not None  # the first step has opened it
-        return _as_asked_for(self._loaded, self._wanted, self._composite)
-
-
-def _add(names: list[str], name: str) -> None:
-    if name not in names:
-        names.append(name)
-
-
-def _load(request: Request, context: Context, recording: Recording) -> object:
-    if request.is_files:
-        return _load_files(request, context, recording)
-    if request.in_place:
-        load_into_target(request.source, request.like, context, recording, request.how)
-        return request.like
-    return load_value(request.source, request.like, context, recording, request.how)
-
-
-def _load_files(request: Request, context: Context, recording: Recording) -> object:
-    began = False
-
-    def attempt(opened: Opened) -> object:
-        nonlocal began
-        with recording.phase("read") as phase:
-            phase.nbytes = sum(record.size for record in opened.objects.values())
-            if request.files is None:
-                return {key: b"".join(file_pieces(opened, record)) for key, record in opened.objects.items()}
-            directory = StagingDirectory()
-            try:
-                _copy_out(opened, directory.path)
-            except BaseException:
-                directory.close()
-                raise
-        began = True
-        try:
-            with recording.phase("restore"):
-                return request.files.load(request.like, directory.path)
-        except Exception as error:
-            raise TargetUndefinedError(
-                f"{request.name!r} failed as it took its state from {request.source}: {type(error).__name__}: {error}; it may "
-                "hold a mix now: make it anew and load again"
-            ) from error
-        finally:
-            directory.close()
-
-    try:
-        return while_tree_unchanged(request.source, context, attempt)
-    except Exception as error:
-        if not began or isinstance(error, TargetUndefinedError):
-            raise
-        raise TargetUndefinedError(
-            f"{request.source} was replaced or deleted as {request.name!r} took its state from it, and loading again failed: "
-            f"{error}; it may hold a mix now: load again before using it"
-        ) from error
-
-
-def _copy_out(opened: Opened, directory: Path) -> None:
-    """Write every file to a local directory, verified, and make the directories that had none.
-
-    Raises:
-        CorruptCheckpointError: if a file is damaged, or no file system can hold these files beside each other.
-        StorageError: if the local disk fails.
-    """
-    empty = dict.fromkeys(empty_directories(opened.state))
-    for key, record in [*opened.objects.items(), *empty.items()]:
-        path = os.path.join(directory, *key.split("/"))
-        try:
-            os.makedirs(path if record is None else os.path.dirname(path), exist_ok=True)
-            if record is not None:
-                with open(path, "xb") as file:
-                    file.writelines(file_pieces(opened, record))
-        except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
-            raise CorruptCheckpointError(
-                f"{opened.location.display} lists the file {key!r} twice, or as a directory too: {error}; load another checkpoint",
-                key=key,
-            ) from error
-        except CheckpointError:
-            raise
-        except OSError as error:
-            raise StorageError(
-                error.errno, f"cannot copy {key!r} of {opened.location.display} to {path}: {error}; nothing was changed"
-            ) from error
+        return Request(name, source, like, how, named.files, is_files, in_place=True)
+    return Request(name, source, like, how, None, is_files, in_place)

@@ -15,7 +15,7 @@ from ckptcore.derivations import Stored, WholeArray, walk
 from ckptcore.derivations.batches import Batch, Fill, Place, StoredRead
 from ckptcore.errors import TransformError
 from ckptcore.io.memory import allocate
-from ckptcore.loading.opened import Opened, naming_further, replaced_beside
+from ckptcore.loading.checkpoint import Checkpoint, naming_further, replaced_beside
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import ReadPlan
@@ -44,7 +44,7 @@ _Run: TypeAlias = Literal["whole", "long", "short"]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What makes the arrays of an `Opened`, for another process that opens the checkpoints itself. It is pickled.
+    """What makes the arrays of an `Checkpoint`, for another process that opens the checkpoints itself. It is pickled.
 
     Attributes:
         tree, derivations, values, most_bytes: as of a `Derived`.
@@ -57,7 +57,7 @@ class Recipe:
     most_bytes: int
     beside: tuple[LocationAddress, ...]
 
-    def make(self, opened: Opened, open_beside: Callable[[LocationAddress], Opened]) -> Opened:
+    def make(self, opened: Checkpoint, open_beside: Callable[[LocationAddress], Checkpoint]) -> Checkpoint:
         """The checkpoint, derived again."""
         beside = [open_beside(address) for address in self.beside]
         return derive(
@@ -65,44 +65,44 @@ class Recipe:
         )
 
     @classmethod
-    def all_of(cls, opened: Opened) -> tuple[Recipe, ...]:
+    def all_of(cls, opened: Checkpoint) -> tuple[Recipe, ...]:
         """Those that make a checkpoint of the one that is stored, one after the other."""
-        if not isinstance(found := opened.derived, Derived) or found.opened_so:
+        if not isinstance(found := opened.derived, Derived) or found.is_builtin:
             return ()
-        below, *beside = found.below
+        below, *beside = found.sources
         for other in beside:
-            assert other.derived is None or other.derived.opened_so  # further checkpoints are as they are stored
+            assert other.derived is None or other.derived.is_builtin  # further checkpoints are as they are stored
         addresses = tuple([other.location.to_open for other in beside])
         return (*cls.all_of(below), cls(found.tree, found.derivations, found.values, found.most_bytes, addresses))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Derived:
-    """What makes the arrays of an `Opened`.
+    """What makes the arrays of an `Checkpoint`.
 
     Attributes:
         tree: what is made.
-        below: the checkpoint that is read, and those that are put together with it.
+        sources: the checkpoint that is read, and those that are put together with it.
         derivations: by number of the leaf, how each array is made; aliases may be left out.
         values: by number of each value that is one of the checkpoint that is read, its number there.
         most_bytes: the most memory that is used beside the arrays that are made. What cannot be made in pieces may exceed it, alone.
-        told, changes: see `MadeArrays`.
-        opened_so: whether opening the checkpoint makes it so by itself, because it refers to others.
+        description, changes: see `DerivedArrays`.
+        is_builtin: whether opening the checkpoint makes it so by itself, because it refers to others.
     """
 
     tree: TreeMetadata
-    below: tuple[Opened, ...]
+    sources: tuple[Checkpoint, ...]
     derivations: Mapping[int, DerivedArray]
     values: Mapping[int, int]
     most_bytes: int = _USUAL_BYTES
-    told: str = ""
+    description: str = ""
     changes: Mapping[int, tuple[int, str]] = field(default_factory=dict)
-    opened_so: bool = False
+    is_builtin: bool = False
     _lying: dict[int, Counter[int]] = field(default_factory=dict, init=False, repr=False)
     """By checkpoint, and leaf, the bytes that lie in objects as they are; looked up when it is asked for."""
 
     def read(self, plan: ReadPlan, buffers: Sequence[HostArray]) -> Iterator[int]:
-        """See `Opened.read`.
+        """See `Checkpoint.read`.
 
         Raises:
             TransformError: if an array cannot be computed, as where a function of the caller's fails; names it.
@@ -122,7 +122,7 @@ class Derived:
         yield from self._run(batch, plan, left)
 
     def stored(self, leaves: Sequence[int]) -> Mapping[int, Sequence[int]]:
-        """See `MadeArrays.stored`."""
+        """See `DerivedArrays.stored`."""
         found: dict[int, dict[int, None]] = {}
         values = [self.values[leaf] for leaf in leaves if leaf in self.values]
         if values:
@@ -135,7 +135,7 @@ class Derived:
         return {checkpoint: list(numbers) for checkpoint, numbers in found.items()}
 
     def bands(self, leaf: int, nbytes: int) -> tuple[int, int] | None:
-        """See `MadeArrays.bands`."""
+        """See `DerivedArrays.bands`."""
         derivation = self.derivations[leaf]
         spec, whole = derivation.spec, Box.whole(derivation.spec.shape)
         if spec.nbytes <= nbytes:
@@ -153,7 +153,7 @@ class Derived:
         return None
 
     def pieces(self, leaf: int, most_bytes: int) -> Sequence[Box]:
-        """See `MadeArrays.pieces`."""
+        """See `DerivedArrays.pieces`."""
         derivation = self.derivations[self.tree.aliases.get(leaf, leaf)]
         spec, whole = derivation.spec, Box.whole(derivation.spec.shape)
         if spec.nbytes <= most_bytes:
@@ -174,7 +174,7 @@ class Derived:
             except Exception as error:
                 path = format_path(self.tree.paths[plan.items[fill.owners[0]].leaf])
                 raise TransformError(
-                    f"{path} could not be made of what {self.below[0]} holds: {type(error).__name__}: {error}"
+                    f"{path} could not be made of what {self.sources[0]} holds: {type(error).__name__}: {error}"
                 ) from error
             for owner in fill.owners:
                 left[owner] -= 1
@@ -182,7 +182,7 @@ class Derived:
                     yield owner
 
     def _read_stored(self, reads: Sequence[StoredRead]) -> Iterator[int]:
-        for checkpoint, below in enumerate(self.below):
+        for checkpoint, below in enumerate(self.sources):
             numbers = [number for number, read in enumerate(reads) if read.array.checkpoint == checkpoint]
             if not numbers:
                 continue
@@ -258,7 +258,7 @@ class Derived:
 
     def _is_plain(self, array: Stored) -> bool:
         """Whether the elements of a stored array lie in objects as they are, and any range of them can be read."""
-        below = self.below[array.checkpoint]
+        below = self.sources[array.checkpoint]
         if below.derived is not None:
             return False  # it cuts what it makes itself
         if (lying := self._lying.get(array.checkpoint)) is None:
@@ -269,16 +269,16 @@ class Derived:
 
 
 def derive(
-    opened: Opened,
+    opened: Checkpoint,
     tree: TreeMetadata,
     derivations: Mapping[int, DerivedArray],
     *,
     values: Mapping[int, int],
-    beside: Sequence[Opened] = (),
+    beside: Sequence[Checkpoint] = (),
     most_bytes: int | None = None,
-    told: str = "",
+    description: str = "",
     changes: Mapping[int, tuple[int, str]] | None = None,
-) -> Opened:
+) -> Checkpoint:
     """A checkpoint with another tree, whose arrays are made of those of one that is open as they are read.
 
     It is read as any other: by boxes. Values, which stand in the tree, are those of the new tree.
@@ -291,7 +291,7 @@ def derive(
         beside: further checkpoints that arrays are made of: those with the numbers from 1 on in a `Stored`.
         most_bytes: the most memory that is used beside the arrays that are made, about; None: 256 MiB. What cannot be made in
             pieces may exceed it, alone.
-        told, changes: see `MadeArrays`.
+        description, changes: see `DerivedArrays`.
 
     Raises:
         TransformError: if an array has no derivation, or one of another spec.
@@ -305,20 +305,20 @@ def derive(
                 f"{format_path(tree.paths[leaf])} is said to be {record.spec}, and {made or 'nothing'} is made"
             )
     if opened.derived is not None:
-        told = f"{opened.derived.told}\n{told}"
+        description = f"{opened.derived.description}\n{description}"
     derived = Derived(
         tree,
         (opened, *beside),
         derivations,
         values,
         most_bytes or _USUAL_BYTES,
-        told,
+        description,
         {} if changes is None else changes,
     )
     return dataclasses.replace(opened, tree=tree, derived=derived, copies=None)
 
 
-def check_beside(opened: Opened) -> None:
+def check_beside(opened: Checkpoint) -> None:
     """Make sure that the further checkpoints that arrays are made of have not been replaced since they were opened.
 
     Raises:
@@ -326,7 +326,7 @@ def check_beside(opened: Opened) -> None:
     """
     if opened.derived is None:
         return
-    first, *beside = opened.derived.below
+    first, *beside = opened.derived.sources
     check_beside(first)
     for other in beside:
         if not other.mark.has_stayed_at(other.location):

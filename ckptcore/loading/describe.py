@@ -18,11 +18,11 @@ from ckptcore.errors import (
     UncommittedCheckpointError,
 )
 from ckptcore.events import Event
-from ckptcore.loading.load import abstract_tree, is_files, transformed
+from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint
+from ckptcore.loading.consistent_read import ConsistentRead, tree_read
 from ckptcore.loading.members import is_deleted, open_member, present_members
-from ckptcore.loading.opened import Opened, OpenedComposite
 from ckptcore.loading.opening import open_either, open_tree
-from ckptcore.loading.tries import while_tree_unchanged, while_unchanged
+from ckptcore.loading.stored_trees import abstract_tree, transformed
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import JSON
@@ -174,12 +174,12 @@ def describe_checkpoint(place: Place, context: Context) -> CheckpointMetadata:
         CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError
     """
 
-    def describe(found: Opened | OpenedComposite) -> CheckpointMetadata:
-        if isinstance(found, Opened):
+    def describe(found: Checkpoint | CompositeCheckpoint) -> CheckpointMetadata:
+        if isinstance(found, Checkpoint):
             return describe_opened(found, context)
         return _describe_composite(found, place, context)
 
-    return while_unchanged(place, context, describe, open_either)
+    return ConsistentRead(place, context, open_either).retry_if_replaced(describe)
 
 
 def describe_tree(place: Place, context: Context, transforms: Transforms = ()) -> CheckpointMetadata:
@@ -189,23 +189,23 @@ def describe_tree(place: Place, context: Context, transforms: Transforms = ()) -
         CompositeCheckpointError: if it holds several objects, and none of them stands for all.
         What `describe_checkpoint` does.
     """
-    return while_tree_unchanged(
-        place, context, lambda opened: describe_opened(transformed(opened, transforms, context), context)
+    return tree_read(place, context).retry_if_replaced(
+        lambda opened: describe_opened(transformed(opened, transforms, context), context)
     )
 
 
-def describe_opened(opened: Opened, context: Context) -> CheckpointMetadata:
+def describe_opened(opened: Checkpoint, context: Context) -> CheckpointMetadata:
     """Describe an open tree. Reads nothing."""
-    root = opened.root
+    root, origin = opened.root, opened.origin
     return CheckpointMetadata(
-        created=opened.created,
-        writer=opened.writer,
-        custom=opened.custom,
+        created=origin.created,
+        writer=origin.writer,
+        custom=origin.custom,
         save_id=root.save_id if root else None,
-        metrics=opened.metrics,
+        metrics=origin.metrics,
         timeline=_timeline(root.timeline, opened.location.display) if root else (),
         contents=TreeContents(
-            abstract=None if is_files(opened) else abstract_tree(opened.tree, runtime_of(context).registry),
+            abstract=None if opened.is_files else abstract_tree(opened.tree, runtime_of(context).registry),
             tree=opened.tree,
             layout=opened.layout.name,
             objects=opened.objects,
@@ -218,7 +218,7 @@ def _timeline(stored: JSON, location: str) -> Sequence[Event]:
     return () if stored is None else timeline_from_json(stored, location=location)
 
 
-def _describe_composite(composite: OpenedComposite, location: Place, context: Context) -> CheckpointMetadata:
+def _describe_composite(composite: CompositeCheckpoint, location: Place, context: Context) -> CheckpointMetadata:
     root, members = composite.root, composite.members
     present = present_members(composite)
     found: dict[str, CheckpointMetadata] = {}
@@ -236,11 +236,11 @@ def _describe_composite(composite: OpenedComposite, location: Place, context: Co
         if described is not None:
             found[name] = described
     return CheckpointMetadata(
-        created=composite.created,
-        writer=composite.writer,
-        custom=composite.custom,
+        created=composite.origin.created,
+        writer=composite.origin.writer,
+        custom=composite.origin.custom,
         save_id=root.save_id if root else None,
-        metrics=composite.metrics,
+        metrics=composite.origin.metrics,
         timeline=_timeline(root.timeline, str(location)) if root else (),
         contents=None if root else _contents_to_load(composite, context),
         checkpointables=CheckpointablesMetadata(
@@ -252,7 +252,7 @@ def _describe_composite(composite: OpenedComposite, location: Place, context: Co
     )
 
 
-def _contents_to_load(composite: OpenedComposite, context: Context) -> TreeContents | None:
+def _contents_to_load(composite: CompositeCheckpoint, context: Context) -> TreeContents | None:
     """Return the tree that `ckptcore.load` loads of a checkpoint of other software; None if it loads none."""
     try:
         opened = open_tree(composite.location, composite.mark, context)
@@ -264,7 +264,7 @@ def _contents_to_load(composite: OpenedComposite, context: Context) -> TreeConte
 
 
 def _describe_first(
-    composite: OpenedComposite, name: str, directories: Sequence[str], location: Place, context: Context
+    composite: CompositeCheckpoint, name: str, directories: Sequence[str], location: Place, context: Context
 ) -> CheckpointMetadata | None:
     """What the first of the directories that is still there says of itself; None if none is."""
     for directory in directories:

@@ -1,52 +1,169 @@
-"""Loading: match, plan, read, build."""
+"""Loads of one tree: open, plan, read, build."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-from ckptcore.builtin.files import FilesLayout
-from ckptcore.builtin.host_leaves import abstract_of_stored
 from ckptcore.commit.location import Place
 from ckptcore.context import Context
-from ckptcore.errors import PluginError, TargetUndefinedError, TreeMismatchError
 from ckptcore.events import Recording
-from ckptcore.loading.load_requests import AS_IT_IS, LoadRequest
-from ckptcore.loading.matching import Matched, match_leaves
-from ckptcore.loading.opened import Opened, Source, file_pieces
-from ckptcore.loading.reading import Planned, Reading, perform, plan_reading
-from ckptcore.loading.tries import while_tree_unchanged
-from ckptcore.model.arrays import AbstractArray
-from ckptcore.model.metadata import ArrayRecord, TreeMetadata
-from ckptcore.model.tree import MAX_DEPTH, Attribute, Skeleton, TreePath, format_path
-from ckptcore.plugins import Plugins
-from ckptcore.protocols import LeafHandler, MutableContainerHandler, Transforms
-from ckptcore.runtime import runtime_of
-from ckptcore.tree.flattening import Flat, first_stuck, flatten, rebuild, restore, unflatten
+from ckptcore.loading.checkpoint import Checkpoint, Source
+from ckptcore.loading.consistent_read import tree_read
+from ckptcore.loading.load_requests import LoadAccount, LoadRequest
+from ckptcore.loading.matching import Matched
+from ckptcore.loading.reading import Reading, perform, plan_reading
+from ckptcore.loading.stored_trees import transformed
+from ckptcore.protocols import ReadThrough
+from ckptcore.runtime import Runtime, runtime_of
 
-if TYPE_CHECKING:
-    from ckptcore.loading.load_accounts import LoadAccount
-    from ckptcore.select import Selection
-
-__all__ = [
-    "abstract_leaves",
-    "abstract_tree",
-    "account_of",
-    "check_target",
-    "chosen_of",
-    "holds_objects",
-    "is_files",
-    "load_into_target",
-    "load_nothing",
-    "load_value",
-    "recorded_load",
-    "refuse_files",
-    "transformed",
-]
+__all__ = ["Load", "Target", "choose_strategy", "recorded_load"]
 
 T = TypeVar("T")
+
+
+class Target(Protocol[T]):
+    """The result of a load: selects leaves of a checkpoint, and builds a value of them.
+
+    An attempt that is repeated, because the checkpoint was replaced, matches and builds again.
+    """
+
+    def match(self, load: Load[T], checkpoint: Checkpoint) -> Matched:
+        """Find the stored leaf for each leaf of the value. Reads no array, and changes nothing."""
+        ...
+
+    def match_files(self, load: Load[T], checkpoint: Checkpoint) -> None:
+        """Accept a checkpoint that holds files and no tree, or refuse it."""
+        ...
+
+    def build(self, load: Load[T], reading: Reading) -> T:
+        """Make the value of what was read."""
+        ...
+
+
+class Load(Generic[T]):
+    """A load of one tree, in four stages: `open`, `plan`, `read` and `build`.
+
+    `run` runs all of them, and runs them again if the checkpoint was replaced meanwhile.
+
+    Attributes:
+        location, target, context, recording, request: as given.
+        runtime: of the context.
+        attempts: the attempts to read the checkpoint.
+        has_begun: True once `read` began, which changes a target that is filled in place.
+    """
+
+    def __init__(
+        self, source: Source, target: Target[T], context: Context, recording: Recording, request: LoadRequest
+    ) -> None:
+        """Open nothing yet.
+
+        Args:
+            source: a location, or an open checkpoint.
+            target: the result.
+            context: options.
+            recording: records the phases.
+            request: the leaves to load, and the differences to allow.
+        """
+        self.location = source
+        self.target = target
+        self.context = context
+        self.recording = recording
+        self.request = request
+        self.runtime = runtime_of(context)
+        self.attempts = tree_read(source, context)
+        self.has_begun = False
+        self._read_through: ReadThrough | None = None
+        self._account = None if request.report is None else LoadAccount(request.report)
+
+    def run(self) -> T:
+        """Load by the strategy of the request, else as the context says: alone, or with the other processes of the job."""
+        strategy = self.request.strategy or choose_strategy(self.context, self.runtime)
+        made = self.run_here() if strategy is None else strategy.run(self)
+        if self._account is not None:
+            self._account.done()
+        return made
+
+    def run_here(self, read_through: ReadThrough | None = None) -> T:
+        """Run all stages in this process alone; again if the checkpoint was replaced meanwhile.
+
+        Args:
+            read_through: reads boxes of stored arrays in place of the checkpoint; None: read the checkpoint.
+        """
+        self._read_through = read_through
+        return self.attempts.retry_if_replaced(self._attempt)
+
+    def _attempt(self, checkpoint: Checkpoint) -> T:
+        if self._read_through is not None:
+            checkpoint = checkpoint.reading_through(self._read_through)
+        reading = self.plan(checkpoint)
+        self.read(reading)
+        return self.build(reading)
+
+    def open(self) -> Checkpoint:
+        """Begin an attempt: open the checkpoint. All that is known of it is of one save."""
+        return self.attempts.open()
+
+    def plan(self, checkpoint: Checkpoint) -> Reading:
+        """Match what is wanted with what is stored, and plan what to read. Reads no array, and changes nothing."""
+        if checkpoint.is_files:
+            self.target.match_files(self, checkpoint)
+            return Reading(checkpoint, (), [])
+        if self.request.transforms:
+            with self.recording.phase("open"):
+                checkpoint = transformed(checkpoint, self.request.transforms, self.context)
+        matched = self.target.match(self, checkpoint)
+        if self._account is not None:
+            self._account.planned(checkpoint, matched)
+        if matched.adjustments:
+            from ckptcore.loading.adjustments import adjusted  # only if something differs
+
+            checkpoint = adjusted(checkpoint, matched.adjustments, self.context)
+        return plan_reading(
+            checkpoint,
+            matched.numbers,
+            matched.handlers,
+            matched.leaves,
+            self.runtime.workers(),
+            filled=matched.filled,
+        )
+
+    def read(self, reading: Reading, read_planned: Callable[[Reading, Context], None] = perform) -> None:
+        """Read what was planned, and make the leaves of it.
+
+        Args:
+            reading: the plan.
+            read_planned: reads it; by default in this process.
+        """
+        self.has_begun = True
+        with self.recording.phase("read", reading.nbytes):
+            read_planned(reading, self.context)
+
+    def build(self, reading: Reading) -> T:
+        """Make the value, if every checkpoint that was read for it is still the one that was opened."""
+        if reading.opened.derived is not None:
+            from ckptcore.loading.derived import check_beside  # is imported by now
+
+            check_beside(reading.opened)
+        return self.target.build(self, reading)
+
+
+class _Strategy(Protocol):
+    """How a load runs its stages."""
+
+    def run(self, load: Load[T]) -> T:
+        """Run the stages of a load."""
+        ...
+
+
+def choose_strategy(context: Context, runtime: Runtime) -> _Strategy | None:
+    """Return how loads run that a job makes together; None if this process loads alone."""
+    if context.job.reads == "alone" or (job := runtime.job()).size == 1:
+        return None
+    from ckptcore.loading.collective import collective_read  # only jobs need it
+
+    return collective_read(context, job)
 
 
 @contextmanager
@@ -59,356 +176,3 @@ def recorded_load(location: Place, context: Context, *, step: int | None = None)
         recording.finish(error=error)
         raise
     recording.finish()
-
-
-def load_value(
-    location: Source, abstract: object, context: Context, recording: Recording, request: LoadRequest = AS_IT_IS
-) -> object:
-    """The value of the checkpoint, as `abstract` asks; NumPy leaves in the structure that was saved if it is None."""
-    account = account_of(request)
-
-    def plan(opened: Opened) -> Planned[object]:
-        if is_files(opened):
-            if abstract is not None or request.transforms or request.select is not None:
-                raise _files_instead(opened)
-            if account is not None:
-                account.planned(opened, Matched((), ()), opened.tree.skeleton)
-            with recording.phase("read"):
-                files = {key: b"".join(file_pieces(opened, record)) for key, record in opened.objects.items()}
-            return Planned(Reading(opened, (), []), lambda leaves: files)
-        if request.transforms:
-            with recording.phase("open"):
-                opened = transformed(opened, request.transforms, context)
-        tree = opened.tree
-        if abstract is None:
-            array, value = abstract_leaves(runtime_of(context).registry)
-            handlers = [array if isinstance(record, ArrayRecord) else value for record in tree.leaves]
-            numbers: list[int | None] = list(range(len(tree.leaves)))
-            matched, skeleton = Matched(numbers, handlers), tree.skeleton
-            if request.select is not None:
-                matched, skeleton = _chosen_alone(opened, request.select, handlers, context)
-            reading = plan_reading(
-                opened, matched.numbers, matched.handlers, [None] * len(matched.numbers), runtime_of(context).workers()
-            )
-            if account is not None:
-                account.planned(opened, matched, skeleton)
-            return Planned(reading, _checking(opened, functools.partial(rebuild, skeleton)))
-        with recording.phase("open"):
-            flat = flatten(
-                abstract,
-                runtime_of(context).registry,
-                placeholders=True,
-                stored_at=_stored_at(opened, runtime_of(context).registry),
-            )
-            matched = _match(opened, flat, context, request)
-        made = _adjusted(opened, matched, context)
-        reading = plan_reading(made, matched.numbers, matched.handlers, flat.leaves, runtime_of(context).workers())
-        if account is not None:
-            account.planned(opened, matched, flat.skeleton)
-        return Planned(reading, _checking(opened, functools.partial(unflatten, flat.shape)))
-
-    value = _load(location, context, recording, plan)
-    if account is not None:
-        account.done()
-    return value
-
-
-def transformed(opened: Opened, transforms: Transforms, context: Context) -> Opened:
-    """A checkpoint as transforms make it; itself where there are none. Reads no array.
-
-    Raises:
-        TransformError: if they do not fit what is stored.
-    """
-    if not transforms:
-        return opened
-    from ckptcore.loading.transformed import apply_transforms  # only who transforms waits for it
-
-    return apply_transforms(opened, transforms, context)
-
-
-def _checking(opened: Opened, finish: Callable[[list[object]], T]) -> Callable[[list[object]], T]:
-    """What finishes a load, after a look whether every checkpoint that was read is still the one that was opened."""
-    if opened.derived is None:
-        return finish
-
-    def check_and_finish(leaves: list[object]) -> T:
-        from ckptcore.loading.derived import check_beside  # is there by now
-
-        check_beside(opened)
-        return finish(leaves)
-
-    return check_and_finish
-
-
-def account_of(request: LoadRequest) -> LoadAccount | None:
-    """What keeps the account of a load; None where nobody asks for it."""
-    if request.report is None:
-        return None
-    from ckptcore.loading.load_accounts import LoadAccount  # only who asks for a report waits for it
-
-    return LoadAccount(request.report)
-
-
-def load_nothing(location: Source, context: Context, recording: Recording) -> None:
-    """Be there while the other processes of a job load together something that this one wants nothing of."""
-    _load(location, context, recording, lambda opened: Planned(Reading(opened, (), []), lambda leaves: None))
-
-
-def _load(location: Source, context: Context, recording: Recording, plan: Callable[[Opened], Planned[T]]) -> T:
-    """Open a checkpoint and load what is planned of it: here, or together with the other processes of the job."""
-    job = runtime_of(context).job() if context.job.reads != "alone" else None
-    if job is not None and job.size > 1:
-        from ckptcore.loading.joint_loading import JointAttempt, load_jointly  # only jobs need it
-
-        attempt_type = JointAttempt
-        if context.job.reads != "all":
-            from ckptcore.loading.shared_loading import SharedAttempt  # costs as much to import as a tenth of the rest
-
-            attempt_type = SharedAttempt
-        return load_jointly(location, context, recording, job, plan, attempt_type)
-
-    def attempt(opened: Opened) -> T:
-        planned = plan(opened)
-        planned.begin()
-        with recording.phase("read", planned.reading.nbytes):
-            perform(planned.reading, context)
-        return planned.finish(planned.reading.leaves)
-
-    return while_tree_unchanged(location, context, attempt)
-
-
-def is_files(opened: Opened) -> bool:
-    """Whether a checkpoint holds files that an object wrote, and no tree."""
-    return opened.layout.name == FilesLayout.name
-
-
-def refuse_files(opened: Opened) -> None:
-    """Refuse a checkpoint that holds no tree.
-
-    Raises:
-        TreeMismatchError: if it holds files.
-    """
-    if is_files(opened):
-        raise _files_instead(opened)
-
-
-def _files_instead(opened: Opened) -> TreeMismatchError:
-    return TreeMismatchError(
-        f"{opened.location.display} holds files that an object wrote, and no tree: load it with load_checkpointables and an object "
-        "like the one that was saved, or with load() and nothing else for the files as bytes",
-        ["files are stored, a tree is asked for"],
-    )
-
-
-def check_target(opened: Opened, target: object, context: Context, request: LoadRequest) -> None:
-    """Refuse a target that what is stored cannot be loaded into. Changes and reads nothing.
-
-    Raises:
-        TransformError, TreeMismatchError, ValueError: as `load_into_target` does.
-    """
-    _refuse_placeholders(request)
-    opened = transformed(opened, request.transforms, context)
-    flat = flatten(
-        target,
-        runtime_of(context).registry,
-        placeholders=True,
-        stored_at=_stored_at(opened, runtime_of(context).registry),
-    )
-    _match_target(opened, flat, context, request)
-
-
-def holds_objects(tree: object, registry: Plugins) -> bool:
-    """Return whether a tree is, or has in it, an object that is restored in place."""
-    return _holds_objects(tree, registry, MAX_DEPTH)
-
-
-def _holds_objects(node: object, registry: Plugins, depth: int) -> bool:
-    found = registry.dispatch(node)
-    if found.checkpointable is not None:
-        return True
-    container = found.container
-    if container is None or depth == 0:
-        return False  # flattening refuses a tree that is too deep
-    if isinstance(container, MutableContainerHandler) and container.is_object(node):
-        return True
-    return any(_holds_objects(child, registry, depth - 1) for child in container.flatten(node).children)
-
-
-def _match(opened: Opened, flat: Flat, context: Context, request: LoadRequest) -> Matched:
-    """Which stored leaf each leaf of an abstract tree is."""
-    job = runtime_of(context).job()
-    return match_leaves(
-        flat,
-        opened.tree,
-        opened.location.display,
-        by_name=opened.root is None,
-        matching=request.matching,
-        place=(job.rank, job.size),
-        chosen=None if request.select is None else chosen_of(opened, request.select, context),
-    )
-
-
-def chosen_of(opened: Opened, selection: Selection, context: Context) -> frozenset[int]:
-    """The numbers of the leaves that are selected. Reads nothing.
-
-    Raises:
-        TypeError, TreeMismatchError: see `ckptcore.loading.chosen_trees.chosen_leaves`.
-    """
-    from ckptcore.loading.chosen_trees import chosen_leaves  # only who selects waits for it
-
-    return chosen_leaves(opened, selection, lambda one: _abstract_leaves_of(one.tree, runtime_of(context).registry))
-
-
-def _chosen_alone(
-    opened: Opened, selection: Selection, handlers: Sequence[LeafHandler], context: Context
-) -> tuple[Matched, Skeleton]:
-    """What is loaded where no abstract tree is given, and the tree that it makes; `handlers` are those of the stored leaves."""
-    from ckptcore.loading.chosen_trees import prune  # only who selects waits for it
-
-    chosen = chosen_of(opened, selection, context)
-    skeleton, numbers = prune(opened.tree.skeleton, chosen)
-    ignored = [number for number in range(len(handlers)) if number not in chosen]
-    return Matched(numbers, [None if number is None else handlers[number] for number in numbers], (), ignored), skeleton
-
-
-def _adjusted(opened: Opened, matched: Matched, context: Context) -> Opened:
-    """The checkpoint with what was matched as it is asked for."""
-    if not matched.adjustments:
-        return opened
-    from ckptcore.loading.adjustments import adjusted  # only where something differs
-
-    return adjusted(opened, matched.adjustments, context)
-
-
-def _match_target(opened: Opened, flat: Flat, context: Context, request: LoadRequest) -> Matched:
-    """Which stored leaf each leaf of a target is.
-
-    Raises:
-        TreeMismatchError: also if a leaf can be filled neither in place nor replaced.
-    """
-    matched = _match(opened, flat, context, request)
-    memory = [
-        None if number is None or handler is None else handler.memory_to_fill(leaf)
-        for number, handler, leaf in zip(matched.numbers, matched.handlers, flat.leaves, strict=True)
-    ]
-    replaced = [number is not None and found is None for number, found in zip(matched.numbers, memory, strict=True)]
-    stuck = first_stuck(flat.shape, replaced)
-    if stuck is not None:
-        path = format_path(list(flat.paths())[stuck])
-        raise TreeMismatchError(
-            f"{path} of the target cannot be filled in place, and no container that holds it can be changed; use "
-            "load() and keep its result, or hold the leaf in a dict. To restore other objects of the target in place, "
-            "save each under its own name with save_checkpointables. Nothing was changed",
-            [f"{path}: cannot be filled in place"],
-        )
-    from ckptcore.loading.load_requests import check_shared_containers, check_shared_memory  # only a target needs it
-
-    check_shared_memory(opened, matched.numbers, memory)
-    check_shared_containers(opened, matched.numbers, flat.shape)
-    return matched
-
-
-def _refuse_placeholders(request: LoadRequest) -> None:
-    if request.matching.missing == "placeholder":
-        raise ValueError(
-            'nothing puts placeholders into a target that is filled in place: expected Matching(missing="error") or "keep", '
-            'found "placeholder"'
-        )
-
-
-def load_into_target(
-    location: Source, target: object, context: Context, recording: Recording, request: LoadRequest = AS_IT_IS
-) -> None:
-    """Make `target` hold the value of the checkpoint, its arrays filled in place.
-
-    Raises:
-        TargetUndefinedError: if it failed after it began to change the target.
-        ValueError: if placeholders are to come where nothing is stored: a target keeps what it has.
-    """
-    _refuse_placeholders(request)
-    account = account_of(request)
-    began = False
-
-    def begin() -> None:
-        nonlocal began
-        began = True
-
-    def plan(opened: Opened) -> Planned[None]:
-        refuse_files(opened)
-        with recording.phase("open"):
-            opened = transformed(opened, request.transforms, context)
-            flat = flatten(
-                target,
-                runtime_of(context).registry,
-                placeholders=True,
-                stored_at=_stored_at(opened, runtime_of(context).registry),
-            )
-            matched = _match_target(opened, flat, context, request)
-        if account is not None:
-            account.planned(opened, matched, flat.skeleton)
-        filled = [number is None for number in matched.numbers]  # these stay as they are
-
-        def finish(leaves: list[object]) -> None:
-            with recording.phase("restore"):
-                restore(flat.shape, leaves, filled, list(flat.paths()))
-
-        reading = plan_reading(
-            _adjusted(opened, matched, context),
-            matched.numbers,
-            matched.handlers,
-            flat.leaves,
-            runtime_of(context).workers(),
-            filled=filled,
-        )
-        return Planned(reading, _checking(opened, finish), begin)
-
-    try:
-        _load(location, context, recording, plan)
-    except Exception as error:
-        if not began:
-            raise
-        raise TargetUndefinedError(
-            f"loading {location} into its target failed half-way, and the target now holds a mix of what it held and what "
-            f"was stored; load again before using it: {error}"
-        ) from error
-    if account is not None:
-        account.done()
-
-
-def abstract_leaves(registry: Plugins) -> tuple[LeafHandler, LeafHandler]:
-    """The handlers that build arrays and values where no abstract tree is given."""
-    array, value = registry.dispatch(AbstractArray((), "bool")).leaf, registry.dispatch("").leaf
-    if array is None or value is None:
-        raise PluginError("no plugin builds NumPy arrays and values; the built-in plugin is missing")
-    return array, value
-
-
-def abstract_tree(tree: TreeMetadata, registry: Plugins) -> Any:
-    """What is stored, in Python's own containers: `AbstractArray` for arrays, and small values themselves."""
-    return rebuild(tree.skeleton, _abstract_leaves_of(tree, registry))
-
-
-def _abstract_leaves_of(tree: TreeMetadata, registry: Plugins) -> list[object]:
-    """The leaves of `abstract_tree`."""
-    _, value_handler = abstract_leaves(registry)
-    return [
-        abstract_of_stored(record) if isinstance(record, ArrayRecord) else value_handler.build(None, record, ())
-        for record in tree.leaves
-    ]
-
-
-def _stored_at(opened: Opened, registry: Plugins) -> Callable[[TreePath], object]:
-    """Finds what is stored at a path; None where nothing is."""
-    whole = functools.cache(lambda: abstract_tree(opened.tree, registry))
-
-    def find(path: TreePath) -> object:
-        found = whole()
-        for key in path:
-            if isinstance(found, list | tuple):
-                found = dict(enumerate(found))
-            if not isinstance(found, dict):
-                return None
-            found = found.get(key.name if isinstance(key, Attribute) else key)
-        return found
-
-    return find

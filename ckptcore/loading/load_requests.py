@@ -1,149 +1,286 @@
-"""Requests of a load, and the targets that it fills."""
+"""Requests of a load: the leaves that it loads, the differences that it allows, and the report that it fills."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import TYPE_CHECKING, Final, Generic, Literal, SupportsComplex, SupportsFloat, TypeVar, get_args
 
-from ckptcore.errors import TreeMismatchError
-from ckptcore.loading.matching_options import EXACT, Matching
-from ckptcore.loading.opened import Opened
-from ckptcore.model.arrays import StridedMemory
-from ckptcore.model.metadata import LeafRecord, ValueRecord
-from ckptcore.model.tree import format_path
-from ckptcore.protocols import Transforms
-from ckptcore.tree.flattening import Shape, shared_containers
+from ckptcore.model.arrays import ArraySpec
+from ckptcore.model.tree import TreePath, format_path, leaf_paths
+from ckptcore.protocols import ReadStrategy, Transforms
 
 if TYPE_CHECKING:
-    from ckptcore.loading.matching_options import LoadReport
+    from ckptcore.loading.checkpoint import Checkpoint
+    from ckptcore.loading.matching import Matched
     from ckptcore.select import Selection
 
 __all__ = [
     "AS_IT_IS",
+    "EXACT",
+    "Casting",
+    "LeafChange",
+    "LoadAccount",
     "LoadAs",
+    "LoadReport",
     "LoadRequest",
-    "check_shared_containers",
-    "check_shared_memory",
+    "Matching",
+    "Missing",
+    "Sequences",
+    "ShapeChange",
+    "Unexpected",
 ]
 
-
-def check_shared_memory(
-    opened: Opened, numbers: Sequence[int | None], memory: Sequence[Sequence[StridedMemory] | None]
-) -> None:
-    """Refuse leaves of a target that share memory, unless they are one array in the target and in the checkpoint.
-
-    Args:
-        opened: the checkpoint.
-        numbers: by leaf of the target, the stored leaf that fills it.
-        memory: by leaf of the target, what is filled.
-
-    Raises:
-        TreeMismatchError: names both leaves.
-    """
-    tree = opened.tree
-    spaces: dict[Hashable, list[tuple[range, int, StridedMemory]]] = {}
-    for number, parts in zip(numbers, memory, strict=True):
-        for part in parts or ():
-            assert number is not None  # only a leaf that is loaded has memory to fill
-            if part.overlaps_itself():
-                raise _refusal(opened, number, number, "elements that share memory")
-            if extent := part.extent:
-                spaces.setdefault(part.space, []).append((extent, number, part))
-    for filled in spaces.values():
-        filled.sort(key=lambda one: one[0].start)
-        before: list[tuple[range, int, StridedMemory]] = []
-        for extent, number, part in filled:
-            before = [one for one in before if one[0].stop > extent.start]
-            for _, other, others in before:
-                if number == other and part.shares_bytes(others):
-                    raise _refusal(opened, number, number, "elements that share memory")
-                if part == others:
-                    if tree.aliases.get(number, number) != tree.aliases.get(other, other):
-                        raise _refusal(opened, other, number, "one array")
-                elif part.shares_bytes(others):
-                    raise _refusal(opened, other, number, "arrays that overlap")
-            before.append((extent, number, part))
-
-
-def check_shared_containers(opened: Opened, numbers: Sequence[int | None], shape: Shape) -> None:
-    """Refuse a container at two places of a target for which the checkpoint has two values.
-
-    Raises:
-        TreeMismatchError: names a leaf of both.
-    """
-    for first, second in shared_containers(shape):
-        for one, other in zip(first, second, strict=True):
-            number, others = numbers[one], numbers[other]
-            if number is not None and others is not None and _stored(opened, number) != _stored(opened, others):
-                raise _refusal(opened, number, others, "one object")
-
-
-def _stored(opened: Opened, number: int) -> LeafRecord | int:
-    """Return the value of a stored leaf, or the number of its array."""
-    record = opened.tree.leaves[number]
-    return record if isinstance(record, ValueRecord) else opened.tree.aliases.get(number, number)
-
-
-def _refusal(opened: Opened, first: int, second: int, shared: str) -> TreeMismatchError:
-    one, other = (format_path(opened.tree.paths[number]) for number in (first, second))
-    if first == second:
-        reason, line = f"{one} has {shared} in the target", f"{one}: has {shared} in the target"
-    else:
-        reason = f"{one} and {other} are {shared} in the target and two in {opened.location.display}"
-        line = f"{other}: {shared} with {one} in the target, not in the checkpoint"
-    return TreeMismatchError(
-        f"{reason}: they cannot both be filled. Use load(), or a target without shared memory. Nothing was changed",
-        [line],
-    )
-
-
 T = TypeVar("T")
+
+Unexpected = Literal["error", "ignore"]
+"""Treatment of stored leaves that are not asked for."""
+
+Missing = Literal["error", "placeholder", "keep"]
+"""Treatment of leaves that are asked for and not stored."""
+
+Casting = Literal["error", "safe", "narrowing"]
+"""Conversion of arrays that are asked for in another dtype than the stored one."""
+
+ShapeChange = Literal["reshape", "truncate", "pad"]
+"""Changes of arrays that are asked for in another shape than the stored one."""
+
+Sequences = Literal["exact", "either"]
+"""Exchange of lists and tuples: a stored tuple for a list that is asked for, and the other way round."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matching:
+    """Differences between an abstract tree and the stored one that a load allows. None by default.
+
+    Allowed differences are listed in a `ckptcore.LoadReport`, if the load is given one. Others are errors, all of them
+    listed at once.
+
+    Attributes:
+        unexpected: stored leaves that are not asked for: ``"error"``, or ``"ignore"``: they are not read.
+        missing: leaves that are asked for and not stored: ``"error"``; ``"placeholder"``: they become
+            `ckptcore.PLACEHOLDER`; ``"keep"``: they become the very values of the abstract tree, or with ``load_into``
+            stay as they are. An abstract leaf without elements (`ckptcore.AbstractArray`, ``jax.ShapeDtypeStruct``, a
+            tensor on the meta device) has no value to keep, and is an error.
+        cast: arrays of another dtype: ``"error"``; ``"safe"``: cast them if the dtype that is asked for has every value
+            of the stored one, infinities, NaN and negative zero included; ``"narrowing"``: also round values to the
+            nearest. An int outside the range of the dtype, and a number beyond its largest, are an error when they are
+            read. Floats are never cast to ints, complex numbers never to real ones, and numbers never to bool.
+        shapes: changes of arrays of another shape: ``"reshape"``: keep the elements in C order, if there are as many;
+            ``"truncate"``: take the first elements along each axis; ``"pad"``: append others along an axis. If there
+            are as many elements, an array is reshaped rather than truncated along one axis and padded along another.
+        pad_value: the value to pad with; the dtype of the array must have it.
+        sequences: ``"exact"``: a list is stored for a list that is asked for, and a tuple for a tuple; ``"either"``:
+            either may be stored for the other, and what is asked for is built. Formats of other software that do not
+            distinguish the two are exempt.
+    """
+
+    unexpected: Unexpected = "error"
+    missing: Missing = "error"
+    cast: Casting = "error"
+    shapes: Collection[ShapeChange] = ()
+    pad_value: bool | int | float | complex = 0
+    sequences: Sequences = "exact"
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ValueError, TypeError: names the option and its values.
+        """
+        for name, allowed in _CHOICES.items():
+            given = getattr(self, name)
+            if given not in allowed:
+                raise ValueError(f"Matching({name}={given!r}): expected one of {', '.join(map(repr, allowed))}")
+        known = get_args(ShapeChange)
+        several = isinstance(self.shapes, Collection) and not isinstance(self.shapes, str)
+        if not several or not all(change in known for change in self.shapes):
+            raise ValueError(f"Matching(shapes={self.shapes!r}): expected a set of {', '.join(map(repr, known))}")
+        object.__setattr__(self, "shapes", frozenset(self.shapes))
+        axes: tuple[int, ...] = getattr(self.pad_value, "shape", ())
+        if not isinstance(self.pad_value, SupportsComplex | SupportsFloat) or axes:
+            raise TypeError(f"Matching(pad_value={self.pad_value!r}): expected a number, True or False")
+
+
+_CHOICES: Final[dict[str, tuple[str, ...]]] = {
+    "unexpected": get_args(Unexpected),
+    "missing": get_args(Missing),
+    "cast": get_args(Casting),
+    "sequences": get_args(Sequences),
+}
+
+EXACT: Final = Matching()
+"""No difference is allowed."""
+
+
+_TOLD: Final = 10
+"""Paths of each kind in the text of a report."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeafChange:
+    """A change of an array that is asked for in another form than the stored one.
+
+    Attributes:
+        stored: the stored array.
+        made: the array that was made of it.
+        cast: ``"safe"`` or ``"narrowing"``; ``"error"`` if it was not cast.
+        shapes: the changes of its shape.
+        pad_value: the value it was padded with; None if it was not.
+    """
+
+    stored: ArraySpec
+    made: ArraySpec
+    cast: Casting = "error"
+    shapes: frozenset[ShapeChange] = frozenset()
+    pad_value: bool | int | float | complex | None = None
+
+    def __str__(self) -> str:
+        done: list[str] = [*([f"{self.cast} cast"] if self.cast != "error" else []), *sorted(self.shapes)]
+        if self.pad_value is not None:
+            done[done.index("pad")] = f"pad with {self.pad_value!r}"
+        return f"{self.stored} -> {self.made} ({', '.join(done)})"
+
+
+@dataclass(slots=True, kw_only=True)
+class LoadReport:
+    """A report of a load. The caller creates one and passes it to the load, which fills it when it succeeds.
+
+    Paths are written as in errors, ``params/layers[0].w``. Each leaf that is asked for is in one of `restored`,
+    `changed`, `defaulted` and `skipped`.
+
+    Attributes:
+        restored: paths of leaves that were loaded as they are stored; paths are those in the result.
+        changed: by path, arrays that were cast, reshaped, truncated or padded.
+        defaulted: paths of leaves that are not stored, and were set by ``Matching(missing=...)``.
+        skipped: paths of placeholders in the abstract tree.
+        ignored: paths of stored leaves that were not asked for, as they are in the checkpoint, or as transforms name
+            them. Leaves that transforms drop are in none of these.
+        bytes_read: bytes that this process requested from the storage after opening the checkpoint, with whole blocks,
+            compressed chunks and their indexes.
+    """
+
+    restored: Sequence[str] = ()
+    changed: Mapping[str, LeafChange] = field(default_factory=dict)
+    defaulted: Sequence[str] = ()
+    skipped: Sequence[str] = ()
+    ignored: Sequence[str] = ()
+    bytes_read: int = 0
+
+    def take(self, other: LoadReport) -> None:
+        """Copy another report."""
+        for own in fields(self):
+            setattr(self, own.name, getattr(other, own.name))
+
+    def __str__(self) -> str:
+        """Return a line for each kind, with the first few paths."""
+        lines = [f"{len(self.restored)} leaves restored, {self.bytes_read} bytes read"]
+        changed = [f"{path}: {change}" for path, change in self.changed.items()]
+        if changed:
+            lines.append(f"changed: {_some(changed)}")
+        for what in ("defaulted", "skipped", "ignored"):
+            paths: Sequence[str] = getattr(self, what)
+            if paths:
+                lines.append(f"{what}: {_some(paths)}")
+        return "\n".join(lines)
+
+
+class LoadAccount:
+    """Record of what a load planned. Fills a report once the load has succeeded."""
+
+    def __init__(self, report: LoadReport) -> None:
+        """`report` belongs to the caller."""
+        self._report = report
+        self._checkpoint: Checkpoint | None = None
+        self._matched: Matched | None = None
+        self._before = 0
+
+    def planned(self, checkpoint: Checkpoint, matched: Matched) -> None:
+        """Record an attempt before it reads; replaces the record of an earlier one."""
+        self._checkpoint, self._matched, self._before = checkpoint, matched, _bytes_read(checkpoint)
+
+    def done(self) -> None:
+        """Fill the report."""
+        checkpoint, matched = self._checkpoint, self._matched
+        if checkpoint is None or matched is None:
+            return
+        paths, stored = list(leaf_paths(matched.skeleton)), checkpoint.tree.paths
+        defaulted = set(matched.defaulted)
+        restored: list[TreePath] = []
+        skipped: list[TreePath] = []
+        changed: dict[str, LeafChange] = {}
+        for position, (path, number, handler) in enumerate(zip(paths, matched.numbers, matched.handlers, strict=True)):
+            if position in defaulted:
+                continue
+            if number is not None and number in matched.adjustments:
+                changed[format_path(path)] = matched.adjustments[number].change
+            else:
+                (skipped if handler is None else restored).append(path)
+        self._report.take(
+            LoadReport(
+                restored=[format_path(path) for path in restored],
+                changed=changed,
+                defaulted=[format_path(paths[position]) for position in matched.defaulted],
+                skipped=[format_path(path) for path in skipped],
+                ignored=[format_path(stored[number]) for number in matched.ignored],
+                bytes_read=_bytes_read(checkpoint) - self._before,
+            )
+        )
+
+
+def _bytes_read(checkpoint: Checkpoint) -> int:
+    """Return the bytes requested from storages so far, also of further checkpoints that arrays are made of."""
+    if checkpoint.derived is not None:
+        return sum(map(_bytes_read, checkpoint.derived.sources))
+    return checkpoint.store.bytes_read + checkpoint.store.bytes_got
+
+
+def _some(told: Sequence[str]) -> str:
+    return ", ".join(told[:_TOLD]) + (f" and {len(told) - _TOLD} more" if len(told) > _TOLD else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """How a checkpoint is loaded. Behind the API it is handed from the call inwards as one thing.
+    """Options of a load.
 
     Attributes:
-        select: which stored leaves are loaded; None: all.
-        transforms: what is changed of the stored tree before it is matched.
-        matching: which differences between what is asked for and what is stored are allowed.
-        report: is told what the load did, when it is done; None: nobody asks.
+        select: the stored leaves to load; None: all.
+        transforms: changes of the stored tree, applied before it is matched.
+        matching: differences between the abstract tree and the stored one that are allowed.
+        report: filled when the load has succeeded; None: no report.
+        strategy: how it reads; None: as the context says.
     """
 
     select: Selection | None = None
     transforms: Transforms = ()
     matching: Matching = EXACT
     report: LoadReport | None = None
+    strategy: ReadStrategy | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what is no option; what is selected and transformed is looked at where it is used.
+        """Check the types; selections and transforms are checked where they are used.
 
         Raises:
-            TypeError: names the option and what it may be.
+            TypeError: names the option and its type.
         """
         if not isinstance(self.matching, Matching):
             raise TypeError(f'matching={self.matching!r}: expected a ckptcore.Matching, such as Matching(cast="safe")')
-        if self.report is not None:
-            from ckptcore.loading.matching_options import LoadReport  # who asks for a report waits for it anyway
-
-            if not isinstance(self.report, LoadReport):
-                raise TypeError(f"report={self.report!r}: expected a ckptcore.LoadReport, which the load fills")
+        if self.report is not None and not isinstance(self.report, LoadReport):
+            raise TypeError(f"report={self.report!r}: expected a ckptcore.LoadReport, which the load fills")
 
 
 AS_IT_IS: Final = LoadRequest()
-"""A load of all there is, exactly as it is asked for."""
+"""Load all leaves, without differences."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadAs(Generic[T]):
-    """Says how one of several checkpointables is loaded: what `ckptcore.load` takes besides its location, under the name of this one.
+    """Options for the load of one of several checkpointables: those that `ckptcore.load` takes, for one name.
 
     Attributes:
-        like: what it is loaded like or into, as it would stand without the wrapper; None: as it was saved.
-        select, transforms, matching, report: as for `ckptcore.load`, or for `ckptcore.load_into` where an object is restored in place. For
-            trees only, not for the files of objects.
+        like: its abstract tree, or the object to restore in place; None: as it was saved.
+        select, transforms, matching, report: as for `ckptcore.load`, or for `ckptcore.load_into` if an object is restored
+            in place. For trees only, not for the files of objects.
     """
 
     like: T
@@ -155,5 +292,5 @@ class LoadAs(Generic[T]):
 
     @property
     def request(self) -> LoadRequest:
-        """The options, without what it is loaded like."""
+        """The options, without `like`."""
         return LoadRequest(select=self.select, transforms=self.transforms, matching=self.matching, report=self.report)

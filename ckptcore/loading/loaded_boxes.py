@@ -6,19 +6,19 @@ from collections.abc import Callable, Container, Generator, Iterable, Iterator, 
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ckptcore.context import Context
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.events import Recording
 from ckptcore.io.background import BackgroundThreads
-from ckptcore.loading.load import abstract_leaves, account_of, chosen_of, transformed
-from ckptcore.loading.load_requests import LoadRequest
+from ckptcore.loading.checkpoint import Checkpoint
+from ckptcore.loading.load_requests import LoadAccount, LoadRequest
 from ckptcore.loading.matching import Matched
 from ckptcore.loading.open_sessions import Session
-from ckptcore.loading.opened import Opened
 from ckptcore.loading.reading import allocate_for, check_sizes, unread
 from ckptcore.loading.stored_pieces import BatchSizes, StoredPiece, TileIndex, batches_of, pieces_of
+from ckptcore.loading.stored_trees import abstract_leaves, chosen_leaves, transformed
 from ckptcore.model import BLOCK_BYTES
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord
@@ -27,9 +27,6 @@ from ckptcore.planning import plan_read
 from ckptcore.protocols import PlacesTiles
 from ckptcore.runtime import runtime_of
 from ckptcore.select import Selection
-
-if TYPE_CHECKING:
-    from ckptcore.loading.load_accounts import LoadAccount
 
 __all__ = ["LoadedBox", "iter_boxes"]
 
@@ -79,16 +76,16 @@ def iter_boxes(
         "load", session.opened.location.display, context.observers, rank=runtime_of(context).job().rank
     )
     try:
-        account = account_of(request)
+        account = None if request.report is None else LoadAccount(request.report)
         selections = [first] if isinstance(first, Selection) else first
 
-        def plan(found: Opened) -> tuple[Opened, Sequence[Sequence[int]]]:
+        def plan(found: Checkpoint) -> tuple[Checkpoint, Sequence[Sequence[int]]]:
             made = transformed(found, request.transforms, context)
             classes = _classes(made, request.select, selections, context)
             chosen = {leaf for leaves in classes for leaf in leaves}
             check_sizes(made, chosen)
             if account is not None:
-                account.planned(made, _matched(made, chosen, context), made.tree.skeleton)
+                account.planned(made, _matched(made, chosen, context))
             return made, classes
 
         with recording.phase("open"):
@@ -101,29 +98,30 @@ def iter_boxes(
     return _boxes(session, opened, batches, recording, account)
 
 
-def _matched(opened: Opened, chosen: Container[int], context: Context) -> Matched:
+def _matched(opened: Checkpoint, chosen: Container[int], context: Context) -> Matched:
     """What is loaded, as the account of a load has it."""
     array, _ = abstract_leaves(runtime_of(context).registry)
     originals = [opened.tree.aliases.get(leaf, leaf) for leaf in range(len(opened.tree.leaves))]
-    return Matched(range(len(originals)), [array if leaf in chosen else None for leaf in originals])
+    handlers = [array if leaf in chosen else None for leaf in originals]
+    return Matched(range(len(originals)), handlers, skeleton=opened.tree.skeleton)
 
 
 def _classes(
-    opened: Opened, select: Selection | None, first: Sequence[Selection], context: Context
+    opened: Checkpoint, select: Selection | None, first: Sequence[Selection], context: Context
 ) -> Sequence[Sequence[int]]:
     """The arrays that are loaded, each once: those that come first, those that come next, and the rest."""
     tree = opened.tree
-    left = set(range(len(tree.leaves))) if select is None else set(chosen_of(opened, select, context))
+    left = set(range(len(tree.leaves))) if select is None else set(chosen_leaves(opened, select, context))
     left = {tree.aliases.get(leaf, leaf) for leaf in left if isinstance(tree.leaves[leaf], ArrayRecord)}
     classes: list[Sequence[int]] = []
     for selection in first:
-        wanted = {tree.aliases.get(leaf, leaf) for leaf in chosen_of(opened, selection, context)}
+        wanted = {tree.aliases.get(leaf, leaf) for leaf in chosen_leaves(opened, selection, context)}
         classes.append(sorted(wanted & left))
         left -= wanted
     return [*classes, sorted(left)]
 
 
-def _batches(opened: Opened, leaves: Sequence[int], most_bytes: int) -> Iterable[Sequence[StoredPiece]]:
+def _batches(opened: Checkpoint, leaves: Sequence[int], most_bytes: int) -> Iterable[Sequence[StoredPiece]]:
     """What is read at once, in the order in which it is stored, so that no byte is read twice."""
     pieces: list[StoredPiece] = []
     alone: list[Sequence[StoredPiece]] = []
@@ -144,7 +142,7 @@ def _batches(opened: Opened, leaves: Sequence[int], most_bytes: int) -> Iterable
     return sorted([*alone, *batches_of(pieces, sizes)], key=lambda batch: batch[0].order)
 
 
-def _pieces(opened: Opened, leaf: int, most_bytes: int) -> Iterable[StoredPiece]:
+def _pieces(opened: Checkpoint, leaf: int, most_bytes: int) -> Iterable[StoredPiece]:
     """An array by what of it is stored or made together."""
     spec, layout = _spec_of(opened, leaf), opened.layout
     itemsize = spec.numpy_dtype.itemsize
@@ -158,7 +156,7 @@ def _pieces(opened: Opened, leaf: int, most_bytes: int) -> Iterable[StoredPiece]
 
 def _boxes(
     session: Session,
-    opened: Opened,
+    opened: Checkpoint,
     batches: Iterable[Sequence[StoredPiece]],
     recording: Recording,
     account: LoadAccount | None,
@@ -209,7 +207,7 @@ def _read_ahead(
         reader.join()
 
 
-def _read(opened: Opened, batch: Sequence[StoredPiece], tied: Mapping[int, Sequence[TreePath]]) -> list[LoadedBox]:
+def _read(opened: Checkpoint, batch: Sequence[StoredPiece], tied: Mapping[int, Sequence[TreePath]]) -> list[LoadedBox]:
     parts: list[LoadedBox] = []
     for piece in batch:
         spec = _spec_of(opened, piece.leaf)
@@ -223,7 +221,7 @@ def _read(opened: Opened, batch: Sequence[StoredPiece], tied: Mapping[int, Seque
     return parts
 
 
-def _check_beside(opened: Opened) -> None:
+def _check_beside(opened: Checkpoint) -> None:
     """See `ckptcore.loading.derived.check_beside`."""
     if opened.derived is not None:
         from ckptcore.loading.derived import check_beside  # is there by now
@@ -231,7 +229,7 @@ def _check_beside(opened: Opened) -> None:
         check_beside(opened)
 
 
-def _spec_of(opened: Opened, leaf: int) -> ArraySpec:
+def _spec_of(opened: Checkpoint, leaf: int) -> ArraySpec:
     record = opened.tree.leaves[leaf]
     assert isinstance(record, ArrayRecord)  # values are none of those that are loaded
     return record.spec

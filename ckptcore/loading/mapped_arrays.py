@@ -14,7 +14,7 @@ import numpy as np
 from ckptcore.builtin.local_files import LocalFile
 from ckptcore.errors import CorruptCheckpointError, NotMappableError
 from ckptcore.io.elements import is_little
-from ckptcore.loading.opened import Opened
+from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.transfer import TileRead
@@ -43,7 +43,7 @@ class PlainPlace:
     is_sealed: bool
 
 
-def find_plain_place(opened: Opened, leaf: int) -> PlainPlace | None:
+def find_plain_place(opened: Checkpoint, leaf: int) -> PlainPlace | None:
     """The place of an array; None where it is compressed, in several pieces, or in no place that is told.
 
     What a layout says of tiles need only be true most times, so where it does not vouch for a tile, that is only a first look. What
@@ -116,7 +116,7 @@ class _Noting:
 _FILE: Final = "file://"
 
 
-def map_array(opened: Opened, leaf: int, spec: ArraySpec, name: str) -> HostArray:
+def map_array(opened: Checkpoint, leaf: int, spec: ArraySpec, name: str) -> HostArray:
     """Map an array. Its file stays mapped, and on the disk, until the last view of it is gone.
 
     Args:
@@ -157,7 +157,7 @@ def map_array(opened: Opened, leaf: int, spec: ArraySpec, name: str) -> HostArra
     return np.ndarray(spec.shape, spec.numpy_dtype, file.map(), place.offset)
 
 
-def _refusal(opened: Opened, name: str, reason: str) -> NotMappableError:
+def _refusal(opened: Checkpoint, name: str, reason: str) -> NotMappableError:
     return NotMappableError(
         f"{name} of {opened.location.display} cannot be mapped into memory: it {reason}; read it by indexing, as array[...], or convert "
         "the checkpoint to safetensors on a local disk"

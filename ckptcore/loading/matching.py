@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from ckptcore.errors import UnsupportedLeafError
-from ckptcore.loading.matching_options import EXACT, Matching
+from ckptcore.loading.load_requests import EXACT, Matching
 from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
-from ckptcore.model.tree import Attribute, Node, Skeleton, TreePath, format_path
+from ckptcore.model.tree import LEAF, Attribute, Node, Skeleton, TreePath, format_path
 from ckptcore.protocols import LeafHandler
 from ckptcore.tree.flattening import Flat
 from ckptcore.tree.scalars import are_interchangeable, difference_of
@@ -33,6 +33,8 @@ class Matched:
         defaulted: the positions of leaves that are not stored, and may be missing.
         ignored: the numbers of stored leaves that are not asked for, and may be there.
         adjustments: by number of a stored array, how it becomes what is asked for.
+        skeleton, leaves: the containers and the leaves of the abstract tree.
+        filled: for a target that is filled in place, True for each leaf that stays as it is; None for a new value.
     """
 
     numbers: Sequence[int | None]
@@ -40,6 +42,9 @@ class Matched:
     defaulted: Sequence[int] = ()
     ignored: Sequence[int] = ()
     adjustments: Mapping[int, Adjustment] = field(default_factory=dict)
+    skeleton: Skeleton = LEAF
+    leaves: Sequence[object] = ()
+    filled: list[bool] | None = None
 
 
 def match_leaves(
@@ -137,7 +142,8 @@ def match_leaves(
     numbers = [None if handler is None else number for number, handler in zip(found, handlers, strict=True)]
     loaded = {number for number in found if number is not None}
     unasked = [number for number in tree.held_by if number not in loaded]
-    return Matched(numbers, handlers, absent, sorted({*unexpected, *unasked, *unchosen}), adjustments)
+    ignored = sorted({*unexpected, *unasked, *unchosen})
+    return Matched(numbers, handlers, absent, ignored, adjustments, flat.skeleton, flat.leaves)
 
 
 def _match_loosely(

@@ -1,4 +1,4 @@
-"""The members of a checkpoint of several checkpointables: what is there under each name, and opening it."""
+"""Members of a checkpoint of several checkpointables: list them, and open one."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from ckptcore.errors import (
     CorruptCheckpointError,
     ObjectNotFoundError,
 )
-from ckptcore.loading.opened import Opened, OpenedComposite
+from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint
+from ckptcore.loading.consistent_read import ConsistentRead, open_checkpoint
 from ckptcore.loading.opening import open_files, open_tree
-from ckptcore.loading.tries import Tries, open_checkpoint
 
 __all__ = [
     "is_deleted",
@@ -36,16 +36,16 @@ _NAMES_TOLD: Final = 20
 _OF_RANK: Final = re.compile(r"(.+)\.rank_(0|[1-9][0-9]{0,8})", re.DOTALL)
 
 
-def present_members(composite: OpenedComposite) -> dict[str, list[str]]:
-    """The names of what is still there, each with its directories in the order of ranks. One request, however many there are.
+def present_members(composite: CompositeCheckpoint) -> dict[str, list[str]]:
+    """Return the members that exist, each with its directories in the order of ranks. Sends one request.
 
-    Of what other software wrote one can be a file. What was saved may have been deleted since. On storage without directories a deletion that died leaves a directory:
-    `is_deleted` tells.
+    A member that other software wrote may be a file. Members may have been deleted since the save. On storages without
+    directories an interrupted deletion leaves a directory: see `is_deleted`.
     """
     names = composite.location.store.list_names()
     there = {entry.removesuffix("/") for entry in names if entry.endswith("/") or composite.root is None}
     if composite.root is not None and ROOT_KEY not in names:
-        # What was just read is not listed: the storage lists nothing (a web server), or what it had before.
+        # The root is not listed: the storage lists nothing (a web server), or an earlier state.
         there |= _found_by_roots(composite)
     of_ranks: dict[str, list[int]] = {}
     for directory in there:
@@ -61,11 +61,13 @@ def present_members(composite: OpenedComposite) -> dict[str, list[str]]:
     return present
 
 
-def _found_by_roots(composite: OpenedComposite) -> set[str]:
-    """The directories in which roots of the composite's members stand, without a listing. A request for each, and one for each name."""
+def _found_by_roots(composite: CompositeCheckpoint) -> set[str]:
+    """Return the directories with roots of members, without a listing. Sends a request for each, and one for each name."""
     found = set()
     for name, member in composite.members.items():
-        for rank in range(member.processes or 1):  # a hostile root may state any: only up to one that is not there
+        for rank in range(
+            member.processes or 1
+        ):  # a hostile root may state any number: stop at the first that is missing
             directory = member.directory(name, rank)
             if root_bytes(subdirectory(composite.location.store, directory)) is None:
                 break
@@ -73,8 +75,8 @@ def _found_by_roots(composite: OpenedComposite) -> set[str]:
     return found
 
 
-def is_deleted(composite: OpenedComposite, directory: str) -> bool:
-    """Whether nothing is in a directory of the composite, or a deletion of what was there began."""
+def is_deleted(composite: CompositeCheckpoint, directory: str) -> bool:
+    """Return True if a directory of the composite is empty, or its deletion began."""
     inside = subdirectory(composite.location.store, directory)
     data = root_bytes(inside)
     if data is not None:
@@ -90,12 +92,14 @@ def _is_file(location: Location, name: str) -> bool:
     return True
 
 
-def open_member(composite: OpenedComposite, name: str, directory: str, location: Place, context: Context) -> Opened:
-    """Open what was saved under a name of the composite.
+def open_member(
+    composite: CompositeCheckpoint, name: str, directory: str, location: Place, context: Context
+) -> Checkpoint:
+    """Open a member of a composite.
 
     Raises:
-        CorruptCheckpointError: if something else stands in its directory.
-        What `open_checkpoint` does; of what other software wrote it says how to get the others.
+        CorruptCheckpointError: if its directory has another checkpoint.
+        What `open_checkpoint` does; for a checkpoint of other software with a hint how to load the other members.
     """
     if composite.root is None:
         return _open_foreign_member(composite, name, directory, location, context)
@@ -115,13 +119,13 @@ def open_member(composite: OpenedComposite, name: str, directory: str, location:
 
 
 def _open_foreign_member(
-    composite: OpenedComposite, name: str, directory: str, location: Place, context: Context
-) -> Opened:
+    composite: CompositeCheckpoint, name: str, directory: str, location: Place, context: Context
+) -> Checkpoint:
     opener = open_files if composite.members[name].kind == "files" else open_tree
     others = told_names([other for other in composite.members if other != name])
     hint = f"ask load_checkpointables for the names that you need, to load the others without it: {others}"
     try:
-        return Tries(Within(location, directory), context, opener).open()
+        return ConsistentRead(Within(location, directory), context, opener).open()
     except (CheckpointNotFoundError, CompositeCheckpointError) as error:
         raise CheckpointNotFoundError(
             f"{name!r} in {composite.location.display} is nothing that an installed plugin reads: {error}; {hint}"
@@ -132,6 +136,6 @@ def _open_foreign_member(
 
 
 def told_names(names: Collection[str]) -> str:
-    """Names for a message: a hostile root may list any number of them."""
+    """Return names for a message, limited in number: a hostile root may list any."""
     more = f" and {len(names) - _NAMES_TOLD} more" if len(names) > _NAMES_TOLD else ""
     return (", ".join(itertools.islice(names, _NAMES_TOLD)) or "none") + more

@@ -11,21 +11,21 @@ from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import LocationLike
 from ckptcore.context import Context
 from ckptcore.errors import TreeMismatchError, UnknownPathError
+from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.describe import CheckpointMetadata, describe_opened
-from ckptcore.loading.load import abstract_leaves
 from ckptcore.loading.load_requests import LoadRequest
 from ckptcore.loading.loaded_boxes import LoadedBox, iter_boxes
 from ckptcore.loading.open_sessions import Session
-from ckptcore.loading.opened import Opened
 from ckptcore.loading.opening import open_tree
 from ckptcore.loading.reading import read_leaves
 from ckptcore.loading.stored_arrays import StoredArray
+from ckptcore.loading.stored_trees import abstract_leaves
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.tree import LEAF, Attribute, Key, Node, Skeleton, TreePath, format_path, leaf_count
 from ckptcore.runtime import runtime_of
 
 if TYPE_CHECKING:
-    from ckptcore.loading.matching_options import LoadReport
+    from ckptcore.loading.load_requests import LoadReport
     from ckptcore.protocols import Transforms
     from ckptcore.select import Selection
 
@@ -258,7 +258,7 @@ class OpenCheckpoint(StoredTree):
             ValueError: if the checkpoint was closed.
         """
 
-        def describe(opened: Opened) -> CheckpointMetadata:
+        def describe(opened: Checkpoint) -> CheckpointMetadata:
             # The root of an open checkpoint is shared with others that open it; callers may change what they get.
             own = opened if opened.root is None else open_tree(opened.location, opened.mark, self._session.context)
             return describe_opened(own, self._session.context)

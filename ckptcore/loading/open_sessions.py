@@ -10,9 +10,9 @@ from ckptcore.commit.location import Place
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError
 from ckptcore.io.held_objects import HeldObject
-from ckptcore.loading.opened import Opened, naming_arrays
+from ckptcore.loading.checkpoint import Checkpoint, naming_arrays
+from ckptcore.loading.consistent_read import tree_read
 from ckptcore.loading.reading import unread
-from ckptcore.loading.tries import tries_of
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.planning import plan_read
 from ckptcore.runtime import runtime_of
@@ -43,12 +43,12 @@ class Session:
         """
         self.context = context
         self.is_closed = False
-        self._now: Opened | None = tries_of(location, context, runtime_of(context).known_roots).open()
+        self._now: Checkpoint | None = tree_read(location, context, runtime_of(context).known_roots).open()
         self._held: dict[str, HeldObject | None] = {}
         self._lock = threading.Lock()
 
     @property
-    def opened(self) -> Opened:
+    def opened(self) -> Checkpoint:
         """The checkpoint.
 
         Raises:
@@ -66,7 +66,7 @@ class Session:
             self.is_closed = True
             self._held.clear()
 
-    def attempt(self, read: Callable[[Opened], T]) -> T:
+    def attempt(self, read: Callable[[Checkpoint], T]) -> T:
         """Do something that reads only what is held open, or nothing.
 
         Raises:
@@ -92,7 +92,7 @@ class Session:
         with naming_arrays(opened):
             raise error
 
-    def guard(self, read: Callable[[Opened], T]) -> T:
+    def guard(self, read: Callable[[Checkpoint], T]) -> T:
         """Do something that reads.
 
         Raises:
@@ -138,7 +138,7 @@ class Session:
             CheckpointNotFoundError: as `guard` does.
         """
 
-        def fill(opened: Opened) -> None:
+        def fill(opened: Checkpoint) -> None:
             count = sum(1 for _ in opened.read(plan_read(opened.tree, opened.state, [(leaf, boxes)]), buffers))
             if count != len(boxes):
                 raise unread(opened, leaf)
@@ -146,7 +146,7 @@ class Session:
         self.guard(fill)
 
 
-def _replaced(opened: Opened) -> CheckpointNotFoundError:
+def _replaced(opened: Checkpoint) -> CheckpointNotFoundError:
     return CheckpointNotFoundError(
         f"{opened.location.display} was replaced or deleted after it was opened, and what is there now is another checkpoint or none; "
         "open it again"

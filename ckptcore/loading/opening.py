@@ -24,7 +24,7 @@ from ckptcore.errors import (
     UncommittedCheckpointError,
 )
 from ckptcore.io.reader import ObjectReader
-from ckptcore.loading.opened import Opened, OpenedComposite
+from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, Origin
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import Node
@@ -34,7 +34,7 @@ from ckptcore.step_names import StepNames
 
 __all__ = ["Opener", "foreign_checkpoints", "open_either", "open_files", "open_names", "open_tree"]
 
-_Found = TypeVar("_Found", bound=Opened | OpenedComposite)
+_Found = TypeVar("_Found", bound=Checkpoint | CompositeCheckpoint)
 
 Opener: TypeAlias = Callable[[Location, Mark, Context], _Found]
 """Opens the checkpoint at a location, given its mark. If the result is of another save, the mark has changed."""
@@ -45,7 +45,7 @@ _MOST_NAMES: Final = 1000
 """Limit of names that are tested for files that are checkpoints by themselves."""
 
 
-def _find_foreign_names(location: Location, mark: Mark, context: Context) -> OpenedComposite | None:
+def _find_foreign_names(location: Location, mark: Mark, context: Context) -> CompositeCheckpoint | None:
     """Ask every layout that knows checkpoints of several checkpointables.
 
     Raises:
@@ -66,7 +66,8 @@ def _find_foreign_names(location: Location, mark: Mark, context: Context) -> Ope
     for name in found.members:
         _check_member(location, name)
     members = {name: Member(kind) for name, kind in found.members.items()}
-    return OpenedComposite(location, mark, None, members, found.writer, found.custom, found.metrics, found.created)
+    origin = Origin(found.writer, found.custom, found.metrics, found.created)
+    return CompositeCheckpoint(location, mark, None, members, origin)
 
 
 def _expect_no_root(location: Location, mark: Mark) -> None:
@@ -100,7 +101,7 @@ def _check_member(location: Location, name: str) -> None:
         raise _lost_root(location)
 
 
-def open_tree(location: Location, mark: Mark, context: Context, known: KnownRoots | None = None) -> Opened:
+def open_tree(location: Location, mark: Mark, context: Context, known: KnownRoots | None = None) -> Checkpoint:
     """Open the tree at a location, or the files that an object wrote there.
 
     Args:
@@ -123,7 +124,7 @@ def open_tree(location: Location, mark: Mark, context: Context, known: KnownRoot
     return _open_own(location, mark, root, context, known)
 
 
-def open_names(location: Location, mark: Mark, context: Context) -> OpenedComposite:
+def open_names(location: Location, mark: Mark, context: Context) -> CompositeCheckpoint:
     """Open a checkpoint of several checkpointables, or one tree that the software which wrote it knows by a name.
 
     Raises:
@@ -132,14 +133,14 @@ def open_names(location: Location, mark: Mark, context: Context) -> OpenedCompos
     """
     root = _root_of(location, mark)
     if isinstance(root, Composite):
-        return OpenedComposite.of_root(location, mark, root)
+        return CompositeCheckpoint.of_root(location, mark, root)
     if root is None and (found := _find_foreign_names(location, mark, context)) is not None:
         return found
     opened = open_tree(location, mark, context)
     raise CompositeCheckpointError(f"{opened.location.display} is one tree and has no names: use load")
 
 
-def open_either(location: Location, mark: Mark, context: Context) -> Opened | OpenedComposite:
+def open_either(location: Location, mark: Mark, context: Context) -> Checkpoint | CompositeCheckpoint:
     """Open one tree or a composite. A single item of other software is a tree if it can be opened without its name.
 
     Raises:
@@ -147,7 +148,7 @@ def open_either(location: Location, mark: Mark, context: Context) -> Opened | Op
     """
     root = _root_of(location, mark)
     if isinstance(root, Composite):
-        return OpenedComposite.of_root(location, mark, root)
+        return CompositeCheckpoint.of_root(location, mark, root)
     if root is not None:
         return _open_own(location, mark, root, context, None)
     found = _find_foreign_names(location, mark, context)
@@ -163,7 +164,7 @@ def open_either(location: Location, mark: Mark, context: Context) -> Opened | Op
         return found
 
 
-def open_files(location: Location, mark: Mark, context: Context) -> Opened:
+def open_files(location: Location, mark: Mark, context: Context) -> Checkpoint:
     """Open files that an object wrote: as a checkpoint of ours, or where there is none, every file that is there.
 
     Raises:
@@ -178,7 +179,7 @@ def open_files(location: Location, mark: Mark, context: Context) -> Opened:
         raise CheckpointNotFoundError(f"there is no file at {location.display}; check the path")
     store = ObjectReader(location.store, objects, runtime_of(context).io_threads, verify=context.io.verify, strict=True)
     tree = TreeMetadata(Node("dict", (), ()), ())
-    return Opened(location, mark, None, FilesLayout(), None, tree, objects, store, "", {})
+    return Checkpoint(location, mark, None, FilesLayout(), None, tree, store, Origin())
 
 
 def _root_of(location: Location, mark: Mark, known: KnownRoots | None = None) -> Root | Composite | None:
@@ -209,7 +210,7 @@ def _root_of(location: Location, mark: Mark, known: KnownRoots | None = None) ->
     return root
 
 
-def _open_own(location: Location, mark: Mark, root: Root, context: Context, known: KnownRoots | None) -> Opened:
+def _open_own(location: Location, mark: Mark, root: Root, context: Context, known: KnownRoots | None) -> Checkpoint:
     """Open what ckptcore wrote."""
     if root.role == "member":
         _expect_committed(location, mark, root)
@@ -227,7 +228,7 @@ def _open_own(location: Location, mark: Mark, root: Root, context: Context, know
         from ckptcore.loading.host_copies import find_copies  # only who has hosts needs it
 
         copies = find_copies(location, root, context)
-    opened = Opened.of_root(location, mark, root, layout, store, copies)
+    opened = Checkpoint(location, mark, root, layout, root.state, root.tree, store, copies=copies)
     if root.references:
         from ckptcore.loading.bases import with_bases  # only who refers to others needs it
 
@@ -270,7 +271,7 @@ def _expect_committed(location: Location, mark: Mark, member: Root) -> None:
         )
 
 
-def _open_foreign(location: Location, mark: Mark, context: Context) -> Opened:
+def _open_foreign(location: Location, mark: Mark, context: Context) -> Checkpoint:
     """Open the tree that other software wrote.
 
     Raises:
@@ -301,7 +302,7 @@ def _several(location: Location, names: Sequence[str]) -> CompositeCheckpointErr
     )
 
 
-def _open_tree(location: Location, mark: Mark, context: Context) -> Opened:
+def _open_tree(location: Location, mark: Mark, context: Context) -> Checkpoint:
     """Open the tree that other software wrote.
 
     Raises:
@@ -319,20 +320,8 @@ def _open_tree(location: Location, mark: Mark, context: Context) -> Opened:
     for layout in layouts:
         inspection = layout.inspect(store, entry)
         if inspection is not None:
-            return Opened(
-                location,
-                mark,
-                None,
-                layout,
-                inspection.state,
-                inspection.tree,
-                {},
-                store,
-                inspection.writer,
-                inspection.custom,
-                inspection.metrics,
-                inspection.created,
-            )
+            origin = Origin(inspection.writer, inspection.custom, inspection.metrics, inspection.created)
+            return Checkpoint(location, mark, None, layout, inspection.state, inspection.tree, store, origin)
     if entry is None and holds_members(storage):
         raise _lost_root(location)
     if entry is None and (steps := StepNames().find([name[:-1] for name in mark.names if name[-1] == "/"])):

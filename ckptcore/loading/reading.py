@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from ckptcore.context import Context
 from ckptcore.errors import CorruptCheckpointError, PluginError, UnsupportedLeafError
 from ckptcore.io.memory import allocate
-from ckptcore.loading.opened import Opened, naming_further
-from ckptcore.loading.workers import WantedAtWorkers, fetch_leaves
+from ckptcore.loading.checkpoint import Checkpoint, naming_further
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
 from ckptcore.model.tree import format_path
@@ -21,10 +20,12 @@ from ckptcore.runtime import runtime_of
 from ckptcore.tree.flattening import PLACEHOLDER
 from ckptcore.tree.scalars import are_interchangeable, array_of, value_of
 
+if TYPE_CHECKING:
+    from ckptcore.loading.workers import WantedAtWorkers
+
 __all__ = [
-    "Planned",
+    "LeafRead",
     "Reading",
-    "Unit",
     "allocate_for",
     "check_sizes",
     "other_form",
@@ -34,14 +35,12 @@ __all__ = [
     "unread",
 ]
 
-T_co = TypeVar("T_co", covariant=True)
-
 _MOST_GROWTH: Final = 1 << 16
 """Largest ratio of the bytes of an array to those of all objects. zstd compresses zeros to a 30,000th."""
 
 
 @dataclass(slots=True)
-class Unit:
+class LeafRead:
     """One stored array that is read and built once, for one or more leaves.
 
     Attributes:
@@ -73,6 +72,8 @@ class Unit:
         """What workers are asked for; None where the array is read here."""
         if self.at_workers is None:
             return None
+        from ckptcore.loading.workers import WantedAtWorkers  # only single controllers need it
+
         return WantedAtWorkers(self.leaf, WantedLeaf(self.abstract, self.record), self.at_workers)
 
     @property
@@ -86,7 +87,7 @@ class Unit:
 
 
 def read_leaves(
-    opened: Opened,
+    opened: Checkpoint,
     numbers: Sequence[int | None],
     handlers: Sequence[LeafHandler | None],
     abstracts: Sequence[object],
@@ -106,7 +107,7 @@ def read_leaves(
 
 
 def plan_reading(
-    opened: Opened,
+    opened: Checkpoint,
     numbers: Sequence[int | None],
     handlers: Sequence[LeafHandler | None],
     abstracts: Sequence[object],
@@ -123,8 +124,8 @@ def plan_reading(
     """
     tree = opened.tree
     leaves: list[object] = [PLACEHOLDER] * len(numbers)
-    units: list[Unit] = []
-    tied: dict[tuple[object, ...], Unit] = {}
+    units: list[LeafRead] = []
+    tied: dict[tuple[object, ...], LeafRead] = {}
     for position, (number, handler, abstract) in enumerate(zip(numbers, handlers, abstracts, strict=True)):
         if handler is None:
             continue
@@ -157,19 +158,21 @@ def plan_reading(
         if filled is not None:
             memory = (handler if there is None else there).identity(abstract) or position
         if not tree.aliases:
-            units.append(Unit(number, record, handler, abstract, [position], boxes, array, kind, at_workers=at_workers))
+            units.append(
+                LeafRead(number, record, handler, abstract, [position], boxes, array, kind, at_workers=at_workers)
+            )
             continue
         # Leaves that were tied are built once and tied again. What is filled in place is one only if its memory is.
         key = (original, id(handler), tuple(boxes), _request(handler if there is None else there, abstract), memory)
         if key in tied:
             tied[key].positions.append(position)
             continue
-        tied[key] = Unit(original, record, handler, abstract, [position], boxes, array, kind, at_workers=at_workers)
+        tied[key] = LeafRead(original, record, handler, abstract, [position], boxes, array, kind, at_workers=at_workers)
         units.append(tied[key])
     return Reading(opened, units, leaves, filled)
 
 
-def other_form(opened: Opened, number: int, handler: LeafHandler, abstract: object) -> LeafRecord | None:
+def other_form(opened: Checkpoint, number: int, handler: LeafHandler, abstract: object) -> LeafRecord | None:
     """What is asked for, where that is a number of Python and an array without axes is stored, or the other way round; else None.
 
     A checkpoint of ours tells one from the other: it was not matched if this differs.
@@ -206,8 +209,8 @@ class Reading:
         filled: where what can be filled in place is to be, and by leaf whether it was; None: all is built anew.
     """
 
-    opened: Opened
-    units: Sequence[Unit]
+    opened: Checkpoint
+    units: Sequence[LeafRead]
     leaves: list[object]
     filled: list[bool] | None = None
 
@@ -216,7 +219,7 @@ class Reading:
         """Bytes of elements that are read into memory of this process."""
         return sum([unit.nbytes for unit in self.units])
 
-    def take_memory(self, unit: Unit) -> None:
+    def take_memory(self, unit: LeafRead) -> None:
         """Give a unit the memory that it is read into.
 
         Raises:
@@ -241,7 +244,7 @@ class Reading:
             unit.buffers.append(buffer)
         unit.waiting = len(unit.boxes)
 
-    def place(self, unit: Unit) -> None:
+    def place(self, unit: LeafRead) -> None:
         """Make leaves of a unit that has been read, and let its memory go."""
         with _naming(self.opened.tree, unit.leaf):
             boxes = list(zip(unit.boxes, unit.buffers, strict=True))
@@ -250,7 +253,7 @@ class Reading:
             for position in unit.positions:
                 self.leaves[position] = made
 
-    def _made(self, unit: Unit, boxes: Sequence[tuple[Box, HostArray]]) -> object:
+    def _made(self, unit: LeafRead, boxes: Sequence[tuple[Box, HostArray]]) -> object:
         if unit.kind is not None:
             ((_, array),) = boxes
             return unit.handler.build(unit.abstract, value_of(array, unit.kind), ())
@@ -261,21 +264,6 @@ class Reading:
         return unit.handler.build(unit.abstract, unit.record, boxes)
 
 
-@dataclass(frozen=True, slots=True)
-class Planned(Generic[T_co]):
-    """A load, planned; nothing is changed yet.
-
-    Attributes:
-        reading: what is read.
-        finish: makes the value of the leaves, when all are read.
-        begin: is called when reading begins, which changes what is filled in place.
-    """
-
-    reading: Reading
-    finish: Callable[[list[object]], T_co]
-    begin: Callable[[], None] = lambda: None
-
-
 def perform(reading: Reading, context: Context) -> None:
     """Read all that is to be read, and put it in its place."""
     for batch in _batches(reading.units, context.memory.load_bytes):
@@ -284,12 +272,14 @@ def perform(reading: Reading, context: Context) -> None:
         _fetch(reading, batch, context)
 
 
-def _fetch(reading: Reading, units: Sequence[Unit], context: Context) -> None:
+def _fetch(reading: Reading, units: Sequence[LeafRead], context: Context) -> None:
     """Let workers read and make those of the units that are theirs."""
     wanted = [(unit, fetched) for unit in units if (fetched := unit.fetched) is not None]
     executor = runtime_of(context).workers() if wanted else None
     if executor is None:
         return
+    from ckptcore.loading.workers import fetch_leaves  # only single controllers need it
+
     check_sizes(reading.opened, {unit.leaf for unit, _ in wanted})
     made = fetch_leaves(reading.opened, executor, [fetched for _, fetched in wanted], context)
     for (unit, _), leaf in zip(wanted, made, strict=True):
@@ -314,11 +304,11 @@ class _naming:  # a context manager, written as a class because it is entered fo
             raise UnsupportedLeafError(f"{format_path(self._tree.paths[self._leaf])}: {error}") from error
 
 
-def _batches(units: Sequence[Unit], limit: int | None) -> Iterator[Sequence[Unit]]:
+def _batches(units: Sequence[LeafRead], limit: int | None) -> Iterator[Sequence[LeafRead]]:
     if limit is None:
         yield units
         return
-    batch: list[Unit] = []
+    batch: list[LeafRead] = []
     held = 0
     for unit in units:
         if batch and held + unit.nbytes > limit:
@@ -329,11 +319,11 @@ def _batches(units: Sequence[Unit], limit: int | None) -> Iterator[Sequence[Unit
     yield batch
 
 
-def _read(reading: Reading, units: Sequence[Unit]) -> Iterator[Unit]:
+def _read(reading: Reading, units: Sequence[LeafRead]) -> Iterator[LeafRead]:
     """Fill the memory of units; yields each as it is complete."""
     opened = reading.opened
     check_sizes(opened, {unit.leaf for unit in units})
-    owners: list[Unit] = []
+    owners: list[LeafRead] = []
     for unit in units:
         reading.take_memory(unit)
         owners.extend([unit] * unit.waiting)
@@ -351,14 +341,14 @@ def _read(reading: Reading, units: Sequence[Unit]) -> Iterator[Unit]:
         raise unread(opened, late[0].leaf)
 
 
-def unread(opened: Opened, leaf: int) -> CorruptCheckpointError:
+def unread(opened: Checkpoint, leaf: int) -> CorruptCheckpointError:
     """What to raise where a layout has ended before it gave all of an array."""
     return CorruptCheckpointError(
         f"the layout {opened.layout.name} did not read {format_path(opened.tree.paths[leaf])} whole"
     )
 
 
-def allocate_for(opened: Opened, leaf: int, spec: ArraySpec) -> HostArray:
+def allocate_for(opened: Checkpoint, leaf: int, spec: ArraySpec) -> HostArray:
     """Memory for what a checkpoint states.
 
     Raises:
@@ -382,7 +372,7 @@ def _fits(buffer: HostArray, box: Box, record: ArrayRecord) -> bool:
     return whole and buffer.flags.c_contiguous and buffer.flags.writeable
 
 
-def check_sizes(opened: Opened, wanted: Collection[int]) -> None:
+def check_sizes(opened: Checkpoint, wanted: Collection[int]) -> None:
     """Refuse arrays that are not stored whole, before memory is allocated: a hostile root may state any shape.
 
     Args:
@@ -394,8 +384,8 @@ def check_sizes(opened: Opened, wanted: Collection[int]) -> None:
     """
     if opened.derived is not None:
         for checkpoint, stored in opened.derived.stored(sorted(wanted)).items():
-            with naming_further(opened.derived.below[checkpoint]) if checkpoint else nullcontext():
-                check_sizes(opened.derived.below[checkpoint], stored)
+            with naming_further(opened.derived.sources[checkpoint]) if checkpoint else nullcontext():
+                check_sizes(opened.derived.sources[checkpoint], stored)
         return
     if isinstance(opened.layout, ChecksArrays):
         tree = opened.tree
@@ -404,7 +394,7 @@ def check_sizes(opened: Opened, wanted: Collection[int]) -> None:
         opened.layout.check_arrays(tree, opened.state, arrays)
     if opened.root is None:
         return  # its layout has looked at its files itself
-    held = sum([record.size for record in opened.objects.values()])
+    held = sum([record.size for record in opened.store.objects.values()])
     for leaf in sorted(wanted):
         record = opened.tree.leaves[leaf]
         if isinstance(record, ArrayRecord) and record.spec.nbytes > _MOST_GROWTH * held:
@@ -418,7 +408,7 @@ def check_sizes(opened: Opened, wanted: Collection[int]) -> None:
     keys = dict.fromkeys([key for _, key, _, _ in extents])
     sizes = {
         **dict.fromkeys(keys, 0),
-        **opened.store.object_sizes.bounding([key for key in keys if key in opened.objects]),
+        **opened.store.object_sizes.bounding([key for key in keys if key in opened.store.objects]),
     }
     taken: dict[str, int] = {}
     for leaf, key, start, stop in extents:

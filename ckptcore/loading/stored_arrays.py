@@ -13,10 +13,10 @@ from ckptcore.errors import CheckpointError
 from ckptcore.io.elements import bytes_of, copy_elements, is_little, little_dtype
 from ckptcore.io.held_objects import HeldObject
 from ckptcore.io.tiles import c_strides
+from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.indexing import BasicIndex, Indexed, index_box, rows_of
 from ckptcore.loading.mapped_arrays import find_plain_place, map_array
 from ckptcore.loading.open_sessions import Session
-from ckptcore.loading.opened import Opened
 from ckptcore.loading.reading import allocate_for, check_sizes
 from ckptcore.model.arrays import ArraySpec, HostArray
 from ckptcore.model.objects import BLOCK_BYTES
@@ -198,7 +198,7 @@ class StoredArray:
             CheckpointNotFoundError: if the checkpoint was replaced since it was opened.
         """
 
-        def map_opened(opened: Opened) -> HostArray:
+        def map_opened(opened: Checkpoint) -> HostArray:
             return map_array(opened, self._leaf, self._spec, format_path(self.path))
 
         return self._session.guard(map_opened)

@@ -14,9 +14,9 @@ from ckptcore.context import Context
 from ckptcore.derivations import Constant, Stored, walk
 from ckptcore.errors import CheckpointError, ObjectNotFoundError, TransformError, UnsupportedLeafError
 from ckptcore.io.elements import bytes_of
+from ckptcore.loading.checkpoint import Checkpoint
+from ckptcore.loading.consistent_read import open_checkpoint
 from ckptcore.loading.derived import derive
-from ckptcore.loading.opened import Opened
-from ckptcore.loading.tries import open_checkpoint
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import DerivedArray, DerivedTree, LeafHandler, TransformedTree, Transforms
@@ -30,7 +30,7 @@ _LONGEST: Final = 1200
 """Of a transform and its error in a message, in characters: names may be hostile, and of any length."""
 
 
-def apply_transforms(opened: Opened, transforms: Transforms, context: Context) -> Opened:
+def apply_transforms(opened: Checkpoint, transforms: Transforms, context: Context) -> Checkpoint:
     """Return a checkpoint as transforms make it. Reads no array.
 
     Args:
@@ -68,7 +68,7 @@ def apply_transforms(opened: Opened, transforms: Transforms, context: Context) -
         values=finished.values,
         beside=source.beside,
         most_bytes=context.memory.load_bytes,
-        told=_told(transforms, finished.arrays.values()),
+        description=_told(transforms, finished.arrays.values()),
     )
 
 
@@ -103,10 +103,10 @@ def is_transform(found: object) -> bool:
 class _Source:
     """The `TransformSource` of one load, which numbers the further checkpoints that transforms open."""
 
-    def __init__(self, opened: Opened, context: Context) -> None:
+    def __init__(self, opened: Checkpoint, context: Context) -> None:
         self._opened = opened
         self._context = context
-        self.beside: list[Opened] = []
+        self.beside: list[Checkpoint] = []
         values = [number for number, record in enumerate(opened.tree.leaves) if not isinstance(record, ArrayRecord)]
         self.tree: Final = self._tree_of(opened.tree, 0, dict(zip(values, values, strict=True)))
 

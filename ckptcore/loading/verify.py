@@ -16,12 +16,12 @@ from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFo
 from ckptcore.io.reader import ObjectReader
 from ckptcore.io.requests import requests_of
 from ckptcore.io.threads import run_each
-from ckptcore.loading.load import abstract_leaves
+from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, arrays_at, file_pieces, naming_arrays
+from ckptcore.loading.consistent_read import ConsistentRead, open_checkpoint
 from ckptcore.loading.members import is_deleted, open_member, present_members
-from ckptcore.loading.opened import Opened, OpenedComposite, arrays_at, file_pieces, naming_arrays
 from ckptcore.loading.opening import open_either, open_tree
 from ckptcore.loading.reading import allocate_for, check_sizes, read_leaves, unread
-from ckptcore.loading.tries import open_checkpoint, while_unchanged
+from ckptcore.loading.stored_trees import abstract_leaves
 from ckptcore.model.arrays import ArraySpec
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord
@@ -90,13 +90,13 @@ def verify_checkpoint(location: Place, context: Context, progress: ProgressCallb
         CheckpointNotFoundError: if there is no checkpoint.
     """
 
-    def verify(found: Opened | OpenedComposite) -> VerifyReport:
-        if isinstance(found, Opened):
+    def verify(found: Checkpoint | CompositeCheckpoint) -> VerifyReport:
+        if isinstance(found, Checkpoint):
             return _verify(found, context, progress)
         return _verify_composite(found, location, context, progress)
 
     try:
-        return while_unchanged(location, context, verify, open_either)
+        return ConsistentRead(location, context, open_either).retry_if_replaced(verify)
     except CorruptCheckpointError as error:
         return VerifyReport((Problem(error.key, error.start, error.stop, (), str(error)),), 1, 0, ())
 
@@ -108,8 +108,8 @@ def has_its_sizes(location: Place, context: Context) -> bool:
         CheckpointError: if a root cannot be read.
     """
 
-    def fits(found: Opened | OpenedComposite) -> bool:
-        if isinstance(found, Opened):
+    def fits(found: Checkpoint | CompositeCheckpoint) -> bool:
+        if isinstance(found, Checkpoint):
             return _sizes_fit(found)
         present = present_members(found)
         return present.keys() == found.members.keys() and all(
@@ -118,20 +118,22 @@ def has_its_sizes(location: Place, context: Context) -> bool:
             for directory in directories
         )
 
-    return while_unchanged(location, context, fits, open_either)
+    return ConsistentRead(location, context, open_either).retry_if_replaced(fits)
 
 
-def _open_directory(composite: OpenedComposite, name: str, directory: str, location: Place, context: Context) -> Opened:
+def _open_directory(
+    composite: CompositeCheckpoint, name: str, directory: str, location: Place, context: Context
+) -> Checkpoint:
     """Open what stands in a directory of a composite; whether it belongs there is for the caller to see."""
     if composite.root is None:
         return open_member(composite, name, directory, location, context)
     return open_checkpoint(Within(location, directory), context)
 
 
-def _sizes_fit(opened: Opened) -> bool:
+def _sizes_fit(opened: Checkpoint) -> bool:
     try:
         present = opened.store.object_sizes.present(opened.objects)
-        bases = () if opened.derived is None else opened.derived.below[1:]
+        bases = () if opened.derived is None else opened.derived.sources[1:]
         return all(present[key] == record.size for key, record in opened.objects.items()) and all(
             map(_sizes_fit, bases)
         )
@@ -140,7 +142,7 @@ def _sizes_fit(opened: Opened) -> bool:
 
 
 def _verify_composite(
-    composite: OpenedComposite, location: Place, context: Context, progress: ProgressCallback | None
+    composite: CompositeCheckpoint, location: Place, context: Context, progress: ProgressCallback | None
 ) -> VerifyReport:
     """Verify every checkpointable that is still there; keys begin with its directory."""
     problems: list[Problem] = []
@@ -159,7 +161,7 @@ def _verify_composite(
         if there and len(there) < processes:
             message = f"{name!r} has a state for each of {processes} processes, and only {len(there)} are there"
             problems.append(Problem(name, None, None, (), message))
-    opened: list[tuple[str, Opened]] = []
+    opened: list[tuple[str, Checkpoint]] = []
     for name, directory in directories:
         try:
             opened.append((directory, _open_directory(composite, name, directory, location, context)))
@@ -189,7 +191,7 @@ def _verify_composite(
     return VerifyReport(tuple(problems), objects, done, tuple(unverified), tuple(deleted))
 
 
-def _bytes_to_check(opened: Opened) -> int:
+def _bytes_to_check(opened: Checkpoint) -> int:
     return sum(record.size for record in opened.objects.values()) or opened.tree.nbytes
 
 
@@ -199,7 +201,7 @@ def _within(directory: str, problem: Problem) -> Problem:
     return replace(problem, key=key, arrays=arrays)
 
 
-def _verify(opened: Opened, context: Context, progress: ProgressCallback | None) -> VerifyReport:
+def _verify(opened: Checkpoint, context: Context, progress: ProgressCallback | None) -> VerifyReport:
     if opened.root is None:
         read = _read_foreign_files if opened.layout.name == FilesLayout.name else _read_foreign
         return read(opened, context, progress)
@@ -215,7 +217,7 @@ def _verify(opened: Opened, context: Context, progress: ProgressCallback | None)
     return VerifyReport(tuple(problems), objects, check.done + referred, unverified)
 
 
-def _find_unstored(opened: Opened, known: Sequence[Problem]) -> Sequence[Problem]:
+def _find_unstored(opened: Checkpoint, known: Sequence[Problem]) -> Sequence[Problem]:
     """Find an array that is larger than its stored bytes. Returns nothing if other problems are known."""
     if known or opened.root is None:
         return ()
@@ -227,7 +229,7 @@ def _find_unstored(opened: Opened, known: Sequence[Problem]) -> Sequence[Problem
     return ()
 
 
-def _read_referred(opened: Opened, leaves: Sequence[int], context: Context, problems: list[Problem]) -> int:
+def _read_referred(opened: Checkpoint, leaves: Sequence[int], context: Context, problems: list[Problem]) -> int:
     """Read the arrays that are in other checkpoints, a piece after the other; their bytes. What those have beside is not looked at."""
     reading = context if context.io.verify else replace(context, io=replace(context.io, verify=True))
     checked = opened if reading is context else open_tree(opened.location, opened.mark, reading)
@@ -243,7 +245,7 @@ def _read_referred(opened: Opened, leaves: Sequence[int], context: Context, prob
     return done
 
 
-def _read_in_pieces(opened: Opened, leaf: int, spec: ArraySpec) -> None:
+def _read_in_pieces(opened: Checkpoint, leaf: int, spec: ArraySpec) -> None:
     """Read an array, of which little is in memory at a time.
 
     Raises:
@@ -259,7 +261,7 @@ def _read_in_pieces(opened: Opened, leaf: int, spec: ArraySpec) -> None:
 
 
 class _Check:
-    def __init__(self, opened: Opened, context: Context, progress: ProgressCallback | None) -> None:
+    def __init__(self, opened: Checkpoint, context: Context, progress: ProgressCallback | None) -> None:
         self._opened = opened
         self._store = ObjectReader(opened.location.store, opened.objects, runtime_of(context).io_threads, verify=True)
         self._progress = progress
@@ -330,7 +332,7 @@ class _Check:
             self.problems.append(Problem(error.key, error.start, error.stop, arrays, str(error)))
 
 
-def _read_foreign(opened: Opened, context: Context, progress: ProgressCallback | None) -> VerifyReport:
+def _read_foreign(opened: Checkpoint, context: Context, progress: ProgressCallback | None) -> VerifyReport:
     """Other software keeps no checksums: everything is read, array by array, and only that can be said."""
     array, _ = abstract_leaves(runtime_of(context).registry)
     problems: list[Problem] = []
@@ -351,7 +353,7 @@ def _read_foreign(opened: Opened, context: Context, progress: ProgressCallback |
     return VerifyReport(tuple(problems), len(keys), done, tuple(keys))
 
 
-def _read_foreign_files(opened: Opened, context: Context, progress: ProgressCallback | None) -> VerifyReport:
+def _read_foreign_files(opened: Checkpoint, context: Context, progress: ProgressCallback | None) -> VerifyReport:
     """Files that an object wrote through other software: they are read, and only that can be said."""
     problems: list[Problem] = []
     done, total = 0, _bytes_to_check(opened)

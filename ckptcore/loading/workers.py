@@ -18,7 +18,7 @@ from ckptcore.io.memory import allocate
 from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.io.snapshot import HeldSnapshot
 from ckptcore.job.visibility import expect_claim
-from ckptcore.loading.opened import Opened
+from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.opening import open_tree
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord
@@ -195,7 +195,7 @@ class ReadBoxes:
             )
         return arrays
 
-    def _open(self, address: LocationAddress) -> Opened:
+    def _open(self, address: LocationAddress) -> Checkpoint:
         context = self.options.context
         location = open_address(address, runtime_of(context).registry, durable=False, config=context.storage)
         return open_tree(location, read_mark(location), context)
@@ -259,7 +259,7 @@ class WantedAtWorkers:
 
 
 def fetch_leaves(
-    opened: Opened, executor: Executor, leaves: Sequence[WantedAtWorkers], context: Context
+    opened: Checkpoint, executor: Executor, leaves: Sequence[WantedAtWorkers], context: Context
 ) -> Sequence[object]:
     """Let workers read and make leaves; returns these in order.
 
@@ -288,7 +288,7 @@ def fetch_leaves(
     return fetched.leaves
 
 
-def _recipes(opened: Opened) -> tuple[Recipe, ...]:
+def _recipes(opened: Checkpoint) -> tuple[Recipe, ...]:
     from ckptcore.loading.derived import Recipe  # is there by now
 
     return Recipe.all_of(opened)

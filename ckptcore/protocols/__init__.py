@@ -8,6 +8,7 @@
     transaction   the right to write a checkpoint, and its commit
     coordination  the processes of a job, and how they send each other elements
     execution     the workers of a single controller
+    read_strategy strategies of loads
     transforms    changes of a tree while it is loaded, and derived arrays
 """
 
@@ -46,6 +47,7 @@ from ckptcore.protocols.layouts import (
     WritesSessions,
     WriteStore,
 )
+from ckptcore.protocols.read_strategy import ReadBoxes, ReadStrategy, ReadThrough, StagedLoad
 from ckptcore.protocols.storage import (
     IF_ABSENT,
     AtomicDirectories,
@@ -146,13 +148,17 @@ __all__ = [
     "Priority",
     "PutCondition",
     "RangeReader",
+    "ReadBoxes",
     "ReadStage",
     "ReadStore",
+    "ReadStrategy",
+    "ReadThrough",
     "ReadsChunks",
     "Rejoinable",
     "RepeatsDeletions",
     "SharesReplicas",
     "Snapshot",
+    "StagedLoad",
     "StatefulCheckpointable",
     "StorageAddress",
     "StorageBackend",

@@ -22,8 +22,8 @@ from ckptcore.errors import (
 )
 from ckptcore.job.agreement import Agreement
 from ckptcore.loading.bases import base_location, base_path, read_base
-from ckptcore.loading.opened import Opened
-from ckptcore.loading.tries import open_checkpoint
+from ckptcore.loading.checkpoint import Checkpoint
+from ckptcore.loading.consistent_read import open_checkpoint
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.saving.parts import PartDescription
 from ckptcore.saving.tree_descriptions import TreeDescription
@@ -108,7 +108,7 @@ def plan_update(
     return update, written
 
 
-def _expect_own(opened: Opened) -> Root:
+def _expect_own(opened: Checkpoint) -> Root:
     if opened.root is None:
         raise CheckpointError(
             f"{opened.location.display} was not written by ckptcore, and nothing can refer to it: copy it with ckptcore.copy(..., layout=...), and give "
@@ -118,7 +118,7 @@ def _expect_own(opened: Opened) -> Root:
 
 
 def _planned(
-    location: Location, opened: Opened, root: Root, description: TreeDescription, context: Context
+    location: Location, opened: Checkpoint, root: Root, description: TreeDescription, context: Context
 ) -> PlannedUpdate:
     if opened.location.identity == location.identity:
         raise InvalidLocationError(

@@ -14,12 +14,10 @@ from ckptcore.commit.location import LocationLike, Place
 from ckptcore.context import Context, default_context
 from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement
-from ckptcore.loading.composites import load_composite
+from ckptcore.loading.composites import Abstracts, CompositeLoad, Everything, Wanted
 from ckptcore.loading.describe import CheckpointMetadata, describe_checkpoint
-from ckptcore.loading.load import load_into_target, load_value
-from ckptcore.loading.load_requests import LoadRequest
-from ckptcore.loading.matching_options import EXACT, Matching
-from ckptcore.loading.wanted import Abstracts, Everything, Wanted
+from ckptcore.loading.load_requests import EXACT, LoadReport, LoadRequest, Matching
+from ckptcore.loading.targets import load_into_target, load_value
 from ckptcore.model.tree import JSON
 from ckptcore.policies import StepInfo
 from ckptcore.protocols import Transforms
@@ -31,7 +29,6 @@ from ckptcore.training.steps import StepDirectory, read_directory_metadata
 from ckptcore.training.tiered_steps import TieredSteps
 
 if TYPE_CHECKING:
-    from ckptcore.loading.matching_options import LoadReport
     from ckptcore.select import Selection
 
 __all__ = ["CheckpointReader"]
@@ -258,7 +255,7 @@ class CheckpointReader:
         asked = Everything.SAVED if wanted.names is None and step is None else wanted
 
         def run(place: Place, recording: Recording) -> dict[str, Any]:
-            return load_composite(place, asked, self._context, recording)
+            return CompositeLoad(place, asked, self._context, recording).run()
 
         changes = "what is restored in place" if into else None
         return self._load(step, Loading(run, changes))

@@ -22,7 +22,7 @@ from ckptcore.errors import (
 )
 from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement
-from ckptcore.loading.joint_loading import take_step
+from ckptcore.loading.collective.joint import take_step
 from ckptcore.loading.load import recorded_load
 from ckptcore.model.tree import JSON
 from ckptcore.runtime import runtime_of
@@ -320,7 +320,7 @@ class StepLoader:
                 held.enter_context(self._pinned_to_load(copy))
                 return None
 
-            take_step(agreement, "pin", begin, stands=lambda: True)
+            take_step(agreement, "pin", begin, is_current=lambda: True)
             with recorded_load(place, self._context, step=step) as recording:
                 return loading.run(place, recording)
 

@@ -27,8 +27,8 @@ from ckptcore.errors import (
 )
 from ckptcore.io.requests import requests_of
 from ckptcore.io.threads import ask_each, renew_in_children
+from ckptcore.loading.consistent_read import ConsistentRead
 from ckptcore.loading.opening import open_either
-from ckptcore.loading.tries import Tries
 from ckptcore.model.tree import JSON
 from ckptcore.policies import StepInfo
 from ckptcore.protocols import StorageBackend
@@ -350,7 +350,9 @@ class StepDirectory:
     def _look_inside(self, name: str) -> tuple[bool, bool]:
         """Look for a checkpoint that had no root. Return whether it exists, and whether it now has a root."""
         try:
-            return True, Tries(Within(self.directory, name), self._context, open_either).open().root is not None
+            return True, ConsistentRead(
+                Within(self.directory, name), self._context, open_either
+            ).open().root is not None
         except (CheckpointNotFoundError, ObjectNotFoundError):
             return False, False  # ObjectNotFoundError: a stale listing shows deleted objects
         except InvalidLocationError as error:

@@ -8,6 +8,7 @@ import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import ckptcore
@@ -92,6 +93,16 @@ def test_saving_and_loading_load_few_modules() -> None:
     )
     assert any(module.startswith("ckptcore.") for module in loaded)
     assert len(loaded) <= MOST_MODULES, sorted(loaded)
+
+
+def test_a_plain_load_imports_no_other_way_to_read(tmp_path: Path) -> None:
+    location = tmp_path / "c"
+    ckptcore.save(location, {"w": np.ones(3)})
+    (tmp_path / "loads.py").write_text(f"import ckptcore\nckptcore.load({str(location)!r})\n", encoding="utf-8")
+    loaded = {module for module in modules_loaded_by("loads", path=tmp_path) if module.startswith("ckptcore.loading.")}
+    assert "ckptcore.loading.load" in loaded
+    others = ("collective", "workers", "derived", "host_copies", "transformed", "open_sessions", "stored_arrays")
+    assert not [module for module in loaded if module.split(".")[2] in others]
 
 
 def test_every_name_is_there_without_another_import() -> None:

@@ -163,7 +163,7 @@ def test_a_local_disk_that_fails_while_files_are_copied_out(place: str, monkeypa
         raise OSError(errno.ENOSPC, "no space left")
 
     found = Files({"as it": b"was"})
-    monkeypatch.setattr("ckptcore.loading.composites.os.makedirs", no_room)
+    monkeypatch.setattr("ckptcore.loading.targets.os.makedirs", no_room)
     with pytest.raises(StorageError, match="no space left") as caught:
         ckptcore.load_checkpointables(place + "/c", into={"files": found})
     assert not isinstance(caught.value, TargetUndefinedError)

@@ -22,7 +22,7 @@ from ckptcore.errors import (
     NameCollisionError,
     UnsupportedLeafError,
 )
-from ckptcore.loading.tries import open_checkpoint
+from ckptcore.loading.consistent_read import open_checkpoint
 from ckptcore.model import BLOCK_BYTES
 from tests.composites.objects import Files, Linear
 

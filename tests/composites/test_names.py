@@ -22,9 +22,8 @@ from ckptcore.errors import (
     UnsupportedKeyError,
     UnsupportedLeafError,
 )
-from ckptcore.loading.composites import load_composite
+from ckptcore.loading.composites import CompositeLoad, Everything
 from ckptcore.loading.load import recorded_load
-from ckptcore.loading.wanted import Everything
 from tests.composites.objects import Counter, Files, Linear
 from tests.crashes.states import same_value
 
@@ -147,11 +146,11 @@ def test_who_asks_for_everything_that_was_saved_is_told_what_is_gone(place: str)
     location, context = place + "/c", ckptcore.Context()
     save_all(location)
     with recorded_load(location, context) as recording:
-        whole = load_composite(location, Everything.SAVED, context, recording)
+        whole = CompositeLoad(location, Everything.SAVED, context, recording).run()
         assert list(whole) == ["params", "model", "data", "files"]
         ckptcore.delete(location + "/model")
         with pytest.raises(CorruptCheckpointError, match="was saved with model"):
-            load_composite(location, Everything.SAVED, context, recording)
+            CompositeLoad(location, Everything.SAVED, context, recording).run()
 
 
 def test_a_deletion_that_died_leaves_the_others() -> None:

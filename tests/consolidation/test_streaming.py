@@ -17,8 +17,8 @@ from ckptcore_tools.copies.streaming import StreamedSnapshot, StreamSizes, items
 
 import ckptcore
 from ckptcore.errors import CorruptCheckpointError, PluginError, SaveLostError
-from ckptcore.loading.opened import Opened
-from ckptcore.loading.tries import open_checkpoint
+from ckptcore.loading.checkpoint import Checkpoint
+from ckptcore.loading.consistent_read import open_checkpoint
 from ckptcore.model import ArraySpec, Box, HostArray, ReadPlan, WriteItem, WritePlan
 from ckptcore.protocols import Layout, ReadsChunks, ReadStore
 from tests.consolidation.test_jobs import CountedFiles
@@ -57,18 +57,18 @@ def watched() -> Watched:
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Opened:
+def opened(tmp_path: Path) -> Checkpoint:
     state = {f"w{number}": np.full(ARRAY_BYTES // 4, number, np.float32) for number in range(ARRAYS)}
     ckptcore.save(tmp_path / "source", state, context=CONTEXT)
     return replace(open_checkpoint(tmp_path / "source", CONTEXT), layout=watched())
 
 
-def layout_of(opened: Opened) -> Watched:
+def layout_of(opened: Checkpoint) -> Watched:
     assert isinstance(opened.layout, Watched)
     return opened.layout
 
 
-def snapshot_of(opened: Opened, sizes: StreamSizes = SMALL) -> StreamedSnapshot:
+def snapshot_of(opened: Checkpoint, sizes: StreamSizes = SMALL) -> StreamedSnapshot:
     (items,) = items_by_object(ckptcore.SafetensorsLayout(), opened.tree, opened, range(ARRAYS), sizes)
     return StreamedSnapshot(WritePlan(opened.tree, tuple(items), 0, 1, "id"), opened, range(ARRAYS), sizes)
 
@@ -88,7 +88,7 @@ def settled(layout: Watched) -> int:
     return count
 
 
-def test_no_more_is_read_ahead_than_may_be_held(opened: Opened) -> None:
+def test_no_more_is_read_ahead_than_may_be_held(opened: Checkpoint) -> None:
     snapshot = snapshot_of(opened)
     try:
         assert first_element(snapshot, 0) == 0
@@ -101,7 +101,7 @@ def test_no_more_is_read_ahead_than_may_be_held(opened: Opened) -> None:
         snapshot.close()
 
 
-def test_small_arrays_are_read_together(opened: Opened) -> None:
+def test_small_arrays_are_read_together(opened: Checkpoint) -> None:
     snapshot = snapshot_of(opened)
     try:
         for item in range(ARRAYS):
@@ -113,7 +113,7 @@ def test_small_arrays_are_read_together(opened: Opened) -> None:
     assert list(itertools.chain(*layout_of(opened).batches)) == list(range(ARRAYS))
 
 
-def test_a_writer_may_ask_in_any_order(opened: Opened) -> None:
+def test_a_writer_may_ask_in_any_order(opened: Checkpoint) -> None:
     snapshot = snapshot_of(opened)
     try:
         order = [9, 3, 4, 0, 8, 1, 7, 2, 6, 5]
@@ -123,7 +123,7 @@ def test_a_writer_may_ask_in_any_order(opened: Opened) -> None:
     assert sorted(itertools.chain(*layout_of(opened).batches)) == list(range(ARRAYS))
 
 
-def test_an_error_of_the_reader_reaches_the_writer(opened: Opened) -> None:
+def test_an_error_of_the_reader_reaches_the_writer(opened: Checkpoint) -> None:
     object.__setattr__(opened.layout, "fault", CorruptCheckpointError("it is damaged"))
     snapshot = snapshot_of(opened)
     for _ in range(2):
@@ -132,7 +132,7 @@ def test_an_error_of_the_reader_reaches_the_writer(opened: Opened) -> None:
     snapshot.close()
 
 
-def test_a_layout_that_does_not_read(opened: Opened) -> None:
+def test_a_layout_that_does_not_read(opened: Checkpoint) -> None:
     object.__setattr__(opened.layout, "silent", True)
     snapshot = snapshot_of(opened)
     with pytest.raises(PluginError, match="did not read w0"):
@@ -140,7 +140,7 @@ def test_a_layout_that_does_not_read(opened: Opened) -> None:
     snapshot.close()
 
 
-def test_whoever_waits_is_told_of_the_end(opened: Opened) -> None:
+def test_whoever_waits_is_told_of_the_end(opened: Checkpoint) -> None:
     layout_of(opened).gate.clear()
     snapshot = snapshot_of(opened)
     raised: list[type[Exception]] = []
@@ -162,7 +162,7 @@ def test_whoever_waits_is_told_of_the_end(opened: Opened) -> None:
         snapshot.take(1)
 
 
-def test_what_was_given_back_is_not_waited_for(opened: Opened) -> None:
+def test_what_was_given_back_is_not_waited_for(opened: Checkpoint) -> None:
     snapshot = snapshot_of(opened)
     snapshot.take(0)
     snapshot.release(0)
@@ -172,7 +172,7 @@ def test_what_was_given_back_is_not_waited_for(opened: Opened) -> None:
     snapshot.close()
 
 
-def test_what_nobody_takes_is_not_read(opened: Opened) -> None:
+def test_what_nobody_takes_is_not_read(opened: Checkpoint) -> None:
     snapshot_of(opened).close()
     assert not layout_of(opened).batches
 
@@ -224,7 +224,7 @@ def test_arrays_are_cut_between_chunks_and_shards(tmp_path: Path) -> None:
     assert 6 <= len(items) <= 12 and max(item.boxes[0].size for item in items) <= 500
 
 
-def test_a_layout_of_whole_arrays_gets_them_whole(opened: Opened) -> None:
+def test_a_layout_of_whole_arrays_gets_them_whole(opened: Checkpoint) -> None:
     whole: Any = type("Whole", (), {"name": "whole"})()
     (items,) = items_by_object(whole, opened.tree, opened, range(ARRAYS), StreamSizes(1, 1, 1))
     spec = ArraySpec((ARRAY_BYTES // 4,), "float32")

@@ -20,10 +20,10 @@ from ckptcore import PLACEHOLDER, AbstractArray, Context, LoadReport, select
 from ckptcore.context import IOOptions, JobOptions
 from ckptcore.derivations import Stored
 from ckptcore.errors import TreeMismatchError
-from ckptcore.loading.chosen_trees import chosen_leaves
+from ckptcore.loading.consistent_read import open_checkpoint
 from ckptcore.loading.derived import derive
+from ckptcore.loading.stored_trees import chosen_leaves
 from ckptcore.loading.transformed import apply_transforms
-from ckptcore.loading.tries import open_checkpoint
 from ckptcore.model import BLOCK_BYTES, LEAF, ArrayRecord, ArraySpec, Node, TreeMetadata
 from ckptcore.protocols import Coordinator
 from ckptcore.select import LeafTable, Selection
@@ -267,7 +267,7 @@ def test_what_is_made_of_others_is_selected_if_they_are(tmp_path: Path) -> None:
         (select.names("b", "n"), {1, 2}),
         (~select.names("n"), {0, 1, 3}),
     ):
-        assert chosen_leaves(derived, selection, lambda one: [None] * len(one.tree.leaves)) == expected
+        assert chosen_leaves(derived, selection, FAST) == expected
     assert isinstance(a, ArrayRecord)
 
 
@@ -280,7 +280,7 @@ def test_values_that_are_one_object_are_selected_by_their_own_paths(tmp_path: Pa
     derived = apply_transforms(shared, moved, FAST)
     names = [path[0] for path in derived.tree.paths]
     for stored, found in (("a", {"a", "c"}), ("b", {"z", "c"})):
-        chosen = chosen_leaves(derived, select.names(stored), lambda one: [None] * len(one.tree.leaves))
+        chosen = chosen_leaves(derived, select.names(stored), FAST)
         assert {names[leaf] for leaf in chosen} == found
 
 

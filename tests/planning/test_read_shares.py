@@ -13,7 +13,15 @@ from ckptcore_testing import strategies
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptcore.loading.read_shares import Message, MessageSizes, Request, SharedPlan, Tiles, message_offsets, plan_shares
+from ckptcore.loading.collective.shares import (
+    Message,
+    MessageSizes,
+    Request,
+    SharedPlan,
+    Tiles,
+    message_offsets,
+    plan_shares,
+)
 from ckptcore.model import ReadItem, StoredTile
 from ckptcore.model.arrays import ArraySpec, Box
 from ckptcore.planning.partition import cells_of_wants, cut_box

@@ -11,7 +11,7 @@ from ckptcore_testing.faults import FailAt, FaultPlan
 
 import ckptcore
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, StorageError, UnsupportedVersionError
-from ckptcore.loading.opened import Opened
+from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.reading import allocate_for
 from ckptcore.model import ArraySpec, HostArray
 from tests.copying.places import new_place
@@ -73,7 +73,7 @@ def test_what_is_in_bases_is_verified_in_pieces(tmp_path: Path, monkeypatch: pyt
     ckptcore.save_update(tmp_path / "update", {"n": 1}, base=tmp_path / "base")
     taken: list[int] = []
 
-    def noting(opened: Opened, leaf: int, spec: ArraySpec) -> HostArray:
+    def noting(opened: Checkpoint, leaf: int, spec: ArraySpec) -> HostArray:
         taken.append(spec.nbytes)
         return allocate_for(opened, leaf, spec)
 

@@ -22,7 +22,7 @@ import ckptcore
 from ckptcore import Context
 from ckptcore.context import JobOptions
 from ckptcore.errors import CheckpointError
-from ckptcore.loading.broadcasts import Broadcasts
+from ckptcore.loading.collective.broadcasts import Broadcasts
 
 _PATIENT_SECONDS: Final = 120
 _MESSAGE_SECONDS: Final = {signal.SIGKILL: 600, signal.SIGSTOP: 5}

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from ckptcore.context import Context
 from ckptcore.derivations import Stored, cast, concatenate, cut, pad, reshape
-from ckptcore.loading.opened import Opened
-from ckptcore.loading.tries import open_checkpoint
+from ckptcore.loading.checkpoint import Checkpoint
+from ckptcore.loading.consistent_read import open_checkpoint
 from ckptcore.model import ArraySpec, Box, HostArray, ReadPlan
 from ckptcore.protocols import DerivedArray, ReadStore
 
@@ -125,7 +125,7 @@ def _shape_of(draw: st.DrawFn, size: int) -> tuple[int, ...]:
 class Counted:
     """A layout's reading, and what was asked of it."""
 
-    opened: Opened
+    opened: Checkpoint
     plans: list[ReadPlan] = field(default_factory=list)
 
     def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterable[int]:
@@ -142,7 +142,7 @@ class Counted:
         return sum([item.box.size for plan in self.plans for item in plan.items])
 
 
-def open_counted(location: str) -> tuple[Opened, Counted]:
+def open_counted(location: str) -> tuple[Checkpoint, Counted]:
     """Open a checkpoint, of which is counted what is read."""
     opened = open_checkpoint(location, Context())
     counted = Counted(opened)

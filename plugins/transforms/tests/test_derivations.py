@@ -20,9 +20,9 @@ from ckptcore.context import Context, MemoryOptions
 from ckptcore.derivations import Stored, cast, concatenate, constant, cut, pad, pieces, reshape
 from ckptcore.derivations.batches import Place
 from ckptcore.errors import TransformError
+from ckptcore.loading.checkpoint import Checkpoint
+from ckptcore.loading.consistent_read import open_checkpoint
 from ckptcore.loading.derived import Derived, derive
-from ckptcore.loading.opened import Opened
-from ckptcore.loading.tries import open_checkpoint
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, HostArray, Node, TreeMetadata
 from ckptcore.planning import plan_read
 from ckptcore.protocols import DerivedArray
@@ -49,7 +49,7 @@ def _tree(derivations: Sequence[DerivedArray]) -> TreeMetadata:
     )
 
 
-def _read(opened: Opened, wanted: Sequence[tuple[int, Box]]) -> list[HostArray]:
+def _read(opened: Checkpoint, wanted: Sequence[tuple[int, Box]]) -> list[HostArray]:
     """Boxes, read in one plan."""
     buffers = []
     for leaf, box in wanted:

@@ -21,8 +21,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import ckptcore
 from ckptcore.derivations import Stored, concatenate, constant
 from ckptcore.derivations.batches import Place
+from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.derived import Derived, derive
-from ckptcore.loading.opened import Opened
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, HostArray, Node, TreeMetadata, dtype_from_name
 from ckptcore.planning import plan_read
 from ckptcore.protocols import DerivedArray
@@ -44,12 +44,12 @@ def _pair(values: HostArray, scales: HostArray) -> tuple[DerivedArray, DerivedAr
     return _stored(values), _stored(scales, 1)
 
 
-def _derived(opened: Opened, one: DerivedArray, most_bytes: int | None = None) -> Opened:
+def _derived(opened: Checkpoint, one: DerivedArray, most_bytes: int | None = None) -> Checkpoint:
     tree = TreeMetadata(Node("list", (0,), (LEAF,)), (ArrayRecord(one.spec),))
     return derive(opened, tree, {0: one}, values={}, most_bytes=most_bytes)
 
 
-def _read(opened: Opened, box: Box) -> HostArray:
+def _read(opened: Checkpoint, box: Box) -> HostArray:
     record = opened.tree.leaves[0]
     assert isinstance(record, ArrayRecord)
     out = np.empty(box.shape, record.spec.numpy_dtype)

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptcore.errors import CorruptCheckpointError
-from ckptcore.loading.opened import Opened
+from ckptcore.loading.checkpoint import Checkpoint
+from ckptcore.loading.consistent_read import ConsistentRead
 from ckptcore.loading.opening import open_files
-from ckptcore.loading.tries import Tries
 from ckptcore.model import (
     JSON,
     ArrayRecord,
@@ -416,7 +416,7 @@ class FilesComparison:
         Raises:
             What `ckptcore.metadata` does.
         """
-        self._a, self._b = (Tries(place, command_context(), open_files).open() for place in (a, b))
+        self._a, self._b = (ConsistentRead(place, command_context(), open_files).open() for place in (a, b))
 
     @property
     def files(self) -> int:
@@ -467,7 +467,7 @@ class FilesComparison:
         return [key for key, own in self._a.objects.items() if key in theirs and theirs[key].size == own.size]
 
 
-def _bytes(opened: Opened, key: str, start: int, stop: int) -> npt.NDArray[np.uint8]:
+def _bytes(opened: Checkpoint, key: str, start: int, stop: int) -> npt.NDArray[np.uint8]:
     data = np.frombuffer(opened.store.get(key, start, stop), np.uint8)
     if data.size != stop - start:
         raise CorruptCheckpointError(

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from ckptcore.commit.location import Place, open_directory, resolve_location
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointNotFoundError, InvalidLocationError
+from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint
+from ckptcore.loading.consistent_read import ConsistentRead
 from ckptcore.loading.describe import CheckpointMetadata, describe_checkpoint, describe_tree
 from ckptcore.loading.members import is_deleted, present_members
-from ckptcore.loading.opened import Opened, OpenedComposite
 from ckptcore.loading.opening import open_either
-from ckptcore.loading.tries import while_unchanged
 from ckptcore.runtime import runtime_of
 from ckptcore_tools.cli.command import command_context
 
@@ -67,8 +67,8 @@ def describe_directories(location: str) -> Mapping[str, tuple[str, CheckpointMet
     """
     context = command_context()
 
-    def describe_each(found: Opened | OpenedComposite) -> Mapping[str, tuple[str, CheckpointMetadata]]:
-        if isinstance(found, Opened):
+    def describe_each(found: Checkpoint | CompositeCheckpoint) -> Mapping[str, tuple[str, CheckpointMetadata]]:
+        if isinstance(found, Checkpoint):
             return {"": (location, describe_tree(location, context))}
         if found.root is None:
             told = describe_checkpoint(location, context).checkpointables
@@ -83,4 +83,4 @@ def describe_directories(location: str) -> Mapping[str, tuple[str, CheckpointMet
         }
         return {directory: (place, describe_tree(place, context)) for directory, place in places.items()}
 
-    return while_unchanged(location, context, describe_each, open_either)
+    return ConsistentRead(location, context, open_either).retry_if_replaced(describe_each)

@@ -26,10 +26,10 @@ from ckptcore.errors import (
     InvalidLocationError,
     StorageError,
 )
+from ckptcore.loading.checkpoint import CompositeCheckpoint
+from ckptcore.loading.consistent_read import ATTEMPTS
 from ckptcore.loading.describe import describe_checkpoint
 from ckptcore.loading.members import present_members
-from ckptcore.loading.opened import OpenedComposite
-from ckptcore.loading.tries import ATTEMPTS
 from ckptcore.model import JSON
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
@@ -200,7 +200,7 @@ def _bytes_of_members(steps: StepDirectory, step: int, data: bytes, summary: Sum
     location = resolve_location(steps.place(step), runtime_of(context).registry, durable=False, config=context.storage)
     composite = Composite(summary.save_id, summary.created, {}, summary.members or {})
     total = 0
-    for directories in present_members(OpenedComposite.of_root(location, Mark(data), composite)).values():
+    for directories in present_members(CompositeCheckpoint.of_root(location, Mark(data), composite)).values():
         for directory in directories:
             inside = subdirectory(location.store, directory)
             found = root_bytes(inside)

@@ -31,10 +31,10 @@ from ckptcore.errors import (
 )
 from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement
-from ckptcore.loading.opened import Opened, OpenedComposite, naming_arrays
+from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, naming_arrays
+from ckptcore.loading.consistent_read import ConsistentRead, tree_read
 from ckptcore.loading.opening import foreign_checkpoints, open_either
 from ckptcore.loading.reading import check_sizes
-from ckptcore.loading.tries import while_tree_unchanged, while_unchanged
 from ckptcore.loading.verify import ProgressCallback
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.transfer import ArraySegment, WriteItem, WritePlan
@@ -69,7 +69,7 @@ class _Source:
         subtree: the part of it that is written.
     """
 
-    opened: Opened
+    opened: Checkpoint
     subtree: Subtree
 
 
@@ -153,8 +153,8 @@ def _consolidate(
     described = Described(
         location=location,
         overwrite=overwrite,
-        custom=found.opened.custom,
-        metrics=found.opened.metrics,
+        custom=found.opened.origin.custom,
+        metrics=found.opened.origin.metrics,
         progress=found.opened.root.progress if found.opened.root is not None else {},
         save_id=decided["save_id"],
         created=decided["created"],
@@ -177,18 +177,18 @@ def _open(source: LocationLike, path: SubtreePath, context: Context) -> _Source:
     reading = reading_context(context)
     keys = path_keys(path)
 
-    def open_below(found: Opened, below: SubtreePath) -> _Source:
+    def open_below(found: Checkpoint, below: SubtreePath) -> _Source:
         return _Source(found, find_subtree(found.tree, below))
 
-    def open_found(found: Opened | OpenedComposite) -> _Source:
-        if isinstance(found, Opened):
+    def open_found(found: Checkpoint | CompositeCheckpoint) -> _Source:
+        if isinstance(found, Checkpoint):
             return open_below(found, keys)
         member = Within(source, str(keys[0]))
-        return while_tree_unchanged(member, reading, functools.partial(open_below, below=keys[1:]))
+        return tree_read(member, reading).retry_if_replaced(functools.partial(open_below, below=keys[1:]))
 
     if keys and isinstance(keys[0], str):
-        return while_unchanged(source, reading, open_found, open_either)
-    return while_tree_unchanged(source, reading, functools.partial(open_below, below=keys))
+        return ConsistentRead(source, reading, open_either).retry_if_replaced(open_found)
+    return tree_read(source, reading).retry_if_replaced(functools.partial(open_below, below=keys))
 
 
 def _files_by_name(files: Sequence[FilePath]) -> Mapping[str, FilePath]:
@@ -286,7 +286,7 @@ class _Consolidated:
 
 
 @contextmanager
-def _expect_same(opened: Opened) -> Iterator[None]:
+def _expect_same(opened: Checkpoint) -> Iterator[None]:
     """Add the names of arrays to errors about bytes. If the source was replaced, raise an error that says so."""
     try:
         with naming_arrays(opened):
@@ -297,7 +297,7 @@ def _expect_same(opened: Opened) -> Iterator[None]:
         raise _replaced(opened) from error
 
 
-def _replaced(opened: Opened) -> CorruptCheckpointError:
+def _replaced(opened: Checkpoint) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         f"{opened.location.display} was replaced while it was consolidated; begin again when nobody saves there"
     )

@@ -21,12 +21,12 @@ from ckptcore.context import Context
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, NameCollisionError, TransformError
 from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement
-from ckptcore.loading.load import transformed
+from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, check_file
+from ckptcore.loading.consistent_read import ConsistentRead
 from ckptcore.loading.members import is_deleted, open_member, present_members
-from ckptcore.loading.opened import Opened, OpenedComposite, check_file
 from ckptcore.loading.opening import foreign_checkpoints, open_either
 from ckptcore.loading.reading import check_sizes
-from ckptcore.loading.tries import while_unchanged
+from ckptcore.loading.stored_trees import transformed
 from ckptcore.loading.verify import ProgressCallback
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.objects import ObjectRecord
@@ -84,7 +84,7 @@ def convert_checkpoint(
     refuse_to_replace(resolved, overwrite, foreign_checkpoints(context))
 
     job = _Conversion(resolved, chosen, overwrite, progress, context, transforms, save_id_of, before_commit, only)
-    while_unchanged(source, job.reading, functools.partial(job.either, source), open_either)
+    ConsistentRead(source, job.reading, open_either).retry_if_replaced(functools.partial(job.either, source))
 
 
 class _Conversion:
@@ -115,12 +115,12 @@ class _Conversion:
         self._written: str | None = None
         """The save id under which an attempt wrote the source, which was replaced meanwhile."""
 
-    def either(self, source: Place, found: Opened | OpenedComposite) -> None:
+    def either(self, source: Place, found: Checkpoint | CompositeCheckpoint) -> None:
         """Convert one tree, or several checkpointables."""
         if self._only is not None and found.mark.root != self._only:
             self._take_back()
             raise SourceReplaced
-        if isinstance(found, Opened):
+        if isinstance(found, Checkpoint):
             self._tree(found)
         elif self._transforms:
             raise TransformError(
@@ -130,7 +130,7 @@ class _Conversion:
         else:
             self._composite(source, found)
 
-    def _tree(self, opened: Opened) -> None:
+    def _tree(self, opened: Checkpoint) -> None:
         """Write a checkpoint that is one tree."""
         if self._transforms:
             opened = self._transformed(opened)
@@ -140,7 +140,7 @@ class _Conversion:
         part, captured = self._part("", "", opened, save_id, own=False)
         self._persist(save_id, [part], [captured], None, opened)
 
-    def _transformed(self, opened: Opened) -> Opened:
+    def _transformed(self, opened: Checkpoint) -> Checkpoint:
         """A checkpoint as the transforms make it.
 
         Raises:
@@ -152,7 +152,7 @@ class _Conversion:
             )
         return transformed(opened, self._transforms, self.reading)
 
-    def _composite(self, source: Place, composite: OpenedComposite) -> None:
+    def _composite(self, source: Place, composite: CompositeCheckpoint) -> None:
         """Write every checkpointable that is still there; files as they are."""
         save_id = new_save_id()
         members: dict[str, Member] = {}
@@ -174,7 +174,7 @@ class _Conversion:
                 captured.append(held)
         self._persist(save_id, parts, captured, members, composite)
 
-    def _open(self, composite: OpenedComposite, name: str, directory: str, source: Place) -> Opened:
+    def _open(self, composite: CompositeCheckpoint, name: str, directory: str, source: Place) -> Checkpoint:
         try:
             return open_member(composite, name, directory, source, self.reading)
         except CheckpointNotFoundError as error:
@@ -184,7 +184,7 @@ class _Conversion:
                 )
             raise
 
-    def _part(self, name: str, directory: str, opened: Opened, save_id: str, *, own: bool) -> tuple[Part, Captured]:
+    def _part(self, name: str, directory: str, opened: Checkpoint, save_id: str, *, own: bool) -> tuple[Part, Captured]:
         tree = opened.tree
         if opened.layout.name == FilesLayout.name:
             _refuse_own_names(opened)
@@ -205,15 +205,15 @@ class _Conversion:
         parts: Sequence[Part],
         captured: Sequence[Captured],
         members: Mapping[str, Member] | None,
-        source: Opened | OpenedComposite,
+        source: Checkpoint | CompositeCheckpoint,
     ) -> None:
         self._take_back()
         display = self._destination.display
         described = Described(
             location=self._destination,
             overwrite=self._overwrite,
-            custom=source.custom,
-            metrics=source.metrics,
+            custom=source.origin.custom,
+            metrics=source.origin.metrics,
             progress=source.root.progress if source.root is not None else {},
             save_id=save_id,
             created=save_created(),
@@ -234,9 +234,9 @@ class _Conversion:
         recording.finish(total)
         self._written = save_id
 
-    def _check(self, source: Opened | OpenedComposite) -> None:
+    def _check(self, source: Checkpoint | CompositeCheckpoint) -> None:
         """Look, before the commit, whether further checkpoints that were read are still those that were opened."""
-        if isinstance(source, Opened) and source.derived is not None:
+        if isinstance(source, Checkpoint) and source.derived is not None:
             from ckptcore.loading.derived import check_beside  # only who reads further ones needs it
 
             check_beside(source)
@@ -252,7 +252,7 @@ class _Conversion:
             self._destination.commits.remove(self._destination, new_save_id(), runtime_of(self._context).conditions)
 
 
-def _refuse_own_names(opened: Opened) -> None:
+def _refuse_own_names(opened: Checkpoint) -> None:
     """Refuse files of other software that have the names of ckptcore's own.
 
     Raises:
@@ -269,7 +269,7 @@ def _refuse_own_names(opened: Opened) -> None:
 class _StoredFiles:
     """Files of an object that are read from the source as they are written."""
 
-    def __init__(self, opened: Opened) -> None:
+    def __init__(self, opened: Checkpoint) -> None:
         self._opened = opened
 
     def write(self, part: Part, store: WriteStore) -> JSON:

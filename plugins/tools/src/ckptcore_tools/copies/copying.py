@@ -39,9 +39,9 @@ from ckptcore.io.object_writes import abort_uploads
 from ckptcore.io.requests import requests_of
 from ckptcore.io.threads import run_each
 from ckptcore.io.transfers import Transfer
+from ckptcore.loading.consistent_read import ATTEMPTS, replaced_too_often
 from ckptcore.loading.manifests import Manifest, StoredRoot
 from ckptcore.loading.opening import foreign_checkpoints
-from ckptcore.loading.tries import ATTEMPTS, replaced_too_often
 from ckptcore.loading.verify import ProgressCallback, verify_checkpoint
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.protocols import StorageBackend, Transaction

@@ -6,7 +6,7 @@ from ckptcore.commit.location import Location
 from ckptcore.commit.occupants import read_root
 from ckptcore.commit.root import Root
 from ckptcore.errors import InvalidLocationError
-from ckptcore.loading.opened import Opened
+from ckptcore.loading.checkpoint import Checkpoint
 
 __all__ = ["refuse_destination", "refuse_further"]
 
@@ -37,7 +37,7 @@ def refuse_destination(source: Location, destination: Location) -> None:
             )
 
 
-def refuse_further(opened: Opened, destination: Location) -> None:
+def refuse_further(opened: Checkpoint, destination: Location) -> None:
     """Refuse a place where what is replaced has, or is, a further checkpoint that is read: a base, or one that a transform names.
 
     Raises:
@@ -45,7 +45,7 @@ def refuse_further(opened: Opened, destination: Location) -> None:
     """
     if opened.derived is None:
         return
-    first, *further = opened.derived.below
+    first, *further = opened.derived.sources
     refuse_further(first, destination)
     for other in further:
         refuse_further(other, destination)

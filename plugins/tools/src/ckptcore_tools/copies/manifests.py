@@ -14,11 +14,11 @@ from ckptcore.context import Context
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, ObjectNotFoundError
 from ckptcore.io.requests import requests_of
 from ckptcore.io.threads import run_each
+from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint
+from ckptcore.loading.consistent_read import ConsistentRead
 from ckptcore.loading.manifests import Manifest, StoredRoot
 from ckptcore.loading.members import is_deleted, open_member, present_members
-from ckptcore.loading.opened import Opened, OpenedComposite
 from ckptcore.loading.opening import open_either
-from ckptcore.loading.tries import while_unchanged
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
@@ -46,7 +46,7 @@ def read_manifest(source: Place, context: Context, *, without: Location | None =
         CorruptCheckpointError: if a root cannot be read, or an object is not there with the size that it was written with.
     """
     reading = _Reading(source, context, without)
-    return while_unchanged(source, context, reading.either, open_either)
+    return ConsistentRead(source, context, open_either).retry_if_replaced(reading.either)
 
 
 class _Reading:
@@ -55,13 +55,13 @@ class _Reading:
         self._context = context
         self._without = without
 
-    def either(self, found: Opened | OpenedComposite) -> Manifest:
+    def either(self, found: Checkpoint | CompositeCheckpoint) -> Manifest:
         """The manifest of a checkpoint."""
         if found.root is None:
             return self._foreign(found)
-        return self._tree(found) if isinstance(found, Opened) else self._composite(found)
+        return self._tree(found) if isinstance(found, Checkpoint) else self._composite(found)
 
-    def _tree(self, opened: Opened) -> Manifest:
+    def _tree(self, opened: Checkpoint) -> Manifest:
         """The manifest of a checkpoint that is one tree, or files."""
         location = opened.location
         root = _stored_root(opened, "")
@@ -69,7 +69,7 @@ class _Reading:
         beside = self._beside(location, opened.objects.keys(), {""})
         return Manifest.of(location, opened.mark, root, (), [*named, *beside])
 
-    def _composite(self, composite: OpenedComposite) -> Manifest:
+    def _composite(self, composite: CompositeCheckpoint) -> Manifest:
         """The manifest of a checkpoint of several checkpointables, of those that are still there."""
         location = composite.location
         members, records, deleted = [], [], []
@@ -87,7 +87,7 @@ class _Reading:
         beside = self._beside(location, {record.key for record in records}, own, deleted)
         return Manifest.of(location, composite.mark, root, members, [*named, *beside])
 
-    def _foreign(self, found: Opened | OpenedComposite) -> Manifest:
+    def _foreign(self, found: Checkpoint | CompositeCheckpoint) -> Manifest:
         """The manifest of what other software wrote: every file."""
         location = found.location
         if found.mark.is_object:
@@ -161,7 +161,7 @@ def _look_at(store: StorageBackend, sizes: dict[str, int], record: ObjectRecord)
         return  # which the caller sees
 
 
-def _stored_root(found: Opened | OpenedComposite, directory: str) -> StoredRoot:
+def _stored_root(found: Checkpoint | CompositeCheckpoint, directory: str) -> StoredRoot:
     """The root of a checkpoint of ours as it is stored, and its parts, which are checked.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Final
 from ckptcore.context import Context
 from ckptcore.errors import PluginError, SaveLostError
 from ckptcore.io.memory import allocate
-from ckptcore.loading.opened import Opened
+from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import WriteItem, WritePlan
@@ -63,7 +63,7 @@ def reading_context(context: Context) -> Context:
 
 
 def items_by_object(
-    layout: Layout, tree: TreeMetadata, opened: Opened, sources: Sequence[int], sizes: StreamSizes
+    layout: Layout, tree: TreeMetadata, opened: Checkpoint, sources: Sequence[int], sizes: StreamSizes
 ) -> list[list[WriteItem]]:
     """What a layout is to be given of a tree: by object that one process writes, in the order in which it takes it.
 
@@ -108,7 +108,7 @@ def items_by_object(
     ]
 
 
-def _stored_bytes(opened: Opened) -> Mapping[int, int]:
+def _stored_bytes(opened: Checkpoint) -> Mapping[int, int]:
     """By leaf how many bytes of objects are of it, as far as they are plain ranges."""
     stored: dict[int, int] = {}
     for leaf, _, start, stop in opened.layout.extents(opened.tree, opened.state):
@@ -149,7 +149,7 @@ class StreamedSnapshot:
     one request to the layout that has them. It begins when the first one is asked for.
     """
 
-    def __init__(self, plan: WritePlan, opened: Opened, sources: Sequence[int], sizes: StreamSizes) -> None:
+    def __init__(self, plan: WritePlan, opened: Checkpoint, sources: Sequence[int], sizes: StreamSizes) -> None:
         """Read nothing yet.
 
         Args:

@@ -1,4 +1,4 @@
-"""Broadcasts: reading what a plan gives this process to read, and sending it to those that want it while the next is read."""
+"""Broadcasts: read the share of this process, and send it to others while the next part is read."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Final
 
 from ckptcore.io.background import BackgroundThreads
 from ckptcore.io.elements import copy_elements
-from ckptcore.loading.joint_loading import PeerFailure
-from ckptcore.loading.opened import Opened
-from ckptcore.loading.read_shares import Message, Round, SharedPlan, message_offsets
-from ckptcore.loading.reading import Reading, Unit, check_sizes, unread
+from ckptcore.loading.checkpoint import Checkpoint
+from ckptcore.loading.collective.joint import PeerFailure
+from ckptcore.loading.collective.shares import Message, Round, SharedPlan, message_offsets
+from ckptcore.loading.reading import LeafRead, Reading, check_sizes, unread
 from ckptcore.model.arrays import HostArray
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.transfer import Pending, ReadItem, ReadPlan, Ready
@@ -22,10 +22,10 @@ from ckptcore.protocols import Channels
 __all__ = ["AHEAD", "Broadcasts"]
 
 AHEAD: Final = 4
-"""How many messages are read and wait to be sent."""
+"""Messages that are read ahead of sending."""
 
 _HEAD_BYTES: Final = 64
-"""Before the elements of a message stands whether its sender failed; so many bytes, so that elements are aligned."""
+"""Bytes before the elements of a message, which keep them aligned. The first one is `_FAILED` if the sender failed."""
 
 _FAILED: Final = 1
 
@@ -33,14 +33,14 @@ _FAILED: Final = 1
 class Broadcasts:
     """Carries out a `SharedPlan`. One thread; others read for it meanwhile.
 
-    Every message is sent, also where something failed: then it says so, nothing more is read, and nobody waits in vain.
+    Every message is sent, even after a failure: then it carries no data but the failure, and no other process hangs.
     """
 
     def __init__(self, reading: Reading, plan: SharedPlan, channels: Channels, rank: int) -> None:
         """Take memory for messages, and read nothing yet.
 
         Args:
-            reading: what this process wants, and where it goes.
+            reading: the planned reading of this process.
             plan: of this process.
             channels: that connect the groups of the plan.
             rank: of this process.
@@ -63,21 +63,21 @@ class Broadcasts:
         self._groups = {group: number for number, group in enumerate(plan.groups)}
 
     def run(self) -> None:
-        """Read, send and receive all, and put what is complete in its place.
+        """Run the exchange: read local shares, send and receive messages, and place each array once it is complete.
 
         Raises:
-            PeerFailure: if another process has sent that it failed.
-            RankFailedError: if another process is gone.
-            What reading and building do, after everything was sent.
+            PeerFailure: if another process sent that it failed.
+            RankFailedError: if another process does not respond.
+            Errors of reading and building, after everything was sent.
         """
         reading = self._reading
         self._guard(lambda: check_sizes(reading.opened, {unit.leaf for unit in reading.units}))
-        by_leaf: dict[int, list[Unit]] = {}
+        by_leaf: dict[int, list[LeafRead]] = {}
         for unit in reading.units:
             if unit.number is None and any(box.size for box in unit.boxes):
                 by_leaf.setdefault(unit.leaf, []).append(unit)
             else:
-                self._guard(lambda unit=unit: self._place_empty(unit))  # type: ignore[misc]  # the default is a Unit
+                self._guard(lambda unit=unit: self._place_empty(unit))  # type: ignore[misc]  # the default is a LeafRead
         readers = BackgroundThreads(2, "ckptcore-read")
         try:
             for part in self._plan.rounds:
@@ -94,19 +94,19 @@ class Broadcasts:
         return self._error is not None or self._peer_failed
 
     def _guard(self, work: Callable[[], object]) -> None:
-        """Do some work unless something failed; what it raises is kept until everything was sent."""
+        """Do some work unless something failed. Its error is raised once everything was sent."""
         if self._failed:
             return
         try:
             work()
-        except Exception as error:  # noqa: BLE001  # raised when the others know
+        except Exception as error:  # noqa: BLE001  # raised once every message was sent
             self._error = error
 
-    def _place_empty(self, unit: Unit) -> None:
+    def _place_empty(self, unit: LeafRead) -> None:
         self._reading.take_memory(unit)
         self._reading.place(unit)
 
-    def _run_round(self, part: Round, by_leaf: Mapping[int, Sequence[Unit]], readers: BackgroundThreads) -> None:
+    def _run_round(self, part: Round, by_leaf: Mapping[int, Sequence[LeafRead]], readers: BackgroundThreads) -> None:
         places = _Places(self._reading)
         self._guard(lambda: places.add([unit for leaf in sorted(part.leaves) for unit in by_leaf.get(leaf, ())]))
         if self._failed or not part.direct:
@@ -118,7 +118,7 @@ class Broadcasts:
                 self._send_all(part.messages, places, direct, readers)
                 self._guard(lambda: self._finish_direct(direct, reader, places))
             finally:
-                direct.stop()  # it must not read into memory that is given up
+                direct.stop()  # it must not read into released memory
                 wait([reader])
         self._guard(places.expect_complete)
 
@@ -129,12 +129,12 @@ class Broadcasts:
     def _send_all(
         self, messages: Sequence[Message], places: _Places, direct: _Direct | None, readers: BackgroundThreads
     ) -> None:
-        """Send and receive the messages of a round in their order, as many at once as the channels take."""
+        """Send and receive the messages of a round in order, as many at once as the channels allow."""
         to_read = deque(message for message in messages if message.reader == self._rank)
         being_read: deque[tuple[HostArray, Future[None] | None]] = deque()
         under_way: deque[tuple[Message, HostArray, Pending[None]]] = deque()
         for message in messages:
-            # One piece of memory is kept for what comes next; all that can be is read ahead into the others.
+            # One buffer is kept for the next message; the others are filled ahead.
             while to_read and len(being_read) < AHEAD and self._free:
                 memory = self._free.pop()
                 being_read.append((memory, self._start_reading(to_read.popleft(), memory, readers)))
@@ -165,7 +165,7 @@ class Broadcasts:
         return self._channels.broadcast(self._groups[message.members], message.reader, data)
 
     def _land(self, message: Message, memory: HostArray, pending: Pending[None], places: _Places) -> None:
-        """Wait until a message is there, and take its elements."""
+        """Wait for a message, and take its elements."""
         pending.result()
         if message.reader != self._rank and memory[0] == _FAILED:
             self._peer_failed = True
@@ -174,7 +174,7 @@ class Broadcasts:
         self._free.append(memory)
 
     def _views(self, message: Message, memory: HostArray) -> Sequence[HostArray]:
-        """The pieces of a message as arrays in its memory."""
+        """Return the pieces of a message as arrays in its memory."""
         offsets, _ = message_offsets(message.pieces, self._itemsize)
         leaves = self._reading.opened.tree.leaves
         views = []
@@ -189,14 +189,14 @@ class Broadcasts:
 
 
 class _Places:
-    """Where the elements of a round go, and what is still to come."""
+    """Destinations of the elements of a round, and the count of missing ones."""
 
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
-        self._units: dict[int, list[Unit]] = {}
+        self._units: dict[int, list[LeafRead]] = {}
         self._missing: dict[int, int] = {}
 
-    def add(self, units: Sequence[Unit]) -> None:
+    def add(self, units: Sequence[LeafRead]) -> None:
         """Take memory for units."""
         for unit in units:
             self._reading.take_memory(unit)
@@ -204,7 +204,7 @@ class _Places:
             self._missing[id(unit)] = sum([box.size for box in unit.boxes])
 
     def memory_of(self, item: ReadItem) -> HostArray:
-        """The memory of a box that is wanted as it is."""
+        """Return the memory of a box that is requested whole."""
         return next(
             buffer
             for unit in self._units[item.leaf]
@@ -213,11 +213,11 @@ class _Places:
         )
 
     def have(self, items: Iterable[ReadItem]) -> None:
-        """Say that boxes have been read into the memory that `memory_of` gave."""
+        """Count boxes that were read into the memory that `memory_of` returned."""
         self.put((item, self.memory_of(item)) for item in items)
 
     def put(self, pieces: Iterable[tuple[ReadItem, HostArray]]) -> None:
-        """Copy elements to all who want them; units that are complete are placed."""
+        """Copy elements to all destinations, and place the leaves that are complete."""
         for item, elements in pieces:
             complete = []
             for unit in self._units[item.leaf]:
@@ -235,7 +235,7 @@ class _Places:
                 self._reading.place(unit)
 
     def expect_complete(self) -> None:
-        """Make sure that nothing is missing.
+        """Check that nothing is missing.
 
         Raises:
             CorruptCheckpointError
@@ -246,9 +246,9 @@ class _Places:
 
 
 class _Direct:
-    """Boxes that are read into place, on a thread of their own."""
+    """Boxes that are read directly into their destination, on a separate thread."""
 
-    def __init__(self, opened: Opened, items: Sequence[ReadItem], places: _Places) -> None:
+    def __init__(self, opened: Checkpoint, items: Sequence[ReadItem], places: _Places) -> None:
         self._opened = opened
         self._items = items
         self._buffers = [places.memory_of(item) for item in items]
@@ -256,7 +256,7 @@ class _Direct:
         self._is_stopped = False
 
     def read(self) -> None:
-        """Read all; to be called on the other thread."""
+        """Read all boxes. Runs on the separate thread."""
         opened = self._opened
         try:
             plan = ReadPlan(opened.tree, opened.state, tuple(self._items))
@@ -268,11 +268,11 @@ class _Direct:
             self._landed.put(None)
 
     def stop(self) -> None:
-        """Read no more than what is begun."""
+        """Read no further boxes."""
         self._is_stopped = True
 
     def landed(self) -> Iterator[ReadItem]:
-        """What has been read since this was asked last."""
+        """Iterate over the boxes that were read since the last call."""
         while True:
             try:
                 item = self._landed.get_nowait()
@@ -284,13 +284,13 @@ class _Direct:
             yield item
 
     def all_landed(self) -> Iterator[ReadItem]:
-        """What is read from now on; ends when all is."""
+        """Wait for the remaining boxes, and iterate over them."""
         while (item := self._landed.get()) is not None:
             yield item
 
 
-def _itemsizes(opened: Opened) -> Callable[[int], int]:
-    """Gives, by number of a leaf that is an array, bytes per element."""
+def _itemsizes(opened: Checkpoint) -> Callable[[int], int]:
+    """Return a function that returns the bytes per element of an array, by number of its leaf."""
     known: dict[int, int] = {}
 
     def find(leaf: int) -> int:
@@ -304,7 +304,7 @@ def _itemsizes(opened: Opened) -> Callable[[int], int]:
     return find
 
 
-def _read_all(opened: Opened, items: Sequence[ReadItem], buffers: Sequence[HostArray]) -> None:
+def _read_all(opened: Checkpoint, items: Sequence[ReadItem], buffers: Sequence[HostArray]) -> None:
     """Fill buffers with boxes."""
     missing = set(range(len(items)))
     plan = ReadPlan(opened.tree, opened.state, tuple(items))

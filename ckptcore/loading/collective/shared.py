@@ -1,4 +1,4 @@
-"""Loads that read once and send to other processes."""
+"""Shared loads: one process reads an array that several request, and sends it to the others."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 import xxhash
 
+from ckptcore.context import Context
 from ckptcore.errors import PluginError, RankFailedError
-from ckptcore.events import Recording
-from ckptcore.loading.broadcasts import AHEAD, Broadcasts
-from ckptcore.loading.joint_loading import JointAttempt, Replaced
-from ckptcore.loading.opened import Opened, naming_arrays
-from ckptcore.loading.read_shares import Message, MessageSizes, Request, Round, SharedPlan, Tiles, plan_shares
-from ckptcore.loading.reading import Planned, Reading
+from ckptcore.job.agreement import Agreement
+from ckptcore.loading.checkpoint import Checkpoint, naming_arrays
+from ckptcore.loading.collective.broadcasts import AHEAD, Broadcasts
+from ckptcore.loading.collective.joint import CollectiveAttempt, CollectiveRead
+from ckptcore.loading.collective.shares import Message, MessageSizes, Request, Round, SharedPlan, Tiles, plan_shares
+from ckptcore.loading.reading import Reading
 from ckptcore.model import BLOCK_BYTES
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord
@@ -30,9 +31,12 @@ from ckptcore.planning.replicas import group_of
 from ckptcore.protocols import Channels, PlacesTiles
 from ckptcore.runtime import runtime_of
 
+if TYPE_CHECKING:
+    from ckptcore.loading.load import Load
+
 __all__ = [
     "SharedArray",
-    "SharedAttempt",
+    "SharedRead",
     "renumbered",
     "stored_below",
 ]
@@ -40,15 +44,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class SharedArray:
-    """An array that ranks may want parts of. Equal on two ranks exactly if it has the same elements.
+    """An array of which ranks may request parts. Equal on two ranks exactly if it has the same elements.
 
     Attributes:
-        leaf: its number in the tree that all have: the stored one, or what transforms make of it.
-        change: what matching makes of it, in words; empty where nothing. Ranks need not ask for one array alike.
-        spec: of what is made.
-        axis, step: bands of so many elements along an axis, none of which reads what another one does; a step of 0: none are
-            known but those of its elements in C order.
-        is_stored: whether it is one of the stored arrays as it is.
+        leaf: its number in the tree that all ranks have: the stored one, or the one that transforms make of it.
+        change: a description of its change by matching, which may differ by rank; empty without a change.
+        spec: its shape and dtype after the change.
+        axis, step: bands of `step` elements along an axis that read disjoint bytes. 0: only runs of elements in C order.
+        is_stored: True for a stored array without any change.
     """
 
     leaf: int
@@ -59,11 +62,11 @@ class SharedArray:
     is_stored: bool = False
 
     @classmethod
-    def of(cls, opened: Opened, leaf: int) -> SharedArray:
-        """What an array of a checkpoint, that is no alias, is called.
+    def of(cls, opened: Checkpoint, leaf: int) -> SharedArray:
+        """Return the name of an array of a checkpoint that is no alias.
 
         Args:
-            opened: the checkpoint as this rank makes it.
+            opened: the checkpoint as this rank reads it.
             leaf: its number there.
         """
         record = opened.tree.leaves[leaf]
@@ -72,34 +75,34 @@ class SharedArray:
         if made is None:
             return cls(leaf, "", record.spec, is_stored=True)
         common, change = made.changes.get(leaf, (leaf, ""))
-        if not made.told and not change:
+        if not made.description and not change:
             return cls(common, "", record.spec, is_stored=True)
         axis, step = made.bands(leaf, BLOCK_BYTES) or (0, 0)
         return cls(common, change, record.spec, axis, step)
 
     @property
     def order(self) -> tuple[int, str, str]:
-        """In which order all ranks number arrays."""
+        """The order in which all ranks number arrays."""
         return self.leaf, self.change, str(self.spec)
 
     def to_json(self) -> JSON:
-        """As ranks tell each other."""
+        """Return it as part of a message."""
         if self.is_stored:
             return self.leaf
         return [self.leaf, self.change, list(self.spec.shape), self.spec.dtype, self.axis, self.step]
 
     @classmethod
-    def from_json(cls, told: Any, stored: Opened) -> SharedArray:
-        """The inverse of `to_json`; `stored` is the checkpoint as it is stored."""
+    def from_json(cls, told: Any, stored: Checkpoint) -> SharedArray:
+        """Return it from a message; `stored` is the checkpoint as it is stored."""
         if isinstance(told, int):
             record = stored.tree.leaves[told]
-            assert isinstance(record, ArrayRecord)  # as where it was told
+            assert isinstance(record, ArrayRecord)  # as at the sender
             return cls(told, "", record.spec, is_stored=True)
         leaf, change, shape, dtype, axis, step = told
         return cls(leaf, change, ArraySpec(tuple(shape), dtype), axis, step)
 
     def tiles(self) -> Iterable[StoredTile]:
-        """Its bands, as if they were stored one after the other; each begins where a block does, so that messages end where one ends."""
+        """Return its bands as if they were stored one after the other. Each begins at a block, so that messages end at one."""
         if not self.step:
             return ()
         bands = Box.whole(self.spec.shape).bands(self.axis, self.step)
@@ -108,19 +111,19 @@ class SharedArray:
         return [StoredTile(key, number * stride, band, is_plain=True) for number, band in enumerate(bands)]
 
 
-def stored_below(opened: Opened) -> Opened:
-    """A checkpoint as it is stored, of one that may be derived from it."""
+def stored_below(opened: Checkpoint) -> Checkpoint:
+    """Return the stored checkpoint that a checkpoint may be derived from."""
     while opened.derived is not None:
-        opened = opened.derived.below[0]
+        opened = opened.derived.sources[0]
     return opened
 
 
 def renumbered(plan: SharedPlan, own: Mapping[int, int]) -> SharedPlan:
-    """A plan in which arrays have the numbers of leaves of one rank.
+    """Return a plan in which arrays have the leaf numbers of one rank.
 
     Args:
         plan: of that rank.
-        own: by number in the plan, the leaf; of those that the rank wants.
+        own: by number in the plan, the leaf of each array that the rank requests.
     """
     if all(number == leaf for number, leaf in own.items()):
         return plan
@@ -143,14 +146,22 @@ def renumbered(plan: SharedPlan, own: Mapping[int, int]) -> SharedPlan:
 T = TypeVar("T")
 
 _TOLD: Final = 300
-"""How many letters of what is done ranks tell each other before a digest: it may be a line for each of many arrays."""
+"""Characters of a description of transforms in a message; a digest replaces the rest."""
 
 _MESSAGE_BYTES: Final = 32 << 20
 _MOST_AT_ONCE: Final = 2 * AHEAD
 """Messages in memory, at most."""
 
 
-class SharedAttempt(JointAttempt):
+class SharedRead(CollectiveRead):
+    """Loads on all ranks of a job, of which one reads what several want and sends it to the others."""
+
+    def begin(self, load: Load[T], agreement: Agreement, number: int) -> CollectiveAttempt[T]:
+        """Begin an attempt."""
+        return _SharedAttempt(load, self.job, agreement, number)
+
+
+class _SharedAttempt(CollectiveAttempt[T]):
     """One attempt to load, in which one process reads what several want and sends it to the others.
 
     Raises:
@@ -163,20 +174,25 @@ class SharedAttempt(JointAttempt):
     _told: Sequence[JSON]
     _decided: Any
 
-    def _told_of(self, opened: Opened, reading: Reading) -> JSON:
+    def _message(self, opened: Checkpoint, reading: Reading) -> JSON:
         """Return a digest of the boxes that this rank wants, the save that it opened, its options and its host."""
         wanted = _request_of(reading)
         self._own = {leaf: SharedArray.of(reading.opened, leaf) for leaf in wanted}
         self._told = [[self._own[leaf].to_json(), _boxes_told(boxes)] for leaf, boxes in wanted.items()]
-        memory = self._context.memory
-        options = [str(self._context.job.reads), memory.load_bytes, memory.exchange_bytes, _made_of(reading.opened)]
+        memory = self._load.context.memory
+        options = [
+            str(self._load.context.job.reads),
+            memory.load_bytes,
+            memory.exchange_bytes,
+            _made_of(reading.opened),
+        ]
         return [_digest(self._told), self._mark(opened), options, socket.gethostname()]
 
     def _agree(self, payloads: Sequence[JSON], reading: Reading) -> bool:
         decided: Any = self._agreement.lead(f"decide-{self._number}", lambda: _decide(payloads))
         if decided["differ"]:
             raise ValueError(
-                f"the ranks load {self._location} with different options, or open different checkpoints there: "
+                f"the ranks load {self._load.location} with different options, or open different checkpoints there: "
                 f"{decided['differ']}; give all the same Context(job=JobOptions(reads=...), memory=...), a location that is the same for all, and abstract "
                 'trees, transforms and matching by which the same arrays are made alike; else load with reads="all"'
             )
@@ -186,7 +202,7 @@ class SharedAttempt(JointAttempt):
         self._requests = self._exchange_requests(self._told, stored_below(reading.opened))
         return True
 
-    def _mark(self, opened: Opened) -> str:
+    def _mark(self, opened: Checkpoint) -> str:
         """Equal on ranks that opened the same save."""
         root = opened.mark.root
         return (
@@ -195,8 +211,8 @@ class SharedAttempt(JointAttempt):
             else "tree " + _digest([opened.tree.to_json(), opened.state])
         )
 
-    def _exchange_requests(self, own: Sequence[JSON], stored: Opened) -> list[Mapping[SharedArray, Sequence[Box]]]:
-        """What is wanted, each once; told by the first rank that wants it."""
+    def _exchange_requests(self, own: Sequence[JSON], stored: Checkpoint) -> list[Mapping[SharedArray, Sequence[Box]]]:
+        """Return the distinct requests; the first rank that has one sends it."""
         first = self._decided["first"]
         if len(first) == 1:
             return [_request(own, stored)]
@@ -208,9 +224,8 @@ class SharedAttempt(JointAttempt):
         )
         return [_request(request, stored) for request in requests]
 
-    def read(self, planned: Planned[T], recording: Recording) -> bool:
-        """Read what was planned, together; False where the checkpoint was replaced meanwhile."""
-        reading = planned.reading
+    def read(self, reading: Reading) -> bool:
+        """Read what was planned, together; False if the checkpoint was replaced meanwhile."""
         with ExitStack() as open_channels:
             made: list[Broadcasts] = []
 
@@ -220,23 +235,24 @@ class SharedAttempt(JointAttempt):
                 made.append(Broadcasts(reading, shares, channels, self._agreement.rank))
                 return None
 
+            def exchange(reading: Reading, context: Context) -> None:
+                try:
+                    made[0].run()
+                except RankFailedError as error:
+                    open_channels.close()  # processes that wait for this one notice now, and not at a deadline
+                    raise RankFailedError(f"loading {self._load.location} together: {error}") from error
+
             def read() -> JSON:
-                planned.begin()
-                with naming_arrays(reading.opened), recording.phase("read", reading.nbytes):
-                    try:
-                        made[0].run()
-                    except RankFailedError as error:
-                        open_channels.close()  # who waits for this process notices now, and not at a deadline
-                        raise RankFailedError(f"loading {self._location} together: {error}") from error
-                if not self._tries.is_unchanged():
-                    raise Replaced
+                with naming_arrays(reading.opened):
+                    self._load.read(reading, exchange)
+                self._expect_unchanged()
                 return None
 
             return not any(self._take_step(name, work).again for name, work in (("connect", connect), ("read", read)))
 
     def _shares(self, reading: Reading) -> SharedPlan:
         opened, rank = reading.opened, self._agreement.rank
-        group = group_of(rank, self._context.job.reads, self._decided["hosts"])
+        group = group_of(rank, self._load.context.job.reads, self._decided["hosts"])
         request_of = {member: self._decided["of"][member] for member in group if member < self._agreement.size}
         wanted = {array for number in set(request_of.values()) for array in self._requests[number]}
         arrays = sorted(wanted, key=lambda array: array.order)
@@ -246,7 +262,7 @@ class SharedAttempt(JointAttempt):
             for request in self._requests
         ]
         specs = {number: array.spec for number, array in enumerate(arrays)}
-        memory, stored = self._context.memory, stored_below(opened)
+        memory, stored = self._load.context.memory, stored_below(opened)
         sizes = MessageSizes(
             message=max(1, min(_MESSAGE_BYTES, memory.exchange_bytes // _MOST_AT_ONCE)), round=memory.load_bytes
         )
@@ -264,18 +280,18 @@ class SharedAttempt(JointAttempt):
         return renumbered(plan, {number_of[array]: leaf for leaf, array in self._own.items() if array in number_of})
 
     def _channels(self, shares: SharedPlan) -> Channels:
-        """A way to those that this process shares with.
+        """Return channels to the processes that this one exchanges data with.
 
         Raises:
             PluginError: if there is none.
         """
         if not shares.groups:
             return _NoChannels()
-        context, job = self._context, self._job
+        context, job = self._load.context, self._job
         collectives = context.job.collectives or runtime_of(context).registry.collectives()
         if collectives is None:
             raise PluginError(
-                f"Context(job=JobOptions(reads={self._context.job.reads!r})) sends what one process reads of {self._location} to others, and no plugin "
+                f"Context(job=JobOptions(reads={self._load.context.job.reads!r})) sends what one process reads of {self._load.location} to others, and no plugin "
                 "knows how: expected a framework whose collectives connect the job (ckptcore-torch after torch.distributed."
                 "init_process_group, ckptcore-jax after jax.distributed.initialize), or Context(job=JobOptions(collectives=...)). Else give "
                 'reads="all"'
@@ -289,36 +305,36 @@ class SharedAttempt(JointAttempt):
 
 
 class _NoChannels:
-    """Channels of a process that shares with nobody."""
+    """Channels of a process that exchanges no data."""
 
     depth = 1
 
     def memory(self, nbytes: int) -> HostArray:
-        """Any memory."""
+        """Return any memory."""
         return np.empty(nbytes, np.uint8)
 
     def broadcast(self, group: int, sender: int, data: HostArray) -> Pending[None]:
-        """Never called: there is no group."""
+        """Raise: there is no group."""
         raise PluginError(f"broadcast to group {group}, of none")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
-def _made_of(opened: Opened) -> str:
-    """What transforms do with a checkpoint: ranks call arrays by their numbers in what these make."""
-    told = "" if opened.derived is None else opened.derived.told
+def _made_of(opened: Checkpoint) -> str:
+    """Return a description of the transforms: arrays are named by their numbers in the tree that these make."""
+    told = "" if opened.derived is None else opened.derived.description
     return told if len(told) <= _TOLD else f"{told[:_TOLD]}... ({_digest(told)})"
 
 
 def _decide(payloads: Sequence[JSON]) -> JSON:
-    """What ranks must know of each other; by rank, a digest, a mark, options and a host were told."""
+    """Return what ranks must know of each other, from the digest, mark, options and host of each."""
     told: list[Any] = list(payloads)
     options = {json.dumps(option): rank for rank, (_, _, option, _) in reversed(list(enumerate(told)))}
     marks = {mark: rank for rank, (_, mark, _, _) in reversed(list(enumerate(told)))}
     differ = options if len(options) > 1 else {}
     if len(marks) > 1 and any(mark.startswith("tree ") for mark in marks):
-        differ = marks  # nothing tells whether what has no root was replaced
+        differ = marks  # without a root, nothing shows that a checkpoint was replaced
     first: dict[str, int] = {}
     for rank, (digest, _, _, _) in enumerate(told):
         first.setdefault(digest, rank)
@@ -334,7 +350,7 @@ def _decide(payloads: Sequence[JSON]) -> JSON:
 
 
 def _request_of(reading: Reading) -> Request:
-    """What is read of a checkpoint, by array."""
+    """Return the boxes that are read of a checkpoint, by array."""
     wanted: dict[int, dict[Box, None]] = {}
     for unit in reading.units:
         if unit.number is None:
@@ -346,7 +362,7 @@ def _boxes_told(boxes: Sequence[Box]) -> JSON:
     return [[list(box.start), list(box.stop)] for box in boxes]
 
 
-def _request(told: Any, stored: Opened) -> Mapping[SharedArray, Sequence[Box]]:
+def _request(told: Any, stored: Checkpoint) -> Mapping[SharedArray, Sequence[Box]]:
     return {
         SharedArray.from_json(array, stored): tuple([Box(tuple(start), tuple(stop)) for start, stop in boxes])
         for array, boxes in told

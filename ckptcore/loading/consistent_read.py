@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Final, Generic, TypeVar
 
-from ckptcore.commit.location import Location, Place, resolve_location
-from ckptcore.commit.mark import Mark, read_mark
+from ckptcore.commit.location import Place, resolve_location
+from ckptcore.commit.mark import read_mark
 from ckptcore.commit.root import KnownRoots
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CorruptCheckpointError
-from ckptcore.loading.opened import Opened, OpenedComposite, Source, naming_arrays
+from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, Source, naming_arrays
 from ckptcore.loading.opening import Opener, open_tree
 from ckptcore.runtime import runtime_of
 
 __all__ = [
     "ATTEMPTS",
-    "Tries",
+    "ConsistentRead",
     "open_checkpoint",
     "replaced_too_often",
-    "tries_of",
-    "while_tree_unchanged",
-    "while_unchanged",
+    "tree_read",
 ]
 
-Found = TypeVar("Found", bound=Opened | OpenedComposite)
+Found = TypeVar("Found", bound=Checkpoint | CompositeCheckpoint)
 T = TypeVar("T")
 
 ATTEMPTS: Final = 20
 """Attempts to read a checkpoint that is replaced during each of them."""
 
 
-class Tries(Generic[Found]):
+class ConsistentRead(Generic[Found]):
     """Attempts to read a checkpoint. Each opens it; the last one is not interrupted by a replacement."""
 
     def __init__(self, location: Place, context: Context, opener: Opener[Found]) -> None:
@@ -44,7 +43,7 @@ class Tries(Generic[Found]):
         self._found: Found | None = None
 
     def open(self) -> Found:
-        """Begin a try. What was opened is of one save.
+        """Begin an attempt. The result is of one save.
 
         Raises:
             CorruptCheckpointError: also if it was replaced too often.
@@ -71,7 +70,25 @@ class Tries(Generic[Found]):
                 return found
         raise replaced_too_often(self._location)
 
-    def stands(self) -> bool:
+    def retry_if_replaced(self, attempt: Callable[[Found], T]) -> T:
+        """Open and read a checkpoint; begin again if it was replaced meanwhile, so that the result is of one save.
+
+        Raises:
+            What the opener and `attempt` do. Errors about bytes of a tree name the arrays that have them.
+        """
+        while True:
+            found = self.open()
+            try:
+                with naming_arrays(found) if isinstance(found, Checkpoint) else nullcontext():
+                    made = attempt(found)
+            except CheckpointError:
+                if self.is_current():
+                    raise
+                continue
+            if self.is_unchanged():
+                return made
+
+    def is_current(self) -> bool:
         """Return True if the last opened checkpoint was not replaced: an error is about the checkpoint itself."""
         return self._found is None or self._found.mark.is_at(self._found.location)
 
@@ -83,23 +100,23 @@ class Tries(Generic[Found]):
         return mark.is_part_of(location) if mark.root is None else mark.has_stayed_at(location)
 
 
-class _Standing(Tries[Opened]):
+class _OpenAlready(ConsistentRead[Checkpoint]):
     """A single attempt with an open checkpoint. The caller that opened it checks for replacement."""
 
-    def __init__(self, opened: Opened) -> None:
+    def __init__(self, opened: Checkpoint) -> None:
         self._opened = opened
 
-    def open(self) -> Opened:
+    def open(self) -> Checkpoint:
         return self._opened
 
-    def stands(self) -> bool:
+    def is_current(self) -> bool:
         return True
 
     def is_unchanged(self) -> bool:
         return True
 
 
-def tries_of(source: Source, context: Context, known: KnownRoots | None = None) -> Tries[Opened]:
+def tree_read(source: Source, context: Context, known: KnownRoots | None = None) -> ConsistentRead[Checkpoint]:
     """Return attempts to read a tree; a single one for an open checkpoint.
 
     Args:
@@ -107,54 +124,19 @@ def tries_of(source: Source, context: Context, known: KnownRoots | None = None) 
         context: options.
         known: cache of parsed roots, for callers that return no mutable part of a root.
     """
-    if isinstance(source, Opened):
-        return _Standing(source)
-
-    def opener(location: Location, mark: Mark, context: Context) -> Opened:
-        return open_tree(location, mark, context, known)
-
-    return Tries(source, context, opener)
+    if isinstance(source, Checkpoint):
+        return _OpenAlready(source)
+    opener: Opener[Checkpoint] = open_tree if known is None else functools.partial(open_tree, known=known)
+    return ConsistentRead(source, context, opener)
 
 
-def while_unchanged(location: Place, context: Context, attempt: Callable[[Found], T], opener: Opener[Found]) -> T:
-    """Open and read a checkpoint; begin again if it was replaced meanwhile, so that the result is of one save.
-
-    Raises:
-        What `opener` and `attempt` do, with errors about bytes naming the arrays that have them.
-    """
-    return _while_unchanged(Tries(location, context, opener), attempt)
-
-
-def while_tree_unchanged(source: Source, context: Context, attempt: Callable[[Opened], T]) -> T:
-    """Open and read a tree as `while_unchanged` does. What is open already is read as it was opened.
-
-    Raises:
-        What `open_tree` and `attempt` do, with errors about bytes naming the arrays that have them.
-    """
-    return _while_unchanged(tries_of(source, context), attempt)
-
-
-def _while_unchanged(tries: Tries[Found], attempt: Callable[[Found], T]) -> T:
-    while True:
-        found = tries.open()
-        try:
-            with naming_arrays(found) if isinstance(found, Opened) else nullcontext():
-                made = attempt(found)
-        except CheckpointError:
-            if tries.stands():
-                raise
-            continue
-        if tries.is_unchanged():
-            return made
-
-
-def open_checkpoint(location: Place, context: Context) -> Opened:
+def open_checkpoint(location: Place, context: Context) -> Checkpoint:
     """Open the tree at a location. The caller checks for replacement after reading.
 
     Raises:
         What `open_tree` does.
     """
-    return Tries(location, context, open_tree).open()
+    return ConsistentRead(location, context, open_tree).open()
 
 
 def replaced_too_often(location: Place) -> CorruptCheckpointError:

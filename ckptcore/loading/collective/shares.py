@@ -1,4 +1,4 @@
-"""Shares of a read: which process reads what several want, and in which order it is sent to the others. Pure."""
+"""Shares of a read: the process that reads each requested box, and the order of messages. Pure."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from ckptcore.planning.partition import Wanting, cells_of_wants
 __all__ = ["Message", "MessageSizes", "Request", "Round", "SharedPlan", "Tiles", "message_offsets", "plan_shares"]
 
 Request: TypeAlias = Mapping[int, Sequence[Box]]
-"""By number of the leaf, never an alias, the boxes that a process wants, without duplicates."""
+"""The boxes that a process requests, by number of the leaf (never an alias), without duplicates."""
 
 Tiles: TypeAlias = Callable[[int], Iterable[StoredTile]]
-"""Gives, by number of the leaf, the tiles that an array is stored in: all plain or none; nothing where that is not known."""
+"""Returns the tiles in which an array is stored, by number of its leaf: all plain or none. Empty if unknown."""
 
 _LEAST_BYTES: Final = 4 << 20
-"""Smaller messages are only sent where there is no more to send: each costs a request, and ends where a block does."""
+"""Minimum size of messages, except the last: each costs a request, and ends at a block."""
 
 _TURNS: Final = 4
-"""How many messages each member reads at least, where they are larger than that."""
+"""Minimum number of messages that each member reads, if they are larger than `_LEAST_BYTES`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageSizes:
-    """How large what is sent at once may be, and how much is in memory, in bytes.
+    """Limits of messages and of memory, in bytes.
 
     Attributes:
-        message: elements of a message; at least one element is sent.
-        round: what a process wants of the arrays of one round; one array may exceed it, alone. None: one round has all.
-        block: messages end at multiples of it in an object: less than a block is not read by itself.
+        message: elements of a message; a message has at least one element.
+        round: bytes that a process requests in one round; a single array may exceed it. None: one round.
+        block: messages end at multiples of it in an object, because a block is read whole.
     """
 
     message: int = 32 << 20
@@ -46,15 +46,15 @@ class MessageSizes:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one process reads and sends at once.
+    """A part of the data that one process reads and sends at once.
 
     Attributes:
         reader: the rank that reads it.
-        members: the ranks that want it, sorted, the reader among them; where it is alone, nothing is sent.
-        pieces: what it has, in the order in which it is stored. Not every member wants all of it, where several want parts of a tile
-            that is only read whole.
-        nbytes: how long it is, with what lies between pieces.
-        place: where its first piece stands in the order in which all are stored.
+        members: the ranks that request it, sorted, with the reader; a single one sends nothing.
+        pieces: its boxes, in the order in which they are stored. A member may request only some of them, if several
+            request parts of a tile that is read whole.
+        nbytes: its length, with the padding between pieces.
+        place: the position of its first piece in the order in which all are stored.
     """
 
     reader: int
@@ -66,12 +66,12 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What is read and sent before anything of the next round is.
+    """A part of an exchange that ends before the next one begins.
 
     Attributes:
-        leaves: the arrays of which the round has everything.
-        direct: boxes that this process wants whole and nobody else any part of; it reads them into place.
-        messages: those that this process takes part in, in the order in which all their members do.
+        leaves: the arrays that the round exchanges completely.
+        direct: boxes that only this process requests, and whole; it reads them into their destination.
+        messages: the messages of this process, in the same order as on all their members.
     """
 
     leaves: frozenset[int]
@@ -81,12 +81,11 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class SharedPlan:
-    """What a process reads, sends and is sent.
+    """The part of one process in an exchange.
 
     Attributes:
-        rounds: one after the other.
-        groups: the members of all messages that are sent and that this process takes part in; each once, in the order in which all
-            processes come upon them.
+        rounds: in order.
+        groups: the distinct members of the messages of this process, in the same order on all processes.
     """
 
     rounds: tuple[Round, ...]
@@ -94,7 +93,7 @@ class SharedPlan:
 
 
 def _nowhere(leaf: int) -> Iterable[StoredTile]:
-    """Nothing is known of where an array is."""
+    """Return no tiles: the location of the array is unknown."""
     return ()
 
 
@@ -106,18 +105,18 @@ def plan_shares(
     sizes: MessageSizes,
     tiles: Tiles = _nowhere,
 ) -> SharedPlan:
-    """What one process does, so that all get what they want and each element is read once.
+    """Plan the part of one process in an exchange, in which each requested element is read once.
 
-    What several want is divided among them so that all read about as much, each of them what follows each other. Every process plans
-    alike: from the same arguments each finds its part of one whole.
+    Data that several processes request is divided among them in contiguous parts of about the same size. Every process
+    computes the same plan from the same arguments, and takes its own part.
 
     Args:
-        specs: by number of the leaf, the stored arrays that anyone wants.
-        requests: what is wanted, each of these once.
-        request_of: by rank, for all that read together, which of the requests it has.
-        rank: the process to plan for; one of these.
-        sizes: how much is sent at once.
-        tiles: where arrays are stored; messages are cut so that no block and no tile that is only read whole is in two of them.
+        specs: the requested arrays, by number of the leaf.
+        requests: the distinct requests.
+        request_of: the number of its request, by rank, for all ranks of the exchange.
+        rank: the rank to plan for.
+        sizes: limits of messages and rounds.
+        tiles: where arrays are stored: no block, and no tile that is read whole, is cut by messages.
     """
     ranks_of: dict[int, list[int]] = {}
     for member, number in sorted(request_of.items()):
@@ -155,11 +154,11 @@ def plan_shares(
 
 
 def message_offsets(pieces: Sequence[ReadItem], itemsize_of: Callable[[int], int]) -> tuple[Sequence[int], int]:
-    """Where in a message its pieces begin, in bytes, and how long it is.
+    """Return the offsets of the pieces of a message and its length, in bytes.
 
     Args:
         pieces: of the message.
-        itemsize_of: gives, by leaf, bytes per element.
+        itemsize_of: returns the bytes per element of a leaf.
     """
     offsets, end = [], 0
     for piece in pieces:
@@ -169,7 +168,7 @@ def message_offsets(pieces: Sequence[ReadItem], itemsize_of: Callable[[int], int
 
 
 class _Planning:
-    """Who reads what, as it is given out."""
+    """The distribution of reads among ranks."""
 
     def __init__(self, ranks_of: Mapping[int, Sequence[int]]) -> None:
         self._ranks_of = ranks_of
@@ -177,7 +176,7 @@ class _Planning:
         self._members: dict[Wanting, tuple[int, ...]] = {}
 
     def members(self, wanting: Wanting) -> tuple[int, ...]:
-        """The ranks that have one of these requests."""
+        """Return the ranks that have one of these requests."""
         found = self._members.get(wanting)
         if found is None:
             found = tuple(sorted([rank for number in wanting for rank in self._ranks_of[number]]))
@@ -185,20 +184,20 @@ class _Planning:
         return found
 
     def add(self, rank: int, nbytes: int) -> None:
-        """Say that a rank reads more."""
+        """Add bytes that a rank reads."""
         self._load[rank] += nbytes
 
     def assign(self, members: tuple[int, ...], batches: Sequence[Sequence[StoredPiece]]) -> list[Message]:
-        """Give batches, which are in order, to members, so that all have read about as much in the end.
+        """Assign ordered batches to members, so that all members read about the same number of bytes in total.
 
-        Each gets batches that follow each other: what is in a block with both of two of them it reads once.
+        Each member gets consecutive batches, and reads a block that two of them share only once.
         """
         sizes = [sum([piece.nbytes for piece in pieces]) for pieces in batches]
         level = self._level(members, sum(sizes))
         readers = deque(members)
         messages = []
         for pieces, nbytes in zip(batches, sizes, strict=True):
-            # A batch goes to who has room for half of it or more.
+            # A batch goes to a member with room for at least half of it.
             while len(readers) > 1 and self._load[readers[0]] + nbytes / 2 > level:
                 readers.popleft()
             self._load[readers[0]] += nbytes
@@ -207,7 +206,7 @@ class _Planning:
         return messages
 
     def _level(self, members: tuple[int, ...], nbytes: int) -> float:
-        """How many bytes each member reads in the end that does not read more already."""
+        """Return the total bytes of each member that does not already read more."""
         loads = sorted([self._load[rank] for rank in members])
         held = 0
         for count, load in enumerate(loads, 1):
@@ -219,7 +218,7 @@ class _Planning:
 
 
 def _rounds(specs: Mapping[int, ArraySpec], requests: Mapping[int, Request], most: int | None) -> list[list[int]]:
-    """Arrays in order, cut into rounds of which no process wants more bytes than that."""
+    """Cut the ordered arrays into rounds, in each of which no process requests more than `most` bytes."""
     leaves = sorted({leaf for request in requests.values() for leaf in request})
     if most is None:
         return [leaves] if leaves else []
@@ -240,7 +239,7 @@ def _rounds(specs: Mapping[int, ArraySpec], requests: Mapping[int, Request], mos
 def _cells(
     leaf: int, requests: Sequence[Request], ranks_of: Mapping[int, Sequence[int]]
 ) -> list[tuple[Box, Wanting, bool]]:
-    """The cells of an array, and whether each is a box as it was asked for."""
+    """Return the cells of an array, the requests of each, and True for a cell that is a requested box."""
     wants: dict[Box, set[int]] = {}
     for number in ranks_of:
         for box in requests[number].get(leaf, ()):
@@ -254,8 +253,8 @@ class _Cell:
     """A box of an array.
 
     Attributes:
-        members: who is sent it.
-        is_whole: whether it is a box as it was asked for.
+        members: the ranks that request it.
+        is_whole: True for a requested box.
     """
 
     box: Box
@@ -264,7 +263,7 @@ class _Cell:
 
     @property
     def is_sent(self) -> bool:
-        """Whether it is not read into place."""
+        """True if it is sent as a message, not read directly."""
         return len(self.members) > 1 or not self.is_whole
 
 
@@ -298,7 +297,7 @@ def _joined(cells: Sequence[_Cell], index: TileIndex) -> list[_Cell]:
 
 
 def _batch_sizes(pieces: Sequence[StoredPiece], members: int, sizes: MessageSizes) -> BatchSizes:
-    """How long messages are: there are as many for each member, so that all read about as much."""
+    """Return the sizes of messages. Each member reads the same number of them."""
     total = sum([piece.nbytes for piece in pieces])
     most = min(sizes.message, max(_LEAST_BYTES, -(-total // (_TURNS * members))))
     count = -(-total // most)
@@ -308,7 +307,7 @@ def _batch_sizes(pieces: Sequence[StoredPiece], members: int, sizes: MessageSize
 
 
 def _in_turns(messages: Sequence[Message]) -> list[Message]:
-    """Messages in the order in which they are sent: of each reader one in turn, so that all of them read meanwhile."""
+    """Return messages in the order of sending: one of each reader in turn, so that all readers work at the same time."""
     of_reader: dict[int, list[Message]] = {}
     for message in messages:
         of_reader.setdefault(message.reader, []).append(message)

@@ -1,0 +1,285 @@
+"""Loads in which all processes of a job take each step together."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from ckptcore.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, RankFailedError
+from ckptcore.events import Recording
+from ckptcore.job.agreement import Agreement
+from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, naming_arrays
+from ckptcore.loading.reading import Reading
+from ckptcore.model.tree import JSON
+from ckptcore.protocols import Coordinator
+from ckptcore.runtime import runtime_of
+
+if TYPE_CHECKING:
+    from ckptcore.loading.composites import CompositeLoad, Request
+    from ckptcore.loading.load import Load
+
+__all__ = [
+    "CollectiveAttempt",
+    "CollectiveRead",
+    "Joint",
+    "PeerFailure",
+    "Replaced",
+    "agreed_name",
+    "load_composite_jointly",
+    "take_step",
+]
+
+T = TypeVar("T")
+
+
+class PeerFailure(Exception):
+    """Another process sent that it failed. It reports its error at the end of the step."""
+
+
+class Replaced(Exception):
+    """The checkpoint was replaced during a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """The outcome of a step.
+
+    Attributes:
+        payloads: on the leader, those of all ranks in their order.
+        again: True if a rank found that the checkpoint was replaced: the attempt must be repeated.
+    """
+
+    payloads: Sequence[JSON]
+    again: bool
+
+
+def take_step(agreement: Agreement, name: str, work: Callable[[], JSON], *, is_current: Callable[[], bool]) -> Joint:
+    """Run a step on all ranks, and wait for all.
+
+    An error of a rank fails the step on all of them, as in a stage of an `Agreement`. Damage that one rank finds is an
+    error of the checkpoint on all ranks, because it may have read for them; unless the checkpoint was replaced.
+
+    Args:
+        agreement: of the load.
+        name: of the step; unique in the agreement.
+        work: the work of this rank; returns its message to the leader. May raise `PeerFailure` and `Replaced`.
+        is_current: returns True if the checkpoint was not replaced; called if `work` fails.
+
+    Raises:
+        CorruptCheckpointError, CheckpointNotFoundError: if another rank raised it. A rank's own error is raised as it is.
+        RankFailedError: if another rank failed otherwise.
+    """
+    own: Exception | None = None
+    with agreement.stage(name) as stage:
+        found: JSON = None
+        payload: JSON = None
+        again = False
+        try:
+            payload = work()
+        except PeerFailure as error:
+            own = error
+        except Replaced:
+            again = True
+        except (CorruptCheckpointError, CheckpointNotFoundError) as error:
+            again = not is_current()
+            own = error
+            found = [isinstance(error, CheckpointNotFoundError), str(error)]
+        except CheckpointError:
+            again = not is_current()
+            if not again:
+                raise
+        stage.payload = [again, found, payload]
+    told: list[Any] = list(stage.payloads)
+    decided: Any = agreement.lead(f"{name}/outcome", lambda: _outcome(told))
+    if decided["again"]:
+        return Joint((), again=True)
+    if decided["found"] is not None:
+        if own is not None and not isinstance(own, PeerFailure):
+            raise own
+        rank, is_gone, reason = decided["found"]
+        kind = CheckpointNotFoundError if is_gone else CorruptCheckpointError
+        raise kind(f"rank {rank}: {reason}")
+    if own is not None:
+        raise RankFailedError("another rank sent that it failed to read, and told no reason; look at the logs of all")
+    return Joint([payload for _, _, payload in told], again=False)
+
+
+def _outcome(told: Sequence[Any]) -> JSON:
+    found = next(([rank, *found] for rank, (_, found, _) in enumerate(told) if found is not None), None)
+    return {"again": any(again for again, _, _ in told), "found": found}
+
+
+def agreed_name(location: object, recording: Recording) -> str:
+    """Return a name for the exchanges of a load, equal on every rank: directories of a step may differ by host."""
+    return str(location) if recording.step is None else f"step {recording.step}"
+
+
+class CollectiveRead:
+    """Loads on all ranks of a job, which take each step together, and of which each reads for itself.
+
+    A rank calls methods of objects, which may be collective, only if the others do. No rank returns while another one
+    reads. If the checkpoint is replaced during the load, all ranks start again.
+    """
+
+    def __init__(self, job: Coordinator) -> None:
+        """`job` has several processes."""
+        self.job = job
+
+    def run(self, load: Load[T]) -> T:
+        """Load. Every rank must call this, for the same checkpoint.
+
+        Raises:
+            RankFailedError: if another rank failed.
+            What the stages of the load do.
+        """
+        key = runtime_of(load.context).exchange_key(f"{agreed_name(load.location, load.recording)}/load")
+        agreement = Agreement(self.job, key, load.recording)
+        for number in itertools.count():  # `load` limits the attempts
+            attempt = self.begin(load, agreement, number)
+            reading = attempt.plan()
+            if reading is not None and attempt.read(reading):
+                with agreement.stage(f"finish-{number}"):
+                    made = load.build(reading)
+                return made
+        raise AssertionError("counting ends only by an error")
+
+    def begin(self, load: Load[T], agreement: Agreement, number: int) -> CollectiveAttempt[T]:
+        """Begin an attempt."""
+        return CollectiveAttempt(load, self.job, agreement, number)
+
+
+class CollectiveAttempt(Generic[T]):
+    """One attempt to load, in which every process reads for itself. Each method must be called on every rank."""
+
+    def __init__(self, load: Load[T], job: Coordinator, agreement: Agreement, number: int) -> None:
+        self._load = load
+        self._job = job
+        self._agreement = agreement
+        self._number = number
+
+    def plan(self) -> Reading | None:
+        """Open the checkpoint and plan; None if it was replaced meanwhile."""
+        opened: list[Checkpoint] = []
+        planned: list[Reading] = []
+
+        def open_it() -> JSON:
+            opened.append(self._load.open())
+            return None
+
+        def plan_it() -> JSON:
+            with naming_arrays(opened[0]):
+                planned.append(self._load.plan(opened[0]))
+            return self._message(opened[0], planned[0])
+
+        if self._take_step("open", open_it).again:
+            return None
+        joint = self._take_step("plan", plan_it)
+        return planned[0] if not joint.again and self._agree(joint.payloads, planned[0]) else None
+
+    def read(self, reading: Reading) -> bool:
+        """Read what was planned; False if the checkpoint was replaced meanwhile."""
+
+        def read() -> JSON:
+            with naming_arrays(reading.opened):
+                self._load.read(reading)
+            self._expect_unchanged()
+            return None
+
+        return not self._take_step("read", read).again
+
+    def _message(self, checkpoint: Checkpoint, reading: Reading) -> JSON:
+        """Return the message of this rank to the leader about its plan."""
+        return None
+
+    def _agree(self, payloads: Sequence[JSON], reading: Reading) -> bool:
+        """Agree on how to read; False if the ranks opened different saves."""
+        return True
+
+    def _expect_unchanged(self) -> None:
+        if not self._load.attempts.is_unchanged():
+            raise Replaced
+
+    def _take_step(self, name: str, work: Callable[[], JSON]) -> Joint:
+        is_current = self._load.attempts.is_current
+        return take_step(self._agreement, f"{name}-{self._number}", work, is_current=is_current)
+
+
+def load_composite_jointly(load: CompositeLoad, job: Coordinator) -> dict[str, object]:
+    """Load several checkpointables on all ranks of a job, name by name.
+
+    A rank that does not want one of them takes part in its load without requesting data.
+    """
+    name = agreed_name(load.location, load.recording)
+    agreement = Agreement(job, runtime_of(load.context).exchange_key(f"{name}/names"), load.recording)
+    for number in itertools.count():  # `load` limits the attempts
+        attempt = _CompositeAttempt(load)
+        joint = attempt.take_step(agreement, f"begin-{number}", attempt.begin)
+        if joint.again:
+            continue
+        told = joint.payloads
+        names: Any = agreement.lead(f"names-{number}", functools.partial(_union_of_names, told))
+        steps: list[tuple[str, Callable[[], JSON]]] = [
+            (f"load-{number}/{name}", functools.partial(attempt.load, name)) for name in names
+        ]
+        if not any(
+            attempt.take_step(agreement, name, work).again for name, work in [*steps, (f"end-{number}", attempt.end)]
+        ):
+            return attempt.loaded()
+    raise AssertionError("counting ends only by an error")
+
+
+def _union_of_names(told: Sequence[Any]) -> JSON:
+    """Return the names that any rank wants, first those that no rank restores in place."""
+    in_place: dict[str, bool] = {}
+    for requests in told:
+        for name, is_in_place in requests:
+            in_place[name] = in_place.get(name, False) or is_in_place
+    return sorted(in_place, key=lambda name: in_place[name])
+
+
+class _CompositeAttempt:
+    """One attempt of a rank to load several checkpointables. Its methods are steps, and return messages."""
+
+    def __init__(self, load: CompositeLoad) -> None:
+        self._load = load
+        self._composite: CompositeCheckpoint | None = None
+        self._requests: dict[str, Request] = {}
+        self._loaded: dict[str, object] = {}
+
+    def take_step(self, agreement: Agreement, name: str, work: Callable[[], JSON]) -> Joint:
+        """Run one of the steps."""
+        return take_step(agreement, name, work, is_current=self._load.attempts.is_current)
+
+    def begin(self) -> JSON:
+        """Open the composite, and check that it has what this rank wants."""
+        self._composite = self._load.attempts.open()
+        self._requests = {request.name: request for request in self._load.plan(self._composite)}
+        return [[request.name, request.in_place] for request in self._requests.values()]
+
+    def load(self, name: str) -> JSON:
+        """Load a checkpointable, or take part in its load."""
+        composite, request, context = self._composite, self._requests.get(name), self._load.context
+        assert composite is not None  # the first step has opened it
+        member = composite.members[name]
+        is_shared = member.processes is None and member.kind == "tree"
+        if request is not None:
+            if not is_shared:  # a process reads its own state by itself
+                context = replace(context, job=replace(context.job, reads="alone"))
+            self._loaded[name] = self._load.load(request, context)
+        elif is_shared:
+            self._load.take_part(composite, name)
+        return None
+
+    def end(self) -> JSON:
+        """Check that all of it was read from one save."""
+        if not self._load.attempts.is_unchanged():
+            raise Replaced
+        return None
+
+    def loaded(self) -> dict[str, object]:
+        """Return what this rank loaded, by name."""
+        assert self._composite is not None  # the first step has opened it
+        return self._load.in_order(self._composite, self._loaded)

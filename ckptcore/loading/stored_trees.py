@@ -1,0 +1,172 @@
+"""Stored trees: what a checkpoint holds, as an abstract tree, transformed, or with some of its leaves selected."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ckptcore.builtin.host_leaves import abstract_of_stored
+from ckptcore.context import Context
+from ckptcore.errors import PluginError, TreeMismatchError
+from ckptcore.loading.checkpoint import Checkpoint
+from ckptcore.model.arrays import AbstractArray
+from ckptcore.model.metadata import ArrayRecord, TreeMetadata
+from ckptcore.model.tree import LEAF, Attribute, Key, Node, Skeleton, TreePath
+from ckptcore.plugins import Plugins
+from ckptcore.protocols import LeafHandler, Transforms
+from ckptcore.runtime import runtime_of
+from ckptcore.tree.flattening import rebuild
+
+if TYPE_CHECKING:
+    from ckptcore.select import Selection
+
+__all__ = ["abstract_leaves", "abstract_tree", "chosen_leaves", "prune", "stored_at", "transformed"]
+
+
+def abstract_leaves(registry: Plugins) -> tuple[LeafHandler, LeafHandler]:
+    """Return the handlers that build arrays and values if no abstract tree is given."""
+    array, value = registry.dispatch(AbstractArray((), "bool")).leaf, registry.dispatch("").leaf
+    if array is None or value is None:
+        raise PluginError("no plugin builds NumPy arrays and values; the built-in plugin is missing")
+    return array, value
+
+
+def abstract_tree(tree: TreeMetadata, registry: Plugins) -> Any:
+    """Return a stored tree in Python's own containers: `AbstractArray` for arrays, and small values themselves."""
+    return rebuild(tree.skeleton, _abstract_leaves_of(tree, registry))
+
+
+def _abstract_leaves_of(tree: TreeMetadata, registry: Plugins) -> list[object]:
+    """Return the leaves of `abstract_tree`."""
+    _, value_handler = abstract_leaves(registry)
+    return [
+        abstract_of_stored(record) if isinstance(record, ArrayRecord) else value_handler.build(None, record, ())
+        for record in tree.leaves
+    ]
+
+
+def stored_at(checkpoint: Checkpoint, registry: Plugins) -> Callable[[TreePath], object]:
+    """Return a function that finds the abstract tree stored at a path; None if nothing is stored there."""
+    whole = functools.cache(lambda: abstract_tree(checkpoint.tree, registry))
+
+    def find(path: TreePath) -> object:
+        found = whole()
+        for key in path:
+            if isinstance(found, list | tuple):
+                found = dict(enumerate(found))
+            if not isinstance(found, dict):
+                return None
+            found = found.get(key.name if isinstance(key, Attribute) else key)
+        return found
+
+    return find
+
+
+def transformed(checkpoint: Checkpoint, transforms: Transforms, context: Context) -> Checkpoint:
+    """Return a checkpoint as transforms make it; itself if there are none. Reads no array.
+
+    Raises:
+        TransformError: if they do not fit what is stored.
+    """
+    if not transforms:
+        return checkpoint
+    from ckptcore.loading.transformed import apply_transforms  # only transforms need it
+
+    return apply_transforms(checkpoint, transforms, context)
+
+
+def chosen_leaves(checkpoint: Checkpoint, selection: Selection, context: Context) -> frozenset[int]:
+    """Return the numbers of the selected leaves of a checkpoint. Reads nothing.
+
+    Names are those of the stored tree. A leaf that is made of several stored ones is selected if all of them are.
+
+    Args:
+        checkpoint: the checkpoint, which may be derived from the stored one.
+        selection: by names of the stored tree.
+        context: its plugins describe the leaves.
+
+    Raises:
+        TypeError: if it is no selection.
+        TreeMismatchError: if it selects nothing, or names leaves that are not stored.
+    """
+    from ckptcore.select import Selection  # only selections need it
+
+    if not isinstance(selection, Selection):
+        raise TypeError(
+            f"select={selection!r}: expected a selection of ckptcore.select, such as select.names('params') or "
+            "~select.glob('opt_state')"
+        )
+    chosen = _chosen(checkpoint, selection, context)
+    if not chosen and checkpoint.tree.leaves:
+        raise TreeMismatchError(
+            f"of {checkpoint.location.display} nothing is selected, by {selection!r}; nothing was read. Correct the "
+            "selection (metadata(location).abstract has what is stored), or do not load",
+            ["nothing is selected"],
+        )
+    return chosen
+
+
+def _chosen(checkpoint: Checkpoint, selection: Selection, context: Context) -> frozenset[int]:
+    from ckptcore.select import LeafTable  # only selections need it
+
+    tree, derived = checkpoint.tree, checkpoint.derived
+    if derived is None or derived.is_builtin:
+        registry = runtime_of(context).registry
+        return selection.leaves(LeafTable(tree.paths, lambda: _abstract_leaves_of(tree, registry)))
+    below = derived.sources[0]  # names are those of the checkpoint that is loaded, not of further ones
+    kept = _chosen(below, selection, context)
+    return frozenset([leaf for leaf in range(len(tree.leaves)) if kept.issuperset(derived.stored((leaf,)).get(0, ()))])
+
+
+def prune(skeleton: Skeleton, chosen: frozenset[int]) -> tuple[Skeleton, list[int | None]]:
+    """Drop leaves from a tree: mappings lose them, sequences get a placeholder in their place.
+
+    Containers without a chosen leaf are dropped like leaves.
+
+    Returns:
+        The tree, and for each of its leaves the number of the stored one, or None for a placeholder.
+    """
+    walk = _Pruning(chosen)
+    pruned = walk.node(skeleton)
+    return (LEAF, [None]) if pruned is None else (pruned, walk.numbers)
+
+
+class _Pruning:
+    def __init__(self, chosen: frozenset[int]) -> None:
+        self._chosen = chosen
+        self._next = 0
+        self.numbers: list[int | None] = []
+
+    def node(self, skeleton: Skeleton) -> Skeleton | None:
+        """Return what remains of a node; None if nothing does."""
+        if not isinstance(skeleton, Node):
+            number = self._next
+            self._next += 1
+            if number not in self._chosen:
+                return None
+            self.numbers.append(number)
+            return LEAF
+        before = len(self.numbers)
+        keys: list[Key] = []
+        children: list[Skeleton] = []
+        keeps_places = _is_sequence(skeleton)
+        found = False
+        for key, child in zip(skeleton.keys, skeleton.children, strict=True):
+            left = self.node(child)
+            found = found or left is not None
+            if left is None and keeps_places:
+                self.numbers.append(None)
+                left = LEAF
+            if left is not None:
+                keys.append(key)
+                children.append(left)
+        if not found:
+            del self.numbers[before:]
+            return None
+        return Node(skeleton.kind, tuple(keys), tuple(children), skeleton.type)
+
+
+def _is_sequence(node: Node) -> bool:
+    """Return True if its children come back by position, as `ckptcore.tree.flattening.rebuild` makes them."""
+    return node.kind in ("list", "tuple") or (node.kind == "object" and node.keys == tuple(range(len(node.keys))))

@@ -1,0 +1,432 @@
+"""Targets of a load: a value made anew, a value filled in place, files, or nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ckptcore.builtin.files import StagingDirectory, empty_directories
+from ckptcore.context import Context
+from ckptcore.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    StorageError,
+    TargetUndefinedError,
+    TreeMismatchError,
+)
+from ckptcore.events import Recording
+from ckptcore.loading.checkpoint import Checkpoint, Source, file_pieces
+from ckptcore.loading.load import Load
+from ckptcore.loading.load_requests import AS_IT_IS, LoadRequest
+from ckptcore.loading.matching import Matched, match_leaves
+from ckptcore.loading.reading import Reading
+from ckptcore.loading.stored_trees import abstract_leaves, chosen_leaves, prune, stored_at, transformed
+from ckptcore.model.arrays import StridedMemory
+from ckptcore.model.metadata import ArrayRecord, LeafRecord, ValueRecord
+from ckptcore.model.tree import MAX_DEPTH, Skeleton, format_path
+from ckptcore.plugins import Plugins
+from ckptcore.protocols import FilesHandler, MutableContainerHandler
+from ckptcore.runtime import runtime_of
+from ckptcore.tree.flattening import Flat, Shape, first_stuck, flatten, rebuild, restore, shared_containers, unflatten
+
+__all__ = ["check_target", "holds_objects", "load_files_into", "load_into_target", "load_nothing", "load_value"]
+
+
+def load_value(
+    source: Source, abstract: object, context: Context, recording: Recording, request: LoadRequest = AS_IT_IS
+) -> object:
+    """Load a value like an abstract tree; NumPy leaves in the structure that was saved if it is None."""
+    target = _StoredValue() if abstract is None else _NewValue(abstract)
+    return Load(source, target, context, recording, request).run()
+
+
+def load_nothing(source: Source, context: Context, recording: Recording) -> None:
+    """Take part in a collective load without requesting any data."""
+    Load(source, _Nothing(), context, recording, AS_IT_IS).run()
+
+
+def load_into_target(
+    source: Source, target: object, context: Context, recording: Recording, request: LoadRequest = AS_IT_IS
+) -> None:
+    """Load the value of a checkpoint into `target`; its arrays are filled in place.
+
+    Raises:
+        TargetUndefinedError: if it failed after it began to change the target.
+        ValueError: if placeholders are to replace missing leaves: a target keeps its own.
+    """
+    _refuse_placeholders(request)
+    load = Load(source, _FilledValue(target), context, recording, request)
+    try:
+        load.run()
+    except Exception as error:
+        if not load.has_begun:
+            raise
+        raise TargetUndefinedError(
+            f"loading {source} into its target failed half-way, and the target now holds a mix of what it held and what "
+            f"was stored; load again before using it: {error}"
+        ) from error
+
+
+def load_files_into(
+    source: Source, name: str, target: object, handler: FilesHandler, context: Context, recording: Recording
+) -> object:
+    """Let an object restore itself from the files that one like it wrote; returns what its handler does.
+
+    Args:
+        source: where the files are.
+        name: the name of the object, for errors.
+        target: the object.
+        handler: restores it from a local directory.
+        context: options.
+        recording: records the phases.
+
+    Raises:
+        TargetUndefinedError: if it failed after the object began to change.
+    """
+    files = _RestoredFiles(name, target, handler)
+    try:
+        return Load(source, files, context, recording, AS_IT_IS).run()
+    except Exception as error:
+        if not files.has_begun or isinstance(error, TargetUndefinedError):
+            raise
+        raise TargetUndefinedError(
+            f"{source} was replaced or deleted as {name!r} took its state from it, and loading again failed: "
+            f"{error}; it may hold a mix now: load again before using it"
+        ) from error
+
+
+class _StoredValue:
+    """The stored value with NumPy leaves, in the structure that was saved; for files, their bytes by path."""
+
+    def __init__(self) -> None:
+        self._skeleton: Skeleton | None = None
+        self._files: dict[str, bytes] = {}
+
+    def match(self, load: Load[object], checkpoint: Checkpoint) -> Matched:
+        """Take all leaves, or the selected ones."""
+        tree = checkpoint.tree
+        array, value = abstract_leaves(load.runtime.registry)
+        handlers = [array if isinstance(record, ArrayRecord) else value for record in tree.leaves]
+        self._skeleton = tree.skeleton
+        numbers: list[int | None] = list(range(len(handlers)))
+        if load.request.select is None:
+            return Matched(numbers, handlers, skeleton=tree.skeleton, leaves=[None] * len(handlers))
+        chosen = chosen_leaves(checkpoint, load.request.select, load.context)
+        self._skeleton, numbers = prune(tree.skeleton, chosen)
+        return Matched(
+            numbers,
+            [None if number is None else handlers[number] for number in numbers],
+            ignored=[number for number in range(len(handlers)) if number not in chosen],
+            skeleton=self._skeleton,
+            leaves=[None] * len(numbers),
+        )
+
+    def match_files(self, load: Load[object], checkpoint: Checkpoint) -> None:
+        """Read the files: a collective load checks after this stage whether the checkpoint was replaced."""
+        if load.request.transforms or load.request.select is not None:
+            raise _files_instead(checkpoint)
+        with load.recording.phase("read", sum([record.size for record in checkpoint.objects.values()])):
+            self._files = {key: b"".join(file_pieces(checkpoint, record)) for key, record in checkpoint.objects.items()}
+
+    def build(self, load: Load[object], reading: Reading) -> object:
+        """Put the leaves into Python's own containers."""
+        return self._files if self._skeleton is None else rebuild(self._skeleton, reading.leaves)
+
+
+class _NewValue:
+    """A value made anew, like an abstract tree."""
+
+    def __init__(self, abstract: object) -> None:
+        self._abstract = abstract
+        self._shape: Shape | None = None
+
+    def match(self, load: Load[object], checkpoint: Checkpoint) -> Matched:
+        """Find the stored leaf for each abstract one."""
+        with load.recording.phase("open"):
+            flat = _flatten_like(checkpoint, self._abstract, load.context)
+            self._shape = flat.shape
+            return _match(checkpoint, flat, load.context, load.request)
+
+    def match_files(self, load: Load[object], checkpoint: Checkpoint) -> None:
+        """Refuse files: an abstract tree asks for a tree."""
+        raise _files_instead(checkpoint)
+
+    def build(self, load: Load[object], reading: Reading) -> object:
+        """Put the leaves into containers like those of the abstract tree."""
+        return unflatten(self._shape, reading.leaves)
+
+
+class _FilledValue:
+    """A value whose arrays are filled in place, and whose other leaves are replaced."""
+
+    def __init__(self, target: object) -> None:
+        self._target = target
+        self._flat: Flat | None = None
+
+    def match(self, load: Load[None], checkpoint: Checkpoint) -> Matched:
+        """Find the stored leaf for each leaf of the target."""
+        with load.recording.phase("open"):
+            self._flat = flat = _flatten_like(checkpoint, self._target, load.context)
+            matched = _match_target(checkpoint, flat, load.context, load.request)
+        return replace(matched, filled=[number is None for number in matched.numbers])  # these stay as they are
+
+    def match_files(self, load: Load[None], checkpoint: Checkpoint) -> None:
+        """Refuse files: the target is a tree."""
+        raise _files_instead(checkpoint)
+
+    def build(self, load: Load[None], reading: Reading) -> None:
+        """Put the leaves that were not filled in place into the target."""
+        flat = self._flat
+        assert flat is not None and reading.filled is not None  # `match` makes both
+        with load.recording.phase("restore"):
+            restore(flat.shape, reading.leaves, reading.filled, list(flat.paths()))
+
+
+class _Nothing:
+    """No value: this process takes part in a collective load only."""
+
+    def match(self, load: Load[None], checkpoint: Checkpoint) -> Matched:
+        """Take no leaf."""
+        return Matched((), ())
+
+    def match_files(self, load: Load[None], checkpoint: Checkpoint) -> None:
+        """Read no file."""
+
+    def build(self, load: Load[None], reading: Reading) -> None:
+        """Make nothing."""
+
+
+class _RestoredFiles:
+    """An object that restores itself from files.
+
+    Attributes:
+        has_begun: True once the object may have changed.
+    """
+
+    def __init__(self, name: str, target: object, handler: FilesHandler) -> None:
+        self.has_begun = False
+        self._name = name
+        self._target = target
+        self._handler = handler
+
+    def match(self, load: Load[object], checkpoint: Checkpoint) -> Matched:
+        """Refuse a tree."""
+        raise CorruptCheckpointError(
+            f"{checkpoint.location.display} holds a tree, where an object of this name wrote files; it was replaced, or is "
+            "damaged: load again, or load another checkpoint"
+        )
+
+    def match_files(self, load: Load[object], checkpoint: Checkpoint) -> None:
+        """Read nothing yet."""
+
+    def build(self, load: Load[object], reading: Reading) -> object:
+        """Copy the files to a local directory, verified, and restore the object from it."""
+        checkpoint, directory = reading.opened, StagingDirectory()
+        try:
+            with load.recording.phase("read", sum([record.size for record in checkpoint.objects.values()])):
+                _copy_out(checkpoint, directory.path)
+            self.has_begun = True
+            with load.recording.phase("restore"):
+                return self._restore(load.location, directory.path)
+        finally:
+            directory.close()
+
+    def _restore(self, source: Source, directory: Path) -> object:
+        try:
+            return self._handler.load(self._target, directory)
+        except Exception as error:
+            raise TargetUndefinedError(
+                f"{self._name!r} failed as it took its state from {source}: {type(error).__name__}: {error}; it may "
+                "hold a mix now: make it anew and load again"
+            ) from error
+
+
+def check_target(checkpoint: Checkpoint, target: object, context: Context, request: LoadRequest) -> None:
+    """Refuse a target that the stored tree cannot be loaded into. Changes and reads nothing.
+
+    Raises:
+        TransformError, TreeMismatchError, ValueError: as `load_into_target` does.
+    """
+    _refuse_placeholders(request)
+    checkpoint = transformed(checkpoint, request.transforms, context)
+    _match_target(checkpoint, _flatten_like(checkpoint, target, context), context, request)
+
+
+def holds_objects(tree: object, registry: Plugins) -> bool:
+    """Return whether a tree is, or has in it, an object that is restored in place."""
+    return _holds_objects(tree, registry, MAX_DEPTH)
+
+
+def _holds_objects(node: object, registry: Plugins, depth: int) -> bool:
+    found = registry.dispatch(node)
+    if found.checkpointable is not None:
+        return True
+    container = found.container
+    if container is None or depth == 0:
+        return False  # flattening refuses a tree that is too deep
+    if isinstance(container, MutableContainerHandler) and container.is_object(node):
+        return True
+    return any(_holds_objects(child, registry, depth - 1) for child in container.flatten(node).children)
+
+
+def _files_instead(checkpoint: Checkpoint) -> TreeMismatchError:
+    return TreeMismatchError(
+        f"{checkpoint.location.display} holds files that an object wrote, and no tree: load it with load_checkpointables "
+        "and an object like the one that was saved, or with load() and nothing else for the files as bytes",
+        ["files are stored, a tree is asked for"],
+    )
+
+
+def _flatten_like(checkpoint: Checkpoint, value: object, context: Context) -> Flat:
+    """Take an abstract tree or a target apart; objects in it may ask what is stored for them."""
+    registry = runtime_of(context).registry
+    return flatten(value, registry, placeholders=True, stored_at=stored_at(checkpoint, registry))
+
+
+def _match(checkpoint: Checkpoint, flat: Flat, context: Context, request: LoadRequest) -> Matched:
+    """Find the stored leaf for each leaf of an abstract tree."""
+    job = runtime_of(context).job()
+    return match_leaves(
+        flat,
+        checkpoint.tree,
+        checkpoint.location.display,
+        by_name=checkpoint.root is None,
+        matching=request.matching,
+        place=(job.rank, job.size),
+        chosen=None if request.select is None else chosen_leaves(checkpoint, request.select, context),
+    )
+
+
+def _match_target(checkpoint: Checkpoint, flat: Flat, context: Context, request: LoadRequest) -> Matched:
+    """Find the stored leaf for each leaf of a target.
+
+    Raises:
+        TreeMismatchError: also if a leaf can be filled neither in place nor replaced.
+    """
+    matched = _match(checkpoint, flat, context, request)
+    memory = [
+        None if number is None or handler is None else handler.memory_to_fill(leaf)
+        for number, handler, leaf in zip(matched.numbers, matched.handlers, flat.leaves, strict=True)
+    ]
+    replaced = [number is not None and found is None for number, found in zip(matched.numbers, memory, strict=True)]
+    stuck = first_stuck(flat.shape, replaced)
+    if stuck is not None:
+        path = format_path(list(flat.paths())[stuck])
+        raise TreeMismatchError(
+            f"{path} of the target cannot be filled in place, and no container that holds it can be changed; use "
+            "load() and keep its result, or hold the leaf in a dict. To restore other objects of the target in place, "
+            "save each under its own name with save_checkpointables. Nothing was changed",
+            [f"{path}: cannot be filled in place"],
+        )
+    _check_shared_memory(checkpoint, matched.numbers, memory)
+    _check_shared_containers(checkpoint, matched.numbers, flat.shape)
+    return matched
+
+
+def _refuse_placeholders(request: LoadRequest) -> None:
+    if request.matching.missing == "placeholder":
+        raise ValueError(
+            'nothing puts placeholders into a target that is filled in place: expected Matching(missing="error") or "keep", '
+            'found "placeholder"'
+        )
+
+
+def _check_shared_memory(
+    checkpoint: Checkpoint, numbers: Sequence[int | None], memory: Sequence[Sequence[StridedMemory] | None]
+) -> None:
+    """Refuse leaves of a target that share memory, unless they are one array in the target and in the checkpoint.
+
+    Args:
+        checkpoint: the checkpoint.
+        numbers: by leaf of the target, the stored leaf that fills it.
+        memory: by leaf of the target, what is filled.
+
+    Raises:
+        TreeMismatchError: names both leaves.
+    """
+    tree = checkpoint.tree
+    spaces: dict[Hashable, list[tuple[range, int, StridedMemory]]] = {}
+    for number, parts in zip(numbers, memory, strict=True):
+        for part in parts or ():
+            assert number is not None  # only a leaf that is loaded has memory to fill
+            if part.overlaps_itself():
+                raise _refusal(checkpoint, number, number, "elements that share memory")
+            if extent := part.extent:
+                spaces.setdefault(part.space, []).append((extent, number, part))
+    for filled in spaces.values():
+        filled.sort(key=lambda one: one[0].start)
+        before: list[tuple[range, int, StridedMemory]] = []
+        for extent, number, part in filled:
+            before = [one for one in before if one[0].stop > extent.start]
+            for _, other, others in before:
+                if number == other and part.shares_bytes(others):
+                    raise _refusal(checkpoint, number, number, "elements that share memory")
+                if part == others:
+                    if tree.aliases.get(number, number) != tree.aliases.get(other, other):
+                        raise _refusal(checkpoint, other, number, "one array")
+                elif part.shares_bytes(others):
+                    raise _refusal(checkpoint, other, number, "arrays that overlap")
+            before.append((extent, number, part))
+
+
+def _check_shared_containers(checkpoint: Checkpoint, numbers: Sequence[int | None], shape: Shape) -> None:
+    """Refuse a container at two places of a target for which the checkpoint has two values.
+
+    Raises:
+        TreeMismatchError: names a leaf of both.
+    """
+    for first, second in shared_containers(shape):
+        for one, other in zip(first, second, strict=True):
+            number, others = numbers[one], numbers[other]
+            if number is not None and others is not None and _stored(checkpoint, number) != _stored(checkpoint, others):
+                raise _refusal(checkpoint, number, others, "one object")
+
+
+def _stored(checkpoint: Checkpoint, number: int) -> LeafRecord | int:
+    """Return the value of a stored leaf, or the number of its array."""
+    record = checkpoint.tree.leaves[number]
+    return record if isinstance(record, ValueRecord) else checkpoint.tree.aliases.get(number, number)
+
+
+def _refusal(checkpoint: Checkpoint, first: int, second: int, shared: str) -> TreeMismatchError:
+    one, other = (format_path(checkpoint.tree.paths[number]) for number in (first, second))
+    if first == second:
+        reason, line = f"{one} has {shared} in the target", f"{one}: has {shared} in the target"
+    else:
+        reason = f"{one} and {other} are {shared} in the target and two in {checkpoint.location.display}"
+        line = f"{other}: {shared} with {one} in the target, not in the checkpoint"
+    return TreeMismatchError(
+        f"{reason}: they cannot both be filled. Use load(), or a target without shared memory. Nothing was changed",
+        [line],
+    )
+
+
+def _copy_out(checkpoint: Checkpoint, directory: Path) -> None:
+    """Write every file to a local directory, verified, and make the directories that had none.
+
+    Raises:
+        CorruptCheckpointError: if a file is damaged, or no file system can hold these files beside each other.
+        StorageError: if the local disk fails.
+    """
+    empty = dict.fromkeys(empty_directories(checkpoint.state))
+    for key, record in [*checkpoint.objects.items(), *empty.items()]:
+        path = os.path.join(directory, *key.split("/"))
+        try:
+            os.makedirs(path if record is None else os.path.dirname(path), exist_ok=True)
+            if record is not None:
+                with open(path, "xb") as file:
+                    file.writelines(file_pieces(checkpoint, record))
+        except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
+            raise CorruptCheckpointError(
+                f"{checkpoint.location.display} lists the file {key!r} twice, or as a directory too: {error}; load another checkpoint",
+                key=key,
+            ) from error
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise StorageError(
+                error.errno,
+                f"cannot copy {key!r} of {checkpoint.location.display} to {path}: {error}; nothing was changed",
+            ) from error

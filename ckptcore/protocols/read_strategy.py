@@ -1,0 +1,55 @@
+"""Strategies of loads: how the stages of a load run, and where boxes of stored arrays are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeAlias, TypeVar
+
+from ckptcore.model.arrays import HostArray
+from ckptcore.model.transfer import ReadPlan
+
+__all__ = ["ReadBoxes", "ReadStrategy", "ReadThrough", "StagedLoad"]
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+ReadBoxes: TypeAlias = Callable[[ReadPlan, Sequence[HostArray]], Iterable[int]]
+"""Fills C-contiguous buffers with the boxes of a plan. Yields the number of each box once it is complete."""
+
+
+class ReadThrough(Protocol):
+    """Reads boxes of stored arrays in place of the checkpoint, such as from a cache."""
+
+    def __call__(
+        self, save_id: str | None, plan: ReadPlan, buffers: Sequence[HostArray], read_stored: ReadBoxes
+    ) -> Iterable[int]:
+        """Fill buffers with the boxes of a plan. Yields the number of each box once it is complete.
+
+        Args:
+            save_id: the save that is read; no other save has the same id. None if other software wrote the checkpoint:
+                its bytes may change, so nothing may be kept of it.
+            plan: the boxes, of arrays as they are stored.
+            buffers: for each box, C-contiguous memory of its shape and the stored dtype.
+            read_stored: reads boxes from the checkpoint, and verifies them. Takes any boxes of the tree of the plan.
+        """
+        ...
+
+
+class StagedLoad(Protocol[T_co]):
+    """A load of one tree, as a strategy sees it."""
+
+    def run_here(self, read_through: ReadThrough | None = None) -> T_co:
+        """Run all stages in this process; again if the checkpoint was replaced meanwhile. Returns the loaded value.
+
+        Args:
+            read_through: reads boxes in place of the checkpoint; None: read the checkpoint.
+        """
+        ...
+
+
+class ReadStrategy(Protocol):
+    """How a load reads. Pass one as ``ckptcore.load(..., strategy=...)``. Any thread."""
+
+    def run(self, load: StagedLoad[T]) -> T:
+        """Run a load. Returns the loaded value."""
+        ...
