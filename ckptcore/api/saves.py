@@ -12,7 +12,7 @@ from ckptcore.model.tree import JSON
 from ckptcore.protocols import Layout
 from ckptcore.saving.exporting import Export
 from ckptcore.saving.save import begin_save, perform_save
-from ckptcore.saving.save_requests import OneTree, SaveRequest
+from ckptcore.saving.save_requests import Destination, OneTree, SaveNotes, SaveRequest
 
 __all__ = ["save", "save_async", "save_checkpointables", "save_checkpointables_async"]
 
@@ -50,7 +50,11 @@ def save(
         StorageError: if the storage fails. What was there before is there still.
     """
     request = SaveRequest(
-        location=location, values=OneTree(state), layout=layout, overwrite=overwrite, custom=metadata, exports=exports
+        destination=Destination(location, overwrite),
+        values=OneTree(state),
+        layout=layout,
+        exports=exports,
+        notes=SaveNotes(custom=metadata),
     )
     perform_save(request, context or default_context())
 
@@ -73,7 +77,11 @@ def save_async(
     Takes and raises what `save` does, as far as it is known before the writing begins.
     """
     request = SaveRequest(
-        location=location, values=OneTree(state), layout=layout, overwrite=overwrite, custom=metadata, exports=exports
+        destination=Destination(location, overwrite),
+        values=OneTree(state),
+        layout=layout,
+        exports=exports,
+        notes=SaveNotes(custom=metadata),
     )
     return begin_save(request, context or default_context())
 
@@ -102,7 +110,11 @@ def save_checkpointables(
         What `save` does, and what the objects themselves raise; nothing was committed.
     """
     request = SaveRequest(
-        location=location, values=checkpointables, layout=layout, overwrite=overwrite, custom=metadata, exports=exports
+        destination=Destination(location, overwrite),
+        values=checkpointables,
+        layout=layout,
+        exports=exports,
+        notes=SaveNotes(custom=metadata),
     )
     perform_save(request, context or default_context())
 
@@ -122,6 +134,10 @@ def save_checkpointables_async(
     Takes and raises what `save_checkpointables` does, as far as it is known before the writing begins.
     """
     request = SaveRequest(
-        location=location, values=checkpointables, layout=layout, overwrite=overwrite, custom=metadata, exports=exports
+        destination=Destination(location, overwrite),
+        values=checkpointables,
+        layout=layout,
+        exports=exports,
+        notes=SaveNotes(custom=metadata),
     )
     return begin_save(request, context or default_context())

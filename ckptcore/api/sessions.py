@@ -11,7 +11,8 @@ from ckptcore.model.tree import JSON
 from ckptcore.protocols import Layout
 from ckptcore.saving.finalizing import finalize_sessions
 from ckptcore.saving.save import begin_save, perform_save
-from ckptcore.saving.save_requests import OneTree, SaveRequest
+from ckptcore.saving.save_requests import Destination, OneTree, SaveRequest
+from ckptcore.saving.sessions import PartialSession
 
 __all__ = ["finalize", "save_partial", "save_partial_async"]
 
@@ -89,5 +90,5 @@ def finalize(
 
 def _session(location: LocationLike, state: object, layout: str | Layout) -> SaveRequest:
     return SaveRequest(
-        location=location, values=OneTree(state), layout=layout, overwrite=False, custom=None, partial=True
+        destination=Destination(location), values=OneTree(state), layout=layout, strategy=PartialSession()
     )

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckptcore.commit.location import LocationLike, absolute_location
+from ckptcore.commit.location import LocationLike
 from ckptcore.commit.occupants import Overwrite
 from ckptcore.context import Context, default_context
 from ckptcore.io.background import SaveHandle
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Layout
 from ckptcore.saving.save import begin_save, perform_save
-from ckptcore.saving.save_requests import OneTree, SaveRequest
+from ckptcore.saving.save_requests import Destination, OneTree, SaveNotes, SaveRequest
+from ckptcore.saving.updates import Update
 
 __all__ = ["save_update", "save_update_async"]
 
@@ -70,7 +71,10 @@ def _update(
     overwrite: Overwrite,
     metadata: Mapping[str, JSON] | None,
 ) -> SaveRequest:
-    absolute_location(base)  # None would make a checkpoint without the rest
     return SaveRequest(
-        location=location, values=OneTree(state), layout=layout, overwrite=overwrite, custom=metadata, base=base
+        destination=Destination(location, overwrite),
+        values=OneTree(state),
+        layout=layout,
+        strategy=Update(base),
+        notes=SaveNotes(custom=metadata),
     )

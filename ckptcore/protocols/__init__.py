@@ -5,8 +5,8 @@
     values        handlers of leaves, containers and checkpointables
     layouts       layouts, and the stores they write and read
     storage       storages and what some can do on top
-    coordination  the processes of a job, and how they send each other elements
-    execution     the workers of a single controller
+    strategy      what a save writes, claims and commits
+    job           the processes of a job, and the workers of a single controller
     transforms    changes of a tree while it is loaded, and derived arrays
 """
 
@@ -66,6 +66,7 @@ from ckptcore.protocols.storage import (
     StorageOpener,
     StorageOptions,
 )
+from ckptcore.protocols.strategy import SaveCommit, SaveStrategy
 from ckptcore.protocols.transforms import (
     DerivedArray,
     DerivedTree,
@@ -149,6 +150,8 @@ __all__ = [
     "ReadsChunks",
     "Rejoinable",
     "RepeatsDeletions",
+    "SaveCommit",
+    "SaveStrategy",
     "SharesReplicas",
     "Snapshot",
     "StatefulCheckpointable",

@@ -23,7 +23,6 @@ from ckptcore.errors import (
     TreeMismatchError,
 )
 from ckptcore.events import Recording
-from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.columns import ItemColumns
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
@@ -32,10 +31,11 @@ from ckptcore.model.tree import JSON, format_path
 from ckptcore.planning.partition import WrittenBoxes, makes_up
 from ckptcore.protocols import Layout, StorageBackend
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.parts import Part
-from ckptcore.saving.persisting import NOTHING_COMMITTED, Described, commit_tree, finish_part
+from ckptcore.saving.parts import SavePart
+from ckptcore.saving.prepared import NOTHING_COMMITTED, CommitInfo
+from ckptcore.saving.roots import complete_tree, encode, finish_part, recorder_of
 from ckptcore.saving.save_requests import check_custom
-from ckptcore.saving.session_planning import expect_same_layout, layout_of_sessions
+from ckptcore.saving.sessions import expect_same_layout, layout_of_sessions
 
 __all__ = ["finalize_sessions"]
 
@@ -61,7 +61,7 @@ def finalize_sessions(
                 resolved = resolve_location(
                     location, runtime_of(context).registry, durable=durable, config=context.storage
                 )
-                _finalize(resolved, chosen, checked, context, agreement, recording)
+                _finalize(resolved, chosen, checked, context, recording)
     except BaseException as error:
         recording.finish(error=error)
         raise
@@ -73,7 +73,6 @@ def _finalize(
     layout: Layout | None,
     custom: Mapping[str, JSON],
     context: Context,
-    agreement: Agreement,
     recording: Recording,
 ) -> None:
     examined = functools.partial(_examine, location, layout, context)
@@ -91,24 +90,11 @@ def _finalize(
         with recording.phase("commit"):
             tables = [session.key for session in partial.sessions]
             remove_debris(claim.store, {record.key for one in receipts for record in one.objects} | set(tables))
-            part = Part("", layout, WritePlan(tree, (), 0, 1, partial.save_id), False)
-            described = Described(
-                location=location,
-                overwrite=False,
-                custom=custom,
-                metrics={},
-                progress={},
-                save_id=partial.save_id,
-                created=partial.created,
-                parts=[part],
-                members=None,
-                before_commit=None,
-                agreement=agreement,
-            )
-            recorder = ObjectRecorder(claim.store, runtime_of(context).io_threads, checksums=context.io.checksums)
+            info = CommitInfo(save_id=partial.save_id, created=partial.created, custom=custom)
+            part = SavePart("", layout, WritePlan(tree, (), 0, 1, partial.save_id), receipts=receipts)
             with _told_as_damage(location):
-                root = finish_part(described, part, receipts, recorder)
-            commit_tree(described, claim, layout, root, context, recording)
+                root = finish_part(info, part, recorder_of(claim.store, context))
+            claim.commit(*encode(complete_tree(info, layout, root, claim.store, context, recording)))
     except BaseException:
         claim.leave()
         raise
