@@ -9,8 +9,10 @@ from ckptcore.commit.occupants import Overwrite
 from ckptcore.context import Context, default_context
 from ckptcore.io.background import SaveHandle
 from ckptcore.model.tree import JSON
-from ckptcore.protocols import Layout
+from ckptcore.protocols import Layout, SaveStrategy
 from ckptcore.saving.exporting import Export
+from ckptcore.saving.plain import PlainSave
+from ckptcore.saving.prepared import Save, SaveDraft
 from ckptcore.saving.save import begin_save, perform_save
 from ckptcore.saving.save_requests import Destination, OneTree, SaveNotes, SaveRequest
 
@@ -25,6 +27,7 @@ def save(
     overwrite: Overwrite = False,
     metadata: Mapping[str, JSON] | None = None,
     exports: Sequence[Export] = (),
+    strategy: SaveStrategy[SaveDraft, Save] | None = None,
     context: Context | None = None,
 ) -> None:
     """Save a tree and return once it is committed. Arrays in host memory are copied block by block as they are written.
@@ -41,6 +44,7 @@ def save(
         exports: further checkpoints of the state or of parts of it, in other layouts, that are written from the same copy in host
             memory once this one is committed. What replaces and describes this one does so for them. The error of one says that
             this one is committed.
+        strategy: what is written and committed, such as `Update`; None: everything that is given.
         context: options.
 
     Raises:
@@ -54,6 +58,7 @@ def save(
         values=OneTree(state),
         layout=layout,
         exports=exports,
+        strategy=strategy or PlainSave(),
         notes=SaveNotes(custom=metadata),
     )
     perform_save(request, context or default_context())
@@ -67,6 +72,7 @@ def save_async(
     overwrite: Overwrite = False,
     metadata: Mapping[str, JSON] | None = None,
     exports: Sequence[Export] = (),
+    strategy: SaveStrategy[SaveDraft, Save] | None = None,
     context: Context | None = None,
 ) -> SaveHandle:
     """Begin to save a tree and return once the save owns its memory: what changes afterwards is not in the checkpoint.
@@ -81,6 +87,7 @@ def save_async(
         values=OneTree(state),
         layout=layout,
         exports=exports,
+        strategy=strategy or PlainSave(),
         notes=SaveNotes(custom=metadata),
     )
     return begin_save(request, context or default_context())

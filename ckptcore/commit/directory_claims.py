@@ -131,7 +131,7 @@ def _refuse_partial(location: Location) -> None:
         return
     raise CheckpointExistsError(
         f"{location.display} is being filled by a partial save that is not finalized, and nothing replaces that: call "
-        "ckptcore.finalize, or ckptcore.delete, first"
+        "ckptcore.partial(...).finalize, or ckptcore.delete, first"
     )
 
 

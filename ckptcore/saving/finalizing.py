@@ -47,7 +47,7 @@ logger = logging.getLogger("ckptcore.finalizing")
 def finalize_sessions(
     location: LocationLike, layout: str | Layout | None, custom: Mapping[str, JSON] | None, context: Context
 ) -> None:
-    """See `ckptcore.finalize`. On every rank; the leader does it."""
+    """See `ckptcore.partial`. On every rank; the leader does it."""
     key = runtime_of(context).exchange_key(location)  # before anything can fail: every rank counts it
     job = runtime_of(context).job()
     recording = Recording("save", str(location), context.observers, rank=job.rank)
@@ -117,7 +117,7 @@ def _examine(
     expect_same_layout(location, partial, layout, of_sessions)
     if not partial.sessions:
         raise CheckpointNotFoundError(
-            f"no session of the partial save to {location.display} is complete: save with ckptcore.save_partial first, or remove it "
+            f"no session of the partial save to {location.display} is complete: save with ckptcore.partial(...).save first, or remove it "
             "with ckptcore.delete"
         )
     sessions = read_sessions(store, partial)

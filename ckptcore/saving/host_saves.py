@@ -68,7 +68,7 @@ class HostSave(PlainSave):
 
     def begin(self, save: Save) -> SaveCommit:
         """Return the commit of a save."""
-        return HostCommit(save, self.on_hosts)
+        return _HostCommit(save, self.on_hosts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +236,7 @@ def _heard(told: Any) -> Mapping[int, Held]:
     return held
 
 
-class HostCommit(PlainCommit):
+class _HostCommit(PlainCommit):
     """The commit of a save into a directory of each host: the leader builds the root, and every host commits it."""
 
     commit_meaning = "the step is not on all hosts, and does not count"

@@ -80,10 +80,10 @@ class PartialSession:
     def begin(self, save: Save) -> SaveCommit:
         """Return the commit of a session."""
         assert self.planned is not None  # `prepare` returned this strategy
-        return SessionCommit(save, self.planned)
+        return _SessionCommit(save, self.planned)
 
 
-class SessionCommit:
+class _SessionCommit:
     """The commit of a session: the session counts, and the partial save stays open. See `ckptcore.protocols.SaveCommit`."""
 
     meaning = "the session does not count"

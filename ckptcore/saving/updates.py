@@ -93,10 +93,10 @@ class _PlannedStrategy(Update):
 
     def begin(self, save: Save) -> SaveCommit:
         """Return the commit of the update."""
-        return UpdateCommit(save, self.planned)
+        return _UpdateCommit(save, self.planned)
 
 
-class UpdateCommit(PlainCommit):
+class _UpdateCommit(PlainCommit):
     """The commit of an update. It keeps the bases from being deleted until it has committed."""
 
     def __init__(self, save: Save, planned: PlannedUpdate) -> None:
