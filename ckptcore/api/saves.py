@@ -53,14 +53,7 @@ def save(
         BackgroundSaveError: if an earlier asynchronous save failed unnoticed; call again to save.
         StorageError: if the storage fails. What was there before is there still.
     """
-    request = SaveRequest(
-        destination=Destination(location, overwrite),
-        values=OneTree(state),
-        layout=layout,
-        exports=exports,
-        strategy=strategy or PlainSave(),
-        notes=SaveNotes(custom=metadata),
-    )
+    request = _request(location, OneTree(state), layout, overwrite, metadata, exports, strategy)
     perform_save(request, context or default_context())
 
 
@@ -82,14 +75,7 @@ def save_async(
 
     Takes and raises what `save` does, as far as it is known before the writing begins.
     """
-    request = SaveRequest(
-        destination=Destination(location, overwrite),
-        values=OneTree(state),
-        layout=layout,
-        exports=exports,
-        strategy=strategy or PlainSave(),
-        notes=SaveNotes(custom=metadata),
-    )
+    request = _request(location, OneTree(state), layout, overwrite, metadata, exports, strategy)
     return begin_save(request, context or default_context())
 
 
@@ -116,13 +102,7 @@ def save_checkpointables(
         InvalidLocationError: if something cannot be a name.
         What `save` does, and what the objects themselves raise; nothing was committed.
     """
-    request = SaveRequest(
-        destination=Destination(location, overwrite),
-        values=checkpointables,
-        layout=layout,
-        exports=exports,
-        notes=SaveNotes(custom=metadata),
-    )
+    request = _request(location, checkpointables, layout, overwrite, metadata, exports)
     perform_save(request, context or default_context())
 
 
@@ -140,11 +120,24 @@ def save_checkpointables_async(
 
     Takes and raises what `save_checkpointables` does, as far as it is known before the writing begins.
     """
-    request = SaveRequest(
+    request = _request(location, checkpointables, layout, overwrite, metadata, exports)
+    return begin_save(request, context or default_context())
+
+
+def _request(
+    location: LocationLike,
+    values: OneTree | Mapping[str, object],
+    layout: str | Layout,
+    overwrite: Overwrite,
+    metadata: Mapping[str, JSON] | None,
+    exports: Sequence[Export],
+    strategy: SaveStrategy[SaveDraft, Save] | None = None,
+) -> SaveRequest:
+    return SaveRequest(
         destination=Destination(location, overwrite),
-        values=checkpointables,
+        values=values,
         layout=layout,
         exports=exports,
+        strategy=strategy or PlainSave(),
         notes=SaveNotes(custom=metadata),
     )
-    return begin_save(request, context or default_context())

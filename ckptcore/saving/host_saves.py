@@ -63,7 +63,7 @@ class HostSave(PlainSave):
         try:
             save = draft.plan(self)
         except BaseException as error:  # noqa: BLE001  # sent to the other ranks, then raised
-            fail_everywhere(draft.agreement, _FIRST_STAGE, error)
+            fail_everywhere(draft.save.agreement, _FIRST_STAGE, error)
         return replace(save, parts=[*save.parts, *_plan_copies(save, self.on_hosts.hosts)])
 
     def begin(self, save: Save) -> SaveCommit:

@@ -37,7 +37,7 @@ class PlainSave:
         try:
             return draft.plan(self)
         except BaseException as error:  # noqa: BLE001  # sent to the other ranks, then raised
-            fail_before_claim(draft.agreement, error)
+            fail_before_claim(draft.save.agreement, error)
 
     def begin(self, save: Save) -> SaveCommit:
         """Return the commit of a save."""

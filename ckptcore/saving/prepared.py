@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, NoReturn
 
 from ckptcore.commit.location import Location
@@ -131,49 +131,37 @@ class Save:
         return [part for part in self.parts if not part.own]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SaveDraft:
     """A save before its parts are planned. Every rank has equal trees.
 
     Attributes:
+        save: the save without parts.
         descriptions: the checkpointables. They hold the state.
         exports: the number of exports.
-        target, info, agreement, recording, context: as of a `Save`.
     """
 
-    target: Target
-    info: CommitInfo
+    save: Save
     descriptions: Sequence[PartDescription]
     exports: int
-    agreement: Agreement
-    recording: Recording
-    context: Context
 
     def plan(self, strategy: SaveStrategy[SaveDraft, Save]) -> Save:
         """Plan what this process writes of each checkpointable; return the save."""
-        rank, size, composite = self.agreement.rank, self.agreement.size, self.info.members is not None
+        rank, size, info = self.save.agreement.rank, self.save.agreement.size, self.save.info
         parts = []
         for description in self.descriptions:
             member = description.member(size)
             parts.append(
                 SavePart(
-                    member.directory(description.name, rank) if composite else "",
+                    "" if info.members is None else member.directory(description.name, rank),
                     description.layout,
-                    description.plan(rank, size, self.info.save_id),
+                    description.plan(rank, size, info.save_id),
                     own=member.processes is not None,
-                    worker_plans=description.worker_plans(self.info.save_id),
+                    worker_plans=description.worker_plans(info.save_id),
                     source=description,
                 )
             )
-        return Save(
-            target=self.target,
-            info=self.info,
-            parts=parts,
-            strategy=strategy,
-            agreement=self.agreement,
-            recording=self.recording,
-            context=self.context,
-        )
+        return replace(self.save, parts=parts, strategy=strategy)
 
 
 def fail_everywhere(agreement: Agreement, stage: str, error: BaseException) -> NoReturn:

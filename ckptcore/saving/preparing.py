@@ -101,27 +101,26 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
             stage.payload = _digests(info.members, descriptions, request.exports, unplanned, context)
     payloads = stage.payloads
     decided = agreement.lead("save", lambda: _decide(payloads, descriptions, exports=len(request.exports)))
-    info = replace(info, save_id=decided["save_id"], created=decided["created"])
-    recording.save_id = info.save_id
+    recording.save_id = decided["save_id"]
     if decided["different"]:
         descriptions = _unite(agreement, descriptions, decided["different"], payloads)
         with agreement.stage("exports", meaning=NOTHING_COMMITTED):
             planned = plan_all()
-    draft = SaveDraft(
+    save = Save(
         target=target,
-        info=info,
-        descriptions=descriptions,
-        exports=len(planned),
+        info=replace(info, save_id=decided["save_id"], created=decided["created"]),
+        parts=(),
+        strategy=request.strategy,
         agreement=agreement,
         recording=recording,
         context=context,
     )
-    save = request.strategy.prepare(draft)
+    save = request.strategy.prepare(SaveDraft(save, descriptions, len(planned)))
     exports = [
         export.prepare(save, export_id, agreement.part(f"export-{number}"))
         for number, (export, export_id) in enumerate(zip(planned, decided["exports"], strict=True))
     ]
-    used = executor if any(part.worker_plans for part in save.parts) else None
+    used = executor if executor is not None and any(part.worker_plans for part in save.parts) else None
     return PreparedSave(save, exports, used)
 
 

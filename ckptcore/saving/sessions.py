@@ -67,14 +67,15 @@ class PartialSession:
         """
         place = _plan_session(draft)
         partial = place.planned.partial
-        draft.recording.save_id = partial.save_id
-        draft = replace(draft, info=replace(draft.info, save_id=partial.save_id, created=partial.created))
+        draft.save.recording.save_id = partial.save_id
+        info = replace(draft.save.info, save_id=partial.save_id, created=partial.created)
+        draft = replace(draft, save=replace(draft.save, info=info))
         try:
             save = draft.plan(PartialSession(place.planned))
             for part in save.parts:
                 part.plan = place.placed(part.plan)
         except BaseException as error:  # noqa: BLE001  # sent to the other ranks, then raised
-            fail_before_claim(draft.agreement, error)
+            fail_before_claim(draft.save.agreement, error)
         return save
 
     def begin(self, save: Save) -> SaveCommit:
@@ -188,8 +189,8 @@ class _SessionPlace:
 
 def _plan_session(draft: SaveDraft) -> _SessionPlace:
     """Read the sessions before this one, and refuse a session that does not fit them. On every rank; writes nothing."""
-    agreement, location = draft.agreement, draft.target.location
-    save_id, created = draft.info.save_id, draft.info.created
+    agreement, location = draft.save.agreement, draft.save.target.location
+    save_id, created = draft.save.info.save_id, draft.save.info.created
     (description,) = draft.descriptions
     assert isinstance(description, TreeDescription)  # a partial save is one tree
     before: list[tuple[PartialSave | None, frozenset[str]]] = []

@@ -32,7 +32,7 @@ __all__ = ["Update"]
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedUpdate:
+class _References:
     """What an update refers to.
 
     Attributes:
@@ -89,7 +89,7 @@ class Update(PlainSave):
 class _PlannedStrategy(Update):
     """An update whose base was opened."""
 
-    planned: PlannedUpdate
+    planned: _References
 
     def begin(self, save: Save) -> SaveCommit:
         """Return the commit of the update."""
@@ -99,7 +99,7 @@ class _PlannedStrategy(Update):
 class _UpdateCommit(PlainCommit):
     """The commit of an update. It keeps the bases from being deleted until it has committed."""
 
-    def __init__(self, save: Save, planned: PlannedUpdate) -> None:
+    def __init__(self, save: Save, planned: _References) -> None:
         """Pin nothing yet."""
         super().__init__(save)
         self._planned = planned
@@ -139,7 +139,7 @@ class _UpdateCommit(PlainCommit):
             super().abort()
 
 
-def _plan_update(draft: SaveDraft, base: Place) -> tuple[PlannedUpdate, TreeDescription]:
+def _plan_update(draft: SaveDraft, base: Place) -> tuple[_References, TreeDescription]:
     """Open the base, and put what was given over it. On every rank; writes nothing.
 
     Raises:
@@ -148,13 +148,13 @@ def _plan_update(draft: SaveDraft, base: Place) -> tuple[PlannedUpdate, TreeDesc
         InvalidLocationError: it is the location itself, or where the Context allows no base.
         CheckpointError: other software wrote it.
     """
-    agreement, context = draft.agreement, draft.context
+    agreement, context = draft.save.agreement, draft.save.context
     (description,) = draft.descriptions
     assert isinstance(description, TreeDescription)  # an update is one tree
     with agreement.stage("base") as stage:
         opened = open_checkpoint(base, context)
         root = _expect_own(opened)
-        update = _planned(draft.target.location, opened, root, description, context)
+        update = _planned(draft.save.target.location, opened, root, description, context)
         written = description.placed_in(stored_tree(update.tree, update.references))
         written.layout.check(written.tree, agreement.size + len(written.at_workers))
         stage.payload = root.save_id
@@ -182,7 +182,7 @@ def _expect_own(opened: Opened) -> Root:
 
 def _planned(
     location: Location, opened: Opened, root: Root, description: TreeDescription, context: Context
-) -> PlannedUpdate:
+) -> _References:
     if opened.location.identity == location.identity:
         raise InvalidLocationError(
             f"{location.display} cannot refer to itself: save the update to another location. Nothing was written"
@@ -217,4 +217,4 @@ def _planned(
                 f"arrays of {opened.location.display} are in {at.display}, which the update to {location.display} would replace: save it to "
                 "another location. Nothing was written"
             )
-    return PlannedUpdate(over.tree, references, places)
+    return _References(over.tree, references, places)
