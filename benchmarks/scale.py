@@ -39,8 +39,8 @@ from ckptcore.planning.replicas import Owners, ReplicaOptions, Shares, owners_of
 from ckptcore.protocols import Layout
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import describe_part
-from ckptcore.saving.persisting import merge_objects
 from ckptcore.saving.preparing import tree_digest
+from ckptcore.saving.roots import merge_objects
 from ckptcore.saving.tree_descriptions import TreeDescription
 
 __all__ = ["LAYOUTS", "Measured", "Simulation", "rows"]

@@ -22,8 +22,7 @@ _NAMES: Final = {
     "ckptcore.api.descriptions": "abstract metadata open",
     "ckptcore.api.loads": "load load_async load_checkpointables load_into",
     "ckptcore.api.saves": "save save_async save_checkpointables save_checkpointables_async",
-    "ckptcore.api.sessions": "finalize save_partial save_partial_async",
-    "ckptcore.api.updates": "save_update save_update_async",
+    "ckptcore.api.sessions": "partial",
     "ckptcore.api.upkeep": "delete verify",
     "ckptcore.builtin.safetensors": "SafetensorsLayout",
     "ckptcore.builtin.sharded_arrays": "ArrayShard ShardedArray",
@@ -37,6 +36,8 @@ _NAMES: Final = {
     "ckptcore.protocols": "StatefulCheckpointable",
     "ckptcore.training.reader": "CheckpointReader",
     "ckptcore.saving.exporting": "Export StepExport",
+    "ckptcore.saving.plain": "PlainSave",
+    "ckptcore.saving.updates": "Update",
     "ckptcore.training.tiers.near": "NearTier",
     "ckptcore.tree.flattening": "PLACEHOLDER",
     "ckptcore.tree.per_process": "PerProcess",
@@ -81,11 +82,7 @@ if TYPE_CHECKING:
     from ckptcore.api.saves import save_async as save_async
     from ckptcore.api.saves import save_checkpointables as save_checkpointables
     from ckptcore.api.saves import save_checkpointables_async as save_checkpointables_async
-    from ckptcore.api.sessions import finalize as finalize
-    from ckptcore.api.sessions import save_partial as save_partial
-    from ckptcore.api.sessions import save_partial_async as save_partial_async
-    from ckptcore.api.updates import save_update as save_update
-    from ckptcore.api.updates import save_update_async as save_update_async
+    from ckptcore.api.sessions import partial as partial
     from ckptcore.api.upkeep import delete as delete
     from ckptcore.api.upkeep import verify as verify
     from ckptcore.builtin.safetensors import SafetensorsLayout as SafetensorsLayout
@@ -106,6 +103,8 @@ if TYPE_CHECKING:
     from ckptcore.protocols import StatefulCheckpointable as StatefulCheckpointable
     from ckptcore.saving.exporting import Export as Export
     from ckptcore.saving.exporting import StepExport as StepExport
+    from ckptcore.saving.plain import PlainSave as PlainSave
+    from ckptcore.saving.updates import Update as Update
     from ckptcore.training.checkpointer import Checkpointer as Checkpointer
     from ckptcore.training.reader import CheckpointReader as CheckpointReader
     from ckptcore.training.tiers.near import NearTier as NearTier

@@ -2,7 +2,6 @@
 
 - `saves`: trees, and several objects in one checkpoint
 - `sessions`: a checkpoint that is filled in several sessions
-- `updates`: a checkpoint that refers to another one
 - `plans`: what a save would do
 - `loads`: values, whole or what is asked for
 - `parts`: parts of arrays

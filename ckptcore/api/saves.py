@@ -9,10 +9,12 @@ from ckptcore.commit.occupants import Overwrite
 from ckptcore.context import Context, default_context
 from ckptcore.io.background import SaveHandle
 from ckptcore.model.tree import JSON
-from ckptcore.protocols import Layout
+from ckptcore.protocols import Layout, SaveStrategy
 from ckptcore.saving.exporting import Export
+from ckptcore.saving.plain import PlainSave
+from ckptcore.saving.prepared import Save, SaveDraft
 from ckptcore.saving.save import begin_save, perform_save
-from ckptcore.saving.save_requests import OneTree, SaveRequest
+from ckptcore.saving.save_requests import Destination, OneTree, SaveNotes, SaveRequest
 
 __all__ = ["save", "save_async", "save_checkpointables", "save_checkpointables_async"]
 
@@ -25,6 +27,7 @@ def save(
     overwrite: Overwrite = False,
     metadata: Mapping[str, JSON] | None = None,
     exports: Sequence[Export] = (),
+    strategy: SaveStrategy[SaveDraft, Save] | None = None,
     context: Context | None = None,
 ) -> None:
     """Save a tree and return once it is committed. Arrays in host memory are copied block by block as they are written.
@@ -41,6 +44,7 @@ def save(
         exports: further checkpoints of the state or of parts of it, in other layouts, that are written from the same copy in host
             memory once this one is committed. What replaces and describes this one does so for them. The error of one says that
             this one is committed.
+        strategy: what is written and committed, such as `Update`; None: everything that is given.
         context: options.
 
     Raises:
@@ -49,9 +53,7 @@ def save(
         BackgroundSaveError: if an earlier asynchronous save failed unnoticed; call again to save.
         StorageError: if the storage fails. What was there before is there still.
     """
-    request = SaveRequest(
-        location=location, values=OneTree(state), layout=layout, overwrite=overwrite, custom=metadata, exports=exports
-    )
+    request = _request(location, OneTree(state), layout, overwrite, metadata, exports, strategy)
     perform_save(request, context or default_context())
 
 
@@ -63,6 +65,7 @@ def save_async(
     overwrite: Overwrite = False,
     metadata: Mapping[str, JSON] | None = None,
     exports: Sequence[Export] = (),
+    strategy: SaveStrategy[SaveDraft, Save] | None = None,
     context: Context | None = None,
 ) -> SaveHandle:
     """Begin to save a tree and return once the save owns its memory: what changes afterwards is not in the checkpoint.
@@ -72,9 +75,7 @@ def save_async(
 
     Takes and raises what `save` does, as far as it is known before the writing begins.
     """
-    request = SaveRequest(
-        location=location, values=OneTree(state), layout=layout, overwrite=overwrite, custom=metadata, exports=exports
-    )
+    request = _request(location, OneTree(state), layout, overwrite, metadata, exports, strategy)
     return begin_save(request, context or default_context())
 
 
@@ -101,9 +102,7 @@ def save_checkpointables(
         InvalidLocationError: if something cannot be a name.
         What `save` does, and what the objects themselves raise; nothing was committed.
     """
-    request = SaveRequest(
-        location=location, values=checkpointables, layout=layout, overwrite=overwrite, custom=metadata, exports=exports
-    )
+    request = _request(location, checkpointables, layout, overwrite, metadata, exports)
     perform_save(request, context or default_context())
 
 
@@ -121,7 +120,24 @@ def save_checkpointables_async(
 
     Takes and raises what `save_checkpointables` does, as far as it is known before the writing begins.
     """
-    request = SaveRequest(
-        location=location, values=checkpointables, layout=layout, overwrite=overwrite, custom=metadata, exports=exports
-    )
+    request = _request(location, checkpointables, layout, overwrite, metadata, exports)
     return begin_save(request, context or default_context())
+
+
+def _request(
+    location: LocationLike,
+    values: OneTree | Mapping[str, object],
+    layout: str | Layout,
+    overwrite: Overwrite,
+    metadata: Mapping[str, JSON] | None,
+    exports: Sequence[Export],
+    strategy: SaveStrategy[SaveDraft, Save] | None = None,
+) -> SaveRequest:
+    return SaveRequest(
+        destination=Destination(location, overwrite),
+        values=values,
+        layout=layout,
+        exports=exports,
+        strategy=strategy or PlainSave(),
+        notes=SaveNotes(custom=metadata),
+    )

@@ -113,7 +113,7 @@ def find_occupant(
         if is_partial(root):
             raise CheckpointExistsError(
                 f"{location.display} is being filled by a partial save that is not finalized, and nothing replaces that: call "
-                "ckptcore.finalize, or ckptcore.delete, first"
+                "ckptcore.partial(...).finalize, or ckptcore.delete, first"
             )
         # One that cannot be read counts as a checkpoint: it is replaced only when asked.
         occupant: Occupant = "claim" if is_claim(root) else "checkpoint"

@@ -244,7 +244,7 @@ def _not_finalized(location: Location, partial: PartialSave) -> UncommittedCheck
     return UncommittedCheckpointError(
         f"{location.display} is being filled by a partial save that is not finalized: it has {partial}"
         + ("" if partial.owner is None else ", and one that is under way or died")
-        + ". Save what is missing with ckptcore.save_partial, then call ckptcore.finalize; or remove it with ckptcore.delete"
+        + ". Save what is missing with ckptcore.partial(...).save, then call ckptcore.partial(...).finalize; or remove it with ckptcore.delete"
     )
 
 

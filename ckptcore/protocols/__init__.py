@@ -6,9 +6,10 @@
     layouts       layouts, and the stores they write and read
     storage       storages and what some can do on top
     transaction   the right to write a checkpoint, and its commit
+    strategy      what a save writes, claims and commits
+    read_strategy strategies of loads
     coordination  the processes of a job, and how they send each other elements
     execution     the workers of a single controller
-    read_strategy strategies of loads
     transforms    changes of a tree while it is loaded, and derived arrays
 """
 
@@ -69,6 +70,7 @@ from ckptcore.protocols.storage import (
     StorageOpener,
     StorageOptions,
 )
+from ckptcore.protocols.strategy import SaveCommit, SaveStrategy
 from ckptcore.protocols.transaction import Transaction
 from ckptcore.protocols.transforms import (
     DerivedArray,
@@ -156,6 +158,8 @@ __all__ = [
     "ReadsChunks",
     "Rejoinable",
     "RepeatsDeletions",
+    "SaveCommit",
+    "SaveStrategy",
     "SharesReplicas",
     "Snapshot",
     "StagedLoad",

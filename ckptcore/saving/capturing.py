@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
 
 from ckptcore.io.memory import StagingMemory
 from ckptcore.io.snapshot import BoundedSnapshot, CopiedSnapshot, SharedSnapshot, ViewedSnapshot
 from ckptcore.model.arrays import HostArray
 from ckptcore.model.transfer import Pending, WritePlan
 from ckptcore.protocols import Executor, Held, LeafBoxes, Snapshot
-from ckptcore.saving.parts import Captured, FilesDescription, Part, TreeCaptured
+from ckptcore.saving.parts import ArraySource, Captured, FilesDescription, SavePart, TreeCaptured
 from ckptcore.saving.preparing import PreparedSave
-from ckptcore.saving.tree_descriptions import StartTransfer, TreeDescription
+from ckptcore.saving.tree_descriptions import StartTransfer
 from ckptcore.saving.worker_writes import HeldByWorkers, boxes_at_workers
 
-if TYPE_CHECKING:
-    from ckptcore.saving.host_persisting import CopyDescription
-
 __all__ = ["Copies", "Holding"]
-
-_Arrays: TypeAlias = "TreeDescription | CopyDescription"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,51 +39,53 @@ class Copies:
 
 
 class Holding:
-    """What is held of a state for a save: copies, or views where the save blocks; of what was copied nothing else is kept.
+    """What is held of a state for a save: copies, or views if the save blocks. Nothing else is kept of what was copied.
 
     Attributes:
-        parts: by part of the save.
-        exports: by export of the save.
-        at_workers: what workers of this controller hold; None where none does.
+        at_workers: what workers of this controller hold; None if none does.
     """
 
-    def __init__(self) -> None:
-        self.parts: list[Captured] = []
-        self.exports: list[Captured] = []
+    def __init__(self, save: PreparedSave) -> None:
+        """Hold nothing yet."""
         self.at_workers: HeldByWorkers | None = None
+        self._save = save
         self._held: list[Held] = []
         self._copied: list[CopiedSnapshot] = []
 
-    def view(self, save: PreparedSave) -> None:
+    def view(self) -> None:
         """Hold arrays as they are, for a save that blocks until it is committed."""
-        if save.executor is not None:
-            self._hold(save, save.executor, save.executor.view)
-        self._capture(save, lambda part, tree: ViewedSnapshot(part.plan, tree.start_view(part.plan)))
-        self._wait_for_workers()
+        executor = self._save.executor
+        if executor is not None:
+            self._hold(executor, executor.view)
+        self._capture(lambda plan, source: ViewedSnapshot(plan, source.start_view(plan)))
+        for held in self._held:
+            held.wait()
 
-    def begin_copies(self, save: PreparedSave, memory: StagingMemory) -> Copies:
-        """Begin to copy every array once. Nothing of the state is needed any more when what is returned was waited for."""
-        if save.executor is not None:
-            self._hold(save, save.executor, save.executor.copy)
+    def begin_copies(self, memory: StagingMemory) -> Copies:
+        """Begin to copy every array once. Once the result was waited for, nothing of the state is needed."""
+        executor = self._save.executor
+        if executor is not None:
+            self._hold(executor, executor.copy)
 
-        def copied(part: Part, tree: _Arrays) -> Snapshot:
-            self._copied.append(CopiedSnapshot(part.plan, tree.start_copy(part.plan, memory), memory.give_back))
+        def copied(plan: WritePlan, source: ArraySource) -> Snapshot:
+            self._copied.append(CopiedSnapshot(plan, source.start_copy(plan, memory), memory.give_back))
             return self._copied[-1]
 
-        self._capture(save, copied)
+        self._capture(copied)
         return Copies(tuple(self._copied), tuple(self._held))
 
-    def copy_bounded(self, save: PreparedSave, memory: StagingMemory, limit: int) -> Sequence[BoundedSnapshot]:
-        """Get ready to copy while it is written, so that at most `limit` bytes are held at a time.
+    def copy_bounded(self, memory: StagingMemory, limit: int) -> Sequence[BoundedSnapshot]:
+        """Prepare copies that are made while they are written, so that at most `limit` bytes are held at a time.
 
-        What is exported is copied again then: the first copy is gone. Workers copy all that they hold at once: the bound is on the
+        Exports copy again, because the first copy is gone by then. Workers copy all that they hold at once: the bound is on the
         memory of this process.
 
         Returns:
             What is to be copied, in the order in which it is written.
         """
-        if save.executor is not None:
-            self._hold(save, save.executor, save.executor.copy)
+        executor = self._save.executor
+        if executor is not None:
+            self._hold(executor, executor.copy)
         snapshots: list[BoundedSnapshot] = []
 
         def bounded(plan: WritePlan, start: StartTransfer) -> Captured:
@@ -97,21 +93,21 @@ class Holding:
             return TreeCaptured(snapshots[-1], snapshots[-1].writer_ended)
 
         starts: dict[int, StartTransfer] = {}
-        for number, (part, description) in enumerate(save.described_parts):
-            if isinstance(description, FilesDescription):
-                self.parts.append(description.capture())
-            else:
-                starts[number] = description.start_copy(part.plan, memory)
-                self.parts.append(bounded(part.plan, starts[number]))
-        for export in save.exports:
-            self.exports.append(bounded(export.plan, _renumbered(starts[export.part], export.items)))
-        self._wait_for_workers()
+        for part, source in self._sources():
+            starts[id(part)] = source.start_copy(part.plan, memory)
+            part.captured = bounded(part.plan, starts[id(part)])
+        for export in self._save.exports:
+            export.part.captured = bounded(export.part.plan, _renumbered(starts[id(export.source)], export.items))
+        for held in self._held:
+            held.wait()
         return snapshots
 
     def close(self) -> None:
-        """Let go of everything: the functions in the traceback of an error hold the lists for as long as that is kept."""
-        for captured in (*self.parts, *self.exports):
-            captured.close()
+        """Release everything: the traceback of an error holds the parts for as long as it is kept."""
+        for part in self._save.save.parts:
+            part.close()
+        for export in self._save.exports:
+            export.part.close()
         for copied in self._copied:
             copied.writer_ended()
         for held in self._held:
@@ -119,38 +115,40 @@ class Holding:
         self._copied.clear()
         self._held.clear()
         self.at_workers = None
-        self.parts.clear()
-        self.exports.clear()
 
-    def _hold(self, save: PreparedSave, executor: Executor, take: Callable[[int, Sequence[LeafBoxes]], Held]) -> None:
-        """Let every worker begin to hold what it is to write."""
-        trees = [(part, one) for part, one in save.described_parts if isinstance(one, TreeDescription)]
+    def _hold(self, executor: Executor, take: Callable[[int, Sequence[LeafBoxes]], Held]) -> None:
+        """Let every worker begin to hold what it will write."""
+        parts = self._save.save.parts
         held: list[Held | None] = [None] * len(executor.workers)
         for worker in range(len(held)):
-            if boxes := boxes_at_workers(trees, worker):
+            if boxes := boxes_at_workers(parts, worker):
                 held[worker] = taken = take(worker, boxes)
                 self._held.append(taken)
-        self.at_workers = HeldByWorkers.of_parts(executor, held, save.described.parts)
+        self.at_workers = HeldByWorkers.of_parts(executor, held, parts)
 
-    def _wait_for_workers(self) -> None:
-        for held in self._held:
-            held.wait()
-
-    def _capture(self, save: PreparedSave, snapshot_of: Callable[[Part, _Arrays], Snapshot]) -> None:
-        shared: dict[int, SharedSnapshot] = {}
-        exported = {export.part for export in save.exports}
-        for number, (part, description) in enumerate(save.described_parts):
-            if isinstance(description, FilesDescription):
-                self.parts.append(description.capture())
-                continue
-            snapshot = snapshot_of(part, description)
-            if number in exported:
-                shared[number] = SharedSnapshot(snapshot)
-                self.parts.append(_share(shared[number], part.plan, range(len(part.plan.items))))
+    def _sources(self) -> Iterator[tuple[SavePart, ArraySource]]:
+        """Capture the parts that are files; give each other part with its arrays, and forget these afterwards."""
+        for part in self._save.save.parts:
+            source = part.source
+            assert source is not None  # captured once
+            if isinstance(source, FilesDescription):
+                part.captured = source.capture()
             else:
-                self.parts.append(TreeCaptured(snapshot))
-        for export in save.exports:
-            self.exports.append(_share(shared[export.part], export.plan, export.items))
+                yield part, source
+            part.source = None
+
+    def _capture(self, snapshot_of: Callable[[WritePlan, ArraySource], Snapshot]) -> None:
+        shared: dict[int, SharedSnapshot] = {}
+        exported = [id(export.source) for export in self._save.exports]
+        for part, source in self._sources():
+            snapshot = snapshot_of(part.plan, source)
+            if id(part) in exported:
+                shared[id(part)] = SharedSnapshot(snapshot)
+                part.captured = _share(shared[id(part)], part.plan, range(len(part.plan.items)))
+            else:
+                part.captured = TreeCaptured(snapshot)
+        for export in self._save.exports:
+            export.part.captured = _share(shared[id(export.source)], export.part.plan, export.items)
 
 
 def _share(shared: SharedSnapshot, plan: WritePlan, items: Sequence[int]) -> Captured:

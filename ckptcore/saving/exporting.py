@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckptcore.commit.location import Location, LocationLike, Place, Within, absolute_location, resolve_location
-from ckptcore.commit.root import Member
+from ckptcore.commit.root import Member, Role
 from ckptcore.context import Context
 from ckptcore.errors import InvalidLocationError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.events import Recording
@@ -16,10 +16,12 @@ from ckptcore.model.transfer import WritePlan
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import Layout
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.parts import Captured, Part, PartDescription
-from ckptcore.saving.persisting import Described, fail_before_claim, persist
+from ckptcore.saving.parts import PartDescription, SavePart
+from ckptcore.saving.plain import PlainSave
+from ckptcore.saving.prepared import Save, fail_before_claim
 from ckptcore.saving.tree_descriptions import TreeDescription
 from ckptcore.saving.worker_writes import HeldByWorkers
+from ckptcore.saving.write import write_save
 from ckptcore.step_names import whole_number
 from ckptcore.tree.subtrees import Subtree, SubtreePath, find_subtree, path_keys
 
@@ -116,21 +118,21 @@ class PreparedExport:
     """A further checkpoint of a save.
 
     Attributes:
-        described: the checkpoint; it has one part.
-        part: the number of the part of the save that its arrays are of.
+        save: the checkpoint; it has one part.
+        source: the part of the save whose arrays it has.
         items: by item of its plan, the number of the item in the plan of that part.
         worker_items: the same for each worker of this controller that writes of it.
     """
 
-    described: Described
-    part: int
+    save: Save
+    source: SavePart
     items: tuple[int, ...]
     worker_items: tuple[tuple[int, ...], ...] = ()
 
     @property
-    def plan(self) -> WritePlan:
-        """What this process writes of it."""
-        return self.described.parts[0].plan
+    def part(self) -> SavePart:
+        """What is written of it."""
+        return self.save.parts[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,7 @@ class PlannedExport:
     part: int
     subtree: Subtree
 
-    def prepare(self, save: Described, save_id: str, agreement: Agreement) -> PreparedExport:
+    def prepare(self, save: Save, save_id: str, agreement: Agreement) -> PreparedExport:
         """Plan what this process writes: the boxes that it writes for the save.
 
         Args:
@@ -169,24 +171,25 @@ class PlannedExport:
             plan = WritePlan(self.subtree.tree, items, whole.rank, whole.size, save_id)
             return plan, tuple([number for _, number in found])
 
-        plan, numbers = planned(save.parts[self.part].plan)
-        at_workers = [planned(whole) for whole in save.parts[self.part].worker_plans]
-        described = replace(
+        part = save.parts[self.part]
+        plan, numbers = planned(part.plan)
+        at_workers = [planned(whole) for whole in part.worker_plans]
+        exported = SavePart("", self.layout, plan, worker_plans=tuple([found for found, _ in at_workers]))
+        role: Role = "export" if self.location.lies_in(save.target.location) else "checkpoint"
+        export = replace(
             save,
-            location=self.location,
-            save_id=save_id,
-            parts=[Part("", self.layout, plan, own=False, worker_plans=tuple([found for found, _ in at_workers]))],
-            members=None,
+            target=replace(save.target, location=self.location),
+            info=replace(save.info, save_id=save_id, members=None, role=role),
+            parts=[exported],
+            strategy=PlainSave(),
             agreement=agreement,
-            role="export" if self.location.lies_in(save.location) else "checkpoint",
         )
-        return PreparedExport(described, self.part, numbers, tuple([items for _, items in at_workers]))
+        return PreparedExport(export, part, numbers, tuple([items for _, items in at_workers]))
 
 
 def plan_exports(
     exports: Sequence[Export],
     location: Location,
-    names: Sequence[str],
     descriptions: Sequence[PartDescription],
     context: Context,
     *,
@@ -197,8 +200,7 @@ def plan_exports(
     Args:
         exports: what is asked for.
         location: of the save itself.
-        names: of the checkpointables, in order; one empty name where the save is one tree.
-        descriptions: what each of them is.
+        descriptions: the checkpointables; one without a name if the save is one tree.
         context: options.
         size: processes of the job.
 
@@ -208,6 +210,7 @@ def plan_exports(
         UnsupportedLeafError, NameCollisionError, UnsupportedKeyError: what the layout cannot store.
         InvalidLocationError: if two checkpoints would lie in one place.
     """
+    names = [description.name for description in descriptions]
     planned = []
     for number, export in enumerate(exports):
         if not isinstance(export, Export):
@@ -218,7 +221,7 @@ def plan_exports(
             raise TreeMismatchError(f"exports[{number}]: {error}. Nothing was written", error.differences) from error
     _refuse_one_place([location, *(export.location for export in planned)])
     if names != [""]:
-        members = {name: description.member(size) for name, description in zip(names, descriptions, strict=True)}
+        members = {description.name: description.member(size) for description in descriptions}
         _refuse_places_of_members(location, members, planned)
     return planned
 
@@ -286,44 +289,39 @@ def _refuse_places_of_members(
 
 def write_exports(
     exports: Sequence[PreparedExport],
-    captured: Sequence[Captured],
-    context: Context,
     saved: str,
     handle: SaveHandle | None = None,
     at_workers: HeldByWorkers | None = None,
 ) -> None:
-    """Write and commit the exports of a save that is committed, one after the other; one that fails leaves the others be.
+    """Write and commit the exports of a committed save one after the other. After an error the others are still written.
 
     Args:
         exports: what to write.
-        captured: what each holds.
-        context: options.
-        saved: the checkpoint of the save, for a person.
+        saved: the checkpoint of the save, for messages.
         handle: counts the bytes written.
-        at_workers: what workers hold of the save.
+        at_workers: what workers hold of the save: of its parts in order.
 
     Raises:
         CheckpointError: the first error; it says that the save is committed.
     """
     failed: list[Exception] = []
-    for number, (export, held) in enumerate(zip(exports, captured, strict=True)):
-        described = export.described
+    for number, export in enumerate(exports):
+        save = export.save
+        display = save.target.location.display
         recording = Recording(
             "save",
-            described.location.display,
-            context.observers,
-            step=described.progress.get("step"),
-            rank=described.agreement.rank,
-            save_id=described.save_id,
+            display,
+            save.context.observers,
+            step=save.info.progress.get("step"),
+            rank=save.agreement.rank,
+            save_id=save.info.save_id,
         )
         try:
-            recorded = replace(described, agreement=described.agreement.recorded(recording))
-            # Of a part that workers hold nothing of there is nothing to share.
-            share = at_workers.share(export.part, export.worker_items) if at_workers and export.worker_items else None
-            persist(recorded, [held], context, recording, handle, share)
+            recorded = replace(save, agreement=save.agreement.recorded(recording), recording=recording)
+            write_save(recorded, handle, at_workers.share(export.source, export.worker_items) if at_workers else None)
         except BaseException as error:
             recording.finish(error=error)
-            error.add_note(f"{saved} is committed; its export to {described.location.display} is not")
+            error.add_note(f"{saved} is committed; its export to {display} is not")
             if not isinstance(error, Exception):
                 _give_up(exports[number + 1 :], error)
                 raise
@@ -331,7 +329,7 @@ def write_exports(
         else:
             recording.finish()
         finally:
-            held.close()
+            export.part.close()
     if failed:
         for other in failed[1:]:
             failed[0].add_note(f"and then: {type(other).__name__}: {other}")
@@ -339,10 +337,10 @@ def write_exports(
 
 
 def _give_up(exports: Sequence[PreparedExport], interruption: BaseException) -> None:
-    """Fail the exports that this process will not come to: the others begin each and would wait for it."""
+    """Fail the exports that this process will not write: the other ranks begin each and would wait for it."""
     for export in exports:
         try:
-            fail_before_claim(export.described.agreement, interruption)
+            fail_before_claim(export.save.agreement, interruption)
         except BaseException as error:
             if error is not interruption:
                 raise

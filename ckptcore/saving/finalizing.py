@@ -21,7 +21,6 @@ from ckptcore.errors import (
     TreeMismatchError,
 )
 from ckptcore.events import Recording
-from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.columns import ItemColumns
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
@@ -30,10 +29,11 @@ from ckptcore.model.tree import JSON, format_path
 from ckptcore.planning.partition import WrittenBoxes, makes_up
 from ckptcore.protocols import Layout, StorageBackend
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.parts import Part
-from ckptcore.saving.persisting import NOTHING_COMMITTED, Described, build_tree, finish_part
+from ckptcore.saving.parts import SavePart
+from ckptcore.saving.prepared import NOTHING_COMMITTED, CommitInfo
+from ckptcore.saving.roots import complete_tree, encode, finish_part, recorder_of
 from ckptcore.saving.save_requests import check_custom
-from ckptcore.saving.session_planning import expect_same_layout, layout_of_sessions
+from ckptcore.saving.sessions import expect_same_layout, layout_of_sessions
 
 __all__ = ["finalize_sessions"]
 
@@ -45,7 +45,7 @@ logger = logging.getLogger("ckptcore.finalizing")
 def finalize_sessions(
     location: LocationLike, layout: str | Layout | None, custom: Mapping[str, JSON] | None, context: Context
 ) -> None:
-    """See `ckptcore.finalize`. On every rank; the leader does it."""
+    """See `ckptcore.partial`. On every rank; the leader does it."""
     key = runtime_of(context).exchange_key(location)  # before anything can fail: every rank counts it
     job = runtime_of(context).job()
     recording = Recording("save", str(location), context.observers, rank=job.rank)
@@ -59,7 +59,7 @@ def finalize_sessions(
                 resolved = resolve_location(
                     location, runtime_of(context).registry, durable=durable, config=context.storage
                 )
-                _finalize(resolved, chosen, checked, context, agreement, recording)
+                _finalize(resolved, chosen, checked, context, recording)
     except BaseException as error:
         recording.finish(error=error)
         raise
@@ -71,7 +71,6 @@ def _finalize(
     layout: Layout | None,
     custom: Mapping[str, JSON],
     context: Context,
-    agreement: Agreement,
     recording: Recording,
 ) -> None:
     examined = functools.partial(_examine, location, layout, context)
@@ -89,24 +88,11 @@ def _finalize(
         with recording.phase("commit"):
             tables = [session.key for session in partial.sessions]
             remove_debris(claim.store, {record.key for one in receipts for record in one.objects} | set(tables))
-            part = Part("", layout, WritePlan(tree, (), 0, 1, partial.save_id), False)
-            described = Described(
-                location=location,
-                overwrite=False,
-                custom=custom,
-                metrics={},
-                progress={},
-                save_id=partial.save_id,
-                created=partial.created,
-                parts=[part],
-                members=None,
-                before_commit=None,
-                agreement=agreement,
-            )
-            recorder = ObjectRecorder(claim.store, runtime_of(context).io_threads, checksums=context.io.checksums)
+            info = CommitInfo(save_id=partial.save_id, created=partial.created, custom=custom)
+            part = SavePart("", layout, WritePlan(tree, (), 0, 1, partial.save_id), receipts=receipts)
             with _told_as_damage(location):
-                root = finish_part(described, part, receipts, recorder)
-            claim.commit(*build_tree(described, claim.store, layout, root, context, recording))
+                root = finish_part(info, part, recorder_of(claim.store, context))
+            claim.commit(*encode(complete_tree(info, layout, root, claim.store, context, recording)))
     except BaseException:
         claim.leave()
         raise
@@ -129,7 +115,7 @@ def _examine(
     expect_same_layout(location, partial, layout, of_sessions)
     if not partial.sessions:
         raise CheckpointNotFoundError(
-            f"no session of the partial save to {location.display} is complete: save with ckptcore.save_partial first, or remove it "
+            f"no session of the partial save to {location.display} is complete: save with ckptcore.partial(...).save first, or remove it "
             "with ckptcore.delete"
         )
     sessions = read_sessions(store, partial)

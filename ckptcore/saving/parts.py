@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NoReturn, Protocol, TypeAlias
 
 import numpy as np
@@ -15,7 +15,7 @@ from ckptcore.commit.root import Member
 from ckptcore.errors import NameCollisionError, TreeMismatchError, UnsupportedKeyError, UnsupportedLeafError
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.metadata import TreeMetadata
-from ckptcore.model.transfer import ArraySegment, BytesSegment, Segment, WritePlan
+from ckptcore.model.transfer import ArraySegment, BytesSegment, Receipt, Segment, WriteItem, WritePlan
 from ckptcore.model.tree import JSON, Node
 from ckptcore.planning.replicas import ReplicaOptions
 from ckptcore.plugins import Plugins
@@ -23,20 +23,23 @@ from ckptcore.protocols import (
     Continuation,
     Executor,
     FilesHandler,
+    HostBytes,
+    HostMemory,
     Layout,
     PerProcessHandler,
     Snapshot,
     WriteStore,
 )
-from ckptcore.saving.tree_descriptions import TreeDescription, describe_tree
+from ckptcore.saving.tree_descriptions import StartTransfer, TreeDescription, describe_tree
 from ckptcore.tree.per_process import PerProcess
 
 __all__ = [
+    "ArraySource",
     "Captured",
     "FilesCaptured",
     "FilesDescription",
-    "Part",
     "PartDescription",
+    "SavePart",
     "TreeCaptured",
     "describe_part",
     "files_below",
@@ -95,39 +98,67 @@ def _raise(error: OSError) -> NoReturn:
     raise error
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One tree, or one object's files, of a save.
+class ArraySource(Protocol):
+    """The arrays of a part, until they are captured."""
+
+    @property
+    def name(self) -> str:
+        """The name of the checkpointable."""
+        ...
+
+    def host_bytes(self, item: WriteItem) -> HostBytes:
+        """Return the host memory that an item of the plan takes."""
+        ...
+
+    def start_copy(self, plan: WritePlan, memory: HostMemory) -> StartTransfer:
+        """Return what begins the transfer of an item into memory that nobody can change."""
+        ...
+
+    def start_view(self, plan: WritePlan) -> StartTransfer:
+        """Return what begins the transfer of an item as it is."""
+        ...
+
+
+@dataclass(slots=True)
+class SavePart:
+    """One tree, or the files of one object, from the value to the receipts. The stages of a save fill it one after the other.
 
     Attributes:
-        directory: where it goes within the checkpoint; empty where it is the whole checkpoint.
-        layout: how it is laid out.
+        directory: within the checkpoint; empty if the part is the whole checkpoint.
+        layout: stores it.
         plan: what this process writes of it.
-        own: whether this process writes it alone, and every process one of its own.
-        worker_plans: what each worker of this controller writes of it; empty where none holds anything of it.
-        copies: whether it is no part of the checkpoint, but a copy beside it that only this host has.
-        shared: aliases that the plan stores as separate arrays, and the root lists as aliases: those of a tree whose
-            arrays are stored under each of their names.
+        own: True if every process writes a part of its own. Otherwise all processes write it together.
+        worker_plans: what each worker of this controller writes of it; empty if none has any of it.
+        source: what is captured; None once it is.
+        captured: what is written; None before the capture and once it was closed.
+        receipts: of what was written; on the leader those of all ranks before the commit.
     """
 
     directory: str
     layout: Layout
     plan: WritePlan
-    own: bool
+    own: bool = False
     worker_plans: tuple[WritePlan, ...] = ()
-    copies: bool = False
-    shared: Mapping[int, int] = field(default_factory=dict)
+    source: ArraySource | FilesDescription | None = None
+    captured: Captured | None = None
+    receipts: Sequence[Receipt] = ()
 
     @property
     def plans(self) -> tuple[WritePlan, ...]:
         """What this process and its workers write of it."""
         return (self.plan, *self.worker_plans)
 
+    def close(self) -> None:
+        """Release what was captured. Again is no error."""
+        captured, self.captured, self.source = self.captured, None, None
+        if captured is not None:
+            captured.close()
+
 
 class Captured(Protocol):
     """What a part held when the save began: nobody can change it any more, or has promised not to."""
 
-    def write(self, part: Part, store: WriteStore) -> JSON:
+    def write(self, part: SavePart, store: WriteStore) -> JSON:
         """Write it; the layout's receipt."""
         ...
 
@@ -186,7 +217,7 @@ class TreeCaptured:
         self.snapshot = snapshot
         self._closed = closed
 
-    def write(self, part: Part, store: WriteStore) -> JSON:
+    def write(self, part: SavePart, store: WriteStore) -> JSON:
         """See `Captured`."""
         return part.layout.write(self.snapshot, store)
 
@@ -204,7 +235,7 @@ class FilesCaptured:
         self._directory = directory
         self._continuation = continuation
 
-    def write(self, part: Part, store: WriteStore) -> JSON:
+    def write(self, part: SavePart, store: WriteStore) -> JSON:
         """Let the object write the rest, and store every file; the receipt tells of empty directories."""
         if self._continuation is not None:
             with naming(self._name):

@@ -1,12 +1,12 @@
-"""Preparing a save: what is to be written and where, looked at and refused where it cannot be. Nothing is written here."""
+"""Prepare a save: describe what is to be written and where, and refuse what cannot be. Writes nothing."""
 
 from __future__ import annotations
 
 import datetime
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import xxhash
 
@@ -23,16 +23,13 @@ from ckptcore.model.tree import JSON, format_path
 from ckptcore.protocols import Executor, Layout, SharesReplicas
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.exporting import Export, PlannedExport, PreparedExport, plan_exports
-from ckptcore.saving.parts import Part, PartDescription, describe_part, naming
-from ckptcore.saving.persisting import NOTHING_COMMITTED, Described, fail_before_claim, fail_everywhere
-from ckptcore.saving.save_requests import OneTree, SaveRequest, check_custom, check_metrics, check_progress
+from ckptcore.saving.parts import PartDescription, describe_part, naming
+from ckptcore.saving.prepared import NOTHING_COMMITTED, Save, SaveDraft, Target
+from ckptcore.saving.save_requests import OneTree, SaveRequest
 from ckptcore.saving.tree_descriptions import TreeDescription
 from ckptcore.tree.flattening import leaves_of_each_process, of_each_process
 from ckptcore.tree.merge import unite_trees
 from ckptcore.tree.subtrees import path_keys
-
-if TYPE_CHECKING:
-    from ckptcore.saving.host_persisting import CopyDescription
 
 __all__ = ["PreparedSave", "prepare_save", "save_created", "tree_digest"]
 
@@ -41,175 +38,132 @@ _Descriptions: TypeAlias = Sequence[PartDescription]
 
 @dataclass(frozen=True, slots=True)
 class PreparedSave:
-    """A save that can go ahead.
+    """A save with its exports.
 
     Attributes:
-        described: the checkpoint.
-        descriptions: what each of its parts is. They hold the state: to be let go of once it is captured.
-        exports: the further checkpoints of the same arrays.
-        executor: the workers that write of it what its parts say; None where this process writes all.
+        save: the checkpoint.
+        exports: further checkpoints of the same arrays.
+        executor: the workers that write some of it; None if this process writes all.
     """
 
-    described: Described
-    descriptions: Sequence[PartDescription | CopyDescription]
-    exports: Sequence[PreparedExport]
+    save: Save
+    exports: Sequence[PreparedExport] = ()
     executor: Executor | None = None
-
-    @property
-    def described_parts(self) -> Sequence[tuple[Part, PartDescription | CopyDescription]]:
-        """Each part with what it is."""
-        return tuple(zip(self.described.parts, self.descriptions, strict=True))
 
     @property
     def nbytes(self) -> int:
         """Bytes of arrays that this process and its workers write."""
-        all_described = [self.described, *(export.described for export in self.exports)]
-        return sum(
-            item.nbytes
-            for described in all_described
-            for part in described.parts
-            for plan in part.plans
-            for item in plan.items
-        )
+        saves = [self.save, *(export.save for export in self.exports)]
+        return sum(item.nbytes for save in saves for part in save.parts for plan in part.plans for item in plan.items)
 
 
 def prepare_save(request: SaveRequest, context: Context, recording: Recording, agreement: Agreement) -> PreparedSave:
-    """Look at what is to be saved and where, and refuse what cannot be.
+    """Describe what is to be saved and where, and refuse what cannot be. On every rank; writes nothing.
 
     Raises:
         UnsupportedLeafError, UnsupportedKeyError, NameCollisionError, CheckpointExistsError, InvalidLocationError
         ValueError, TypeError: for what is no metadata, metric, step or epoch.
-        BackgroundSaveError: an earlier save failed unnoticed, here; in a job the other ranks hear of it.
+        BackgroundSaveError: an earlier save failed unnoticed in this process; in a job on every rank.
     """
-    rank, size = agreement.rank, agreement.size
-    composite = not isinstance(request.values, OneTree)
+    runtime, size = runtime_of(context), agreement.size
     with agreement.stage("describe", meaning=NOTHING_COMMITTED) as stage:
-        runtime_of(context).saves.raise_unnoticed()
-        executor = runtime_of(context).workers()
-        chosen = runtime_of(context).registry.layout(request.layout)
-        custom = check_custom(request.custom)
-        metrics = check_metrics(request.metrics)
-        progress = check_progress(request)
-        recording.step = progress.get("step")
-        values = {"": request.values.state} if isinstance(request.values, OneTree) else dict(request.values)
+        runtime.saves.raise_unnoticed()
+        info = request.notes.info()
+        recording.step = info.progress.get("step")
+        durable = context.durability == "full"
         location = resolve_location(
-            request.location, runtime_of(context).registry, durable=context.durability == "full", config=context.storage
+            request.destination.place, runtime.registry, durable=durable, config=context.storage
         )
-        if composite:
-            for name in values:
-                check_name(name)
-        replicas = context.job.replicas if _share_replicas(chosen, request.exports, context) else None
-        # The same order on every process of a job, because `state_dict` may be collective.
-        described_by_name = {
-            name: describe_part(
-                name,
-                values[name],
-                chosen,
-                runtime_of(context).registry,
-                rank=rank,
-                size=size,
-                replicas=replicas,
-                executor=executor,
-                placeholders=request.base is not None,
-            )
-            for name in sorted(values)
-        }
-        descriptions: _Descriptions = [described_by_name[name] for name in values]
-        if size > 1 and context.job.replicas.objects == "refuse":
-            _refuse_what_differs(values, descriptions, size)
-        members = (
-            {name: part.member(size) for name, part in zip(values, descriptions, strict=True)} if composite else None
-        )
-        if rank == 0:
-            if request.allowed is not None:
-                request.allowed()
-            refuse_inside(location)
-            if not request.partial:
-                refuse_to_replace(location, request.overwrite, foreign_checkpoints(context))
+        target = Target(location, request.destination.overwrite, request.hooks.before_commit)
+        executor = runtime.workers()
+        descriptions = _describe_parts(request, context, executor, agreement)
+        if not isinstance(request.values, OneTree):
+            info = replace(info, members={one.name: one.member(size) for one in descriptions})
+        if agreement.rank == 0:
+            _refuse_target(request, target, context)
 
         def plan_all() -> Sequence[PlannedExport]:  # of the descriptions there are when it is called
-            found = plan_exports(request.exports, location, list(values), descriptions, context, size=size)
-            if rank == 0:
+            found = plan_exports(request.exports, location, descriptions, context, size=size)
+            if agreement.rank == 0:
                 for export in found:
-                    refuse_to_replace(export.location, request.overwrite, foreign_checkpoints(context))
+                    refuse_to_replace(export.location, target.overwrite, foreign_checkpoints(context))
             return found
 
         planned: Sequence[PlannedExport] = ()
         unplanned = None
         try:
-            planned = plan_all()
+            planned = plan_all() if request.exports else ()
         except TreeMismatchError as error:
             if size == 1:
                 raise
             unplanned = str(error)  # another rank may have what is to be exported
         if size > 1:
-            stage.payload = _told(members, descriptions, request.exports, unplanned, context)
+            stage.payload = _digests(info.members, descriptions, request.exports, unplanned, context)
     payloads = stage.payloads
     decided = agreement.lead("save", lambda: _decide(payloads, descriptions, exports=len(request.exports)))
-    save_id, created = decided["save_id"], decided["created"]
-    recording.save_id = save_id
+    recording.save_id = decided["save_id"]
     if decided["different"]:
         descriptions = _unite(agreement, descriptions, decided["different"], payloads)
         with agreement.stage("exports", meaning=NOTHING_COMMITTED):
             planned = plan_all()
-    session = None
-    if request.partial:
-        from ckptcore.saving.session_planning import plan_session  # only who saves in sessions needs it
-
-        session = plan_session(agreement, location, descriptions, save_id, created)
-        save_id, created = session.planned.partial.save_id, session.planned.partial.created
-        recording.save_id = save_id
-    update = None
-    if request.base is not None:
-        from ckptcore.saving.updating import plan_update  # only who refers to others needs it
-
-        update, written = plan_update(agreement, location, descriptions, request.base, context)
-        descriptions = [written]
-    hosts = None if request.on_hosts is None or len(request.on_hosts.hosts.groups) == 1 else request.on_hosts.hosts
-    parts = []
-    try:
-        for name, description in zip(values, descriptions, strict=True):
-            member = description.member(size)
-            directory = member.directory(name, rank) if composite else ""
-            own = member.processes is not None
-            plan, worker_plans = description.plan(rank, size, save_id), description.worker_plans(save_id)
-            if session is not None:
-                plan = session.placed(plan)
-            parts.append(Part(directory, description.layout, plan, own, worker_plans))
-    except BaseException as error:  # noqa: BLE001  # told to the other ranks, then raised
-        if hosts is not None:
-            from ckptcore.saving.host_persisting import FIRST_STAGE
-
-            fail_everywhere(agreement, FIRST_STAGE, error)
-        fail_before_claim(agreement, error)
-    described = Described(
-        location=location,
-        overwrite=request.overwrite,
-        custom=custom,
-        metrics=metrics,
-        progress=progress,
-        save_id=save_id,
-        created=created,
-        parts=parts,
-        members=members,
-        before_commit=request.before_commit,
+    save = Save(
+        target=target,
+        info=replace(info, save_id=decided["save_id"], created=decided["created"]),
+        parts=(),
+        strategy=request.strategy,
         agreement=agreement,
-        on_hosts=request.on_hosts,
-        session=None if session is None else session.planned,
-        update=update,
+        recording=recording,
+        context=context,
     )
-    copied: Sequence[CopyDescription] = ()
-    if hosts is not None:
-        from ckptcore.saving.host_persisting import add_host_copies  # only who has hosts needs it
-
-        trees = list(_common_trees(descriptions))
-        described, copied = add_host_copies(described, trees, hosts, runtime_of(context).registry)
+    save = request.strategy.prepare(SaveDraft(save, descriptions, len(planned)))
     exports = [
-        export.prepare(described, export_id, agreement.part(f"export-{number}"))
+        export.prepare(save, export_id, agreement.part(f"export-{number}"))
         for number, (export, export_id) in enumerate(zip(planned, decided["exports"], strict=True))
     ]
-    used = executor if any(part.worker_plans for part in parts) else None
-    return PreparedSave(described, [*descriptions, *copied], exports, used)
+    used = executor if executor is not None and any(part.worker_plans for part in save.parts) else None
+    return PreparedSave(save, exports, used)
+
+
+def _describe_parts(
+    request: SaveRequest, context: Context, executor: Executor | None, agreement: Agreement
+) -> _Descriptions:
+    """Describe what is to be saved, in the order that was given."""
+    registry = runtime_of(context).registry
+    layout = registry.layout(request.layout)
+    values = {"": request.values.state} if isinstance(request.values, OneTree) else dict(request.values)
+    if not isinstance(request.values, OneTree):
+        for name in values:
+            check_name(name)
+    shared = agreement.size > 1 or executor is not None
+    replicas = context.job.replicas if shared and _share_replicas(layout, request.exports, context) else None
+    # The same order on every process of a job, because `state_dict` may be collective.
+    by_name = {
+        name: describe_part(
+            name,
+            values[name],
+            layout,
+            registry,
+            rank=agreement.rank,
+            size=agreement.size,
+            replicas=replicas,
+            executor=executor,
+            placeholders=request.strategy.takes_placeholders,
+        )
+        for name in sorted(values)
+    }
+    descriptions = [by_name[name] for name in values]
+    if agreement.size > 1 and context.job.replicas.objects == "refuse":
+        _refuse_what_differs(descriptions, agreement.size)
+    return descriptions
+
+
+def _refuse_target(request: SaveRequest, target: Target, context: Context) -> None:
+    """Refuse a location whose checkpoint is not to be replaced. On the leader."""
+    if request.hooks.allowed is not None:
+        request.hooks.allowed()
+    refuse_inside(target.location)
+    if not request.strategy.checks_target:
+        refuse_to_replace(target.location, target.overwrite, foreign_checkpoints(context))
 
 
 def save_created() -> str:
@@ -217,12 +171,12 @@ def save_created() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
 
 
-def _refuse_what_differs(values: Mapping[str, object], descriptions: _Descriptions, size: int) -> None:
+def _refuse_what_differs(descriptions: _Descriptions, size: int) -> None:
     """Refuse objects in shared trees of which every process has one of its own: one of them would be stored.
 
     Also where they are equal now, so that a job that could save once can save again.
     """
-    for name, description in zip(values, descriptions, strict=True):
+    for description in descriptions:
         if not isinstance(description, TreeDescription) or description.own:
             continue
         found = [
@@ -230,7 +184,7 @@ def _refuse_what_differs(values: Mapping[str, object], descriptions: _Descriptio
             for path, thing in of_each_process(description.flat.shape)
         ]
         if found:
-            where = f"in {name!r}: " if name else ""
+            where = f"in {description.name!r}: " if description.name else ""
             more = f"; and {len(found) - 20} more" if len(found) > 20 else ""
             raise UnsupportedLeafError(
                 f"{where}{'; '.join(found[:20])}{more}: every process has one of its own, and of a tree that {size} processes "
@@ -250,16 +204,16 @@ def _share_replicas(layout: Layout, exports: Sequence[Export], context: Context)
     return all(isinstance(one, SharesReplicas) and one.shares_replicas for one in layouts)
 
 
-def _told(
+def _digests(
     members: Mapping[str, Member] | None,
     descriptions: _Descriptions,
     exports: Sequence[Export],
     unplanned: str | None,
     context: Context,
 ) -> JSON:
-    """What a rank tells of what it saves: digests that are equal exactly where two ranks save the same.
+    """Digests of what this rank saves. They are equal on two ranks only if these save the same.
 
-    Notes may differ: on which device an array of one device was is said by each rank in its own way.
+    Notes may differ: each rank names the device of an array in its own way.
     """
     names = None if members is None else [[name, member.kind, member.processes] for name, member in members.items()]
     exported = [

@@ -1,9 +1,10 @@
-"""Saving: prepare, capture, persist, export. Each stage's input can only be had from the stage before."""
+"""Save: prepare, capture, write and commit, then export."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from typing import Literal
 
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError
@@ -15,10 +16,11 @@ from ckptcore.io.snapshot import BoundedSnapshot
 from ckptcore.job.agreement import Agreement
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.capturing import Copies, Holding
-from ckptcore.saving.exporting import PreparedExport, write_exports
-from ckptcore.saving.persisting import NOTHING_COMMITTED, Described, fail_before_claim, fail_everywhere, persist
+from ckptcore.saving.exporting import write_exports
+from ckptcore.saving.prepared import NOTHING_COMMITTED, fail_before_claim, fail_everywhere
 from ckptcore.saving.preparing import PreparedSave, prepare_save
 from ckptcore.saving.save_requests import SaveRequest
+from ckptcore.saving.write import write_save
 
 __all__ = ["begin_save", "perform_save"]
 
@@ -29,64 +31,73 @@ def perform_save(request: SaveRequest, context: Context) -> None:
     Raises:
         CheckpointError: why it is not.
     """
-    key = runtime_of(context).exchange_key(request.agreed)  # before anything can fail: every rank counts every save
+    runtime = runtime_of(context)
+    key = runtime.exchange_key(request.destination.agreed)  # before anything can fail: every rank counts every save
     with _recorded(request, context) as recording, recording.phase("blocking"):
-        agreement = Agreement(runtime_of(context).job(), key, recording)
+        agreement = Agreement(runtime.job(), key, recording)
         with recording.phase("describe"):
             save = prepare_save(request, context, recording, agreement)
-        holding = Holding()
+        holding = Holding(save)
         try:
             try:
                 with recording.phase("wait_for_previous"):
-                    runtime_of(context).saves.wait()
-                holding.view(save)
-            except BaseException as error:  # noqa: BLE001  # told to the other ranks, then raised
+                    runtime.saves.wait()
+                holding.view()
+            except BaseException as error:  # noqa: BLE001  # sent to the other ranks, then raised
                 fail_before_claim(agreement, error)
-            _write(request.committed, save.described, save.exports, holding, context, recording)
+            _write(save, holding, request.hooks.committed)
         finally:
             holding.close()
 
 
-def begin_save(request: SaveRequest, context: Context) -> SaveHandle:
+def begin_save(
+    request: SaveRequest, context: Context, *, when_busy: Literal["wait", "queue"] | None = None
+) -> SaveHandle:
     """Begin to save and return once the save owns its memory; it goes on in the background.
 
+    Args:
+        request: the save.
+        context: options.
+        when_busy: what it does while another save runs; None: as the Context says.
+
     Raises:
-        CheckpointError: why it cannot begin; what comes later is told by the handle.
+        CheckpointError: why it cannot begin; the handle raises later errors.
     """
-    key = runtime_of(context).exchange_key(request.agreed)  # before anything can fail: every rank counts every save
+    runtime = runtime_of(context)
+    key = runtime.exchange_key(request.destination.agreed)  # before anything can fail: every rank counts every save
     with _recorded(request, context, goes_on=True) as recording, recording.phase("blocking"):
-        agreement = Agreement(runtime_of(context).job(), key, recording)
+        agreement = Agreement(runtime.job(), key, recording)
         try:
             with recording.phase("wait_for_previous"):
-                if (request.when_busy or context.when_busy) == "wait":
-                    runtime_of(context).saves.wait()
+                if (when_busy or context.when_busy) == "wait":
+                    runtime.saves.wait()
                 else:
-                    runtime_of(context).saves.wait_for_room()
-        except BaseException as error:  # noqa: BLE001  # told to the other ranks, then raised
+                    runtime.saves.wait_for_room()
+        except BaseException as error:  # noqa: BLE001  # sent to the other ranks, then raised
             fail_everywhere(agreement, "describe", error)
         with recording.phase("describe"):
             save = prepare_save(request, context, recording, agreement)
-        handle = SaveHandle(save.described.location.display, save.nbytes)
-        memory = StagingMemory(runtime_of(context).staging, runtime_of(context).io_threads)
-        holding = Holding()
+        handle = SaveHandle(save.save.target.location.display, save.nbytes)
+        memory = StagingMemory(runtime.staging, runtime.io_threads)
+        holding = Holding(save)
         to_copy: Sequence[BoundedSnapshot] = ()
         copies: Copies | None = None
         try:
             if context.memory.save_bytes is not None:
-                to_copy = holding.copy_bounded(save, memory, context.memory.save_bytes)
+                to_copy = holding.copy_bounded(memory, context.memory.save_bytes)
             elif _is_uploaded_early(save):
-                copies = holding.begin_copies(save, memory)
+                copies = holding.begin_copies(memory)
             else:
                 with recording.phase("copy") as phase:
-                    holding.begin_copies(save, memory).wait()
+                    holding.begin_copies(memory).wait()
                     phase.nbytes = memory.copied_bytes
-        except BaseException as error:  # noqa: BLE001  # told to the other ranks, then raised
+        except BaseException as error:  # noqa: BLE001  # sent to the other ranks, then raised
             holding.close()
             memory.close()
             fail_before_claim(agreement, error)
         # The writer waits for copies that this thread makes: it cannot run on this thread, before them.
         inline = not to_copy
-        _go_on(request.committed, save.described, save.exports, holding, memory, handle, context, recording, inline)
+        _go_on(save, holding, request.hooks.committed, memory, handle, inline=inline)
         if to_copy:
             _copy_while_written(to_copy, memory, handle, recording)
         if copies is not None:
@@ -97,9 +108,8 @@ def begin_save(request: SaveRequest, context: Context) -> SaveHandle:
 @contextmanager
 def _recorded(request: SaveRequest, context: Context, *, goes_on: bool = False) -> Iterator[Recording]:
     """Record an operation; one that goes on in the background is over later, unless it failed to begin."""
-    recording = Recording(
-        "save", str(request.location), context.observers, step=request.step, rank=runtime_of(context).job().rank
-    )
+    place, rank = str(request.destination.place), runtime_of(context).job().rank
+    recording = Recording("save", place, context.observers, step=request.notes.step, rank=rank)
     try:
         yield recording
     except BaseException as error:
@@ -110,89 +120,70 @@ def _recorded(request: SaveRequest, context: Context, *, goes_on: bool = False) 
 
 
 def _write(
-    committed: Callable[[], None] | None,
-    described: Described,
-    exports: Sequence[PreparedExport],
+    prepared: PreparedSave,
     holding: Holding,
-    context: Context,
-    recording: Recording,
+    committed: Callable[[], None] | None,
     handle: SaveHandle | None = None,
 ) -> None:
-    """Write and commit the checkpoint, let it be known, then write its exports."""
+    """Write and commit the checkpoint, call `committed`, then write the exports."""
+    save, recording = prepared.save, prepared.save.recording
     try:
-        if described.session is not None:
-            from ckptcore.saving.session_persisting import persist_session  # only who saves in sessions needs it
-
-            persist_session(described, described.session, holding.parts, context, recording, handle)
-        elif described.update is not None and described.agreement.rank == 0:
-            with ExitStack() as pinned:
-                try:
-                    pinned.enter_context(described.update.pinned(runtime_of(context).conditions))
-                except BaseException as error:  # noqa: BLE001  # sent to the other ranks, then raised
-                    fail_before_claim(described.agreement, error)
-                persist(described, holding.parts, context, recording, handle, holding.at_workers)
-        elif described.on_hosts is None:
-            persist(described, holding.parts, context, recording, handle, holding.at_workers)
-        else:
-            from ckptcore.saving.host_persisting import persist_on_hosts  # only who has hosts needs it
-
-            persist_on_hosts(described, holding.parts, context, recording, handle, described.on_hosts)
+        write_save(save, handle, holding.at_workers)
     except BaseException as error:
         recording.finish(error=error)
         raise
-    if handle is not None or exports:  # which are operations of their own
+    if handle is not None or prepared.exports:  # which are operations of their own
         recording.finish(None if handle is None else handle.progress.written)
     if committed is not None:
         committed()
-    write_exports(exports, holding.exports, context, described.location.display, handle, holding.at_workers)
+    if prepared.exports:
+        write_exports(prepared.exports, save.target.location.display, handle, holding.at_workers)
 
 
 def _go_on(
-    committed: Callable[[], None] | None,
-    described: Described,
-    exports: Sequence[PreparedExport],
+    prepared: PreparedSave,
     holding: Holding,
+    committed: Callable[[], None] | None,
     memory: StagingMemory,
     handle: SaveHandle,
-    context: Context,
-    recording: Recording,
+    *,
     inline: bool,
 ) -> None:
-    """Write in the background what is held; of the request nothing is kept, because it has the state."""
-
-    saves = [described, *(export.described for export in exports)]
+    """Write in the background what is held. The request is not kept, because it has the state."""
+    save, runtime = prepared.save, runtime_of(prepared.save.context)
+    saves = [save, *(export.save for export in prepared.exports)]
     # The leader commits; ranks may be threads of one process.
-    locations = [save.location.identity for save in saves] if described.agreement.rank == 0 else []
+    locations = [one.target.location.identity for one in saves] if save.agreement.rank == 0 else []
 
     def work() -> None:
         try:
-            _write(committed, described, exports, holding, context, recording, handle)
+            _write(prepared, holding, committed, handle)
         finally:
             holding.close()
             memory.close()
-            if not context.memory.keep_staging:
-                runtime_of(context).staging.release_unused()
+            if not save.context.memory.keep_staging:
+                runtime.staging.release_unused()
 
     try:
-        runtime_of(context).saves.run(handle, work, locations, inline=inline)
+        runtime.saves.run(handle, work, locations, inline=inline)
     except RuntimeError as error:
         holding.close()
         memory.close()
         failed = CheckpointError(
-            f"cannot save to {described.location.display} in the background with MemoryOptions(save_bytes=...): {error}. Call "
+            f"cannot save to {save.target.location.display} in the background with MemoryOptions(save_bytes=...): {error}. Call "
             f"save, or allow a copy of the whole state. {NOTHING_COMMITTED.capitalize()}"
         )
         failed.__cause__ = error
-        fail_before_claim(described.agreement, failed)
+        fail_before_claim(save.agreement, failed)
 
 
 def _is_uploaded_early(save: PreparedSave) -> bool:
-    """Whether it pays to write what is copied while the rest is still being copied.
+    """True if the copies are written while others are still being made.
 
-    A storage that is far takes longer than the copies, and waits for requests rather than for memory. Beside a disk both would
-    share the processors, and the caller would wait longer. What workers hold they write when they have been waited for.
+    A remote storage takes longer than the copies, and waits for requests rather than for memory. With a disk both would
+    share the processors, and the caller would wait longer. Workers write only after all of them have copied.
     """
-    return save.executor is None and requests_of(save.described.location.store).concurrency > 1
+    return save.executor is None and requests_of(save.save.target.location.store).concurrency > 1
 
 
 def _copy_while_uploaded(copies: Copies, memory: StagingMemory, handle: SaveHandle, recording: Recording) -> None:

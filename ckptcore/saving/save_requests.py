@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final
 
 from ckptcore.commit.location import Place
 from ckptcore.commit.occupants import Overwrite
 from ckptcore.model.tree import JSON
-from ckptcore.protocols import Layout
+from ckptcore.protocols import Layout, SaveStrategy
 from ckptcore.saving.exporting import Export
+from ckptcore.saving.plain import PlainSave
+from ckptcore.saving.prepared import CommitInfo, Save, SaveDraft
 from ckptcore.step_names import whole_number
 
-if TYPE_CHECKING:
-    from ckptcore.job.visibility import OnHosts
-
-__all__ = ["OneTree", "SaveRequest", "check_custom", "check_metrics", "check_progress"]
+__all__ = ["Destination", "OneTree", "SaveHooks", "SaveNotes", "SaveRequest", "check_custom"]
 
 _MOST_PROGRESS: Final = 2**63 - 1
 
@@ -33,51 +32,89 @@ class OneTree:
     state: object
 
 
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where a save goes.
+
+    Attributes:
+        place: a path or URL.
+        overwrite: whether a checkpoint there is replaced.
+        name: what every rank of a job calls it, if its path differs between them; None: the place.
+    """
+
+    place: Place
+    overwrite: Overwrite = False
+    name: str | None = None
+
+    @property
+    def agreed(self) -> object:
+        """What names the exchanges of the save."""
+        return self.place if self.name is None else self.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveNotes:
+    """What a user says about a checkpoint.
+
+    Attributes:
+        custom: metadata; JSON.
+        metrics: measurements.
+        step, epoch: how far the training is, in integers of any type; None if nobody says.
+    """
+
+    custom: Mapping[str, JSON] | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    step: int | None = None
+    epoch: int | None = None
+
+    def info(self) -> CommitInfo:
+        """What the root says, checked; the save has no id yet.
+
+        Raises:
+            ValueError, TypeError: for what is no metadata, metric, step or epoch.
+        """
+        custom, metrics = check_custom(self.custom), _check_metrics(self.metrics)
+        return CommitInfo(
+            save_id="", created="", custom=custom, metrics=metrics, progress=_check_progress(self.step, self.epoch)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveHooks:
+    """What is called during a save.
+
+    Attributes:
+        allowed: on the leader before anything is written; an error of it stops the save.
+        before_commit: on the leader right before the commit; an error of it stops the save.
+        committed: on every rank once the checkpoint exists, on the thread that waited for it, before exports are written.
+    """
+
+    allowed: Callable[[], None] | None = None
+    before_commit: Callable[[], None] | None = None
+    committed: Callable[[], None] | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
     """A save that a user asked for.
 
     Attributes:
-        location: where to.
-        values: what: one tree, or checkpointables by name.
+        destination: where it goes.
+        values: one tree, or checkpointables by name.
         layout: a name, or a layout with options.
-        overwrite: whether what is there is replaced.
-        custom: metadata of the user's; JSON.
-        metrics: measurements to be kept with it.
-        step, epoch: how far the training is, in integers of any type; None where nobody says.
-        when_busy: what an asynchronous save does while another runs; None: as the Context says.
-        allowed: called on the leader before anything is written; an error of it stops the save.
-        before_commit: called on the leader right before the commit; an error of it stops the save.
-        committed: called on every rank once the checkpoint is there, on the thread that waited for it. Exports come after it.
         exports: further checkpoints in other layouts, of the same copy.
-        on_hosts: that it goes to a directory of each host; None: to one that all processes see.
-        partial: whether it is a session of a partial save, of one tree.
-        base: the checkpoint that has what is not given; None: everything is given.
-        name: what every rank of a job calls the location, whatever its path is on each; None: as it is given.
+        strategy: what is written and committed.
+        notes: what the user says about it.
+        hooks: what is called.
     """
 
-    location: Place
+    destination: Destination
     values: OneTree | Mapping[str, object]
     layout: str | Layout
-    overwrite: Overwrite
-    custom: Mapping[str, JSON] | None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    step: int | None = None
-    epoch: int | None = None
-    when_busy: Literal["wait", "queue"] | None = None
-    allowed: Callable[[], None] | None = None
-    before_commit: Callable[[], None] | None = None
-    committed: Callable[[], None] | None = None
     exports: Sequence[Export] = ()
-    on_hosts: OnHosts | None = None
-    partial: bool = False
-    base: Place | None = None
-    name: str | None = None
-
-    @property
-    def agreed(self) -> object:
-        """What the exchanges of the save are called by."""
-        return self.location if self.name is None else self.name
+    strategy: SaveStrategy[SaveDraft, Save] = field(default_factory=PlainSave)
+    notes: SaveNotes = field(default_factory=SaveNotes)
+    hooks: SaveHooks = field(default_factory=SaveHooks)
 
 
 def check_custom(custom: Mapping[str, JSON] | None) -> Mapping[str, JSON]:
@@ -99,7 +136,7 @@ def check_custom(custom: Mapping[str, JSON] | None) -> Mapping[str, JSON]:
     return decoded
 
 
-def check_metrics(metrics: Mapping[str, float]) -> Mapping[str, float]:
+def _check_metrics(metrics: Mapping[str, float]) -> Mapping[str, float]:
     """Measurements as they are stored.
 
     Raises:
@@ -117,14 +154,14 @@ def check_metrics(metrics: Mapping[str, float]) -> Mapping[str, float]:
     return checked
 
 
-def check_progress(request: SaveRequest) -> Mapping[str, int]:
+def _check_progress(step: int | None, epoch: int | None) -> Mapping[str, int]:
     """The step and the epoch, as they are stored.
 
     Raises:
         ValueError, TypeError: if one is no whole number of at most 64 bits.
     """
     checked = {}
-    for name, value in (("step", request.step), ("epoch", request.epoch)):
+    for name, value in (("step", step), ("epoch", epoch)):
         if value is None:
             continue
         number = whole_number(name, value, hint=". Nothing was written")

@@ -11,19 +11,19 @@ from ckptcore.commit.root import Claimed
 from ckptcore.loading.workers import WorkerOptions, WorkerPart, WriteParts, read_report
 from ckptcore.model.transfer import Pending, Receipt
 from ckptcore.protocols import Executor, Held, LeafBoxes
-from ckptcore.saving.parts import Part
+from ckptcore.saving.parts import SavePart
 from ckptcore.saving.tree_descriptions import TreeDescription
 
 __all__ = ["HeldByWorkers", "WorkerWrites", "boxes_at_workers"]
 
 
-def boxes_at_workers(parts: Sequence[tuple[Part, TreeDescription]], worker: int) -> Sequence[LeafBoxes]:
-    """What a worker is to hold for a save: of each part that workers write, what its plan says, in that order."""
+def boxes_at_workers(parts: Sequence[SavePart], worker: int) -> Sequence[LeafBoxes]:
+    """What a worker holds for a save: of each part that workers write, what its plan says, in that order."""
     return [
         boxes
-        for part, description in parts
-        if part.worker_plans
-        for boxes in description.boxes_of(part.worker_plans[worker])
+        for part in parts
+        if part.worker_plans and isinstance(part.source, TreeDescription)
+        for boxes in part.source.boxes_of(part.worker_plans[worker])
     ]
 
 
@@ -33,16 +33,18 @@ class HeldByWorkers:
 
     Attributes:
         executor: the workers.
+        parts: of the checkpoint.
         held: by worker, what it holds; None where that is nothing.
         numbers: by worker and part of the checkpoint, for each item of the worker's plan the number of what it holds.
     """
 
     executor: Executor
+    parts: Sequence[SavePart]
     held: Sequence[Held | None]
     numbers: Sequence[Sequence[tuple[int, ...]]]
 
     @classmethod
-    def of_parts(cls, executor: Executor, held: Sequence[Held | None], parts: Sequence[Part]) -> HeldByWorkers:
+    def of_parts(cls, executor: Executor, held: Sequence[Held | None], parts: Sequence[SavePart]) -> HeldByWorkers:
         """What workers hold that were asked for `boxes_at_workers`."""
         numbers = []
         for worker in range(len(held)):
@@ -53,15 +55,18 @@ class HeldByWorkers:
                 of_worker.append(tuple(range(taken, taken + items)))
                 taken += items
             numbers.append(of_worker)
-        return cls(executor, held, numbers)
+        return cls(executor, parts, held, numbers)
 
-    def share(self, part: int, items: Sequence[Sequence[int]]) -> HeldByWorkers:
-        """What workers hold for a further checkpoint of one of the parts.
+    def share(self, source: SavePart, items: Sequence[Sequence[int]]) -> HeldByWorkers | None:
+        """Return what workers hold for a further checkpoint of one of the parts; None if they hold none of it.
 
         Args:
-            part: its number.
+            source: the part.
             items: by worker, for each item of the further plan the item of that of the part.
         """
+        if not items:
+            return None
+        part = next(number for number, found in enumerate(self.parts) if found is source)
         numbers = [
             [tuple([of_worker[part][item] for item in chosen])]
             for of_worker, chosen in zip(self.numbers, items, strict=True)
@@ -69,7 +74,7 @@ class HeldByWorkers:
         return replace(self, numbers=numbers)
 
     def begin_writing(
-        self, location: Location, claimed: Claimed, parts: Sequence[Part], options: WorkerOptions
+        self, location: Location, claimed: Claimed, parts: Sequence[SavePart], options: WorkerOptions
     ) -> WorkerWrites:
         """Let every worker that has something of a part write it. Does not wait."""
         begun: list[tuple[int, Sequence[int], Pending[bytes]]] = []
@@ -105,7 +110,7 @@ class WorkerWrites:
     """Workers that are writing parts of one checkpoint."""
 
     def __init__(
-        self, executor: Executor, parts: Sequence[Part], begun: Sequence[tuple[int, Sequence[int], Pending[bytes]]]
+        self, executor: Executor, parts: Sequence[SavePart], begun: Sequence[tuple[int, Sequence[int], Pending[bytes]]]
     ) -> None:
         """`begun` has for each worker its number, the parts that it writes, and its report to come."""
         self._executor = executor

@@ -19,8 +19,9 @@ from ckptcore.job.visibility import OnHosts
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Coordinator, Layout
 from ckptcore.saving.exporting import StepExport
+from ckptcore.saving.plain import PlainSave
 from ckptcore.saving.save import begin_save, perform_save
-from ckptcore.saving.save_requests import OneTree, SaveRequest
+from ckptcore.saving.save_requests import Destination, OneTree, SaveHooks, SaveNotes, SaveRequest
 from ckptcore.training.step_saves import Past, SaveDecider, StepSaves
 from ckptcore.training.tiers.near import RunTiers
 
@@ -137,7 +138,7 @@ class StepSaver:
             return None
         name = self._agreed_name(order)
         with self._begun(order) as before:
-            handle = begin_save(self._request(order, name, before), self._context)
+            handle = begin_save(self._request(order, name, before), self._context, when_busy=self._options.when_busy)
             self._saves.add(order.step, handle)
         return handle
 
@@ -184,24 +185,32 @@ class StepSaver:
         is_on_some_hosts = self._tiers.hosts is not None and step not in self._steps.candidates()
         is_worthless = step in self._broken_in[0] or is_on_some_hosts
         return SaveRequest(
-            location=Within(self._steps.directory, name),
-            name=f"{self._directory}/{name}",  # hosts may find one directory by different paths
+            destination=Destination(
+                Within(self._steps.directory, name),
+                "non-atomic" if is_worthless else order.overwrite,
+                name=f"{self._directory}/{name}",  # hosts may find one directory by different paths
+            ),
             values=order.values,
             layout=self._options.layout,
-            overwrite="non-atomic" if is_worthless else order.overwrite,
-            on_hosts=self._on_hosts(step),
-            custom=order.metadata,
-            metrics=order.metrics or {},
-            step=step,
-            epoch=order.epoch,
-            when_busy=self._options.when_busy,
-            allowed=partial(self._allow, step, before.step, is_new=not order.overwrite),
-            before_commit=None if nearest is None else nearest.owned.check,
-            committed=partial(
-                self._saved, step, name, order.epoch, self._decider.preempted
-            ),  # not the order: that has the state
             exports=[export.of_step(name) for export in self._options.exports if export.wants(step)],
+            strategy=self._strategy(step),
+            notes=SaveNotes(custom=order.metadata, metrics=order.metrics or {}, step=step, epoch=order.epoch),
+            hooks=SaveHooks(
+                allowed=partial(self._allow, step, before.step, is_new=not order.overwrite),
+                before_commit=None if nearest is None else nearest.owned.check,
+                # Not the order: that has the state.
+                committed=partial(self._saved, step, name, order.epoch, self._decider.preempted),
+            ),
         )
+
+    def _strategy(self, step: int) -> PlainSave:
+        """Save into one directory, or into a directory of each host."""
+        on_hosts = self._on_hosts(step)
+        if on_hosts is None:
+            return PlainSave()
+        from ckptcore.saving.host_saves import HostSave  # only runs with directories of hosts need it
+
+        return HostSave(on_hosts)
 
     def _allow(self, step: int, last: int | None, *, is_new: bool) -> None:
         """On the leader, where an error is told to all: wait for a deletion of the step; if it is to be a new one, refuse where it is there.

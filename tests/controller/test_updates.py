@@ -27,7 +27,7 @@ def test_workers_save_and_load_updates(
         context = replace(context, io=replace(context.io, bases="anywhere"))
     ckptcore.save(first, {"kept": make_rows(workers), "given": np.ones(3), "n": 1}, layout=layout, context=context)
     update = {"given": make_whole(workers), "more": make_rows(workers), "n": 2}
-    ckptcore.save_update(second, update, base=first, layout="safetensors", context=context)
+    ckptcore.save(second, update, strategy=ckptcore.Update(first), layout="safetensors", context=context)
     whole = counted(SPEC, Box.whole(SPEC.shape))
     loaded = ckptcore.load(second, context=replace(ckptcore.Context(), io=IOOptions(bases=context.io.bases)))
     assert loaded["n"] == 2

@@ -33,12 +33,12 @@ def _save_member(at: Path) -> Path:
 
 def _save_update(at: Path) -> Path:
     _save_tree(at.with_name("base"))
-    ckptcore.save_update(at, {"b": np.zeros(2)}, base=at.with_name("base"), context=_QUICK)
+    ckptcore.save(at, {"b": np.zeros(2)}, strategy=ckptcore.Update(at.with_name("base")), context=_QUICK)
     return at / "checkpoint.json"
 
 
 def _save_partial(at: Path) -> Path:
-    ckptcore.save_partial(at, {"w": np.ones(3)}, context=_QUICK)
+    ckptcore.partial(at, context=_QUICK).save({"w": np.ones(3)})
     return at.with_name(f".{at.name}.partial.ckptcore") / "checkpoint.partial.json"
 
 

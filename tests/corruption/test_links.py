@@ -149,7 +149,7 @@ def test_a_base_that_is_a_link(name: str, tmp_path: Path) -> None:
     """Also a link to a checkpoint in the same directory that holds the right save."""
     runs = tmp_path / "runs"
     ckptcore.save(runs / "base", {"a": np.arange(600.0), "b": np.ones(3)})
-    ckptcore.save_update(runs / "update", {"b": np.zeros(3)}, base=runs / "base")
+    ckptcore.save(runs / "update", {"b": np.zeros(3)}, strategy=ckptcore.Update(runs / "base"))
     assert ckptcore.load(runs / "update")["a"][5] == 5
     path = runs / "base" if name == "base" else runs / "base" / name
     path.rename(runs / "moved")

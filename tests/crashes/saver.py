@@ -173,11 +173,11 @@ def partial_state(number: int) -> dict[str, Any]:
 
 
 def _save_partial(location: str, number: int) -> None:
-    ckptcore.save_partial(location, partial_state(1), context=_context())
+    ckptcore.partial(location, context=_context()).save(partial_state(1))
 
 
 def _finalize(location: str, number: int) -> None:
-    ckptcore.finalize(location, context=_context())
+    ckptcore.partial(location, context=_context()).finalize()
 
 
 def _replace_often(location: str, number: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 
 from ckptcore.commit.conditions import Conditions
+from ckptcore.commit.fences import FencedStore
 from ckptcore.commit.location import resolve_location
 from ckptcore.commit.root import Claimed, new_save_id
 from ckptcore.plugins import installed_plugins
@@ -22,5 +23,6 @@ def test_an_object_that_is_there_already_leaves_no_upload() -> None:
     writer.write_at(0, _DATA)
     location.store.put("data", _DATA)
     writer.finish()
+    assert isinstance(claim.store, FencedStore)
     assert claim.store.abort_uploads() == 0
     assert claim.store.get("data") == _DATA

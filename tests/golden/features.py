@@ -86,7 +86,7 @@ def _save_composite(at: Path) -> None:
 
 
 def _save_update(at: Path) -> None:
-    ckptcore.save_update(at, golden_update(), base=at.parent / "tree", metadata=METADATA, context=_QUICK)
+    ckptcore.save(at, golden_update(), strategy=ckptcore.Update(at.parent / "tree"), metadata=METADATA, context=_QUICK)
 
 
 def _save_export(at: Path) -> None:
@@ -103,13 +103,13 @@ def _save_step(at: Path) -> None:
 
 def _save_partial(at: Path) -> None:
     """One complete session, which nobody finalized."""
-    ckptcore.save_partial(at / "c", sessions()[0], context=_QUICK)
+    ckptcore.partial(at / "c", context=_QUICK).save(sessions()[0])
 
 
 def _save_finalized(at: Path) -> None:
     for state in sessions():
-        ckptcore.save_partial(at, state, context=_QUICK)
-    ckptcore.finalize(at, metadata=METADATA, context=_QUICK)
+        ckptcore.partial(at, context=_QUICK).save(state)
+    ckptcore.partial(at, context=_QUICK).finalize(metadata=METADATA)
 
 
 def _save_hosts(at: Path) -> None:

@@ -71,8 +71,8 @@ def _partial(at: Path) -> None:
         ckptcore.load(at / "c")
     copy = at / "finalized"
     shutil.copytree(at / ".c.partial.ckptcore", at / ".finalized.partial.ckptcore")
-    ckptcore.save_partial(copy, sessions()[1])
-    ckptcore.finalize(copy, metadata=METADATA)
+    ckptcore.partial(copy).save(sessions()[1])
+    ckptcore.partial(copy).finalize(metadata=METADATA)
     _finalized(copy)
 
 

@@ -19,7 +19,7 @@ from ckptcore.errors import MissingDistributionError
 directory = sys.argv[1]
 base, update = f"{directory}/base", f"{directory}/update"
 ckptcore.save(base, {"w": np.arange(6.0).reshape(2, 3), "b": np.ones(2)})
-ckptcore.save_update(update, {"b": np.zeros(2)}, base=base)
+ckptcore.save(update, {"b": np.zeros(2)}, strategy=ckptcore.Update(base))
 assert (ckptcore.load(update)["w"] == np.arange(6.0).reshape(2, 3)).all()
 wanted = {"w": ckptcore.AbstractArray((8,), "float32"), "b": ckptcore.AbstractArray((1,), "float64")}
 matching = ckptcore.Matching(cast="narrowing", shapes={"reshape", "pad", "truncate"})

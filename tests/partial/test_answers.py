@@ -27,13 +27,13 @@ def _state(number: int) -> dict[str, object]:
 
 def _session(number: int, layout: str) -> _Task:
     def save(storages: Storages, answers: Answers | None) -> None:
-        ckptcore.save_partial(_PLACE, _state(number), layout=layout, context=storages.context(answers))
+        ckptcore.partial(_PLACE, layout=layout, context=storages.context(answers)).save(_state(number))
 
     return save
 
 
 def _finalize(storages: Storages, answers: Answers | None) -> None:
-    ckptcore.finalize(_PLACE, context=storages.context(answers))
+    ckptcore.partial(_PLACE, context=storages.context(answers)).finalize()
 
 
 def _delete(storages: Storages, answers: Answers | None) -> None:

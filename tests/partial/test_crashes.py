@@ -41,13 +41,13 @@ _Task = Callable[[str, ckptcore.Context | None], None]
 
 def _session(number: int, layout: str) -> _Task:
     def save(location: str, context: ckptcore.Context | None) -> None:
-        ckptcore.save_partial(location, partial_state(number), layout=layout, context=context)
+        ckptcore.partial(location, layout=layout, context=context).save(partial_state(number))
 
     return save
 
 
 def _finalize(location: str, context: ckptcore.Context | None) -> None:
-    ckptcore.finalize(location, context=context)
+    ckptcore.partial(location, context=context).finalize()
 
 
 def _delete(location: str, context: ckptcore.Context | None) -> None:
@@ -223,7 +223,7 @@ def test_of_two_sessions_at_once_one_is_told_so(scheme: str, tmp_path: Path) -> 
         def meanwhile(place: str = place, saved: set[int] = saved) -> None:
             for state in ({"arrays": {"array 1": np.full(50, 77)}}, partial_state(2)):
                 try:
-                    ckptcore.save_partial(place, state, layout="zarr3")
+                    ckptcore.partial(place, layout="zarr3").save(state)
                 except (SaveLostError, TreeMismatchError):
                     continue
                 saved.add(2 if state is not None and "array 2" in state["arrays"] else 77)
@@ -341,7 +341,7 @@ def _kills(task: str, warm: Saver, directory: Path, *, sample: int | None) -> No
     def prepare(name: str) -> Path:
         place = directory / name / "run" / "step_1"
         for number in range(sessions):
-            ckptcore.save_partial(place, partial_state(number))
+            ckptcore.partial(place).save(partial_state(number))
         return place
 
     points = list(warm.kill_points(task, str(prepare("traced")), directory / "trace"))
@@ -354,7 +354,7 @@ def _kills(task: str, warm: Saver, directory: Path, *, sample: int | None) -> No
                 ckptcore.load(place)
             _save_missing(str(place), [1, 2], "safetensors")
         try:
-            ckptcore.finalize(place)
+            ckptcore.partial(place).finalize()
         except CheckpointNotFoundError:
             assert committed, f"killed at {point}"
         _expect_whole(f"file://{place}", 2 if committed else 3)
@@ -363,8 +363,8 @@ def _kills(task: str, warm: Saver, directory: Path, *, sample: int | None) -> No
 def test_options_of_the_layout_travel_with_the_sessions(tmp_path: Path) -> None:
     """Kills apart: the stem of files is one of those."""
     layout = SafetensorsLayout(stem="adapter_model")
-    ckptcore.save_partial(tmp_path / "a", {"x": np.ones(3)}, layout=layout)
+    ckptcore.partial(tmp_path / "a", layout=layout).save({"x": np.ones(3)})
     with pytest.raises(CheckpointError, match="adapter_model"):
-        ckptcore.finalize(tmp_path / "a")
-    ckptcore.finalize(tmp_path / "a", layout=layout)
+        ckptcore.partial(tmp_path / "a").finalize()
+    ckptcore.partial(tmp_path / "a", layout=layout).finalize()
     assert (tmp_path / "a" / "adapter_model.safetensors.index.json").exists()

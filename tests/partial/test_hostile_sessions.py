@@ -32,10 +32,14 @@ def _sealed(document: Any) -> bytes:
 
 def _place(directory: Path, layout: str = "safetensors") -> str:
     place = new_place("memory", directory)
-    ckptcore.save_partial(place, {"a": {"w": np.arange(6.0).reshape(2, 3)}, "n": 1}, layout=layout)
+    ckptcore.partial(place, layout=layout).save({"a": {"w": np.arange(6.0).reshape(2, 3)}, "n": 1})
     part = ckptcore.ShardedArray.part(np.ones(2), (0,), (4,), cuts=((2,),))
-    ckptcore.save_partial(place, {"a": {"v": part}}, layout=layout)
+    ckptcore.partial(place, layout=layout).save({"a": {"v": part}})
     return place
+
+
+def _finalize(place: str) -> None:
+    ckptcore.partial(place).finalize()
 
 
 def _no_part(key: str, size: int) -> bytes:
@@ -53,12 +57,12 @@ def test_a_tampered_place_of_the_root_is_an_error(tmp_path: Path) -> None:
             decode_root(data, _no_part)
         except (CorruptCheckpointError, UnsupportedVersionError):
             continue
-        for do in (ckptcore.load, ckptcore.finalize, ckptcore.verify):
+        for do in (ckptcore.load, _finalize, ckptcore.verify):
             for key, content in {**objects, "checkpoint.json": data}.items():
                 store.put(key, content)
             with suppress(CheckpointError):
                 do(place)
-                assert do is ckptcore.finalize, "it was never committed"
+                assert do is _finalize, "it was never committed"
                 assert ckptcore.verify(place).ok
 
 
@@ -74,12 +78,12 @@ def test_a_damaged_table_of_a_session_is_found_out(layout: str, tmp_path: Path) 
         changed[choices.randrange(len(data))] ^= 1 << choices.randrange(8)
         store.put(key, bytes(changed))
         with pytest.raises(CorruptCheckpointError, match=r"session-0 is damaged"):
-            ckptcore.save_partial(place, {"z": 1}, layout=layout)
+            ckptcore.partial(place, layout=layout).save({"z": 1})
         with pytest.raises(CorruptCheckpointError, match=r"session-0 is damaged"):
-            ckptcore.finalize(place)
+            ckptcore.partial(place).finalize()
     store.delete([key])
     with pytest.raises(CorruptCheckpointError, match="missing"):
-        ckptcore.finalize(place)
+        ckptcore.partial(place).finalize()
     ckptcore.delete(place)
     ckptcore.save(place, {"a": 1})
 
@@ -115,8 +119,8 @@ def test_a_hostile_table_of_a_session_is_an_error(layout: str, tmp_path: Path) -
                 store.put(key, data)
             with suppress(CheckpointError):
                 if goes_on:
-                    ckptcore.save_partial(place, rest_of_array, layout=layout)
-                ckptcore.finalize(place)
+                    ckptcore.partial(place, layout=layout).save(rest_of_array)
+                ckptcore.partial(place).finalize()
                 ckptcore.load(place)
     assert refused > 50
 

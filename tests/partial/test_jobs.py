@@ -55,19 +55,19 @@ def test_jobs_of_other_sizes_fill_one_checkpoint(layout: str, place: str) -> Non
 
     def save_first(rank: int, context: ckptcore.Context) -> None:
         state = {"model": {"w": _rows(first, rank, 4)}, "shared": np.ones(5), "step": 3}
-        ckptcore.save_partial(place, state, layout=layout, context=context)
+        ckptcore.partial(place, layout=layout, context=context).save(state)
 
     def save_stages(rank: int, context: ckptcore.Context) -> None:
         state = {"model": {f"stage {rank}": np.full(3, rank)}, "optimizer": {"m": _rows(second, rank, 3)}}
-        ckptcore.save_partial_async(place, state, layout=layout, context=context).result()
+        ckptcore.partial(place, layout=layout, context=context).save_async(state).result()
 
     def end(rank: int, context: ckptcore.Context) -> Any:
-        ckptcore.finalize(place, metadata={"from": "a job"}, context=context)
+        ckptcore.partial(place, context=context).finalize(metadata={"from": "a job"})
         return ckptcore.metadata(place, context=context).custom
 
     _run(4, save_first)
     _run(3, save_stages)
-    ckptcore.save_partial(place, {"alone": np.arange(7)}, layout=layout)
+    ckptcore.partial(place, layout=layout).save({"alone": np.arange(7)})
     assert _run(2, end) == [{"from": "a job"}] * 2
     whole = ckptcore.load(place)
     assert same_value(whole["model"].pop("w"), first) and same_value(whole["optimizer"]["m"], second)
@@ -90,13 +90,13 @@ def test_jobs_of_other_sizes_fill_one_checkpoint(layout: str, place: str) -> Non
 def test_every_rank_hears_what_is_there_already(place: str) -> None:
     """Also where only one of them would write it again."""
     whole = np.arange(8.0)
-    ckptcore.save_partial(place, {"w": _rows(whole, 1, 4)}, layout="dcp")
+    ckptcore.partial(place, layout="dcp").save({"w": _rows(whole, 1, 4)})
     before = objects_at(place)
 
     def save(rank: int, context: ckptcore.Context) -> str:
         state = {"w": _rows(whole, rank, 4)}
         with pytest.raises((TreeMismatchError, RankFailedError)) as raised:
-            ckptcore.save_partial(place, state, layout="dcp", context=context)
+            ckptcore.partial(place, layout="dcp", context=context).save(state)
         return f"{type(raised.value).__name__}: {raised.value}"
 
     told = _run(4, save)
@@ -106,7 +106,7 @@ def test_every_rank_hears_what_is_there_already(place: str) -> None:
 
 
 def test_an_error_of_one_rank_ends_the_session_everywhere(place: str) -> None:
-    ckptcore.save_partial(place, {"a": np.ones(2)}, layout="dcp")
+    ckptcore.partial(place, layout="dcp").save({"a": np.ones(2)})
 
     class Broken(ckptcore.SafetensorsLayout):
         def write(self, snapshot: Any, store: Any) -> Any:
@@ -116,14 +116,14 @@ def test_an_error_of_one_rank_ends_the_session_everywhere(place: str) -> None:
             return state
 
     other = f"{place}-other"
-    ckptcore.save_partial(other, {"a": np.ones(2)})
+    ckptcore.partial(other).save({"a": np.ones(2)})
 
     def save(rank: int, context: ckptcore.Context) -> None:
         with pytest.raises((RuntimeError, RankFailedError), match="this rank fails"):
-            ckptcore.save_partial(other, {"b": _rows(np.arange(6.0), rank, 3)}, layout=Broken(), context=context)
+            ckptcore.partial(other, layout=Broken(), context=context).save({"b": _rows(np.arange(6.0), rank, 3)})
 
     _run(3, save)
-    _run(3, lambda rank, context: ckptcore.save_partial(other, {"b": _rows(np.ones(6), rank, 3)}, context=context))
-    ckptcore.finalize(other)
+    _run(3, lambda rank, context: ckptcore.partial(other, context=context).save({"b": _rows(np.ones(6), rank, 3)}))
+    ckptcore.partial(other).finalize()
     assert same_value(ckptcore.load(other), {"a": np.ones(2), "b": np.ones(6)})
     assert set(objects_at(other)) == {"checkpoint.json", *ckptcore.metadata(other).objects}

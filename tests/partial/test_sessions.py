@@ -42,11 +42,15 @@ def _beside(place: str) -> dict[str, bytes]:
     return objects_at(place.rpartition("/")[0])
 
 
+def _save(location: str, state: object, **options: Any) -> None:
+    ckptcore.partial(location, **options).save(state)
+
+
 def _save_async(location: str, state: object, **options: Any) -> None:
-    ckptcore.save_partial_async(location, state, **options).result()
+    ckptcore.partial(location, **options).save_async(state).result()
 
 
-@pytest.mark.parametrize("save", [ckptcore.save_partial, _save_async])
+@pytest.mark.parametrize("save", [_save, _save_async])
 @pytest.mark.parametrize("layout", _LAYOUTS)
 def test_sessions_make_the_checkpoint_of_one_save(layout: str, save: Callable[..., None], place: str) -> None:
     tied = np.arange(300.0).reshape(3, 100)
@@ -57,7 +61,7 @@ def test_sessions_make_the_checkpoint_of_one_save(layout: str, save: Callable[..
     ]
     for session in sessions:
         save(place, session, layout=layout)
-    ckptcore.finalize(place, metadata={"run": 7})
+    ckptcore.partial(place).finalize(metadata={"run": 7})
     expected: dict[str, Any] = {
         "model": {"w": sessions[0]["model"]["w"], "head": tied, "embed": tied},
         "step": 3,
@@ -102,9 +106,9 @@ def test_any_split_of_a_tree_comes_back(sessions: list[dict[str, Any]], layout: 
     place = new_place("memory", tmp_path)
     whole: dict[str, Any] = {}
     for session in sessions:
-        ckptcore.save_partial(place, session, layout=layout)
+        ckptcore.partial(place, layout=layout).save(session)
         _merge(whole, session)
-    ckptcore.finalize(place)
+    ckptcore.partial(place).finalize()
     assert same_value(ckptcore.load(place), whole)
 
 
@@ -116,90 +120,91 @@ def test_boxes_of_an_array_come_in_several_sessions(layout: str, place: str) -> 
     def part(first: int, stop: int) -> dict[str, Any]:
         return {"w": ckptcore.ShardedArray.part(whole[first:stop], (first, 0), (10, 6), cuts=cuts)}
 
-    ckptcore.save_partial(place, part(0, 3), layout=layout)
-    ckptcore.save_partial(place, part(5, 8), layout=layout)
+    ckptcore.partial(place, layout=layout).save(part(0, 3))
+    ckptcore.partial(place, layout=layout).save(part(5, 8))
     before = _beside(place)
     with pytest.raises(TreeMismatchError, match=r"w, elements \[6, 0\] to \[8, 6\]"):
-        ckptcore.save_partial(place, part(6, 10), layout=layout)
+        ckptcore.partial(place, layout=layout).save(part(6, 10))
     assert _beside(place) == before, "something was written"
-    ckptcore.save_partial(place, part(3, 5), layout=layout)
+    ckptcore.partial(place, layout=layout).save(part(3, 5))
     with pytest.raises(TreeMismatchError, match=r"w \(float64\[10, 6\]\) has 48 of its 60 elements"):
-        ckptcore.finalize(place)
-    ckptcore.save_partial(place, part(8, 10), layout=layout)
+        ckptcore.partial(place).finalize()
+    ckptcore.partial(place, layout=layout).save(part(8, 10))
     with pytest.raises(TreeMismatchError, match=r"has w \(float64\[10, 6\]\) already"):
-        ckptcore.save_partial(place, part(0, 3), layout=layout)
-    ckptcore.finalize(place)
+        ckptcore.partial(place, layout=layout).save(part(0, 3))
+    ckptcore.partial(place).finalize()
     assert same_value(ckptcore.load(place), {"w": whole})
 
 
 def test_nothing_is_loaded_before_it_is_finalized(place: str) -> None:
-    ckptcore.save_partial(place, {"a": np.ones(3), "b": np.ones(4)})
-    ckptcore.save_partial(place, {"c": np.ones(3)})
+    ckptcore.partial(place).save({"a": np.ones(3), "b": np.ones(4)})
+    ckptcore.partial(place).save({"c": np.ones(3)})
     for look in (ckptcore.load, ckptcore.metadata, ckptcore.verify, ckptcore.open, ckptcore.load_checkpointables):
         with pytest.raises(
-            UncommittedCheckpointError, match=r"2 complete sessions .*2 arrays.*1 array\).*ckptcore\.finalize"
+            UncommittedCheckpointError,
+            match=r"2 complete sessions .*2 arrays.*1 array\).*ckptcore\.partial\(\.\.\.\)\.finalize",
         ):
             look(place)
     with pytest.raises(UncommittedCheckpointError, match="finalize"):
         ckptcore.copy(place, f"{place}-copy")
-    ckptcore.finalize(place)
+    ckptcore.partial(place).finalize()
     assert sorted(ckptcore.load(place)) == ["a", "b", "c"]
 
 
 def test_an_array_is_saved_once(place: str) -> None:
-    ckptcore.save_partial(place, {"params": {"w": np.ones(3), "b": np.ones(2)}, "step": 1})
+    ckptcore.partial(place).save({"params": {"w": np.ones(3), "b": np.ones(2)}, "step": 1})
     before = _beside(place)
     with pytest.raises(TreeMismatchError, match=r"params/w \(float64\[3\]\) already"):
-        ckptcore.save_partial(place, {"params": {"w": np.zeros(3)}, "new": np.ones(9)})
+        ckptcore.partial(place).save({"params": {"w": np.zeros(3)}, "new": np.ones(9)})
     with pytest.raises(TreeMismatchError, match="step: int 1 on session 0; int 2 on session 1"):
-        ckptcore.save_partial(place, {"step": 2})
+        ckptcore.partial(place).save({"step": 2})
     with pytest.raises(TreeMismatchError, match="params"):
-        ckptcore.save_partial(place, {"params": [1]})
+        ckptcore.partial(place).save({"params": [1]})
     assert _beside(place) == before
-    ckptcore.finalize(place)
+    ckptcore.partial(place).finalize()
 
 
 def test_names_that_would_be_others_together_are_refused(place: str) -> None:
     """Each session writes the name of its array where foreign readers look: they must be apart."""
     for layout, refused in (("safetensors", True), ("zarr", True), ("dcp", False), ("ocdbt", False)):
         location = f"{place}-{layout}"
-        ckptcore.save_partial(location, {"a.b": np.ones(2)}, layout=layout)
+        ckptcore.partial(location, layout=layout).save({"a.b": np.ones(2)})
         second = {"a": {"b": np.zeros(3)}}
         if refused:
             with pytest.raises(NameCollisionError, match=r"a\.b"):
-                ckptcore.save_partial(location, second, layout=layout)
+                ckptcore.partial(location, layout=layout).save(second)
         else:
-            ckptcore.save_partial(location, second, layout=layout)
-        ckptcore.finalize(location)
+            ckptcore.partial(location, layout=layout).save(second)
+        ckptcore.partial(location).finalize()
         assert ckptcore.verify(location).ok
 
 
 def test_sessions_have_one_layout_with_one_set_of_options(place: str) -> None:
     layout = Zarr3Layout(chunk_bytes=64)
-    ckptcore.save_partial(place, {"a": np.arange(64.0)}, layout=layout)
+    ckptcore.partial(place, layout=layout).save({"a": np.arange(64.0)})
     for other in ("safetensors", "zarr3", Zarr3Layout(chunk_bytes=128)):
         with pytest.raises(CheckpointError, match="have the layout zarr3 .*give the layout that they have"):
-            ckptcore.save_partial(place, {"b": np.ones(2)}, layout=other)
-    ckptcore.save_partial(place, {"b": np.arange(64.0)}, layout=Zarr3Layout(chunk_bytes=64))
+            ckptcore.partial(place, layout=other).save({"b": np.ones(2)})
+    ckptcore.partial(place, layout=Zarr3Layout(chunk_bytes=64)).save({"b": np.arange(64.0)})
     with pytest.raises(CheckpointError, match="give the layout that they have"):
-        ckptcore.finalize(place)
-    ckptcore.finalize(place, layout=layout)
+        ckptcore.partial(place).finalize()
+    ckptcore.partial(place, layout=layout).finalize()
     assert same_value(ckptcore.load(place), {"a": np.arange(64.0), "b": np.arange(64.0)})
 
 
 def test_only_layouts_of_sessions_are_written_in_them(place: str) -> None:
     with pytest.raises(CheckpointError, match="torch"):
-        ckptcore.save_partial(place, {"a": 1}, layout="torch")
+        ckptcore.partial(place, layout="torch").save({"a": 1})
 
 
 def test_a_partial_save_goes_where_nothing_is_and_is_not_replaced(place: str) -> None:
     ckptcore.save(place, {"a": 1})
     with pytest.raises(CheckpointExistsError):
-        ckptcore.save_partial(place, {"b": 1})
+        ckptcore.partial(place).save({"b": 1})
     with pytest.raises(CheckpointNotFoundError, match="no partial save"):
-        ckptcore.finalize(place)
+        ckptcore.partial(place).finalize()
     ckptcore.delete(place)
-    ckptcore.save_partial(place, {"b": 1})
+    ckptcore.partial(place).save({"b": 1})
     other = f"{place}-other"
     ckptcore.save(other, {"c": 1})
     for replace in (
@@ -209,12 +214,12 @@ def test_a_partial_save_goes_where_nothing_is_and_is_not_replaced(place: str) ->
     ):
         with pytest.raises(CheckpointExistsError, match="not finalized"):
             replace()
-    ckptcore.finalize(place)
+    ckptcore.partial(place).finalize()
     assert ckptcore.load(place) == {"b": 1}
 
 
 def test_delete_removes_one_that_is_not_finalized(place: str) -> None:
-    ckptcore.save_partial(place, {"a": np.ones(3)})
+    ckptcore.partial(place).save({"a": np.ones(3)})
     ckptcore.delete(place)
     with pytest.raises(CheckpointNotFoundError):
         ckptcore.load(place)
@@ -228,7 +233,7 @@ def test_delete_removes_one_that_is_not_finalized(place: str) -> None:
 def test_a_checkpointer_leaves_it_alone(place: str) -> None:
     """It is no step, and nothing that a dead save left."""
     run = place.rpartition("/")[0]
-    ckptcore.save_partial(f"{run}/7", {"a": np.ones(3)})
+    ckptcore.partial(f"{run}/7").save({"a": np.ones(3)})
     for number in (5, 9):
         with ckptcore.Checkpointer(run, preservation_policy=ckptcore.policies.LatestN(1)) as checkpointer:
             assert 7 not in checkpointer.steps
@@ -236,7 +241,7 @@ def test_a_checkpointer_leaves_it_alone(place: str) -> None:
     with ckptcore.Checkpointer(run) as checkpointer, pytest.raises(CheckpointExistsError, match="not finalized"):
         checkpointer.save(7, {"a": np.zeros(3)}, overwrite=True)
         checkpointer.wait()
-    ckptcore.finalize(f"{run}/7")
+    ckptcore.partial(f"{run}/7").finalize()
     assert ckptcore.CheckpointReader(run).steps == (7, 9)
     assert same_value(ckptcore.CheckpointReader(run).load(7), {"a": np.ones(3)})
 
@@ -250,11 +255,11 @@ def test_a_checkpoint_below_it_stays(tmp_path: Path) -> None:
         def write(self, snapshot: Any, store: Any) -> Any:
             raise RuntimeError("the test lets it fail")
 
-    ckptcore.save_partial(place, {"a": np.ones(3)})
+    ckptcore.partial(place).save({"a": np.ones(3)})
     ckptcore.save(below, {"t": np.ones(4)})
     with pytest.raises(RuntimeError, match="lets it fail"):
-        ckptcore.save_partial(place, {"b": np.ones(3)}, layout=Broken())
-    ckptcore.finalize(place)
+        ckptcore.partial(place, layout=Broken()).save({"b": np.ones(3)})
+    ckptcore.partial(place).finalize()
     assert same_value(ckptcore.load(place), {"a": np.ones(3)})
     with pytest.raises(CheckpointExistsError, match="tokenizer/1"):
         ckptcore.delete(place)
@@ -268,30 +273,30 @@ def test_a_session_that_fails_does_not_count(place: str) -> None:
             raise RuntimeError("the test lets it fail")
 
     with pytest.raises(RuntimeError, match="lets it fail"):
-        ckptcore.save_partial(place, {"a": np.ones(3)}, layout=Broken())
+        ckptcore.partial(place, layout=Broken()).save({"a": np.ones(3)})
     assert objects_at(place.rpartition("/")[0]) == {}, "a first session that fails leaves nothing"
-    ckptcore.save_partial(place, {"a": np.ones(3)})
+    ckptcore.partial(place).save({"a": np.ones(3)})
     before = objects_at(place.rpartition("/")[0])
     with pytest.raises(RuntimeError, match="lets it fail"):
-        ckptcore.save_partial(place, {"b": np.ones(3)}, layout=Broken())
+        ckptcore.partial(place, layout=Broken()).save({"b": np.ones(3)})
     after = objects_at(place.rpartition("/")[0])
     assert set(after) == set(before), "a session that fails leaves nothing"
-    ckptcore.save_partial(place, {"b": np.zeros(3)})
-    ckptcore.finalize(place)
+    ckptcore.partial(place).save({"b": np.zeros(3)})
+    ckptcore.partial(place).finalize()
     assert same_value(ckptcore.load(place), {"a": np.ones(3), "b": np.zeros(3)})
 
 
 def test_a_partial_save_without_a_session_is_not_finalized(place: str) -> None:
     with pytest.raises(CheckpointNotFoundError, match="no partial save"):
-        ckptcore.finalize(place)
+        ckptcore.partial(place).finalize()
 
 
 def test_safetensors_and_torch_open_what_sessions_wrote(tmp_path: Path) -> None:
     first, second = np.arange(6, dtype=np.float32).reshape(2, 3), np.ones(4, np.int64)
     for layout in ("safetensors", "dcp"):
-        ckptcore.save_partial(tmp_path / layout, {"model": {"w": first}}, layout=layout)
-        ckptcore.save_partial(tmp_path / layout, {"model": {"b": second}, "step": 5}, layout=layout)
-        ckptcore.finalize(tmp_path / layout)
+        ckptcore.partial(tmp_path / layout, layout=layout).save({"model": {"w": first}})
+        ckptcore.partial(tmp_path / layout, layout=layout).save({"model": {"b": second}, "step": 5})
+        ckptcore.partial(tmp_path / layout).finalize()
     index = json.loads((tmp_path / "safetensors" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == first.nbytes + second.nbytes
     found = {
@@ -315,10 +320,37 @@ def test_no_element_is_written_twice(tmp_path: Path) -> None:
     """Finalizing moves none."""
     place = new_place("memory", tmp_path)
     for number in range(3):
-        ckptcore.save_partial(place, {f"a{number}": np.ones(100_000)})
+        ckptcore.partial(place).save({f"a{number}": np.ones(100_000)})
     before = objects_at(place)
-    ckptcore.finalize(place)
+    ckptcore.partial(place).finalize()
     after = objects_at(place)
     arrays = {key: data for key, data in before.items() if key.endswith(".safetensors")}
     assert len(arrays) == 3 and {key: after[key] for key in arrays} == arrays
     assert sum(len(data) for key, data in after.items() if key not in arrays) < 10_000
+
+
+def test_the_end_of_a_block_waits_for_sessions_and_does_not_finalize(place: str) -> None:
+    with ckptcore.partial(place) as session:
+        session.save_async({"a": np.ones(3)})
+    with pytest.raises(UncommittedCheckpointError, match="1 complete session"):
+        ckptcore.load(place)
+    with ckptcore.partial(place) as session:
+        session.save_async({"b": np.ones(3)})
+        session.finalize(metadata={"n": 1})
+    assert sorted(ckptcore.load(place)) == ["a", "b"]
+
+
+def test_the_end_of_a_block_raises_what_failed_and_nobody_asked_for(place: str) -> None:
+    class Broken(ckptcore.SafetensorsLayout):
+        def write(self, snapshot: Any, store: Any) -> Any:
+            raise OSError("the layout is broken")
+
+    with pytest.raises(OSError, match="is broken"), ckptcore.partial(place, layout=Broken()) as session:
+        session.save_async({"a": np.ones(3)})
+    with pytest.raises(OSError, match="is broken"), ckptcore.partial(place, layout=Broken()) as session:
+        handle = session.save_async({"a": np.ones(3)})
+        handle.result()
+    with pytest.raises(KeyError) as caught, ckptcore.partial(place, layout=Broken()) as session:
+        session.save_async({"a": np.ones(3)})
+        raise KeyError("the body")
+    assert any("is broken" in note for note in caught.value.__notes__)

@@ -28,15 +28,15 @@ _Task = Callable[[str, ckptcore.Context], None]
 
 
 def _first(place: str, context: ckptcore.Context) -> None:
-    ckptcore.save_partial(place, {"first": np.full(5000, 1.0)}, context=context)
+    ckptcore.partial(place, context=context).save({"first": np.full(5000, 1.0)})
 
 
 def _second(place: str, context: ckptcore.Context) -> None:
-    ckptcore.save_partial(place, {"second": np.full(5000, 2.0)}, context=context)
+    ckptcore.partial(place, context=context).save({"second": np.full(5000, 2.0)})
 
 
 def _finalize(place: str, context: ckptcore.Context) -> None:
-    ckptcore.finalize(place, context=context)
+    ckptcore.partial(place, context=context).finalize()
 
 
 class _Paused:
@@ -100,7 +100,7 @@ class _BeforeFinish(FaultPlan):
 
 def _prepared(directory: Path) -> str:
     place = new_place("memory", directory)
-    ckptcore.save_partial(place, {"before": np.full(5000, 0.0)})
+    ckptcore.partial(place).save({"before": np.full(5000, 0.0)})
     return place
 
 
@@ -141,7 +141,7 @@ def test_of_two_that_saw_the_same_only_one_goes_on(one: _Task, other: _Task, tmp
         moment = f"the other one stood at {begun}, and ended at {ended}"
         assert done, f"both lost: {moment}"
         try:
-            ckptcore.finalize(place)
+            ckptcore.partial(place).finalize()
         except CheckpointNotFoundError:
             assert _finalize in done
         expected = (
@@ -160,11 +160,11 @@ def test_a_session_that_lost_its_place_gives_up_no_upload_of_who_has_it(sessions
     def prepared() -> str:
         place = new_place("memory", tmp_path)
         for number in range(sessions):
-            ckptcore.save_partial(place, {f"before {number}": np.ones(3)})
+            ckptcore.partial(place).save({f"before {number}": np.ones(3)})
         return place
 
     def save(place: str, context: ckptcore.Context) -> None:
-        ckptcore.save_partial(place, {"large": np.ones(1 << 18)}, context=context)
+        ckptcore.partial(place, context=context).save({"large": np.ones(1 << 18)})
 
     plan, place = FaultPlan(), prepared()
     _second(through(place), faulty_context(place, plan))
@@ -173,7 +173,7 @@ def test_a_session_that_lost_its_place_gives_up_no_upload_of_who_has_it(sessions
     lost = _Paused(_second, place, written, StorageError("the test lets it fail"))
     save(through(place), faulty_context(place, _BeforeFinish(lost.end)))
     assert isinstance(lost.error, StorageError)
-    ckptcore.finalize(place)
+    ckptcore.partial(place).finalize()
     assert np.array_equal(ckptcore.load(place)["large"], np.ones(1 << 18))
 
 
@@ -224,7 +224,7 @@ def test_what_was_finalized_meanwhile_is_not_told_as_damage(task: _Task, scheme:
 
     def prepare() -> str:
         place = new_place(scheme, tmp_path)
-        ckptcore.save_partial(place, {"before": np.full(5, 0.0)})
+        ckptcore.partial(place).save({"before": np.full(5, 0.0)})
         return place
 
     told = set()
@@ -266,9 +266,9 @@ def test_a_deletion_says_that_it_is_done_only_where_nothing_is_there(
 ) -> None:
     def prepare() -> str:
         place = new_place(scheme, tmp_path)
-        ckptcore.save_partial(place, {"before": np.full(5, 0.0)})
+        ckptcore.partial(place).save({"before": np.full(5, 0.0)})
         if committed:
-            ckptcore.finalize(place)
+            ckptcore.partial(place).finalize()
         return place
 
     for place, error, done in _each_moment(_delete, prepare, meanwhile):
@@ -290,7 +290,7 @@ def test_who_finalizes_too_early_disturbs_no_session(scheme: str, tmp_path: Path
     parts = [ckptcore.ShardedArray.part(np.full(2, number), (2 * number,), (6,)) for number in range(3)]
 
     def save(number: int) -> _Task:
-        return lambda place, context: ckptcore.save_partial(place, {"w": parts[number]}, layout="dcp", context=context)
+        return lambda place, context: ckptcore.partial(place, layout="dcp", context=context).save({"w": parts[number]})
 
     def prepare(sessions: int) -> str:
         place = new_place(scheme, tmp_path)
@@ -299,7 +299,7 @@ def test_who_finalizes_too_early_disturbs_no_session(scheme: str, tmp_path: Path
         return place
 
     def with_another_layout(place: str, context: ckptcore.Context) -> None:
-        ckptcore.finalize(place, layout="zarr3", context=context)
+        ckptcore.partial(place, layout="zarr3", context=context).finalize()
 
     for sessions, early in itertools.product((0, 1), (_finalize, with_another_layout)):
         for place, error, done in _each_moment(save(sessions), lambda sessions=sessions: prepare(sessions), early):  # type: ignore[misc]  # of a lambda
@@ -307,7 +307,7 @@ def test_who_finalizes_too_early_disturbs_no_session(scheme: str, tmp_path: Path
             save(sessions + 1)(place, ckptcore.Context())  # reads what those before wrote down
     place = prepare(2)
     with pytest.raises(TreeMismatchError, match="4 of its 6"):
-        ckptcore.finalize(place)
+        ckptcore.partial(place).finalize()
     save(2)(place, ckptcore.Context())
-    ckptcore.finalize(place)
+    ckptcore.partial(place).finalize()
     assert ckptcore.load(place)["w"].tolist() == [0, 0, 1, 1, 2, 2]

@@ -64,7 +64,9 @@ def save_composite(version: int, layout: str, location: str, **options: Any) -> 
 
 def save_update(version: int, layout: str, location: str, *, base: str, **options: Any) -> None:
     """Save an update of a version over `tree_of` it."""
-    ckptcore.save_update(location, {"b": (np.full(2, version + 1), "text")}, base=base, layout=layout, **options)
+    ckptcore.save(
+        location, {"b": (np.full(2, version + 1), "text")}, strategy=ckptcore.Update(base), layout=layout, **options
+    )
 
 
 def _save_with_base(version: int, layout: str, location: str) -> None:
@@ -74,7 +76,7 @@ def _save_with_base(version: int, layout: str, location: str) -> None:
 
 
 def _save_partial(version: int, layout: str, location: str) -> None:
-    ckptcore.save_partial(location, tree_of(version), layout=layout)
+    ckptcore.partial(location, layout=layout).save(tree_of(version))
 
 
 def _nothing(version: int, layout: str, location: str) -> None:

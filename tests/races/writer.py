@@ -136,7 +136,7 @@ class _Writer:
         first = {key: tree[key] for key in ("version", "a")}
         self._to(
             State("partial", version, layout),
-            lambda: ckptcore.save_partial(self._location, first, layout=layout, context=self._context),
+            lambda: ckptcore.partial(self._location, layout=layout, context=self._context).save(first),
         )
         if self._draw.random() < 0.3:
             self._delete(layout, version)
@@ -144,11 +144,11 @@ class _Writer:
         rest = {"b": tree["b"]}
         self._to(
             State("partial", version, layout),
-            lambda: ckptcore.save_partial(self._location, rest, layout=layout, context=self._context),
+            lambda: ckptcore.partial(self._location, layout=layout, context=self._context).save(rest),
         )
         self._to(
             State("tree", version, layout),
-            lambda: ckptcore.finalize(self._location, metadata={"version": version}, context=self._context),
+            lambda: ckptcore.partial(self._location, context=self._context).finalize(metadata={"version": version}),
         )
 
     def _delete(self, layout: str, version: int) -> None:

@@ -28,7 +28,7 @@ from ckptcore.errors import (
 from ckptcore.model import Box, Shard
 from ckptcore.protocols import Coordinator
 from ckptcore.saving.save import perform_save
-from ckptcore.saving.save_requests import OneTree, SaveRequest
+from ckptcore.saving.save_requests import Destination, OneTree, SaveNotes, SaveRequest
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -147,7 +147,10 @@ def test_a_forked_child_saves_too(tmp_path: Path) -> None:
 def test_a_step_or_epoch_that_could_not_be_loaded_is_refused(name: str, number: Any, tmp_path: Path) -> None:
     given: dict[str, Any] = {"step": 1, "epoch": 1, name: number}
     request = SaveRequest(
-        location=tmp_path / "c", values=OneTree({"a": 1}), layout="safetensors", overwrite=False, custom=None, **given
+        destination=Destination(tmp_path / "c"),
+        values=OneTree({"a": 1}),
+        layout="safetensors",
+        notes=SaveNotes(**given),
     )
     with pytest.raises((TypeError, ValueError), match=f"{name}="):
         perform_save(request, ckptcore.Context())

@@ -38,7 +38,9 @@ def _several(location: str, number: int, context: ckptcore.Context) -> SaveHandl
 
 def _update(location: str, number: int, context: ckptcore.Context) -> SaveHandle | None:
     base = f"{location}-base"
-    return ckptcore.save_update_async(location, {"n": number}, base=base, overwrite="non-atomic", context=context)
+    return ckptcore.save_async(
+        location, {"n": number}, strategy=ckptcore.Update(base), overwrite="non-atomic", context=context
+    )
 
 
 def _blocking(location: str, number: int, context: ckptcore.Context) -> None:

@@ -272,8 +272,8 @@ def test_the_names_of_saves_under_way_are_refused(name: str, place: str, tmp_pat
     for save in (
         lambda: ckptcore.save(f"{where}/{name}", {"a": np.ones(3)}),
         lambda: ckptcore.save_async(f"{where}/{name}", {"a": np.ones(3)}).result(),
-        lambda: ckptcore.save_partial(f"{where}/{name}", {"a": np.ones(3)}),
-        lambda: ckptcore.save_update(f"{where}/{name}", {}, base=f"{where}/source"),
+        lambda: ckptcore.partial(f"{where}/{name}").save({"a": np.ones(3)}),
+        lambda: ckptcore.save(f"{where}/{name}", {}, strategy=ckptcore.Update(f"{where}/source")),
         lambda: ckptcore.copy(f"{where}/source", f"{where}/{name}"),
         lambda: ckptcore.copy(f"{where}/source", f"{where}/{name}", layout="safetensors"),
     ):

@@ -42,7 +42,7 @@ _SAVES: dict[str, _Save] = {
     "save_async": _finish(ckptcore.save_async),
     "save_checkpointables": lambda location: ckptcore.save_checkpointables(location, {"a": {"n": 1}}),
     "save_checkpointables_async": _finish(ckptcore.save_checkpointables_async),
-    "save_partial": lambda location: ckptcore.save_partial(location, {"n": 1}),
+    "partial": lambda location: ckptcore.partial(location).save({"n": 1}),
 }
 
 

@@ -42,7 +42,7 @@ def _consolidate(source: str, destination: str) -> None:
 def test_what_is_made_of_an_update_does_not_replace_its_base(write: Callable[[str, str], None], run: str) -> None:
     """Where nothing is exchanged the base would be gone before it is read, and with it both."""
     ckptcore.save(f"{run}/1", _STATE)
-    ckptcore.save_update(f"{run}/2", {"n": 2}, base=f"{run}/1")
+    ckptcore.save(f"{run}/2", {"n": 2}, strategy=ckptcore.Update(f"{run}/1"))
     with pytest.raises(InvalidLocationError, match=r"/1 is .*/1, which has arrays of .*/2 .*Nothing was written"):
         write(f"{run}/2", f"{run}/1")
     assert same_value(ckptcore.load(f"{run}/1"), _STATE)
@@ -62,10 +62,14 @@ def test_a_conversion_does_not_replace_what_a_transform_reads(run: str) -> None:
 def test_an_update_does_not_replace_what_its_base_refers_to(run: str) -> None:
     """Also where that is told by another path than its name."""
     ckptcore.save(f"{run}/here/1", _STATE)
-    ckptcore.save_update(f"{run}/there/2", {"n": 2}, base=f"{run}/here/1", context=_ANYWHERE)
+    ckptcore.save(f"{run}/there/2", {"n": 2}, strategy=ckptcore.Update(f"{run}/here/1"), context=_ANYWHERE)
     with pytest.raises(InvalidLocationError, match="would replace"):
-        ckptcore.save_update(
-            f"{run}/here/1", {"n": 3}, base=f"{run}/there/2", overwrite="non-atomic", context=_ANYWHERE
+        ckptcore.save(
+            f"{run}/here/1",
+            {"n": 3},
+            strategy=ckptcore.Update(f"{run}/there/2"),
+            overwrite="non-atomic",
+            context=_ANYWHERE,
         )
     assert same_value(ckptcore.load(f"{run}/here/1"), _STATE)
 
@@ -77,14 +81,14 @@ def test_a_base_is_found_from_anywhere_in_its_storage(base: str, update: str, ru
     """Also from where nothing is around."""
     top = run if run.startswith("file") else run.removesuffix("/step")
     ckptcore.save(f"{top}/{base}", _STATE)
-    ckptcore.save_update(f"{top}/{update}", {"n": 2}, base=f"{top}/{base}", context=_ANYWHERE)
+    ckptcore.save(f"{top}/{update}", {"n": 2}, strategy=ckptcore.Update(f"{top}/{base}"), context=_ANYWHERE)
     assert same_value(ckptcore.load(f"{top}/{update}", context=_ANYWHERE), {**_STATE, "n": 2})
 
 
 @pytest.mark.parametrize("path", ["../../1", "../../../../../../../../../1", "../../../../../../../../../etc/1"])
 def test_a_base_outside_of_its_storage_is_refused(path: str, run: str) -> None:
     ckptcore.save(f"{run}/1", _STATE)
-    ckptcore.save_update(f"{run}/2", {"n": 2}, base=f"{run}/1")
+    ckptcore.save(f"{run}/2", {"n": 2}, strategy=ckptcore.Update(f"{run}/1"))
     store = store_at(f"{run}/2")
     root = json.loads(store.get("checkpoint.json"))
     root["bases"][0][0] = path
@@ -96,8 +100,8 @@ def test_a_base_outside_of_its_storage_is_refused(path: str, run: str) -> None:
 def test_what_is_beside_is_referred_to_as_such(run: str) -> None:
     """It is kept, and read without more ado, whatever way led to it."""
     ckptcore.save(f"{run}/here/1", _STATE)
-    ckptcore.save_update(f"{run}/there/2", {"n": 2}, base=f"{run}/here/1", context=_ANYWHERE)
-    ckptcore.save_update(f"{run}/here/3", {"n": 3}, base=f"{run}/there/2", context=_ANYWHERE)
+    ckptcore.save(f"{run}/there/2", {"n": 2}, strategy=ckptcore.Update(f"{run}/here/1"), context=_ANYWHERE)
+    ckptcore.save(f"{run}/here/3", {"n": 3}, strategy=ckptcore.Update(f"{run}/there/2"), context=_ANYWHERE)
     assert same_value(ckptcore.load(f"{run}/here/3"), {**_STATE, "n": 3})
     with pytest.raises(ckptcore.errors.CheckpointReferredError):
         ckptcore.delete(f"{run}/here/1")
@@ -105,13 +109,13 @@ def test_what_is_beside_is_referred_to_as_such(run: str) -> None:
 
 def test_an_update_without_a_base_is_refused(run: str) -> None:
     """It would be a checkpoint of what is given alone, and nobody would know what it lacks."""
-    for save in (ckptcore.save_update, ckptcore.save_update_async):
+    for save in (ckptcore.save, ckptcore.save_async):
         with pytest.raises(InvalidLocationError):
-            save(f"{run}/1", {"n": 2}, base=None)  # type: ignore[arg-type]  # what is tested
+            save(f"{run}/1", {"n": 2}, strategy=ckptcore.Update(None))  # type: ignore[arg-type]  # what is tested
 
 
 def test_a_copy_of_an_update_is_verified_as_asked(run: str) -> None:
     ckptcore.save(f"{run}/1", _STATE)
-    ckptcore.save_update(f"{run}/2", {"n": 2}, base=f"{run}/1")
+    ckptcore.save(f"{run}/2", {"n": 2}, strategy=ckptcore.Update(f"{run}/1"))
     with pytest.raises(ValueError, match="verify='never'"):
         ckptcore.copy(f"{run}/2", f"{run}/3", verify="never")  # type: ignore[call-overload]  # what is tested

@@ -48,7 +48,7 @@ def _renew(base: Path) -> None:
 @pytest.mark.parametrize("damage", [_cut, _lose, _flip, _garble, _empty, _renew])
 def test_the_error_names_the_base(damage: Callable[[Path], None], tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "base", {"a": np.ones(1000), "c": np.ones(3)})
-    ckptcore.save_update(tmp_path / "update", {"c": np.zeros(3)}, base=tmp_path / "base")
+    ckptcore.save(tmp_path / "update", {"c": np.zeros(3)}, strategy=ckptcore.Update(tmp_path / "base"))
     with ckptcore.open(tmp_path / "update") as opened:
         damage(tmp_path / "base")
         looks: list[Callable[[], object]] = [lambda: ckptcore.load(tmp_path / "update"), lambda: opened["a"][5:9]]
@@ -70,7 +70,7 @@ def test_what_is_in_bases_is_verified_in_pieces(tmp_path: Path, monkeypatch: pyt
     """An array that is larger than the memory is verified all the same."""
     big = np.arange(5 << 20, dtype=np.float64).reshape(5 << 10, 1 << 10)
     ckptcore.save(tmp_path / "base", {"big": big, "none": np.ones((0, 3)), "one": np.float64(3)})
-    ckptcore.save_update(tmp_path / "update", {"n": 1}, base=tmp_path / "base")
+    ckptcore.save(tmp_path / "update", {"n": 1}, strategy=ckptcore.Update(tmp_path / "base"))
     taken: list[int] = []
 
     def noting(opened: Checkpoint, leaf: int, spec: ArraySpec) -> HostArray:
@@ -91,14 +91,19 @@ def test_a_storage_that_fails_is_not_a_base_that_is_gone(tmp_path: Path) -> None
     run, state = new_place("file", tmp_path), {"a": np.ones(2), "step": 1}
     ckptcore.save(f"{run}/0/1", state)
     plan = FaultPlan()
-    ckptcore.save_update(
-        through(f"{run}/0/2"), {"step": 2}, base=through(f"{run}/0/1"), context=faulty_context(run, plan)
+    ckptcore.save(
+        through(f"{run}/0/2"),
+        {"step": 2},
+        strategy=ckptcore.Update(through(f"{run}/0/1")),
+        context=faulty_context(run, plan),
     )
     looks = [one.number for one in plan.operations if one.name == "get" and one.keys[0].endswith("1/checkpoint.json")]
     assert len(looks) == 2, "when it is opened, and before the commit"
     for number in looks:
         failing = faulty_context(run, FaultPlan(FailAt(number, StorageError("the network is down"))))
         with pytest.raises(StorageError, match="the network is down"):
-            ckptcore.save_update(through(f"{run}/0/3"), {"step": 3}, base=through(f"{run}/0/1"), context=failing)
-        ckptcore.save_update(f"{run}/0/3", {"step": 3}, base=f"{run}/0/1")
+            ckptcore.save(
+                through(f"{run}/0/3"), {"step": 3}, strategy=ckptcore.Update(through(f"{run}/0/1")), context=failing
+            )
+        ckptcore.save(f"{run}/0/3", {"step": 3}, strategy=ckptcore.Update(f"{run}/0/1"))
         ckptcore.delete(f"{run}/0/3")

@@ -25,9 +25,9 @@ def run(tmp_path: Path) -> str:
 )
 def test_a_placeholder_for_all_is_all(state: Any, run: str) -> None:
     ckptcore.save(f"{run}/1", state)
-    ckptcore.save_update(f"{run}/2", PLACEHOLDER, base=f"{run}/1")
+    ckptcore.save(f"{run}/2", PLACEHOLDER, strategy=ckptcore.Update(f"{run}/1"))
     assert same_value(ckptcore.load(f"{run}/2"), state)
-    ckptcore.save_update(f"{run}/3", {}, base=f"{run}/2")
+    ckptcore.save(f"{run}/3", {}, strategy=ckptcore.Update(f"{run}/2"))
     assert same_value(ckptcore.load(f"{run}/3"), state)
 
 
@@ -35,7 +35,7 @@ def test_a_placeholder_for_a_container_without_leaves(run: str) -> None:
     state: dict[str, Any] = {"e": {}, "l": [(), []], "a": np.ones(2)}
     ckptcore.save(f"{run}/1", state)
     update = {"e": PLACEHOLDER, "l": [PLACEHOLDER, PLACEHOLDER], "a": np.zeros(1)}
-    ckptcore.save_update(f"{run}/2", update, base=f"{run}/1")
+    ckptcore.save(f"{run}/2", update, strategy=ckptcore.Update(f"{run}/1"))
     assert same_value(ckptcore.load(f"{run}/2"), {**state, "a": np.zeros(1)})
 
 
@@ -57,14 +57,14 @@ def test_another_container_with_placeholders_is_refused(given: Any, run: str) ->
     state: Any = {"t": (np.ones(3), 5, [np.ones(1), 2])}
     ckptcore.save(f"{run}/1", state)
     with pytest.raises(TreeMismatchError, match="the state does not go over its base"):
-        ckptcore.save_update(f"{run}/2", {"t": given}, base=f"{run}/1")
+        ckptcore.save(f"{run}/2", {"t": given}, strategy=ckptcore.Update(f"{run}/1"))
     assert objects_at(f"{run}/2") == {}
 
 
 def test_the_same_container_with_placeholders_keeps_the_rest(run: str) -> None:
     first, second = np.ones(3), np.ones(1)
     ckptcore.save(f"{run}/1", {"t": (first, 5, [second, 2])})
-    ckptcore.save_update(f"{run}/2", {"t": (PLACEHOLDER, 6, [PLACEHOLDER, 3])}, base=f"{run}/1")
+    ckptcore.save(f"{run}/2", {"t": (PLACEHOLDER, 6, [PLACEHOLDER, 3])}, strategy=ckptcore.Update(f"{run}/1"))
     assert same_value(ckptcore.load(f"{run}/2"), {"t": (first, 6, [second, 3])})
-    ckptcore.save_update(f"{run}/3", {"t": (PLACEHOLDER, PLACEHOLDER, [np.zeros(2)])}, base=f"{run}/2")
+    ckptcore.save(f"{run}/3", {"t": (PLACEHOLDER, PLACEHOLDER, [np.zeros(2)])}, strategy=ckptcore.Update(f"{run}/2"))
     assert same_value(ckptcore.load(f"{run}/3"), {"t": (first, 6, [np.zeros(2)])})

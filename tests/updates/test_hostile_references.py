@@ -22,8 +22,8 @@ from tests.updates.roots import sealed
 def run(tmp_path: Path) -> str:
     run = new_place("memory", tmp_path)
     ckptcore.save(f"{run}/1", {"a": np.ones((2, 3)), "b": np.arange(4), "n": 1})
-    ckptcore.save_update(f"{run}/2", {"b": np.zeros(2)}, base=f"{run}/1")
-    ckptcore.save_update(f"{run}/3", {"b": np.zeros(2), "c": np.ones(7)}, base=f"{run}/1")
+    ckptcore.save(f"{run}/2", {"b": np.zeros(2)}, strategy=ckptcore.Update(f"{run}/1"))
+    ckptcore.save(f"{run}/3", {"b": np.zeros(2), "c": np.ones(7)}, strategy=ckptcore.Update(f"{run}/1"))
     return run
 
 
@@ -134,4 +134,4 @@ def test_a_tampered_root_with_references_is_an_error_or_right(run: str) -> None:
             with suppress(CheckpointError):
                 ckptcore.verify(f"{run}/3", context=context)
         with suppress(CheckpointError):
-            ckptcore.save_update(f"{run}/4", {"d": 1}, base=f"{run}/3", overwrite="non-atomic")
+            ckptcore.save(f"{run}/4", {"d": 1}, strategy=ckptcore.Update(f"{run}/3"), overwrite="non-atomic")

@@ -87,7 +87,7 @@ def _saved_without_base(run: str, schedule: Sequence[int], delete: _Delete) -> t
     def begin_update() -> None:
         context = faulty_context(run, updating)
         with suppress(CheckpointNotFoundError, SaveLostError):
-            ckptcore.save_update(through(f"{run}/2"), {"n": 2}, base=through(f"{run}/1"), context=context)
+            ckptcore.save(through(f"{run}/2"), {"n": 2}, strategy=ckptcore.Update(through(f"{run}/1")), context=context)
 
     deleting.start(begin_deletion)
     updating.start(begin_update)
@@ -143,7 +143,7 @@ def _kill_a_deletion(run: str, begun: int, before: int, after: int) -> tuple[boo
     def begin_update() -> None:
         with suppress(CheckpointNotFoundError, SaveLostError):
             context = faulty_context(run, updating)
-            ckptcore.save_update(through(f"{run}/2"), {"n": 2}, base=through(f"{run}/1"), context=context)
+            ckptcore.save(through(f"{run}/2"), {"n": 2}, strategy=ckptcore.Update(through(f"{run}/1")), context=context)
             committed.append(run)
 
     def check() -> None:

@@ -27,7 +27,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def test_whatever_its_name(name: str, run: str) -> None:
     if run.startswith("file") and "?" in name:
         name = "ü"
-    ckptcore.save_update(f"{run}/{name}", {"n": 2}, base=f"{run}/1")
+    ckptcore.save(f"{run}/{name}", {"n": 2}, strategy=ckptcore.Update(f"{run}/1"))
     with pytest.raises(CheckpointReferredError):
         ckptcore.delete(f"{run}/1")
     with ckptcore.Checkpointer(run, preservation_policy=ckptcore.policies.LatestN(1)) as checkpointer:
@@ -43,7 +43,7 @@ def test_whatever_its_name(name: str, run: str) -> None:
 @pytest.mark.parametrize("name", ["2", "best"])
 def test_whichever_version_wrote_it(name: str, run: str) -> None:
     """An older ckptcore must not delete what a newer one's checkpoint refers to."""
-    ckptcore.save_update(f"{run}/{name}", {"n": 2}, base=f"{run}/1")
+    ckptcore.save(f"{run}/{name}", {"n": 2}, strategy=ckptcore.Update(f"{run}/1"))
     root = store_at(f"{run}/{name}").get("checkpoint.json")
     store_at(f"{run}/{name}").put("checkpoint.json", sealed({**json.loads(root), "version": 99}))
     with pytest.raises(CheckpointReferredError):
@@ -60,7 +60,7 @@ def test_whichever_version_wrote_it(name: str, run: str) -> None:
 @pytest.mark.parametrize("damage", ["newer", "cut"])
 def test_whatever_the_root_of_the_base_says(damage: str, run: str) -> None:
     """Which save it is cannot be known, so it may be the one that is meant: its root can be put back from elsewhere."""
-    ckptcore.save_update(f"{run}/2", {"n": 2}, base=f"{run}/1")
+    ckptcore.save(f"{run}/2", {"n": 2}, strategy=ckptcore.Update(f"{run}/1"))
     root = store_at(f"{run}/1").get("checkpoint.json")
     store_at(f"{run}/1").put(
         "checkpoint.json", sealed({**json.loads(root), "version": 99}) if damage == "newer" else root[:-3]
@@ -79,17 +79,17 @@ def test_whatever_the_root_of_the_base_says(damage: str, run: str) -> None:
 def test_a_base_is_where_a_path_leads_to(run: str) -> None:
     ckptcore.save(f"{run}/.hidden", {"a": np.ones(2)})
     with pytest.raises(InvalidLocationError, match=r"which has a hidden name.*Nothing was written"):
-        ckptcore.save_update(f"{run}/2", {}, base=f"{run}/.hidden")
+        ckptcore.save(f"{run}/2", {}, strategy=ckptcore.Update(f"{run}/.hidden"))
     anywhere = ckptcore.Context(io=ckptcore.context.IOOptions(bases="anywhere"))
     for below in ("1/2", "1/2/3"):
         with pytest.raises(InvalidLocationError, match="/1, which is (a checkpoint|around it)"):
-            ckptcore.save_update(f"{run}/{below}", {}, base=f"{run}/1", context=anywhere)
+            ckptcore.save(f"{run}/{below}", {}, strategy=ckptcore.Update(f"{run}/1"), context=anywhere)
 
 
 def test_what_refers_to_one_of_several_keeps_all(run: str) -> None:
     anywhere = ckptcore.Context(io=ckptcore.context.IOOptions(bases="anywhere"))
     ckptcore.save_checkpointables(f"{run}/2", {"model": {"a": np.ones(4)}, "other": {"b": 1}})
-    ckptcore.save_update(f"{run}/3", {"n": 2}, base=f"{run}/2/model", context=anywhere)
+    ckptcore.save(f"{run}/3", {"n": 2}, strategy=ckptcore.Update(f"{run}/2/model"), context=anywhere)
     with pytest.raises(CheckpointReferredError, match="3, beside it"):
         ckptcore.delete(f"{run}/2")
     with ckptcore.Checkpointer(run) as checkpointer, pytest.raises(CheckpointReferredError):
@@ -104,7 +104,7 @@ def test_a_step_that_an_update_replaced_since_it_was_listed(tmp_path: Path) -> N
     with ckptcore.Checkpointer(run, preservation_policy=ckptcore.policies.LatestN(3)) as checkpointer:
         checkpointer.save(4, {"n": 4})
         checkpointer.wait()  # it has read all roots for the policy
-        ckptcore.save_update(f"{run}/4", {"n": 5}, base=f"{run}/2", overwrite=True)
+        ckptcore.save(f"{run}/4", {"n": 5}, strategy=ckptcore.Update(f"{run}/2"), overwrite=True)
         checkpointer.save(5, {"n": 5})
         checkpointer.wait()
         with pytest.raises(CheckpointReferredError):

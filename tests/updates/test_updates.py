@@ -51,13 +51,7 @@ def _state() -> dict[str, Any]:
 @pytest.mark.parametrize("layout", _LAYOUTS)
 def test_what_is_left_out_is_that_of_the_base(layout: str, run: str) -> None:
     ckptcore.save(f"{run}/1", _state(), layout=layout)
-    ckptcore.save_update(
-        f"{run}/2",
-        {"model": {"w": np.zeros((5, 5)), "new": np.arange(2)}, "layers": [PLACEHOLDER, np.full(3, 7), {"x": PLACEHOLDER}], "step": 2},
-        base=f"{run}/1",
-        layout=layout,
-        metadata={"why": "tuned"},
-    )  # fmt: skip
+    ckptcore.save(f"{run}/2", {"model": {"w": np.zeros((5, 5)), "new": np.arange(2)}, "layers": [PLACEHOLDER, np.full(3, 7), {"x": PLACEHOLDER}], "step": 2}, strategy=ckptcore.Update(f"{run}/1"), layout=layout, metadata={"why": "tuned"})  # fmt: skip
     expected = _state()
     expected["model"]["w"], expected["model"]["new"] = np.zeros((5, 5)), np.arange(2)
     expected["layers"][1], expected["step"] = np.full(3, 7), 2
@@ -66,7 +60,9 @@ def test_what_is_left_out_is_that_of_the_base(layout: str, run: str) -> None:
     report = ckptcore.verify(f"{run}/2")
     assert report.ok and report.nbytes > 300
     # Updated again, in another layout: what was referred to is referred to where it is.
-    ckptcore.save_update_async(f"{run}/3", {"head": np.full(6, 2.5)}, base=f"{run}/2", layout="safetensors").result()
+    ckptcore.save_async(
+        f"{run}/3", {"head": np.full(6, 2.5)}, strategy=ckptcore.Update(f"{run}/2"), layout="safetensors"
+    ).result()
     expected["head"] = np.full(6, 2.5)
     assert same_value(ckptcore.load(f"{run}/3"), expected)
     target = {"model": PLACEHOLDER, "layers": PLACEHOLDER, "embed": np.zeros(6), "head": np.zeros(6), "step": 0}
@@ -76,7 +72,7 @@ def test_what_is_left_out_is_that_of_the_base(layout: str, run: str) -> None:
 def test_all_that_reads_reads_an_update(run: str) -> None:
     big = (np.arange(400_000, dtype=np.float32) % 2000).reshape(4000, 100)
     ckptcore.save(f"{run}/1", {"big": big, "small": np.ones(3), "turned": big[:10]})
-    ckptcore.save_update(f"{run}/2", {"small": np.zeros(3)}, base=f"{run}/1", layout="zarr3")
+    ckptcore.save(f"{run}/2", {"small": np.zeros(3)}, strategy=ckptcore.Update(f"{run}/1"), layout="zarr3")
     with ckptcore.open(f"{run}/2") as opened:
         assert np.array_equal(opened["big"][100:110], big[100:110])
         assert np.array_equal(opened["big"][7:9, 3:5], big[7:9, 3:5])
@@ -99,7 +95,7 @@ def test_all_that_reads_reads_an_update(run: str) -> None:
 
 def test_only_what_is_given_is_written(run: str) -> None:
     ckptcore.save(f"{run}/1", {f"a{number}": np.full(10_000, float(number)) for number in range(10)})
-    ckptcore.save_update(f"{run}/2", {"a3": np.zeros(10_000)}, base=f"{run}/1")
+    ckptcore.save(f"{run}/2", {"a3": np.zeros(10_000)}, strategy=ckptcore.Update(f"{run}/1"))
     written = objects_at(f"{run}/2")
     assert set(written) == {"checkpoint.json", "model.safetensors"}
     assert len(written["model.safetensors"]) < 80_000 + 1000 and len(written["checkpoint.json"]) < 6000
@@ -135,7 +131,7 @@ def test_any_generations_come_back(generations: list[dict[str, Any]], layout: st
     expected = generations[0]
     ckptcore.save(f"{run}/0", expected, layout=layout)
     for number, update in enumerate(generations[1:], 1):
-        ckptcore.save_update(f"{run}/{number}", update, base=f"{run}/{number - 1}", layout=layout)
+        ckptcore.save(f"{run}/{number}", update, strategy=ckptcore.Update(f"{run}/{number - 1}"), layout=layout)
         expected = _over(expected, update)
         assert same_value(ckptcore.load(f"{run}/{number}"), expected)
         elements = sum(len(data) for key, data in objects_at(f"{run}/{number}").items() if key != "checkpoint.json")
@@ -155,10 +151,10 @@ def test_what_does_not_go_over_the_base_is_refused(run: str) -> None:
         ({"layers": [PLACEHOLDER, PLACEHOLDER, PLACEHOLDER, np.ones(1)]}, r"layers: some children .* without \['3'\]"),
     ):
         with pytest.raises(TreeMismatchError, match=match):
-            ckptcore.save_update(f"{run}/2", state, base=f"{run}/1")
+            ckptcore.save(f"{run}/2", state, strategy=ckptcore.Update(f"{run}/1"))
     assert objects_at(f"{run}/2") == {}
     # A container that is given whole takes the place of what was there.
-    ckptcore.save_update(f"{run}/2", {"layers": [np.ones(1)], "model": np.zeros(2)}, base=f"{run}/1")
+    ckptcore.save(f"{run}/2", {"layers": [np.ones(1)], "model": np.zeros(2)}, strategy=ckptcore.Update(f"{run}/1"))
     found = ckptcore.load(f"{run}/2")
     assert same_value(found["layers"], [np.ones(1)]) and same_value(found["model"], np.zeros(2))
 
@@ -166,33 +162,35 @@ def test_what_does_not_go_over_the_base_is_refused(run: str) -> None:
 def test_a_base_is_a_checkpoint_of_ours_beside_it(run: str, tmp_path: Path) -> None:
     state = {"a": np.ones(2)}
     with pytest.raises(CheckpointNotFoundError):
-        ckptcore.save_update(f"{run}/2", state, base=f"{run}/1")
+        ckptcore.save(f"{run}/2", state, strategy=ckptcore.Update(f"{run}/1"))
     ckptcore.save(f"{run}/1", _state())
     with pytest.raises(InvalidLocationError, match="itself"):
-        ckptcore.save_update(f"{run}/1", state, base=f"{run}/1", overwrite=True)
-    ckptcore.save_update(f"{run}/2", state, base=f"{run}/1")
+        ckptcore.save(f"{run}/1", state, strategy=ckptcore.Update(f"{run}/1"), overwrite=True)
+    ckptcore.save(f"{run}/2", state, strategy=ckptcore.Update(f"{run}/1"))
     with pytest.raises(InvalidLocationError, match="would replace"):
-        ckptcore.save_update(f"{run}/1", state, base=f"{run}/2", overwrite=True)
+        ckptcore.save(f"{run}/1", state, strategy=ckptcore.Update(f"{run}/2"), overwrite=True)
     with pytest.raises(InvalidLocationError, match="another storage"):
-        ckptcore.save_update(
-            "memory://other-storage/x/2" if run.startswith("file") else tmp_path / "x", state, base=f"{run}/1"
+        ckptcore.save(
+            "memory://other-storage/x/2" if run.startswith("file") else tmp_path / "x",
+            state,
+            strategy=ckptcore.Update(f"{run}/1"),
         )
     elsewhere = f"{run}-elsewhere/sub/2"
     with pytest.raises(InvalidLocationError, match=r'bases="anywhere"'):
-        ckptcore.save_update(elsewhere, state, base=f"{run}/1")
+        ckptcore.save(elsewhere, state, strategy=ckptcore.Update(f"{run}/1"))
     anywhere = ckptcore.Context(io=ckptcore.context.IOOptions(bases="anywhere"))
-    ckptcore.save_update(elsewhere, state, base=f"{run}/1", context=anywhere)
+    ckptcore.save(elsewhere, state, strategy=ckptcore.Update(f"{run}/1"), context=anywhere)
     with pytest.raises(InvalidLocationError, match=r'bases="anywhere"'):
         ckptcore.load(elsewhere)
     assert same_value(ckptcore.load(elsewhere, context=anywhere), {**_state(), **state})
-    ckptcore.save_update(f"{run}-elsewhere/3", {"b": np.ones(1)}, base=elsewhere, context=anywhere)
+    ckptcore.save(f"{run}-elsewhere/3", {"b": np.ones(1)}, strategy=ckptcore.Update(elsewhere), context=anywhere)
     found = ckptcore.load(f"{run}-elsewhere/3", context=anywhere)
     assert same_value(found, {**_state(), **state, "b": np.ones(1)})
 
 
 def test_a_base_that_is_gone_or_another_is_told(run: str) -> None:
     ckptcore.save(f"{run}/1", _state())
-    ckptcore.save_update(f"{run}/2", {"step": 2}, base=f"{run}/1")
+    ckptcore.save(f"{run}/2", {"step": 2}, strategy=ckptcore.Update(f"{run}/1"))
     ckptcore.save(f"{run}/1", _state(), overwrite="non-atomic")
     for look in (ckptcore.load, ckptcore.metadata):
         with pytest.raises(CorruptCheckpointError, match=r"arrays of .*/2 are in .*/1 \(save .*holds another save now"):
@@ -206,7 +204,7 @@ def test_a_base_that_is_gone_or_another_is_told(run: str) -> None:
 def test_damage_of_a_base_is_found_and_named(tmp_path: Path) -> None:
     run = f"{tmp_path}/run"
     ckptcore.save(f"{run}/1", {"a": np.ones(5), "b": np.ones(6)})
-    ckptcore.save_update(f"{run}/2", {"a": np.zeros(4)}, base=f"{run}/1")
+    ckptcore.save(f"{run}/2", {"a": np.zeros(4)}, strategy=ckptcore.Update(f"{run}/1"))
     file = Path(run) / "1" / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -219,8 +217,8 @@ def test_damage_of_a_base_is_found_and_named(tmp_path: Path) -> None:
 
 def test_what_others_refer_to_is_not_deleted(run: str) -> None:
     ckptcore.save(f"{run}/1", _state())
-    ckptcore.save_update(f"{run}/2", {"step": 2}, base=f"{run}/1")
-    ckptcore.save_update(f"{run}/3", {"step": 3}, base=f"{run}/2")
+    ckptcore.save(f"{run}/2", {"step": 2}, strategy=ckptcore.Update(f"{run}/1"))
+    ckptcore.save(f"{run}/3", {"step": 3}, strategy=ckptcore.Update(f"{run}/2"))
     with pytest.raises(CheckpointReferredError, match="/1 has arrays of 2, 3"):
         ckptcore.delete(f"{run}/1")
     ckptcore.delete(f"{run}/2")  # what it referred to is referred to where it is
@@ -235,8 +233,8 @@ def test_a_checkpointer_keeps_what_its_steps_refer_to(run: str) -> None:
     with ckptcore.Checkpointer(run, preservation_policy=ckptcore.policies.LatestN(1)) as checkpointer:
         checkpointer.save(1, _state())
         checkpointer.wait()
-        ckptcore.save_update(f"{run}/2", {"step": 2}, base=f"{run}/1")
-        ckptcore.save_update(f"{run}/best", {"step": 9}, base=f"{run}/1")
+        ckptcore.save(f"{run}/2", {"step": 2}, strategy=ckptcore.Update(f"{run}/1"))
+        ckptcore.save(f"{run}/best", {"step": 9}, strategy=ckptcore.Update(f"{run}/1"))
     with ckptcore.Checkpointer(run, preservation_policy=ckptcore.policies.LatestN(1)) as checkpointer:
         with pytest.raises(CheckpointReferredError, match="best"):
             checkpointer.delete(1)
@@ -252,7 +250,7 @@ def test_a_checkpointer_keeps_what_its_steps_refer_to(run: str) -> None:
 @pytest.mark.parametrize("verify", ["passing", "read-back"])
 def test_a_copy_is_whole(verify: Any, run: str) -> None:
     ckptcore.save(f"{run}/1", _state(), layout="dcp")
-    ckptcore.save_update(f"{run}/2", {"step": 2}, base=f"{run}/1", layout="dcp", metadata={"x": 1})
+    ckptcore.save(f"{run}/2", {"step": 2}, strategy=ckptcore.Update(f"{run}/1"), layout="dcp", metadata={"x": 1})
     report = ckptcore.copy(f"{run}/2", f"{run}-copy/2", verify=verify)
     assert report.sent_bytes == report.nbytes == sum(map(len, objects_at(f"{run}-copy/2").values()))
     again = ckptcore.copy(f"{run}/2", f"{run}-copy/2", verify=verify)
@@ -270,8 +268,11 @@ def test_a_base_that_goes_while_an_update_is_saved(run: str) -> None:
     """Whenever it is deleted: the update is lost and says so, or it is there and refused to let the base go."""
     ckptcore.save(f"{run}/0/1", _state())
     plan = FaultPlan()
-    ckptcore.save_update(
-        through(f"{run}/0/2"), {"step": 2}, base=through(f"{run}/0/1"), context=faulty_context(run, plan)
+    ckptcore.save(
+        through(f"{run}/0/2"),
+        {"step": 2},
+        strategy=ckptcore.Update(through(f"{run}/0/1")),
+        context=faulty_context(run, plan),
     )
     committed = max(
         operation.number for operation in plan.operations
@@ -292,7 +293,9 @@ def test_a_base_that_goes_while_an_update_is_saved(run: str) -> None:
 
         context = faulty_context(run, InterruptedPlan(operation.number, delete))
         try:
-            ckptcore.save_update(through(f"{own}/2"), {"step": 2}, base=through(f"{own}/1"), context=context)
+            ckptcore.save(
+                through(f"{own}/2"), {"step": 2}, strategy=ckptcore.Update(through(f"{own}/1")), context=context
+            )
         except (SaveLostError, CheckpointNotFoundError, CorruptCheckpointError) as error:
             outcomes.add(type(error))
             with pytest.raises(CheckpointNotFoundError):
@@ -318,7 +321,7 @@ def test_ranks_of_a_job_update_what_they_hold(run: str) -> None:
         rank = coordinator.rank
         part = ckptcore.ShardedArray.part(whole[4 * rank : 4 * rank + 4], (4 * rank, 0), (8, 3), cuts=((4,), ()))
         update = {"w": part, "layers": {str(rank): np.full(3, rank)}}
-        ckptcore.save_update(f"{run}/2", update, base=f"{run}/1", layout="zarr3", context=context)
+        ckptcore.save(f"{run}/2", update, strategy=ckptcore.Update(f"{run}/1"), layout="zarr3", context=context)
 
     ThreadJob(2, timeout_seconds=30).run(job)
     expected = {"w": whole, "kept": np.ones(5), "layers": {"0": np.full(3, 0), "1": np.full(3, 1)}}
@@ -328,13 +331,13 @@ def test_ranks_of_a_job_update_what_they_hold(run: str) -> None:
 def test_nothing_given_is_a_checkpoint_of_references(run: str) -> None:
     ckptcore.save(f"{run}/1", _state())
     for number, state in enumerate(({}, PLACEHOLDER), 2):
-        ckptcore.save_update(f"{run}/{number}", state, base=f"{run}/1")
+        ckptcore.save(f"{run}/{number}", state, strategy=ckptcore.Update(f"{run}/1"))
         assert same_value(ckptcore.load(f"{run}/{number}"), _state())
 
 
 def test_all_given_refers_to_nothing(run: str) -> None:
     ckptcore.save(f"{run}/1", {"a": np.ones(2), "step": 1})
-    ckptcore.save_update(f"{run}/2", {"a": np.zeros(2)}, base=f"{run}/1")
+    ckptcore.save(f"{run}/2", {"a": np.zeros(2)}, strategy=ckptcore.Update(f"{run}/1"))
     ckptcore.delete(f"{run}/1")
     assert same_value(ckptcore.load(f"{run}/2"), {"a": np.zeros(2), "step": 1})
 
@@ -343,15 +346,18 @@ def test_what_other_software_wrote_is_no_base(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "1", {"a": np.ones(2)})
     (tmp_path / "1" / "checkpoint.json").unlink()
     with pytest.raises(CheckpointError, match=r"not written by ckptcore.*ckptcore\.copy"):
-        ckptcore.save_update(tmp_path / "2", {"b": 1}, base=tmp_path / "1")
+        ckptcore.save(tmp_path / "2", {"b": 1}, strategy=ckptcore.Update(tmp_path / "1"))
 
 
 @pytest.mark.parametrize("moment", ["before", "midway"])
 def test_an_update_that_dies_leaves_its_base_and_a_place_to_save_to(moment: Any, run: str) -> None:
     ckptcore.save(f"{run}/0/1", _state())
     plan = FaultPlan()
-    ckptcore.save_update(
-        through(f"{run}/0/2"), {"step": 2}, base=through(f"{run}/0/1"), context=faulty_context(run, plan)
+    ckptcore.save(
+        through(f"{run}/0/2"),
+        {"step": 2},
+        strategy=ckptcore.Update(through(f"{run}/0/1")),
+        context=faulty_context(run, plan),
     )
     found = set()
     for operation in plan.operations:
@@ -359,12 +365,14 @@ def test_an_update_that_dies_leaves_its_base_and_a_place_to_save_to(moment: Any,
         ckptcore.save(f"{own}/1", _state())
         dying = faulty_context(run, FaultPlan(CrashAt(operation.number, moment)))
         with pytest.raises(SimulatedCrash):
-            ckptcore.save_update(through(f"{own}/2"), {"step": 2}, base=through(f"{own}/1"), context=dying)
+            ckptcore.save(
+                through(f"{own}/2"), {"step": 2}, strategy=ckptcore.Update(through(f"{own}/1")), context=dying
+            )
         try:
             found.add(ckptcore.load(f"{own}/2")["step"])
         except CheckpointNotFoundError:
             found.add(None)
-        ckptcore.save_update(f"{own}/2", {"step": 3}, base=f"{own}/1", overwrite="non-atomic")
+        ckptcore.save(f"{own}/2", {"step": 3}, strategy=ckptcore.Update(f"{own}/1"), overwrite="non-atomic")
         assert same_value(ckptcore.load(f"{own}/2"), {**_state(), "step": 3}), f"died {moment} {operation}"
     assert found == {None, 2}
 
@@ -374,7 +382,7 @@ def test_ranks_load_an_update_together(matching: ckptcore.Matching, run: str) ->
     """Each array, whichever checkpoint it is in, is read once and sent to the others."""
     size, big = 3, np.arange(60_000.0).reshape(300, 200)
     ckptcore.save(f"{run}/1", {"big": big, "new": np.ones(3), "tied": (tied := np.arange(9.0)), "again": tied})
-    ckptcore.save_update(f"{run}/2", {"new": np.zeros((40, 5))}, base=f"{run}/1", layout="zarr3")
+    ckptcore.save(f"{run}/2", {"new": np.zeros((40, 5))}, strategy=ckptcore.Update(f"{run}/1"), layout="zarr3")
     network = ThreadNetwork(size, timeout_seconds=20)
     dtype = np.float32 if matching.cast == "narrowing" else np.float64
     abstract = {
@@ -399,3 +407,10 @@ def test_ranks_load_an_update_together(matching: ckptcore.Matching, run: str) ->
         assert np.array_equal(found["big"], big.astype(dtype)) and found["big"].dtype == dtype
         assert np.array_equal(found["new"], np.zeros((40, 5))) and np.array_equal(found["again"], tied)
     assert sum(nbytes for _, nbytes in loaded) < 2.5 * big.nbytes, "it was read by more than one rank"
+
+
+def test_an_update_has_no_exports(run: str) -> None:
+    ckptcore.save(f"{run}/1", {"a": np.ones(3)})
+    export = ckptcore.Export(location=f"{run}/3")
+    with pytest.raises(ValueError, match="no exports"):
+        ckptcore.save(f"{run}/2", {}, strategy=ckptcore.Update(f"{run}/1"), exports=[export])

@@ -31,7 +31,7 @@ _STATE: dict[str, Any] = {"a": np.ones(4), "b": np.zeros(3), "n": 1}
 def test_an_update_is_whole_in_the_far_tier(options: Any, policy: Any, tmp_path: Path) -> None:
     near, far = new_place("file", tmp_path), new_place("memory", tmp_path)
     ckptcore.save(f"{near}/1", _STATE)
-    ckptcore.save_update(f"{near}/2", {"n": 2}, base=f"{near}/1")
+    ckptcore.save(f"{near}/2", {"n": 2}, strategy=ckptcore.Update(f"{near}/1"))
     found = []
     for _ in range(2):
         with Checkpointer(far, near=NearTier(near, **options), preservation_policy=policy) as run:
@@ -49,7 +49,7 @@ def test_an_update_is_whole_in_the_far_tier(options: Any, policy: Any, tmp_path:
 def test_a_whole_copy_can_be_stopped(tmp_path: Path) -> None:
     run = new_place("memory", tmp_path)
     ckptcore.save(f"{run}/1", _STATE)
-    ckptcore.save_update(f"{run}/2", {"n": 2}, base=f"{run}/1")
+    ckptcore.save(f"{run}/2", {"n": 2}, strategy=ckptcore.Update(f"{run}/1"))
 
     def refuse() -> None:
         raise ZeroDivisionError

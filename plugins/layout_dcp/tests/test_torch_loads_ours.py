@@ -96,8 +96,8 @@ def test_what_sessions_wrote(tmp_path: Path) -> None:
         given["tensors"] = dict(list(tensors.items())[session::3])
         part = rows[2 * session : 2 * session + 2].numpy()
         given["boxes"] = ckptcore.ShardedArray.part(part, (2 * session, 0), (6, 4))
-        ckptcore.save_partial(tmp_path / "c", given, layout="dcp")
-    ckptcore.finalize(tmp_path / "c")
+        ckptcore.partial(tmp_path / "c", layout="dcp").save(given)
+    ckptcore.partial(tmp_path / "c").finalize()
     like = loaded(tmp_path / "c", blank(state))
     found = like.pop("tensors")
     for name, tensor in tensors.items():

@@ -75,8 +75,8 @@ def test_version_1_loads_every_bit_of_what_sessions_wrote(layout, state, tmp_pat
             given["arrays"] = dict(list(whole["arrays"].items())[session::3])
         rows = slice(4 * session, 4 * session + 4)
         given["boxes"] = ckptcore.ShardedArray.part(whole["boxes"][rows], (rows.start, 0), (12, 4), cuts=((4, 8), ()))
-        ckptcore.save_partial(tmp_path / "saved", given, layout=LAYOUTS[layout])
-    ckptcore.finalize(tmp_path / "saved", layout=LAYOUTS[layout])
+        ckptcore.partial(tmp_path / "saved", layout=LAYOUTS[layout]).save(given)
+    ckptcore.partial(tmp_path / "saved", layout=LAYOUTS[layout]).finalize()
     assert_same(v1.load(tmp_path / "saved"), seen_by_orbax(whole))
 
 

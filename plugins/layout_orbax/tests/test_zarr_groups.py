@@ -176,12 +176,12 @@ def test_a_job_writes_groups_once(tmp_path: Path, layout: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sessions_and_updates_have_groups(tmp_path: Path, layout: str) -> None:
-    ckptcore.save_partial(tmp_path / "p", {"a": {"x/y": np.arange(3)}}, layout=layout)
-    ckptcore.save_partial(tmp_path / "p", {"b": np.arange(4)}, layout=layout)
-    ckptcore.finalize(tmp_path / "p")
+    ckptcore.partial(tmp_path / "p", layout=layout).save({"a": {"x/y": np.arange(3)}})
+    ckptcore.partial(tmp_path / "p", layout=layout).save({"b": np.arange(4)})
+    ckptcore.partial(tmp_path / "p").finalize()
     found = _arrays(zarr.open_group(str(tmp_path / "p"), mode="r"))
     assert set(map(len, found.values())) == {3, 4}
-    ckptcore.save_update(tmp_path / "u", {"b": np.zeros(4)}, base=tmp_path / "p", layout=layout)
+    ckptcore.save(tmp_path / "u", {"b": np.zeros(4)}, strategy=ckptcore.Update(tmp_path / "p"), layout=layout)
     assert ckptcore.load(tmp_path / "u")["a"]["x/y"].tolist() == [0, 1, 2]
     assert ckptcore.verify(tmp_path / "u").ok
     assert list(_arrays(zarr.open_group(str(tmp_path / "u"), mode="r"))) == ["state/b"]

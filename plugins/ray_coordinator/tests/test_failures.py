@@ -20,7 +20,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 import ckptcore
 from ckptcore.errors import CheckpointError
 from ckptcore.model import Box
-from ckptcore.saving import persisting
+from ckptcore.saving import write as stages
 from plugins.ray_coordinator.tests.ranks import new_name
 
 End: TypeAlias = Literal["works", "raises", "dies", "hangs"]
@@ -43,7 +43,7 @@ class Worker:
 
     def save(self, location: Path, value: float, end: End) -> str | None:
         """Save; why it failed. The end comes after this rank wrote its part, and before the others know."""
-        write = persisting.write_parts
+        write = stages.write_parts
 
         def written(*arguments: Any) -> Any:
             result = write(*arguments)
@@ -55,13 +55,13 @@ class Worker:
                 time.sleep(600)
             return result
 
-        persisting.write_parts = written
+        stages.write_parts = written
         try:
             ckptcore.save(location, {"w": self._part(value), "value": value}, context=self.context)
         except (CheckpointError, MemoryError) as error:
             return f"{type(error).__name__}: {error}"
         finally:
-            persisting.write_parts = write
+            stages.write_parts = write
         return None
 
     def load(self, location: Path, value: float) -> None:

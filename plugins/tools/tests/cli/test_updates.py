@@ -18,8 +18,8 @@ def updated(tmp_path: Path) -> Path:
     place = tmp_path / "run"
     for step in (1, 2):
         ckptcore.save(place / str(step), {"a": np.ones(4), "n": step})
-    ckptcore.save_update(place / "3", {"b": np.zeros(2)}, base=place / "1")
-    ckptcore.save_update(place / "4", {"n": 4}, base=place / "2")
+    ckptcore.save(place / "3", {"b": np.zeros(2)}, strategy=ckptcore.Update(place / "1"))
+    ckptcore.save(place / "4", {"n": 4}, strategy=ckptcore.Update(place / "2"))
     return place
 
 
@@ -43,7 +43,7 @@ def test_a_collection_foretells_which_bases_stay(run: Run, updated: Path) -> Non
 
 
 def test_what_is_no_step_keeps_bases_too(run: Run, updated: Path) -> None:
-    ckptcore.save_update(updated / "best", {}, base=updated / "3")
+    ckptcore.save(updated / "best", {}, strategy=ckptcore.Update(updated / "3"))
     result = run("gc", updated, "--policy", "latest_n=1", "--yes")
     assert "deleted: 0 of 4" in result.stdout or "nothing to delete" in result.stdout
     assert ckptcore.CheckpointReader(updated).steps == (1, 2, 3, 4)

@@ -89,7 +89,7 @@ def copy(
     **Byte for byte.** Everything in the directory is copied, except hidden directories. The copy is the same save, with
     the same root, and is committed as a save is. A checkpoint that other software wrote has no root: where directories
     are renamed it appears as a whole; elsewhere ckptcore does not load it before it is complete, but other software sees
-    its files as they arrive. The copy of a checkpoint that refers to others (`save_update`) is another save in the same
+    its files as they arrive. The copy of a checkpoint that refers to others (`Update`) is another save in the same
     layout, which contains all arrays. Blocks are compared with their checksums before they are written. A few pieces
     are in memory at a time. An interrupted copy resumes when it is called again: complete objects are not sent again.
     A checkpoint that is at the destination already, as the same save, is left as it is.

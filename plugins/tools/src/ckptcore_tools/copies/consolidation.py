@@ -20,7 +20,7 @@ import xxhash
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.commit.location import LocationLike, Within, resolve_location
 from ckptcore.commit.occupants import Overwrite, refuse_to_replace
-from ckptcore.commit.root import new_save_id
+from ckptcore.commit.root import Composite, Root, new_save_id
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -39,11 +39,13 @@ from ckptcore.loading.verify import ProgressCallback
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.transfer import ArraySegment, WriteItem, WritePlan
 from ckptcore.model.tree import JSON
-from ckptcore.protocols import WriteStore
+from ckptcore.protocols import SaveCommit, WriteStore
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.parts import Part
-from ckptcore.saving.persisting import NOTHING_COMMITTED, Described, persist
+from ckptcore.saving.parts import SavePart
+from ckptcore.saving.plain import PlainCommit, PlainSave
+from ckptcore.saving.prepared import NOTHING_COMMITTED, CommitInfo, Save, Target
 from ckptcore.saving.preparing import save_created
+from ckptcore.saving.write import write_save
 from ckptcore.tree.subtrees import Subtree, SubtreePath, find_subtree, path_keys
 from ckptcore_tools.copies.destinations import refuse_destination, refuse_further
 from ckptcore_tools.copies.reported_save import ReportedSave
@@ -71,6 +73,31 @@ class _Source:
 
     opened: Checkpoint
     subtree: Subtree
+
+
+@dataclass(frozen=True, slots=True)
+class _SaveWithAliases(PlainSave):
+    """Save a tree whose tied arrays are stored under each of their names; its root lists them as aliases.
+
+    Attributes:
+        aliases: by leaf, the leaf that it is tied to.
+    """
+
+    aliases: Mapping[int, int]
+
+    def begin(self, save: Save) -> SaveCommit:
+        """Return the commit of the save."""
+        return _CommitWithAliases(save, self.aliases)
+
+
+class _CommitWithAliases(PlainCommit):
+    def __init__(self, save: Save, aliases: Mapping[int, int]) -> None:
+        super().__init__(save)
+        self._aliases = aliases
+
+    def _completed(self, root: Root | Composite) -> Root | Composite:
+        assert isinstance(root, Root)  # what is consolidated is one tree
+        return replace(root, tree=replace(root.tree, aliases={**root.tree.aliases, **self._aliases}))
 
 
 def consolidate_checkpoint(
@@ -150,25 +177,28 @@ def _consolidate(
     items = [item for number in _shares(objects, agreement.size)[agreement.rank] for item in objects[number]]
     plan = WritePlan(tree, tuple(items), agreement.rank, agreement.size, decided["save_id"])
     nbytes = sum(item.nbytes for item in items)
-    described = Described(
-        location=location,
-        overwrite=overwrite,
-        custom=found.opened.origin.custom,
-        metrics=found.opened.origin.metrics,
-        progress=found.opened.root.progress if found.opened.root is not None else {},
-        save_id=decided["save_id"],
-        created=decided["created"],
-        parts=[Part("", layout, plan, own=False, shared=shared)],
-        members=None,
-        before_commit=None,
-        agreement=agreement,
-    )
     handle = ReportedSave(location.display, nbytes, progress) if progress is not None else None
-    captured = _Consolidated(found, StreamedSnapshot(plan, found.opened, found.subtree.sources, sizes), beside)
+    snapshot = StreamedSnapshot(plan, found.opened, found.subtree.sources, sizes)
+    part = SavePart("", layout, plan, captured=_Consolidated(found, snapshot, beside))
+    save = Save(
+        target=Target(location, overwrite),
+        info=CommitInfo(
+            save_id=decided["save_id"],
+            created=decided["created"],
+            custom=found.opened.origin.custom,
+            metrics=found.opened.origin.metrics,
+            progress=found.opened.root.progress if found.opened.root is not None else {},
+        ),
+        parts=[part],
+        strategy=_SaveWithAliases(shared),
+        agreement=agreement,
+        recording=recording,
+        context=context,
+    )
     try:
-        persist(described, [captured], context, recording, handle)
+        write_save(save, handle)
     finally:
-        captured.close()
+        part.close()
     return nbytes
 
 
@@ -265,7 +295,7 @@ class _Consolidated:
         self._snapshot = snapshot
         self._files = files
 
-    def write(self, part: Part, store: WriteStore) -> JSON:
+    def write(self, part: SavePart, store: WriteStore) -> JSON:
         """See `Captured`.
 
         Raises:

@@ -35,9 +35,11 @@ from ckptcore.model.tree import JSON
 from ckptcore.planning import plan_write
 from ckptcore.protocols import Layout, Transforms, WriteStore
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.parts import Captured, Part, TreeCaptured
-from ckptcore.saving.persisting import Described, persist
+from ckptcore.saving.parts import SavePart, TreeCaptured
+from ckptcore.saving.plain import PlainSave
+from ckptcore.saving.prepared import CommitInfo, Save, Target
 from ckptcore.saving.preparing import save_created
+from ckptcore.saving.write import write_save
 from ckptcore_tools.copies.destinations import refuse_destination, refuse_further
 from ckptcore_tools.copies.reported_save import ReportedSave
 from ckptcore_tools.copies.streaming import StreamedSnapshot, StreamSizes, items_by_object, reading_context
@@ -137,8 +139,7 @@ class _Conversion:
         refuse_further(opened, self._destination)
         root = opened.root
         save_id = new_save_id() if self._save_id_of is None or root is None else self._save_id_of(root.save_id)
-        part, captured = self._part("", "", opened, save_id, own=False)
-        self._persist(save_id, [part], [captured], None, opened)
+        self._write(save_id, [self._part("", "", opened, save_id, own=False)], None, opened)
 
     def _transformed(self, opened: Checkpoint) -> Checkpoint:
         """A checkpoint as the transforms make it.
@@ -156,7 +157,7 @@ class _Conversion:
         """Write every checkpointable that is still there; files as they are."""
         save_id = new_save_id()
         members: dict[str, Member] = {}
-        parts, captured = [], []
+        parts = []
         for name, directories in present_members(composite).items():
             member = composite.members[name]
             check_name(name)  # other software has other rules
@@ -169,10 +170,8 @@ class _Conversion:
             for directory in there:
                 members[name] = member
                 opened = self._open(composite, name, directory, source)
-                part, held = self._part(name, directory, opened, save_id, own=member.processes is not None)
-                parts.append(part)
-                captured.append(held)
-        self._persist(save_id, parts, captured, members, composite)
+                parts.append(self._part(name, directory, opened, save_id, own=member.processes is not None))
+        self._write(save_id, parts, members, composite)
 
     def _open(self, composite: CompositeCheckpoint, name: str, directory: str, source: Place) -> Checkpoint:
         try:
@@ -184,12 +183,12 @@ class _Conversion:
                 )
             raise
 
-    def _part(self, name: str, directory: str, opened: Checkpoint, save_id: str, *, own: bool) -> tuple[Part, Captured]:
+    def _part(self, name: str, directory: str, opened: Checkpoint, save_id: str, *, own: bool) -> SavePart:
         tree = opened.tree
         if opened.layout.name == FilesLayout.name:
             _refuse_own_names(opened)
             plan = plan_write(tree, {}, rank=0, size=1, save_id=save_id, name=name)
-            return Part(directory, opened.layout, plan, own), _StoredFiles(opened)
+            return SavePart(directory, opened.layout, plan, own, captured=_StoredFiles(opened))
         self._layout.check(tree, 1)
         check_sizes(opened, range(len(tree.leaves)))
         sources, sizes = range(len(tree.leaves)), StreamSizes.of(self._context)
@@ -197,36 +196,38 @@ class _Conversion:
         plan = WritePlan(tree, tuple([item for items in objects for item in items]), 0, 1, save_id, name)
         snapshot = StreamedSnapshot(plan, opened, sources, sizes)
         self._snapshots.append(snapshot)
-        return Part(directory, self._layout, plan, own), TreeCaptured(snapshot)
+        return SavePart(directory, self._layout, plan, own, captured=TreeCaptured(snapshot))
 
-    def _persist(
+    def _write(
         self,
         save_id: str,
-        parts: Sequence[Part],
-        captured: Sequence[Captured],
+        parts: Sequence[SavePart],
         members: Mapping[str, Member] | None,
         source: Checkpoint | CompositeCheckpoint,
     ) -> None:
         self._take_back()
         display = self._destination.display
-        described = Described(
-            location=self._destination,
-            overwrite=self._overwrite,
-            custom=source.origin.custom,
-            metrics=source.origin.metrics,
-            progress=source.root.progress if source.root is not None else {},
-            save_id=save_id,
-            created=save_created(),
-            parts=parts,
-            members=members,
-            before_commit=functools.partial(self._check, source),
-            agreement=Agreement(SingleProcess(), "convert"),
-        )
         total = sum(part.plan.tree.nbytes for part in parts)
         handle = ReportedSave(display, total, self._progress) if self._progress is not None else None
         recording = Recording("save", display, self._context.observers, save_id=save_id)
+        save = Save(
+            target=Target(self._destination, self._overwrite, functools.partial(self._check, source)),
+            info=CommitInfo(
+                save_id=save_id,
+                created=save_created(),
+                custom=source.origin.custom,
+                metrics=source.origin.metrics,
+                progress=source.root.progress if source.root is not None else {},
+                members=members,
+            ),
+            parts=parts,
+            strategy=PlainSave(),
+            agreement=Agreement(SingleProcess(), "convert"),
+            recording=recording,
+            context=self._context,
+        )
         try:
-            persist(described, captured, self._context, recording, handle)
+            write_save(save, handle)
         finally:
             for snapshot in self._snapshots:
                 snapshot.close()
@@ -272,7 +273,7 @@ class _StoredFiles:
     def __init__(self, opened: Checkpoint) -> None:
         self._opened = opened
 
-    def write(self, part: Part, store: WriteStore) -> JSON:
+    def write(self, part: SavePart, store: WriteStore) -> JSON:
         """See `Captured`."""
         for record in self._opened.objects.values():
             check_file(self._opened, record)  # before anything is made of a size that a hostile root may state

@@ -23,7 +23,7 @@ from ckptcore.protocols import Layout
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.exporting import Export
 from ckptcore.saving.preparing import PreparedSave, prepare_save
-from ckptcore.saving.save_requests import OneTree, SaveRequest
+from ckptcore.saving.save_requests import Destination, OneTree, SaveRequest
 from ckptcore_tools.dry_run.leaves import WrapLeaf, dry_run_context, running_leaves, simulated_leaves
 from ckptcore_tools.dry_run.plans import (
     Certainty,
@@ -266,11 +266,11 @@ class Asked:
                 for number, export in enumerate(exports)
             ]
         return SaveRequest(
-            location=f"{_NOWHERE}/checkpoint" if self.location is None else self.location,
+            destination=Destination(
+                f"{_NOWHERE}/checkpoint" if self.location is None else self.location, self.overwrite
+            ),
             values=OneTree(state),
             layout=self.layout,
-            overwrite=self.overwrite,
-            custom=None,
             exports=exports,
         )
 
@@ -296,7 +296,7 @@ def plan_running_job(asked: Asked, state: object, context: Context) -> SavePlan:
     def lead() -> JSON:
         written = [played.written]
         if agreement.size > 1:
-            trees = [[part.plan.tree for part in one.described.parts if not part.own] for one in played.leading]
+            trees = [[part.plan.tree for part in one.save.parts if not part.own] for one in played.leading]
             written = [written_from_json(payload, trees) for payload in payloads]
         plans.append(_plan(asked, played, written, context))
         return asdict(plans[0]) if agreement.size > 1 else None
@@ -321,9 +321,9 @@ def plan_simulated_job(asked: Asked, state_of: Callable[[int], object], processe
 
 def _play(asked: Asked, state: object, context: Context, wrap_leaf: WrapLeaf, agreement: Agreement) -> _Played:
     request = asked.request(state)
-    recording = Recording("save", str(request.location), rank=agreement.rank)
+    recording = Recording("save", str(request.destination.place), rank=agreement.rank)
     save = prepare_save(request, dry_run_context(context, wrap_leaf), recording, agreement)
-    real = asked.location is not None and save.described.location.commits.replaces_atomically
+    real = asked.location is not None and save.save.target.location.commits.replaces_atomically
     kind: StorageKind = "directories" if real else "objects"
     return _Played(save, kind, *run_writes(save, kind, context))
 
@@ -334,11 +334,11 @@ def _plan(asked: Asked, leader: _Played, written: Sequence[WrittenProcess], cont
         _processes(leading, [process.checkpoints[number] for process in written], context)
         for number, leading in enumerate(leader.leading)
     ]
-    described = leader.save.described
-    trees = [part.plan.tree for part in described.parts]
+    parts = leader.save.save.parts
+    trees = [part.plan.tree for part in parts]
     arrays = [_arrays(tree) for tree in trees]
     return SavePlan(
-        layout=described.parts[0].layout.name,
+        layout=parts[0].layout.name,
         storage=leader.kind,
         arrays=sum(arrays),
         values=sum([sum(not isinstance(record, ArrayRecord) for record in tree.leaves) for tree in trees]),
@@ -347,9 +347,7 @@ def _plan(asked: Asked, leader: _Played, written: Sequence[WrittenProcess], cont
         memory=tuple([process.memory for process in written]),
         exports=tuple(
             [
-                ExportPlan(
-                    location=str(export.location), layout=prepared.described.parts[0].layout.name, processes=processes
-                )
+                ExportPlan(location=str(export.location), layout=prepared.part.layout.name, processes=processes)
                 for export, prepared, processes in zip(asked.exports, leader.save.exports, checkpoints[1:], strict=True)
             ]
         ),
@@ -364,7 +362,7 @@ def _arrays(tree: TreeMetadata) -> int:
 def _processes(leading: Leading, written: Sequence[WrittenCheckpoint], context: Context) -> tuple[ProcessPlan, ...]:
     """What each process writes of a checkpoint; the leader also what makes it whole."""
     before = written[0].sizes.keys() - written[0].about
-    run_commit(leading.described, leading.claim, [one.receipts for one in written], context)
+    run_commit(leading.save, leading.claim, [one.receipts for one in written], context)
     sizes = {key.partition("/")[2]: size for key, size in leading.storage.sizes.items()}
     processes = []
     for rank, one in enumerate(written):

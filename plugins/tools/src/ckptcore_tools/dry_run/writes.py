@@ -10,7 +10,7 @@ from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.conditions import Conditions
 from ckptcore.commit.location import Location
 from ckptcore.commit.occupants import refuse_inside, refuse_to_replace
-from ckptcore.commit.root import Claimed, Composite, Root, this_writer
+from ckptcore.commit.root import Composite, Root, this_writer
 from ckptcore.commit.root_json import encode_composite, encode_root
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.context import Context
@@ -29,9 +29,10 @@ from ckptcore.protocols import (
     WriteForecast,
 )
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.parts import FilesDescription, Part
-from ckptcore.saving.persisting import Described, finish_part, put_root
+from ckptcore.saving.parts import FilesDescription, SavePart
+from ckptcore.saving.prepared import Save
 from ckptcore.saving.preparing import PreparedSave
+from ckptcore.saving.roots import finish_part, put_root
 from ckptcore_tools.dry_run.plans import MemoryPlan, RequestCounts
 from ckptcore_tools.dry_run.storages import (
     CountingDirectories,
@@ -91,12 +92,12 @@ class Leading:
     """What the leader goes on with, of one checkpoint.
 
     Attributes:
-        described: the checkpoint.
+        save: the checkpoint.
         storage: with what the leader wrote.
         claim: of the leader.
     """
 
-    described: Described
+    save: Save
     storage: CountingObjects
     claim: Transaction
 
@@ -130,25 +131,25 @@ def run_writes(save: PreparedSave, kind: StorageKind, context: Context) -> tuple
         )
     host_bytes: list[Sequence[HostBytes]] = []
     untold = []
-    for part, description in save.described_parts:
-        if isinstance(description, FilesDescription):
-            untold.append(description.name)
+    for part in save.save.parts:
+        source = part.source
+        assert source is not None  # nothing was captured
+        if isinstance(source, FilesDescription):
+            untold.append(source.name)
             host_bytes.append(())
         else:
-            host_bytes.append([description.host_bytes(item) for item in part.plan.items])
-    snapshots = [
-        SizeOnlySnapshot(part.plan, taken) for part, taken in zip(save.described.parts, host_bytes, strict=True)
-    ]
-    exported = [[host_bytes[export.part][number] for number in export.items] for export in save.exports]
-    shares = [SizeOnlySnapshot(export.plan, taken) for export, taken in zip(save.exports, exported, strict=True)]
-    written = [_run_checkpoint(save.described, snapshots, kind, context)]
+            host_bytes.append([source.host_bytes(item) for item in part.plan.items])
+    of_part = {id(part): taken for part, taken in zip(save.save.parts, host_bytes, strict=True)}
+    snapshots = [SizeOnlySnapshot(part.plan, of_part[id(part)]) for part in save.save.parts]
+    exported = [[of_part[id(export.source)][number] for number in export.items] for export in save.exports]
+    shares = [SizeOnlySnapshot(export.part.plan, taken) for export, taken in zip(save.exports, exported, strict=True)]
+    written = [_run_checkpoint(save.save, snapshots, kind, context)]
     written += [
-        _run_checkpoint(export.described, [share], kind, context)
-        for export, share in zip(save.exports, shares, strict=True)
+        _run_checkpoint(export.save, [share], kind, context) for export, share in zip(save.exports, shares, strict=True)
     ]
     memory = _memory(
-        save.described.agreement.rank,
-        [taken for of_part in host_bytes for taken in of_part],
+        save.save.agreement.rank,
+        [taken for of_one in host_bytes for taken in of_one],
         [taken for of_export in exported for taken in of_export],
         [*snapshots, *shares],
         max(one.buffer_bytes for one in written),
@@ -158,43 +159,42 @@ def run_writes(save: PreparedSave, kind: StorageKind, context: Context) -> tuple
     return process, [one.leading for one in written if one.leading is not None]
 
 
-def _run_checkpoint(
-    described: Described, snapshots: Sequence[SizeOnlySnapshot], kind: StorageKind, context: Context
-) -> _Written:
-    rank = described.agreement.rank
+def _run_checkpoint(save: Save, snapshots: Sequence[SizeOnlySnapshot], kind: StorageKind, context: Context) -> _Written:
+    rank = save.agreement.rank
     storage = CountingDirectories() if kind == "directories" else CountingObjects()
-    location = Location(described.location.display, storage, _NAME)
-    claimed = Claimed(described.save_id, described.created)
+    location = Location(save.target.location.display, storage, _NAME)
+    claimed = save.info.claimed
     conditions = Conditions()  # they are tried out, as by the first save of a process
     refuse_inside(location)  # as the save looks before it claims
     refuse_to_replace(location, False)
     claim = location.commits.begin(location, claimed, False, conditions)
-    if described.agreement.size > 1:
+    if save.agreement.size > 1:
         claim.show_claim()
     store = claim.store
     if rank:  # the leader has done that
         storage.forget()
         sees_claim(claimed, location)
-        store = location.commits.store_of(location, described.save_id, conditions)
+        store = location.commits.store_of(location, claimed.save_id, conditions)
     receipts = []
     at_most: set[str] = set()
     exact: set[str] = set()
     buffer_bytes = 0
-    for part, snapshot in zip(described.parts, snapshots, strict=True):
+    for part, snapshot in zip(save.parts, snapshots, strict=True):
         if part.layout.name == "files":
             continue
         inside = subdirectory(store, part.directory)
         receipt, forecast = _write(part, snapshot, inside, context)
+        part.receipts = [receipt]
         prefix = f"{part.directory}/" if part.directory else ""
         at_most.update([f"{prefix}{key}" for key in forecast.at_most])
         exact.update([f"{prefix}{record.key}" for record in receipt.objects])
         buffer_bytes = max(buffer_bytes, forecast.buffer_bytes)
         if part.own:
             recorder = SizeRecorder(inside, checksums=context.io.checksums)
-            put_root(inside, finish_part(described, part, [receipt], recorder))
+            put_root(inside, finish_part(save.info, part, recorder))
         else:
             receipts.append(receipt)
-    items = [item for part in described.parts for item in part.plan.items]
+    items = [item for part in save.parts for item in part.plan.items]
     sizes = {key.partition("/")[2]: size for key, size in storage.sizes.items()}
     checkpoint = WrittenCheckpoint(
         receipts=receipts,
@@ -205,11 +205,11 @@ def _run_checkpoint(
         boxes=sum([len(item.boxes) for item in items]),
         requests=storage.requests,
     )
-    return _Written(checkpoint, None if rank else Leading(described, storage, claim), buffer_bytes)
+    return _Written(checkpoint, None if rank else Leading(save, storage, claim), buffer_bytes)
 
 
 def _write(
-    part: Part, snapshot: SizeOnlySnapshot, store: StorageBackend, context: Context
+    part: SavePart, snapshot: SizeOnlySnapshot, store: StorageBackend, context: Context
 ) -> tuple[Receipt, WriteForecast]:
     recorder = SizeRecorder(store, checksums=context.io.checksums)
     if isinstance(part.layout, ForecastsWrites):
@@ -262,40 +262,40 @@ def _memory(
     )
 
 
-def run_commit(
-    described: Described, claim: Transaction, receipts: Sequence[Sequence[Receipt]], context: Context
-) -> None:
+def run_commit(save: Save, claim: Transaction, receipts: Sequence[Sequence[Receipt]], context: Context) -> None:
     """Commit a checkpoint on the leader.
 
     Args:
-        described: the checkpoint.
+        save: the checkpoint.
         claim: of the leader.
         receipts: by rank, of each part that the processes write together.
         context: options.
     """
-    parts = [part for part in described.parts if not part.own]
+    info = save.info
+    parts = [part for part in save.parts if not part.own]
     whole: Root | None = None
     for number, part in enumerate(parts):
         inside = subdirectory(claim.store, part.directory)
         recorder = SizeRecorder(inside, checksums=context.io.checksums)
-        root = finish_part(described, part, [of_rank[number] for of_rank in receipts], recorder)
-        if described.members is None:
+        part.receipts = [of_rank[number] for of_rank in receipts]
+        root = finish_part(info, part, recorder)
+        if info.members is None:
             whole = root
         else:
             put_root(inside, root)
     if whole is not None:
-        _mark(parts[0].layout, described.about, claim, context)
-        data, tables = encode_root(replace(whole, custom=described.custom))
+        _mark(parts[0].layout, info.about, claim, context)
+        data, tables = encode_root(replace(whole, custom=info.custom))
     else:
-        layouts = {part.layout.name: part.layout for part in described.parts if part.layout.name != FilesLayout.name}
+        layouts = {part.layout.name: part.layout for part in save.parts if part.layout.name != FilesLayout.name}
         for layout in layouts.values():
-            _mark(layout, described.about, claim, context)
+            _mark(layout, info.about, claim, context)
         composite = Composite(
-            save_id=described.save_id,
-            created=described.created,
+            save_id=info.save_id,
+            created=info.created,
             writer=this_writer(),
-            members=described.members or {},
-            custom=described.custom,
+            members=info.members or {},
+            custom=info.custom,
         )
         data, tables = encode_composite(composite)
     claim.commit(data, tables)

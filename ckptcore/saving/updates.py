@@ -1,17 +1,16 @@
-"""Updating: a save of a whole tree that writes what was given, and refers to a base for the rest."""
+"""Update: the strategy of a save of a whole tree that writes what was given, and refers to a base for the rest."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from ckptcore.commit.bases import pinned_bases
-from ckptcore.commit.conditions import Conditions
-from ckptcore.commit.location import Location, Place
+from ckptcore.commit.location import Location, LocationLike, Place, absolute_location
 from ckptcore.commit.references import overlay, stored_tree
-from ckptcore.commit.root import Base, References, Root
+from ckptcore.commit.root import Base, Composite, References, Root
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -20,65 +19,128 @@ from ckptcore.errors import (
     SaveLostError,
     UnsupportedVersionError,
 )
-from ckptcore.job.agreement import Agreement
 from ckptcore.loading.bases import base_location, base_path, read_base
 from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.consistent_read import open_checkpoint
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
-from ckptcore.saving.parts import PartDescription
+from ckptcore.protocols import SaveCommit
+from ckptcore.saving.plain import PlainCommit, PlainSave
+from ckptcore.saving.prepared import Save, SaveDraft
 from ckptcore.saving.tree_descriptions import TreeDescription
 
-__all__ = ["PlannedUpdate", "plan_update"]
+__all__ = ["Update"]
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedUpdate:
-    """An update that can go ahead.
+class _References:
+    """What an update refers to.
 
     Attributes:
-        location: where it goes.
         tree: the whole tree.
         references: what of it is in bases.
-        bases: where these are.
+        bases: the locations of the bases.
     """
 
-    location: Location
     tree: TreeMetadata
     references: References
     bases: tuple[Location, ...]
 
-    def pinned(self, conditions: Conditions) -> AbstractContextManager[None]:
-        """On the leader: keep the bases from being deleted. See `pinned_bases`."""
-        return pinned_bases(self.bases, conditions)
 
-    def expect_bases(self) -> None:
-        """On the leader, right before the commit: make sure that the bases are those that were opened.
+@dataclass(frozen=True, slots=True)
+class Update(PlainSave):
+    """Save a checkpoint that writes only what is given, and refers to a base for all other arrays.
+
+    The checkpoint is loaded, sliced, transformed, verified and converted as any other, as long as its base exists
+    unchanged; `copy` makes one that needs no base. Software that reads the layout sees only what was written. References are one deep: an
+    update of an update refers to the first base.
+
+    Keys of mappings that are left out of the state, and what a `PLACEHOLDER` stands for, are those of the base; other keys
+    are added. A container that is no mapping is given whole, or with placeholders. The layout may differ from that of the base.
+
+    `save` raises also:
+        TreeMismatchError: if the state does not fit the base. Nothing was written.
+        InvalidLocationError: if the base is at a location where none may be, or is none.
+        SaveLostError: if the base was deleted or replaced meanwhile.
+        What `load` raises, for the base.
+
+    Attributes:
+        base: the checkpoint that has the rest, of one tree, in the same directory; elsewhere in the same storage with
+            ``Context(io=IOOptions(bases="anywhere"))``.
+    """
+
+    takes_placeholders: ClassVar[bool] = True
+
+    base: LocationLike
+
+    def __post_init__(self) -> None:
+        absolute_location(self.base)  # raises for what is no location
+
+    def prepare(self, draft: SaveDraft) -> Save:
+        """Put what was given over the tree of the base. See `SaveStrategy`."""
+        if draft.exports:
+            raise ValueError(
+                "save(..., exports=..., strategy=Update(...)): an update has no exports. Nothing was written"
+            )
+        planned, written = _plan_update(draft, self.base)
+        return PlainSave.prepare(_PlannedStrategy(self.base, planned), replace(draft, descriptions=[written]))
+
+
+@dataclass(frozen=True, slots=True)
+class _PlannedStrategy(Update):
+    """An update whose base was opened."""
+
+    planned: _References
+
+    def begin(self, save: Save) -> SaveCommit:
+        """Return the commit of the update."""
+        return _UpdateCommit(save, self.planned)
+
+
+class _UpdateCommit(PlainCommit):
+    """The commit of an update. It keeps the bases from being deleted until it has committed."""
+
+    def __init__(self, save: Save, planned: _References) -> None:
+        """Pin nothing yet."""
+        super().__init__(save)
+        self._planned = planned
+        self._pins = ExitStack()
+
+    def _take_claim(self, *, shown: bool) -> None:
+        self._pins.enter_context(pinned_bases(self._planned.bases, self._conditions))
+        super()._take_claim(shown=shown)
+
+    def _completed(self, root: Root | Composite) -> Root | Composite:
+        """The root with the whole tree, if the bases are still those that were opened.
 
         Raises:
             SaveLostError: one was deleted or replaced.
             StorageError: the storage failed, so it cannot be known.
         """
-        for at, base in zip(self.bases, self.references.bases, strict=True):
+        display = self._save.target.location.display
+        for at, base in zip(self._planned.bases, self._planned.references.bases, strict=True):
             try:
-                read_base(self.location.display, at, base.save_id)
+                read_base(display, at, base.save_id)
             except (CorruptCheckpointError, UnsupportedVersionError) as error:
                 raise SaveLostError(
-                    f"the base {at.display} of the update to {self.location.display} was deleted or replaced while that was saved; save with "
+                    f"the base {at.display} of the update to {display} was deleted or replaced while that was saved; save with "
                     f"another base, or everything: {error}"
                 ) from error
+        assert isinstance(root, Root)  # an update is one tree
+        return replace(root, tree=self._planned.tree, references=self._planned.references)
+
+    def settle(self, error: Exception | None) -> None:
+        """Release the bases."""
+        with self._pins:
+            super().settle(error)
+
+    def abort(self) -> None:
+        """Release the bases, once what was written is removed."""
+        with self._pins:
+            super().abort()
 
 
-def plan_update(
-    agreement: Agreement, location: Location, descriptions: Sequence[PartDescription], base: Place, context: Context
-) -> tuple[PlannedUpdate, TreeDescription]:
-    """Look at the base, and put what was given over it. On every rank; writes nothing.
-
-    Args:
-        agreement: with the other processes.
-        location: where the update goes.
-        descriptions: of what was given, united over the processes.
-        base: where the base is.
-        context: options.
+def _plan_update(draft: SaveDraft, base: Place) -> tuple[_References, TreeDescription]:
+    """Open the base, and put what was given over it. On every rank; writes nothing.
 
     Raises:
         CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError, CompositeCheckpointError: the base cannot be opened.
@@ -86,12 +148,13 @@ def plan_update(
         InvalidLocationError: it is the location itself, or where the Context allows no base.
         CheckpointError: other software wrote it.
     """
-    (description,) = descriptions
+    agreement, context = draft.save.agreement, draft.save.context
+    (description,) = draft.descriptions
     assert isinstance(description, TreeDescription)  # an update is one tree
     with agreement.stage("base") as stage:
         opened = open_checkpoint(base, context)
         root = _expect_own(opened)
-        update = _planned(location, opened, root, description, context)
+        update = _planned(draft.save.target.location, opened, root, description, context)
         written = description.placed_in(stored_tree(update.tree, update.references))
         written.layout.check(written.tree, agreement.size + len(written.at_workers))
         stage.payload = root.save_id
@@ -119,7 +182,7 @@ def _expect_own(opened: Checkpoint) -> Root:
 
 def _planned(
     location: Location, opened: Checkpoint, root: Root, description: TreeDescription, context: Context
-) -> PlannedUpdate:
+) -> _References:
     if opened.location.identity == location.identity:
         raise InvalidLocationError(
             f"{location.display} cannot refer to itself: save the update to another location. Nothing was written"
@@ -154,4 +217,4 @@ def _planned(
                 f"arrays of {opened.location.display} are in {at.display}, which the update to {location.display} would replace: save it to "
                 "another location. Nothing was written"
             )
-    return PlannedUpdate(location, over.tree, references, places)
+    return _References(over.tree, references, places)

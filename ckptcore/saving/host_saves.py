@@ -11,16 +11,13 @@ the first process of each commits it there. If a host dies in between, the step 
 from __future__ import annotations
 
 import base64
+import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from ckptcore.commit.root import HOST_COPIES, Claimed
-from ckptcore.context import Context
-from ckptcore.errors import CheckpointError
-from ckptcore.events import Recording
-from ckptcore.io.background import SaveHandle
+from ckptcore.commit.root import HOST_COPIES
 from ckptcore.job.agreement import Agreement
 from ckptcore.job.visibility import Hosts, OnHosts, expect_claim, note_key
 from ckptcore.model.arrays import ArraySpec, Box, Shard
@@ -29,37 +26,49 @@ from ckptcore.model.transfer import WriteItem, WritePlan
 from ckptcore.model.tree import JSON, LEAF, Node
 from ckptcore.planning.replicas import Owners, owned_cells
 from ckptcore.plugins import Plugins
-from ckptcore.protocols import HostBytes, HostMemory, StorageBackend, Transaction
+from ckptcore.protocols import HostBytes, HostMemory, SaveCommit, StorageBackend
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.parts import Captured, Part
-from ckptcore.saving.persisting import (
-    NOTHING_COMMITTED,
-    Described,
-    build_whole,
-    claim_for,
-    decode_written,
-    encode_written,
-    write_parts,
-)
+from ckptcore.saving.parts import SavePart
+from ckptcore.saving.plain import PlainCommit, PlainSave
+from ckptcore.saving.prepared import NOTHING_COMMITTED, Save, SaveDraft, fail_everywhere
+from ckptcore.saving.roots import build_root, encode
 from ckptcore.saving.tree_descriptions import StartTransfer, TreeDescription
 
-__all__ = [
-    "FIRST_STAGE",
-    "CopyDescription",
-    "Held",
-    "add_host_copies",
-    "copied_boxes",
-    "persist_on_hosts",
-]
+__all__ = ["CopyDescription", "Held", "HostSave", "copied_boxes"]
 
 Held = Mapping[int, Sequence[Shard]]
 """By leaf of a tree, the boxes that a process holds and others hold too."""
 
-FIRST_STAGE: Final = "held"
+_FIRST_STAGE: Final = "held"
 """Where the others wait for a process that cannot go on with a save that it has described."""
 
 _LAYOUT: Final = "safetensors"
 """How copies are laid out, whatever the layout of the checkpoint: it stores any array as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostSave(PlainSave):
+    """Write into a directory of each host, with copies of what the host holds and others write.
+
+    Attributes:
+        on_hosts: the hosts, and what the leader tells them.
+    """
+
+    on_hosts: OnHosts
+
+    def prepare(self, draft: SaveDraft) -> Save:
+        """Plan the parts, and the copies for this host."""
+        if len(self.on_hosts.hosts.groups) == 1:
+            return PlainSave.prepare(self, draft)
+        try:
+            save = draft.plan(self)
+        except BaseException as error:  # noqa: BLE001  # sent to the other ranks, then raised
+            fail_everywhere(draft.save.agreement, _FIRST_STAGE, error)
+        return replace(save, parts=[*save.parts, *_plan_copies(save, self.on_hosts.hosts)])
+
+    def begin(self, save: Save) -> SaveCommit:
+        """Return the commit of a save."""
+        return _HostCommit(save, self.on_hosts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +88,7 @@ class CopyDescription:
         """Of the checkpointable."""
         return self.of.name
 
-    def part(self, directory: str, rank: int, plugins: Plugins) -> Part:
+    def part(self, directory: str, rank: int, plugins: Plugins) -> SavePart:
         """What is written.
 
         Args:
@@ -99,7 +108,7 @@ class CopyDescription:
         layout.check(tree, 1)
         plan = WritePlan(tree, tuple(items), 0, 1, self.source.save_id, self.source.name)
         inside = f"{HOST_COPIES}/{rank}"
-        return Part(f"{directory}/{inside}" if directory else inside, layout, plan, own=True, copies=True)
+        return SavePart(f"{directory}/{inside}" if directory else inside, layout, plan, own=True, source=self)
 
     def host_bytes(self, item: WriteItem) -> HostBytes:
         """As of a `TreeDescription`."""
@@ -114,28 +123,20 @@ class CopyDescription:
         return self.of.start_view(self.source)
 
 
-def add_host_copies(
-    described: Described, trees: Sequence[tuple[int, TreeDescription]], hosts: Hosts, plugins: Plugins
-) -> tuple[Described, Sequence[CopyDescription]]:
-    """Let a save have copies of what this host holds and others write. On every rank; blocks until all hosts have looked.
-
-    Args:
-        described: the save.
-        trees: that all processes save together, each with the number of its part.
-        hosts: who is where.
-        plugins: to find the layout of copies.
-
-    Returns:
-        The save with the parts that this process writes for its host, and what each of those is.
-    """
-    agreement, save_id = described.agreement, described.save_id
+def _plan_copies(save: Save, hosts: Hosts) -> Sequence[SavePart]:
+    """Plan copies of what this host holds and others write. On every rank; blocks until all hosts have looked."""
+    agreement, save_id = save.agreement, save.info.save_id
     rank, size = agreement.rank, agreement.size
-    held = {number: _replicated(description) for number, description in trees}
-    on_host = _exchange(agreement, described.location.parent, hosts, save_id, held)
-    parts: list[Part] = []
-    copied: list[CopyDescription] = []
+    trees = {
+        number: (part, part.source)
+        for number, part in enumerate(save.parts)
+        if isinstance(part.source, TreeDescription) and not part.own
+    }
+    held = {number: _replicated(description) for number, (_, description) in trees.items()}
+    on_host = _exchange(agreement, save.target.location.parent, hosts, save_id, held)
+    copies: list[SavePart] = []
     with agreement.stage("copies", meaning=NOTHING_COMMITTED):
-        for number, description in trees:
+        for number, (part, description) in trees.items():
             tree = description.tree
             by_rank = {other: found.get(number, {}) for other, found in on_host.items()}
             items = []
@@ -145,9 +146,9 @@ def add_host_copies(
                 items.append(WriteItem(leaf, record.spec, (box,)))
             if items:
                 source = WritePlan(tree, tuple(items), 0, 1, save_id, description.name)
-                copied.append(CopyDescription(description, source))
-                parts.append(copied[-1].part(described.parts[number].directory, rank, plugins))
-    return replace(described, parts=[*described.parts, *parts]), copied
+                plugins = runtime_of(save.context).registry
+                copies.append(CopyDescription(description, source).part(part.directory, rank, plugins))
+    return copies
 
 
 def copied_boxes(
@@ -205,7 +206,7 @@ def _exchange(
     beside = hosts.beside(agreement.rank)
     key = note_key(save_id, agreement.rank)
     try:
-        with agreement.stage(FIRST_STAGE, meaning=NOTHING_COMMITTED):
+        with agreement.stage(_FIRST_STAGE, meaning=NOTHING_COMMITTED):
             if len(beside) > 1:
                 store.put(key, json.dumps(_told(own)).encode("ascii"))
         if max(map(len, hosts.groups)) == 1:
@@ -235,85 +236,72 @@ def _heard(told: Any) -> Mapping[int, Held]:
     return held
 
 
-def persist_on_hosts(
-    described: Described,
-    captured: Sequence[Captured],
-    context: Context,
-    recording: Recording,
-    handle: SaveHandle | None,
-    on_hosts: OnHosts,
-) -> None:
-    """Claim the location on each host, write, and commit on each. On every rank; returns once all hosts have committed.
+class _HostCommit(PlainCommit):
+    """The commit of a save into a directory of each host: the leader builds the root, and every host commits it."""
 
-    Args:
-        described: the save; its location is that of this host.
-        captured: what each of its parts holds.
-        context: options.
-        recording: is told the phases.
-        handle: counts the bytes written.
-        on_hosts: who is where.
+    commit_meaning = "the step is not on all hosts, and does not count"
 
-    Raises:
-        CheckpointError: why it is not committed on every host. A host that had committed keeps what it has, and it counts for nobody.
-    """
-    agreement, hosts = described.agreement, on_hosts.hosts
-    claimed = Claimed(described.save_id, described.created)
-    claim: Transaction | None = None
-    try:
-        with agreement.stage("claim", meaning=NOTHING_COMMITTED):
-            if agreement.rank == hosts.first_of(agreement.rank):
-                with recording.phase("claim"):
-                    claim = claim_for(described, claimed, context)
-                    claim.show_claim()
-        store = (
-            claim.store
-            if claim is not None
-            else described.location.commits.store_of(
-                described.location, described.save_id, runtime_of(context).conditions
-            )
-        )
-        with agreement.stage("write", meaning=NOTHING_COMMITTED) as stage:
-            if claim is None:
-                expect_claim(claimed, described.location)
-            with recording.phase("write") as phase:
-                written = write_parts(described, captured, store, context, handle, None)
-                phase.nbytes = sum(record.size for part in written for receipt in part for record in receipt.objects)
-            own = [receipts for part, receipts in zip(described.parts, written, strict=True) if not part.own]
-            stage.payload = encode_written(described, [receipt for (receipt,) in own])
-        payloads = stage.payloads
+    def __init__(self, save: Save, on_hosts: OnHosts) -> None:
+        """Claim nothing yet."""
+        super().__init__(save)
+        self._on_hosts = on_hosts
+        self._told: JSON = None
 
-        def make_whole() -> JSON:
-            before = set(store.list())
-            parts = [part for part in described.parts if not part.own]
-            receipts = decode_written(described, payloads)
-            with recording.phase("commit"):
-                root, of_root = build_whole(described, store, parts, receipts, context, recording)
-            made = {key: store.get(key) for key in store.list() if key not in before}
-            return {
-                "root": _text(root),
-                "parts": {key: _text(data) for key, data in of_root.items()},
-                "objects": {key: _text(data) for key, data in made.items()},
-                "told": on_hosts.tell(),
-            }
+    def claim(self) -> None:
+        """Claim the location on the first process of each host."""
+        rank = self._save.agreement.rank
+        if rank == self._on_hosts.hosts.first_of(rank):
+            self._take_claim(shown=True)
 
-        whole: Any = agreement.lead("root", make_whole)
-        with agreement.stage("commit", meaning="the step is not on all hosts, and does not count"):
-            if claim is not None:
-                if agreement.rank != 0:
-                    for key, text in whole["objects"].items():
-                        claim.store.put(key, _bytes(text))
-                if described.before_commit is not None:
-                    described.before_commit()
-                claim.commit(_bytes(whole["root"]), {key: _bytes(text) for key, text in whole["parts"].items()})
-        on_hosts.hear(whole["told"])
-    except BaseException as error:
-        try:
-            if claim is not None:
-                claim.abort()
-        except CheckpointError as failure:
-            # The error that stopped the save says more; the next save removes what is left.
-            error.add_note(f"removing what was written failed too: {failure}")
-        raise
+    @property
+    def store(self) -> StorageBackend:
+        """The storage of the claim on this host.
+
+        Raises:
+            NotSharedError: this process does not see the claim of its host.
+        """
+        if self._claim is None and self._followed is None:
+            expect_claim(self._save.info.claimed, self._save.target.location)
+        return super().store
+
+    def commit(self, payloads: Sequence[object]) -> None:
+        """Build the root on the leader; commit the same bytes on each host."""
+        whole: Any = self._save.agreement.lead("root", functools.partial(self._compose, payloads))
+        self._told = whole["told"]
+        if self._claim is None:
+            return
+        if self._save.agreement.rank != 0:
+            for key, text in whole["objects"].items():
+                self._claim.store.put(key, _bytes(text))
+        if self._save.target.before_commit is not None:
+            self._save.target.before_commit()
+        self._claim.commit(_bytes(whole["root"]), {key: _bytes(text) for key, text in whole["parts"].items()})
+
+    def _compose(self, payloads: Sequence[object]) -> JSON:
+        """The root, what it names, and the objects that the leader wrote to finish the parts."""
+        save, store = self._save, self.store
+        if save.agreement.size > 1:
+            save.take_receipts(payloads)
+        before = set(store.list())
+        with save.recording.phase("commit"):
+            root, tables = encode(build_root(save.info, save.parts, store, save.context, save.recording))
+        return {
+            "root": _text(root),
+            "parts": {key: _text(data) for key, data in tables.items()},
+            "objects": {key: _text(store.get(key)) for key in store.list() if key not in before},
+            "told": self._on_hosts.tell(),
+        }
+
+    def settle(self, error: Exception | None) -> None:
+        """Take what the leader tells all hosts, if all have committed."""
+        if error is not None:
+            raise error
+        self._on_hosts.hear(self._told)
+
+    def abort(self) -> None:
+        """Remove what was written on this host. A host that has committed keeps it, and it does not count."""
+        if self._claim is not None:
+            self._claim.abort()
 
 
 def _text(data: bytes) -> str:

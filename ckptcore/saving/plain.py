@@ -1,0 +1,145 @@
+"""PlainSave: the strategy of a save that has all of its arrays, in one directory that all processes see."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ckptcore.commit.location import Location
+from ckptcore.commit.occupants import is_leftover_name, read_root
+from ckptcore.commit.root import Claimed, Composite, Root
+from ckptcore.errors import CheckpointError, CommitUnknownError
+from ckptcore.job.visibility import seen_by_all, sees_claim
+from ckptcore.loading.opening import foreign_checkpoints
+from ckptcore.protocols import SaveCommit, StorageBackend, Transaction
+from ckptcore.runtime import runtime_of
+from ckptcore.saving.prepared import NOTHING_COMMITTED, Save, SaveDraft, fail_before_claim
+from ckptcore.saving.roots import build_root, encode
+
+__all__ = ["PlainCommit", "PlainSave"]
+
+logger = logging.getLogger("ckptcore.saving")
+
+
+@dataclass(frozen=True, slots=True)
+class PlainSave:
+    """Write everything that is given, and commit it at one location. See `ckptcore.protocols.SaveStrategy`."""
+
+    takes_placeholders: ClassVar[bool] = False
+    checks_target: ClassVar[bool] = False
+
+    def prepare(self, draft: SaveDraft) -> Save:
+        """Plan the parts."""
+        try:
+            return draft.plan(self)
+        except BaseException as error:  # noqa: BLE001  # sent to the other ranks, then raised
+            fail_before_claim(draft.save.agreement, error)
+
+    def begin(self, save: Save) -> SaveCommit:
+        """Return the commit of a save."""
+        return PlainCommit(save)
+
+
+class PlainCommit:
+    """The commit of a save whose location the leader claims for all ranks. See `ckptcore.protocols.SaveCommit`."""
+
+    meaning = NOTHING_COMMITTED
+    commit_meaning = ""
+
+    def __init__(self, save: Save) -> None:
+        """Claim nothing yet."""
+        self._save = save
+        self._conditions = runtime_of(save.context).conditions
+        self._claim: Transaction | None = None
+        self._followed: StorageBackend | None = None
+
+    def claim(self) -> None:
+        """Claim the location on the leader; see the claim on the other ranks."""
+        location, agreement = self._save.target.location, self._save.agreement
+        look = functools.partial(sees_claim, self._save.info.claimed, location)
+        with seen_by_all(agreement, "claimed", location.absolute, look):
+            if agreement.rank == 0:
+                self._take_claim(shown=self._save.has_other_writers)
+
+    def _take_claim(self, *, shown: bool) -> None:
+        target, claimed = self._save.target, self._save.info.claimed
+        is_foreign = foreign_checkpoints(self._save.context)
+        with self._save.recording.phase("claim"):
+            commits = target.location.commits
+            self._claim = commits.begin(target.location, claimed, target.overwrite, self._conditions, is_foreign)
+            if shown:
+                self._claim.show_claim()
+
+    @property
+    def store(self) -> StorageBackend:
+        """The storage of the claim."""
+        if self._claim is not None:
+            return self._claim.store
+        if self._followed is None:
+            location = self._save.target.location
+            self._followed = location.commits.store_of(location, self._save.info.save_id, self._conditions)
+        return self._followed
+
+    def commit(self, payloads: Sequence[object]) -> None:
+        """Build the root and commit it, on the leader."""
+        if self._claim is None:
+            return
+        save = self._save
+        if save.agreement.size > 1:
+            save.take_receipts(payloads)
+        with save.recording.phase("commit"):
+            root = build_root(save.info, save.parts, self._claim.store, save.context, save.recording)
+            if save.target.before_commit is not None:
+                save.target.before_commit()
+            self._claim.commit(*encode(self._completed(root)))
+
+    def _completed(self, root: Root | Composite) -> Root | Composite:
+        """The root as it is committed."""
+        return root
+
+    def settle(self, error: Exception | None) -> None:
+        """Warn on the leader, which has committed; look for the save on the other ranks."""
+        location = self._save.target.location
+        if error is None:
+            return
+        if self._claim is not None:
+            logger.warning(
+                "%s is saved, but perhaps not all ranks know: %s: %s", location.display, type(error).__name__, error
+            )
+        else:
+            _expect_committed(location, self._save.info.save_id, error)
+
+    def abort(self) -> None:
+        """Remove what the save wrote; on other ranks what they wrote after the leader had removed all."""
+        if self._claim is not None:
+            self._claim.abort()
+        elif self._followed is not None:
+            _remove_abandoned(self._save.target.location, self._save.info.save_id)
+
+
+def _expect_committed(location: Location, save_id: str, error: Exception) -> None:
+    """Make sure that a save was committed although an exchange failed at its end: only the root says so."""
+    try:
+        root = read_root(location.store)
+    except CheckpointError as unreadable:
+        raise CommitUnknownError(
+            f"whether the save to {location.display} committed is not known: {error}, and its root cannot be "
+            f"read: {unreadable}"
+        ) from error
+    if root is None or isinstance(root, Claimed) or root.save_id != save_id:
+        raise CommitUnknownError(
+            f"the save to {location.display} is not committed, or not yet: {error}; look again before saving"
+        ) from error
+
+
+def _remove_abandoned(location: Location, save_id: str) -> None:
+    """Remove what this process wrote after the leader had aborted the save."""
+    root = read_root(location.store)
+    if root is not None and not isinstance(root, Claimed) and root.save_id == save_id:
+        return  # the hidden directory may hold what this save replaced
+    names = [name.removesuffix("/") for name in location.parent.list_names() if name.endswith("/")]
+    ours = [name for name in names if is_leftover_name(name) and f".{save_id}." in name]
+    location.commits.sweep_names(ours)  # a directory that the leader still locks stays

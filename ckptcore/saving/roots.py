@@ -1,0 +1,211 @@
+"""Roots of checkpoints: what the leader makes of the receipts of all processes, with the marks of layouts for foreign readers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Protocol
+
+from ckptcore.builtin.files import FilesLayout
+from ckptcore.commit.root import ROOT_KEY, Composite, Root, this_writer
+from ckptcore.commit.root_json import encode_composite, encode_root
+from ckptcore.commit.subdirectory import subdirectory
+from ckptcore.context import Context
+from ckptcore.errors import PluginError
+from ckptcore.events import Recording
+from ckptcore.io.object_writes import ObjectRecorder
+from ckptcore.model.objects import ObjectRecord
+from ckptcore.model.transfer import Receipt, Segment
+from ckptcore.planning import check_coverage
+from ckptcore.protocols import About, Layout, MarksCheckpoints, StorageAddress, StorageBackend, WriteStore
+from ckptcore.runtime import runtime_of
+from ckptcore.saving.parts import SavePart
+from ckptcore.saving.prepared import CommitInfo
+from ckptcore.timelines import timeline_to_json
+
+__all__ = [
+    "Recorder",
+    "build_root",
+    "complete_tree",
+    "encode",
+    "finish_part",
+    "merge_objects",
+    "put_root",
+    "recorder_of",
+]
+
+
+class _MarkStore:
+    """A `WriteStore` that refuses what marks of a layout may not be, before it is written."""
+
+    def __init__(self, layout: str, recorder: ObjectRecorder, taken: Mapping[str, object]) -> None:
+        self._layout = layout
+        self._recorder = recorder
+        self._taken = taken
+
+    @property
+    def address(self) -> StorageAddress | None:
+        """See `WriteStore`."""
+        return self._recorder.address
+
+    def put(self, key: str, data: bytes) -> None:
+        """See `WriteStore`."""
+        self._recorder.put(self._checked(key), data)
+
+    def write(self, key: str, segments: Sequence[Segment]) -> None:
+        """See `WriteStore`."""
+        self._recorder.write(self._checked(key), segments)
+
+    def write_many(self, objects: Iterable[tuple[str, Sequence[Segment]]]) -> None:
+        """See `WriteStore`."""
+        self._recorder.write_many((self._checked(key), segments) for key, segments in objects)
+
+    def _checked(self, key: str) -> str:
+        above = key.partition("/")[0]
+        if above.startswith("checkpoint.") or key in self._taken or above in self._taken:
+            raise PluginError(
+                f"the layout {self._layout} marks the checkpoint with {key}, and may not: a mark is a new object beside the arrays "
+                "or the directories of several checkpointables, and names that begin with 'checkpoint.' are the core's. The save "
+                "is not committed"
+            )
+        return key
+
+
+def _mark_composite(layouts: Iterable[Layout], about: About, store: StorageBackend, context: Context) -> None:
+    """Let each layout that has trees in a checkpoint write what foreign readers look for beside their directories.
+
+    The root of several checkpointables lists no objects: what is written here can be lost without harm to what ckptcore reads.
+    """
+    by_name = {layout.name: layout for layout in layouts if layout.name != FilesLayout.name}
+    taken: dict[str, object] = dict(about.members)
+    for name, layout in by_name.items():
+        if isinstance(layout, MarksCheckpoints):
+            recorder = recorder_of(store, context)
+            layout.mark(about, _MarkStore(name, recorder, taken))
+            taken.update({record.key: record for record in recorder.objects})
+
+
+class Recorder(WriteStore, Protocol):
+    """A store that records the objects that a layout wrote."""
+
+    @property
+    def objects(self) -> Sequence[ObjectRecord]:
+        """The objects that are complete."""
+        ...
+
+
+def recorder_of(store: StorageBackend, context: Context) -> ObjectRecorder:
+    """Return a recorder over a storage."""
+    return ObjectRecorder(store, runtime_of(context).io_threads, checksums=context.io.checksums)
+
+
+def put_root(store: StorageBackend, root: Root) -> None:
+    """Put the root of a part that is one of several checkpointables."""
+    data, tables = encode_root(root)
+    for key, table in tables.items():
+        store.put(key, table)
+    store.put(ROOT_KEY, data)
+
+
+def finish_part(info: CommitInfo, part: SavePart, recorder: Recorder) -> Root:
+    """Let the layout of a part finish what the receipts say was written; return its root.
+
+    Raises:
+        CorruptCheckpointError: if what the processes wrote does not make up the arrays.
+        PluginError: if two processes wrote one object.
+    """
+    tree = part.plan.tree
+    check_coverage(tree, part.receipts)
+    state = part.layout.finish(tree, part.receipts, recorder)
+    return Root(
+        save_id=info.save_id,
+        created=info.created,
+        writer=this_writer(),
+        layout=part.layout.name,
+        state=state,
+        tree=tree,
+        objects=merge_objects(part.layout.name, part.receipts, recorder.objects),
+        role=info.role if info.members is None else "member",
+    )
+
+
+def merge_objects(
+    layout: str, receipts: Sequence[Receipt], finished: Sequence[ObjectRecord]
+) -> dict[str, ObjectRecord]:
+    """Return all objects of a tree by key.
+
+    Args:
+        layout: the name of the layout that wrote them.
+        receipts: of the processes.
+        finished: what the leader wrote when all had written.
+
+    Raises:
+        PluginError: two are one object.
+    """
+    objects: dict[str, ObjectRecord] = {}
+    for record in chain(*[receipt.objects for receipt in receipts], finished):
+        if objects.setdefault(record.key, record) is not record:
+            raise PluginError(
+                f"the layout {layout} wrote {record.key} twice, perhaps from several processes; the save is not committed"
+            )
+    return objects
+
+
+def build_root(
+    info: CommitInfo, parts: Sequence[SavePart], store: StorageBackend, context: Context, recording: Recording
+) -> Root | Composite:
+    """Finish every part that the processes wrote together, and return the root of the checkpoint. On the leader.
+
+    Args:
+        info: what the root says.
+        parts: of the checkpoint, with the receipts of all ranks.
+        store: the storage of the claim.
+        context: options.
+        recording: gives the timeline.
+    """
+    for part in parts:
+        if part.own:
+            continue
+        inside = subdirectory(store, part.directory)
+        root = finish_part(info, part, recorder_of(inside, context))
+        if info.members is None:
+            return complete_tree(info, part.layout, root, store, context, recording)
+        put_root(inside, root)
+    about = info.about
+    _mark_composite([part.layout for part in parts if part.directory in about.members], about, store, context)
+    return Composite(
+        save_id=info.save_id,
+        created=info.created,
+        writer=this_writer(),
+        members=info.members or {},
+        custom=info.custom,
+        metrics=info.metrics,
+        timeline=timeline_to_json(recording.events),
+        progress=info.progress,
+    )
+
+
+def complete_tree(
+    info: CommitInfo, layout: Layout, root: Root, store: StorageBackend, context: Context, recording: Recording
+) -> Root:
+    """Let the layout mark a checkpoint that is one tree; return its root with all that it says."""
+    objects = root.objects
+    if isinstance(layout, MarksCheckpoints):
+        recorder = recorder_of(store, context)
+        layout.mark(info.about, _MarkStore(layout.name, recorder, objects))
+        objects = {**objects, **{record.key: record for record in recorder.objects}}
+    timeline = timeline_to_json(recording.events)
+    return replace(
+        root,
+        objects=objects,
+        custom=info.custom,
+        metrics=info.metrics,
+        timeline=timeline,
+        progress=info.progress,
+    )
+
+
+def encode(root: Root | Composite) -> tuple[bytes, Mapping[str, bytes]]:
+    """Return the bytes of a root and, by key, of its tables."""
+    return encode_composite(root) if isinstance(root, Composite) else encode_root(root)
