@@ -135,9 +135,7 @@ class CommitMethod(ABC):
             SaveLostError: it was replaced meanwhile. The new checkpoint stays.
         """
 
-    def remove_unfinished(
-        self, location: Location, save_id: str, conditions: Conditions
-    ) -> None:  # nothing to do by default
+    def remove_unfinished(self, location: Location, save_id: str, conditions: Conditions) -> None:
         """Remove a claim in the place of a root, with its objects, unless it was committed. See `remove`."""
 
     def remove_sessions(self, location: Location, save_id: str) -> bool:
@@ -148,10 +146,10 @@ class CommitMethod(ABC):
         """
         return False
 
-    def sweep(self, location: Location) -> None:  # nothing to do by default
+    def sweep(self, location: Location) -> None:
         """Delete the hidden directories of failed saves to a location, and of deletions of it. Lists the directory."""
 
-    def sweep_names(self, names: Iterable[str]) -> None:  # nothing to do by default
+    def sweep_names(self, names: Iterable[str]) -> None:
         """Delete hidden directories by name, except those of running saves.
 
         Raises:
