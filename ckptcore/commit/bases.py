@@ -134,7 +134,7 @@ def find_bases(
     *,
     without: str = "",
 ) -> Mapping[str, Sequence[Base]]:
-    """Return the bases of the checkpoints in a directory, by name. One listing, and concurrent small requests, one a name.
+    """Return the bases of the checkpoints in a directory, by name. One listing, and a small request for each name.
 
     A checkpoint whose root cannot be read has no bases: it cannot be loaded.
 

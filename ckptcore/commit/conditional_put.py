@@ -1,7 +1,7 @@
 """Commits by conditional puts: create the root as a claim, and replace it if it is still the claim.
 
-Every change of the root has the tag of the previous one as its condition, so one of two concurrent changes fails. After a
-failed change the root is read: the change may have happened, and its answer been lost.
+Every change of the root has the tag of the previous one as its condition, so one of two concurrent changes fails.
+After a failed change the root is read: the change may have happened, and its answer been lost.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class ConditionalPutTransaction:
         raise error
 
     def _arrived_before_another_claim(self, root: bytes) -> bool:
-        """Put another claim of this save, which a root that is on its way yet does not expect; whether it was there before that."""
+        """Replace the claim, so that a delayed put of the root fails. Return True if the root arrived before."""
         claim = _encode(_another(self._claimed))
         try:
             self._tag = self._roots.put(ROOT_KEY, claim, condition=IfTag(self._tag))
@@ -279,7 +279,7 @@ class ConditionalPutTransaction:
         self.store.expect_claim()
         was_listed = False
         for _ in range(_ATTEMPTS):
-            # A list may be an old one. What it does not show would be a checkpoint that nobody committed, once the root is gone.
+            # A list may be old. An object that it misses could look like a checkpoint once the claim is gone.
             lists_claim, was_empty = self.clear()
             was_listed |= lists_claim
             if lists_claim and was_empty:

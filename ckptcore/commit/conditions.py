@@ -1,4 +1,4 @@
-"""Whether a storage keeps the conditions of puts, on which commits without rename rest, and what to do where it does not."""
+"""Conditions: whether storages support conditional puts, and their emulation if the Context allows it."""
 
 from __future__ import annotations
 
@@ -20,42 +20,41 @@ __all__ = ["Conditions", "refuse_conditions"]
 
 
 class Conditions:
-    """What was found out of the conditions of storages, so that each is tried once. A Context has one. Any thread."""
+    """Results of trying the conditional puts of storages, each tried once. A Context has one. Any thread."""
 
     def __init__(self, without: WithoutConditions = "refuse") -> None:
-        """Know nothing yet; `without` says what to do on a storage that has no conditions."""
+        """Have tried no storage; `without` says what to do with a storage that does not support conditional puts."""
         self._without: Final = without
         self._kept: dict[str, bool] = {}
 
     def open(self, location: Location) -> Location:
-        """A location as a save uses it: where markers are asked for, its storage looks where it cannot put conditionally."""
+        """Return a location for a save: with emulated conditional puts if the Context asks for markers."""
         return replace(location, parent=self.storage(location.parent, location.absolute))
 
     def storage(self, storage: StorageBackend, url: str) -> StorageBackend:
-        """A storage as it is used by who relies on conditions.
+        """Return a storage for conditional puts.
 
         Args:
             storage: one without real directories.
-            url: of what is opened, or of something in the same bucket.
+            url: the URL of the directory, or of an object in the same bucket.
         """
         if self._without == "refuse":
             return storage
         return _Looks(storage) if self._kept.get(_service(url)) is False else _LooksWhereItMust(storage)
 
     def try_out(self, location: Location, root: bytes, tag: str) -> Location:
-        """Find out whether the storage of a location keeps conditions, unless that is known; the location as it is used from now on.
+        """Try the conditional puts of a location, unless the result is known. Return the location to use from now on.
 
-        Two small requests, which must fail: the root that stands there would be put in its own place, on conditions that are
-        not true.
+        Sends two small requests that must fail: they put the present root again, on conditions that are not met.
 
         Args:
             location: as `open` gave it.
-            root: the bytes of the root there.
-            tag: of it.
+            root: the bytes of the present root.
+            tag: its tag.
 
         Raises:
-            AtomicityError: it ignores them, and nothing says what to do then.
-            SaveLostError: the root was deleted meanwhile, so that it could be put; it is removed again.
+            AtomicityError: it ignores conditions, and the Context does not allow that.
+            SaveLostError: the root was deleted meanwhile, so the put succeeded; the root is removed again.
         """
         if isinstance(location.parent, _Looks):
             return location
@@ -79,7 +78,7 @@ class Conditions:
 
 
 def refuse_conditions(location: Location, found: str) -> AtomicityError:
-    """The error for a location where nothing keeps two saves apart."""
+    """Return the error for a location without conditional puts."""
     return AtomicityError(
         f"cannot save to {location.display}: {found}, so that two saves at once, or one that stood still, could destroy a "
         "checkpoint. Use a storage that keeps conditions (of an S3 service, one that knows If-None-Match and If-Match); or, where only "
@@ -88,7 +87,7 @@ def refuse_conditions(location: Location, found: str) -> AtomicityError:
 
 
 def _service(url: str) -> str:
-    """The scheme and host (bucket) of a URL; empty where there is none."""
+    """Return the scheme and host (bucket) of a URL; empty if it has none."""
     parts = urllib.parse.urlsplit(url)
     return f"{parts.scheme}://{parts.netloc}" if parts.scheme else ""
 
@@ -98,7 +97,8 @@ def _is_kept(location: Location, root: bytes, condition: PutCondition) -> bool:
         return True
     if not _is_refused(location.store, root, condition):
         return False
-    # Once it is there again, the condition is kept: it was not there before. Nothing else is: whoever deletes does the root last.
+    # The second put was refused, so conditions work, and the root was deleted before the first one. Deletions remove
+    # the root last, so nothing else exists.
     location.store.delete([ROOT_KEY])
     raise SaveLostError(
         f"what stood at {location.display} was deleted at the same time; look at what is there and call again. Nothing was changed"
@@ -114,7 +114,7 @@ def _is_refused(store: StorageBackend, root: bytes, condition: PutCondition) -> 
 
 
 def _other_tag(tag: str) -> str:
-    """A tag that is not this one, and has its form: services refuse what is none of theirs before they look."""
+    """Return another tag of the same form: services refuse malformed tags without looking at the object."""
     for place in range(len(tag) - 1, -1, -1):
         if tag[place] in "0123456789abcdef":
             return f"{tag[:place]}{'1' if tag[place] == '0' else '0'}{tag[place + 1 :]}"
@@ -122,7 +122,7 @@ def _other_tag(tag: str) -> str:
 
 
 class _LooksWhereItMust(Subdirectory):
-    """A storage that looks for itself whether a condition is true, if it turns out that it cannot put on conditions."""
+    """A storage that emulates a conditional put after its storage refused one."""
 
     def __init__(self, inner: StorageBackend) -> None:
         super().__init__(inner, "")
@@ -138,7 +138,7 @@ class _LooksWhereItMust(Subdirectory):
 
 
 class _Looks(Subdirectory):
-    """A storage that looks for itself whether a condition is true: the one it stands for ignores them."""
+    """A storage that emulates every conditional put, because its storage ignores conditions."""
 
     def __init__(self, inner: StorageBackend) -> None:
         super().__init__(inner, "")
@@ -153,9 +153,9 @@ class _Looks(Subdirectory):
 
 
 def _put_and_look(store: StorageBackend, key: str, data: bytes, condition: PutCondition) -> str:
-    """Put on a condition that is looked at before, and look after whether it is what stands there.
+    """Check the condition, put, and check that the object is the one that was put.
 
-    Two that do this at once may both find that all is well: no look and put are one step.
+    This is not atomic: two concurrent calls may both succeed.
     """
     found = _find(store, key)
     met = found is None if isinstance(condition, IfAbsent) else found is not None and found[1] == condition.tag

@@ -1,4 +1,4 @@
-"""A storage in which a save replaces nothing that another one wrote, and writes only as long as its claim stands."""
+"""FencedStore: writes of a save that replace no object of another save, and stop when its claim is lost."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 __all__ = ["FencedStore"]
 
 _LOOK_SECONDS: Final = 20.0
-"""How long a save writes on without looking whether its claim still stands."""
+"""Seconds that a save writes without checking its claim."""
 
 _ATTEMPTS: Final = 5
-"""How often an object is written again in whose place another one was found."""
+"""Attempts to write an object in whose place another one was found."""
 
 _COMPARE_BYTES: Final = 8 << 20
 
@@ -40,23 +40,23 @@ _COMPARE_BYTES: Final = 8 << 20
 class FencedStore(Subdirectory):
     """The objects of a save that claimed a location by its root.
 
-    Names that a format fixes are the same for all saves to a location, and one that stood still while another took the location
-    over may write when that one has committed. So every object is written on the condition that there is none. Where one is
-    there, the claim decides: without it the save is lost; with it what is there is its own (a lost answer), or was left by a dead
-    save and not listed, and is replaced. No storage makes the look at the claim and a deletion one step: see
+    A format fixes some names, so two saves to a location use the same ones. A suspended save may write after another
+    one took the location over and committed. So every object is written on the condition that it does not exist. If it
+    exists, the claim decides. Without the claim the save is lost. With it the object is its own (a lost answer), or was
+    left by a failed save and not listed, and is replaced. No storage checks the claim and deletes in one step: see
     ``docs/design/030``.
     """
 
     def __init__(
         self, location: Location, save_id: str, now: Callable[[], float] = time.monotonic, *, owner: int | None = None
     ) -> None:
-        """Write to a location that a save, of this process or another of its job, has just claimed.
+        """Write to a location that this process, or another one of its job, has just claimed.
 
         Args:
-            location: where.
-            save_id: the save.
-            now: gives the time in seconds.
-            owner: of a partial save, as who this process writes: see `PartialSave.owner`.
+            location: the location of the checkpoint.
+            save_id: the save id of the claim.
+            now: returns the time in seconds.
+            owner: the owner of a partial save that this process writes for: see `PartialSave.owner`.
         """
         super().__init__(location.parent, location.name)
         self._location = location
@@ -68,11 +68,11 @@ class FencedStore(Subdirectory):
 
     @property
     def written(self) -> Collection[str]:
-        """The keys that this process began to write here and did not delete, also where that failed."""
+        """The keys that this process began to write and did not delete, including failed writes."""
         return list(self._written)
 
     def expect_claim(self) -> None:
-        """Do nothing while the claim stands.
+        """Check that the claim is not lost.
 
         Raises:
             SaveLostError
@@ -93,7 +93,7 @@ class FencedStore(Subdirectory):
         self._looked = began
 
     def look_now_and_then(self) -> None:
-        """Do nothing while the claim stands, as far as it was looked at lately: nothing depends on it but what a lost save leaves.
+        """Check the claim if the last check is old. It only limits the objects that a lost save leaves.
 
         Raises:
             SaveLostError
@@ -102,7 +102,7 @@ class FencedStore(Subdirectory):
             self.expect_claim()
 
     def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
-        """See `StorageBackend`, but that it replaces nothing; raises `SaveLostError` too."""
+        """See `StorageBackend`. Replaces nothing; raises `SaveLostError` too."""
         if condition is not None:
             return super().put(key, data, condition=condition)
         self.look_now_and_then()
@@ -112,19 +112,19 @@ class FencedStore(Subdirectory):
             try:
                 return super().put(key, data, condition=condition)
             except StorageError as error:
-                # It may have been done, and be said to have failed.
+                # The put may have succeeded, and its answer been lost.
                 found = self._find_after(error, key)
                 if found is not None and found[0] == data:
                     return found[1]
                 if not isinstance(error, ConditionFailedError | ObjectNotFoundError):
                     raise
-            # After what is there was read: if it is another save's, that one's claim was there before.
+            # After the object was read: if it is another save's, that save had claimed the location before.
             self.expect_claim()
             condition = IF_ABSENT if found is None else IfTag(found[1])
         raise self._contested(key)
 
     def _find_after(self, error: BaseException, key: str) -> tuple[bytes, str] | None:
-        """What is there after a put failed; the error, where that cannot be told."""
+        """Return the object after a failed put. Raise the error if it cannot be read."""
         try:
             return self.get_with_tag(key)
         except ObjectNotFoundError:
@@ -139,7 +139,7 @@ class FencedStore(Subdirectory):
         )
 
     def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
-        """See `StorageBackend`, but that it replaces nothing; raises `SaveLostError` too."""
+        """See `StorageBackend`. Replaces nothing; raises `SaveLostError` too."""
         self.look_now_and_then()
         self._written[key] = None
         if size is not None and size < SIZES.inline:
@@ -158,7 +158,7 @@ class FencedStore(Subdirectory):
 
 
 class _WholeWriter:
-    """Collects a small object and puts it: a put is the change whose conditions every storage keeps that has any. Any thread."""
+    """Collects a small object and puts it, because conditional puts are the best supported condition. Any thread."""
 
     def __init__(self, store: FencedStore, key: str, size: int) -> None:
         self._store = store
@@ -198,7 +198,7 @@ class _WholeWriter:
 
 
 class _FencedWriter:
-    """Writes an object in pieces, and remembers checksums of them to tell it from another one of its name. Any thread."""
+    """Writes an object in pieces, and keeps their checksums to recognise it by its content. Any thread."""
 
     def __init__(self, store: FencedStore, key: str, inner: ObjectWriter) -> None:
         self._store = store
@@ -220,15 +220,15 @@ class _FencedWriter:
                 self._inner.finish()
                 return
             except StorageError as error:
-                # It may have been done, and be said to have failed.
+                # The put may have succeeded, and its answer been lost.
                 if self._is_there(error):
                     if isinstance(error, ConditionFailedError):
-                        self._inner.abort()  # the pieces that it sent belong to no object, and would be kept
+                        self._inner.abort()  # the pieces that it sent would be kept
                     return
                 if not isinstance(error, ConditionFailedError):
                     self._expect_claim_after(error)
                     raise
-            # With the claim it is what a dead save left and no list showed; it is looked at before it is deleted.
+            # A failed save left it, and no list showed it. The deletion checks the claim.
             self._store.delete([self._key])
         raise StorageError(
             f"cannot complete {self._key}: the storage says that an object is there, {_ATTEMPTS} times after it was deleted. Look "
@@ -236,7 +236,7 @@ class _FencedWriter:
         )
 
     def _expect_claim_after(self, error: StorageError) -> None:
-        """Say that the save is lost, if that is why its pieces are no longer there."""
+        """Raise that the save is lost, if that is why its pieces are missing."""
         try:
             self._store.expect_claim()
         except StorageError:
@@ -245,7 +245,7 @@ class _FencedWriter:
             raise lost from error
 
     def _is_there(self, error: StorageError) -> bool:
-        """Whether what was written is the object; the error, where that cannot be told."""
+        """Return True if the object is what was written. Raise the error if it cannot be read."""
         try:
             if self._store.size(self._key) != sum(nbytes for _, nbytes, _ in self._pieces):
                 return False
@@ -266,5 +266,5 @@ class _FencedWriter:
 
 
 def _read_no_part(key: str, size: int) -> bytes:
-    """What a claim has of a part: it has none, so whoever asks reads a root that is no claim of ours."""
+    """Refuse to read a part: claims have none, so this root is no claim."""
     raise CorruptCheckpointError(f"{key} is a part of a root that is committed", key=key)

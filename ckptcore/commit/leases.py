@@ -1,9 +1,9 @@
 """Leases: locks that are objects, renewed by their holders. Other processes see whether a holder is alive.
 
-A lease that was taken over is never used afterwards. A process takes it over after it has seen it unchanged for more than
-a lease time, so the last renewal began longer ago than that. `Lease.check` looks whether the object is still ours. It
-renews it first if the last renewal began more than half a lease time ago; the other half is for what the holder does next.
-Every change has the tag that was seen as its condition, so one of two concurrent changes fails.
+A lease that was taken over is never used afterwards. A process takes it over after it has seen it unchanged for more
+than a lease time, so the last renewal began longer ago than that. `Lease.check` looks whether the object is still ours.
+It renews it first if the last renewal began more than half a lease time ago; the other half is for what the holder does
+next. Every change has the tag that was seen as its condition, so one of two concurrent changes fails.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger("ckptcore.commit")
 
 _RENEWALS_PER_LEASE: Final = 3
 _ATTEMPTS: Final = 3
-"""Attempts of a renewal whose condition fails though the lease is ours: an earlier one was done, but reported as failed."""
+"""Attempts of a renewal whose condition fails though the lease is ours, after a put that was reported as failed."""
 
 _State: TypeAlias = Literal["held", "closed", "lost", "parent's"]
 
@@ -42,8 +42,8 @@ class _LeaseKey:
         store: the storage, opened at the directory of steps.
         key: the key of the object.
         subject: what is locked, in words, for errors.
-        at_close: what happens to the object. If others may take it over, it is marked: a deletion could arrive when it is
-            theirs. If its key is unique, it is deleted.
+        at_close: what happens to the object. If others may take it over, it is marked: a deletion could arrive when
+            it is theirs. If its key is unique, it is deleted.
     """
 
     store: StorageBackend

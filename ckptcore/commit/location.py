@@ -84,7 +84,7 @@ Place: TypeAlias = LocationLike | Within | Backed
 
 @dataclass(frozen=True, slots=True)
 class LocationAddress:
-    """Where a checkpoint is or will be, to be opened by another process: a `Location` has its storage open and does not travel.
+    """Where a checkpoint is or will be, to send to another process: a `Location` has an open storage.
 
     Attributes:
         display: as the user knows it, without secrets.

@@ -9,17 +9,17 @@ A reader pins a step, then looks for announced deletions. A deleter announces a 
     3. look whether the step exists           3. delete the step
     4. read; remove the pin                   4. withdraw the announcement
 
-No step is deleted while a reader has pinned it and reads it. Suppose one is. Then step 2 of the deletion did not see the
-pin, so it came before step 1 of the pin, and so did step 1 of the deletion. Then step 2 of the pin comes after the
-announcement, sees it, and waits for its end. That is after step 4 of the deletion, so step 3 of the pin finds no step, and
-nothing is read. The storage only has to show what was written to those who look afterwards.
+No step is deleted while a reader has pinned it and reads it. Suppose one is. Then step 2 of the deletion did not see
+the pin, so it came before step 1 of the pin, and so did step 1 of the deletion. Then step 2 of the pin comes after the
+announcement, sees it, and waits for its end. That is after step 4 of the deletion, so step 3 of the pin finds no step,
+and nothing is read. The storage only has to show what was written to those who look afterwards.
 
 Neither waits for the other forever: a deleter never waits, and a reader waits only for a deletion, which ends.
 
-Locks of failed processes do not count. With real directories a lock is a locked directory (`DirectoryLocks`), which the
-kernel releases. Other storage has leases (`ckptcore.commit.leases`), which are broken after a lease time without renewal. A
-process that was only suspended finds its lease broken when it checks: a deleter checks before it deletes, and a reader has
-read for so long that the step may vanish, which a load notices.
+Locks of failed processes do not count. With real directories a lock is a locked directory (`DirectoryLocks`), which
+the kernel releases. Other storage has leases (`ckptcore.commit.leases`), which are broken after a lease time without
+renewal. A process that was only suspended finds its lease broken when it checks: a deleter checks before it deletes,
+and a reader has read for so long that the step may vanish, which a load notices.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ Purpose: TypeAlias = Literal["pins", "deleting"]
 """Why a step is locked, and the directory of such locks: a reader has pinned it; its deletion is announced."""
 
 IfInUse: TypeAlias = Literal["error", "take over"]
-"""If another job seems to own the directory: fail at once; wait for a renewal of its lease, and take over without one."""
+"""If another job seems to own the directory: fail; or wait, and take over if its lease is not renewed."""
 
 
 class Lock(ABC):
@@ -84,7 +84,7 @@ class Lock(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release the lock. Closing twice is no error. If the storage fails, that is logged, and others wait a while."""
+        """Release the lock. Closing twice is no error. If the storage fails, that is logged."""
 
     def __enter__(self) -> Self:
         return self
@@ -368,8 +368,8 @@ _RECORD_ATTEMPTS: Final = 200
 class DirectoryLocks(Locks):
     """Locks that are locked directories. See `Locks`.
 
-    A lock counts from the moment its directory is locked. A process that finds an unlocked directory removes it under its
-    lock, so a process that has created it and not locked it yet notices, and creates another one.
+    A lock counts from the moment its directory is locked. A process that finds an unlocked directory removes it under
+    its lock, so a process that has created it and not locked it yet notices, and creates another one.
     """
 
     def __init__(
@@ -428,8 +428,8 @@ class DirectoryLocks(Locks):
         check_if_in_use(if_in_use)
         lock = self._directories.lock_directory(_OWNER)
         for attempt in range(_RECORD_ATTEMPTS):
-            # A killed process, or one that looks for the owner, holds it for a moment. An owner that has just locked the
-            # directory writes its record next, and the error below names the owner.
+            # A killed process, or one that looks for the owner, holds it for a moment. An owner that has just locked
+            # the directory writes its record next, and the error below names the owner.
             if lock is not None or (attempt >= _LOCK_ATTEMPTS and decode_holder(self._read_record()) is not None):
                 break
             self._clock.sleep(_LOCK_SECONDS)

@@ -1,7 +1,7 @@
 """CommitMethod: how checkpoints in a directory are begun, committed, removed and locked.
 
-Storage with real directories commits by rename and has locks (`RenameMethod`). Other storage commits by conditional puts and
-has leases (`ConditionalPutMethod`). `ckptcore.commit.location.commit_method` chooses; no other code asks what kind it is.
+Storage with real directories commits by rename and has locks (`RenameMethod`). Other storage commits by conditional
+puts and has leases (`ConditionalPutMethod`). `ckptcore.commit.location.commit_method` chooses. No other code asks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CommitMethod(ABC):
 
     Attributes:
         replaces_atomically: True if a commit can replace a checkpoint, so that one of the two always exists.
-        claims_by_root: True if the claim of a save, and the session table of a partial save, are in the place of the root.
+        claims_by_root: True if claims of saves and session tables of partial saves are in the place of the root.
     """
 
     replaces_atomically: ClassVar[bool]
@@ -63,8 +63,8 @@ class CommitMethod(ABC):
             overwrite: whether a checkpoint is replaced.
             conditions: of the Context.
             is_foreign: recognises checkpoints of other software, which are replaced like ours.
-            resume: keep the objects that a process has written under this save id. Without locks such a process may still
-                be running, so every process must write the same bytes under the save id.
+            resume: keep the objects that a process has written under this save id. Without locks such a process may
+                still be running, so every process must write the same bytes under the save id.
 
         Raises:
             CheckpointExistsError: the location has something that is not to be replaced.
@@ -104,7 +104,7 @@ class CommitMethod(ABC):
     def store_of(
         self, location: Location, save_id: str, conditions: Conditions, *, owner: int | None = None
     ) -> StorageBackend:
-        """Return the store of a transaction of another process of the job; `owner` as in `PartialSave`, for a session."""
+        """Return the store of a transaction that another process of the job began; of a session with `owner`."""
 
     @abstractmethod
     def session_store(self, location: Location) -> StorageBackend:
@@ -116,9 +116,9 @@ class CommitMethod(ABC):
 
     @abstractmethod
     def is_committed(self, name: str) -> bool | None:
-        """Return whether a name, or "" for the directory itself, is a committed checkpoint of ours; None without a root.
+        """Return whether a name is a committed checkpoint of ours; None without a root.
 
-        One small request. The root is not verified.
+        "" is the directory itself. One small request. The root is not verified.
         """
 
     @abstractmethod
@@ -135,10 +135,8 @@ class CommitMethod(ABC):
             SaveLostError: it was replaced meanwhile. The new checkpoint stays.
         """
 
-    def remove_unfinished(
-        self, location: Location, save_id: str, conditions: Conditions
-    ) -> None:  # nothing to do by default
-        """Remove a claim that is in the place of the root, with its objects, unless it was committed. Arguments as `remove`."""
+    def remove_unfinished(self, location: Location, save_id: str, conditions: Conditions) -> None:
+        """Remove a claim in the place of a root, with its objects, unless it was committed. See `remove`."""
 
     def remove_sessions(self, location: Location, save_id: str) -> bool:
         """Remove a partial save that is beside its location. Return whether it existed; False if `claims_by_root`.
@@ -148,10 +146,10 @@ class CommitMethod(ABC):
         """
         return False
 
-    def sweep(self, location: Location) -> None:  # nothing to do by default
+    def sweep(self, location: Location) -> None:
         """Delete the hidden directories of failed saves to a location, and of deletions of it. Lists the directory."""
 
-    def sweep_names(self, names: Iterable[str]) -> None:  # nothing to do by default
+    def sweep_names(self, names: Iterable[str]) -> None:
         """Delete hidden directories by name, except those of running saves.
 
         Raises:
@@ -159,7 +157,7 @@ class CommitMethod(ABC):
         """
 
     def is_changing(self, location: Location) -> bool:
-        """Return True if a save to a location, or a deletion of it, is known to be running. False if `claims_by_root`."""
+        """Return True if a save to a location, or a deletion of it, is running. False if `claims_by_root`."""
         return False
 
     @abstractmethod

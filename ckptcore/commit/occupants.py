@@ -1,6 +1,6 @@
-"""The occupant of a location: a checkpoint, a claim, something else or nothing, and whether it may be replaced or removed.
+"""The occupant of a location: a checkpoint, a claim, other files or nothing, and whether a save may replace it.
 
-Directories beside a checkpoint with hidden names are those of saves that are under way or were killed.
+Directories with hidden names beside a checkpoint belong to saves that are running or were killed.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ __all__ = [
 ]
 
 Overwrite: TypeAlias = bool | Literal["non-atomic"]
-"""Whether a save replaces the checkpoint at its location: no; yes, atomically; yes, also where that cannot be atomic."""
+"""True if a save replaces a checkpoint at its location atomically; "non-atomic" allows it on any storage."""
 
 IsForeign: TypeAlias = "Callable[[Location], bool]"
 """Returns whether the directory at a location is a checkpoint that other software wrote."""
 
 Occupant: TypeAlias = Literal["nothing", "claim", "checkpoint"]
-"""What stands at a location."""
+"""The kind of occupant."""
 
 _MOST_MEMBERS: Final = 1000
-"""How many directories are looked into; a checkpoint has a handful."""
+"""Directories to look into; a checkpoint has a handful."""
 
 
 _SHOWN: Final = 5
@@ -70,7 +70,7 @@ def none_is_foreign(location: Location) -> bool:
 
 
 def refuse_to_replace(location: Location, overwrite: Overwrite, is_foreign: IsForeign = none_is_foreign) -> Occupant:
-    """Look whether a save may go to a location, and at what it replaces there.
+    """Check that a save may write to a location. Return what it replaces.
 
     Args:
         location: where.
@@ -92,11 +92,11 @@ def refuse_to_replace(location: Location, overwrite: Overwrite, is_foreign: IsFo
 def find_occupant(
     location: Location, root: bytes | None, overwrite: Overwrite, is_foreign: IsForeign = none_is_foreign
 ) -> Occupant:
-    """What a save to a location replaces there, if it may.
+    """Return what a save to a location replaces.
 
     Args:
         location: where.
-        root: the bytes of the root there; None where there is none.
+        root: the bytes of the root; None if there is none.
         overwrite, is_foreign: as for `refuse_to_replace`.
 
     Raises:
@@ -135,7 +135,7 @@ def find_occupant(
 
 
 def holds_members(store: StorageBackend) -> bool:
-    """Whether directories in a directory are members of a checkpoint of several checkpointables. For one without a root."""
+    """Return True if a directory without a root has members of a checkpoint of several checkpointables."""
     return _are_members(store, store.list_names())
 
 
@@ -153,7 +153,7 @@ def _are_members(store: StorageBackend, names: Sequence[str]) -> bool:
 
 
 def read_root(store: StorageBackend) -> Root | Composite | Claimed | PartialSave | None:
-    """The root of a checkpoint, or None if there is none.
+    """Return the root of a checkpoint; None if there is none.
 
     Raises:
         CorruptCheckpointError: if it or a part of it is not what was written.
@@ -164,7 +164,7 @@ def read_root(store: StorageBackend) -> Root | Composite | Claimed | PartialSave
 
 
 def root_bytes(store: StorageBackend) -> bytes | None:
-    """The bytes of the root of a checkpoint, which no two saves share; None if there is none."""
+    """Return the bytes of a root, which differ between any two saves; None if there is none."""
     try:
         return store.get(ROOT_KEY)
     except ObjectNotFoundError:
@@ -172,7 +172,7 @@ def root_bytes(store: StorageBackend) -> bytes | None:
 
 
 def is_claimed_by(location: Location, save_id: str) -> bool:
-    """Whether the root at a location is the claim of a save; never where directories are renamed, which claim by their names."""
+    """Return True if the root at a location is the claim of a save. Never True with commits by rename."""
     data = root_bytes(location.store)
     return data is not None and is_claim(data) and summarize_root(data).save_id == save_id
 
@@ -297,18 +297,18 @@ ADMINISTRATION: Final = ".ckptcore"
 """The directory beside the steps that has the locks."""
 
 _HIDDEN: Final = re.compile(r"\.(.+)\.([0-9a-f]{16})\.ckptcore", re.DOTALL)
-"""The name of what a save writes: the name of the checkpoint that it is to be, and the save id."""
+"""The hidden directory of a save: the name of the checkpoint, and the save id."""
 
 _PARTIAL: Final = re.compile(r"\.(.+)\.partial\.ckptcore", re.DOTALL)
 
 
 def is_hidden_name(name: str) -> bool:
-    """Whether this is the name of a directory that is no checkpoint yet, or no more: of a save under way, a dead one, or a partial one."""
+    """Return True if this is the name of the hidden directory of a save, a deletion or a partial save."""
     return is_leftover_name(name) or _PARTIAL.fullmatch(name) is not None
 
 
 def is_leftover_name(name: str) -> bool:
-    """Whether this is the name of a directory in which a save is under way, or was when it died. One of sessions stays until they are deleted."""
+    """Return True if this is the name of the hidden directory of a save or a deletion, running or killed."""
     return _HIDDEN.fullmatch(name) is not None
 
 
@@ -319,10 +319,10 @@ def is_save_of(name: str, hidden: str) -> bool:
 
 
 def name_of_save(name: str, save_id: str) -> str:
-    """The hidden directory in which a save to a name writes."""
+    """Return the name of the hidden directory of a save."""
     return f".{name}.{save_id}.ckptcore"
 
 
 def name_of_partial(name: str) -> str:
-    """The hidden directory in which sessions of a partial save to a name write."""
+    """Return the name of the hidden directory of a partial save."""
     return f".{name}.partial.ckptcore"

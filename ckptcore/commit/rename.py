@@ -412,7 +412,7 @@ class RenameMethod(CommitMethod):
         return bool(alive)
 
     def announce_deletion(self, location: Location, locks: Locks, pin: str) -> AbstractContextManager[object] | None:
-        """See `CommitMethod`. Claims the location by an empty hidden directory, which the next save removes after a kill."""
+        """See `CommitMethod`. Claims the location by an empty hidden directory, as a save does."""
         lock = None
         while lock is None:  # a save that sweeps may hold a directory that was just created
             hidden = name_of_save(location.name, new_save_id())

@@ -1,7 +1,7 @@
 """Sessions of partial saves: resumed transactions that replace a session table, and leave.
 
-With real directories the table is in the hidden directory of the partial save, whose lock excludes other sessions. Other
-storage has it in the place of the root, and compares and swaps it: a session takes over from one that failed.
+With real directories the table is in the hidden directory of the partial save, whose lock excludes other sessions.
+Other storage has it in the place of the root, and compares and swaps it: a session takes over from one that failed.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class OpenSession:
         self.transaction.leave()
 
     def abort(self) -> None:
-        """Remove the objects of the session; the whole partial save if no session is complete. Does nothing after `complete`."""
+        """Remove the objects of the session; the whole partial save if no other session is complete."""
         partial = self.planned.partial
         if partial.sessions:
             self.transaction.restore(encode_partial(replace(partial, owner=None)), self.planned.kept)

@@ -48,7 +48,7 @@ class Subdirectory:
 
     @property
     def address(self) -> StorageAddress | None:
-        """Its parent's, one level down. A URL has escapes, which a name may look like: it must not become another one."""
+        """The parent's address, one level down. Names are escaped, because they may look like URL escapes."""
         address = self._parent.address
         quoted = urllib.parse.quote(self._prefix.encode("utf-8", "surrogateescape"))
         return address and StorageAddress(address.url + quoted, address.options)
@@ -149,7 +149,10 @@ class AtomicSubdirectories(Subdirectory):
 
 
 def subdirectory(parent: StorageBackend, name: str) -> StorageBackend:
-    """A directory of a storage as a storage of its own, with real directories where the parent has them; the storage itself without a name."""
+    """Return a directory of a storage as a storage, with real directories if the parent has them.
+
+    Without a name it is the storage itself.
+    """
     if not name:
         return parent
     if _has_directories(type(parent)):
@@ -159,5 +162,5 @@ def subdirectory(parent: StorageBackend, name: str) -> StorageBackend:
 
 @functools.lru_cache(maxsize=64)
 def _has_directories(kind: type[StorageBackend]) -> bool:
-    """Return whether a type of storage has real directories. Cached: the check is slow, and every opened directory asks."""
+    """Return True if a type of storage has real directories. Cached: the check is slow, and frequent."""
     return issubclass(kind, AtomicDirectories)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 
+from ckptcore.commit.conditional_put import ConditionalPutTransaction
 from ckptcore.commit.conditions import Conditions
 from ckptcore.commit.fences import FencedStore
 from ckptcore.commit.location import resolve_location
@@ -18,7 +19,7 @@ def test_an_object_that_is_there_already_leaves_no_upload() -> None:
     place = f"memory://{uuid.uuid4().hex}/step_1"
     location = resolve_location(place, installed_plugins(), durable=False, config={})
     claimed = Claimed(new_save_id(), "2026-01-01T00:00:00+00:00")
-    claim = location.commits.begin(location, claimed, False, Conditions())
+    claim = ConditionalPutTransaction(location, claimed, None, Conditions())
     writer = claim.store.open_writer("data", len(_DATA))
     writer.write_at(0, _DATA)
     location.store.put("data", _DATA)
