@@ -108,6 +108,8 @@ class Load(Generic[T]):
     def plan(self, checkpoint: Checkpoint) -> Reading:
         """Match what is wanted with what is stored, and plan what to read. Reads no array, and changes nothing."""
         if checkpoint.is_files:
+            if self._account is not None:
+                self._account.planned(checkpoint, Matched((), (), skeleton=checkpoint.tree.skeleton))
             self.target.match_files(self, checkpoint)
             return Reading(checkpoint, (), [])
         if self.request.transforms:
