@@ -139,6 +139,8 @@ class Load(Generic[T]):
             read_planned: reads it; by default in this process.
         """
         self.has_begun = True
+        if not reading.units and reading.opened.is_files:
+            return  # the target reads the files
         with self.recording.phase("read", reading.nbytes):
             read_planned(reading, self.context)
 
