@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ckptcore.protocols import ReadBoxes, ReadThrough
 
 __all__ = [
+    "BoxCopies",
     "Checkpoint",
     "CompositeCheckpoint",
     "DerivedArrays",
