@@ -1,1 +1,1 @@
-"""Loads: what users ask of them, matched with what is stored, read and built, by one process or by those of a job."""
+"""Loads: open a checkpoint, match and plan, read, and build, alone or together with the processes of a job."""

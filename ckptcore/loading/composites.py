@@ -21,6 +21,7 @@ from ckptcore.errors import (
 from ckptcore.events import Recording
 from ckptcore.loading.checkpoint import CompositeCheckpoint, Source
 from ckptcore.loading.consistent_read import ConsistentRead
+from ckptcore.loading.load import choose_strategy
 from ckptcore.loading.load_requests import AS_IT_IS, LoadAs, LoadRequest
 from ckptcore.loading.members import is_deleted, open_member, present_members, told_names
 from ckptcore.loading.opening import open_names
@@ -146,11 +147,12 @@ class CompositeLoad:
             TargetUndefinedError: if it failed after an object was changed.
         """
         try:
-            if self.context.job.reads == "alone" or (job := runtime_of(self.context).job()).size == 1:
+            strategy = choose_strategy(self.context, runtime_of(self.context))
+            if strategy is None:
                 return self.attempts.retry_if_replaced(self._load)
             from ckptcore.loading.collective.joint import load_composite_jointly  # only jobs need it
 
-            return load_composite_jointly(self, job)
+            return load_composite_jointly(self, strategy.job)
         except Exception as error:
             if not self._changed or isinstance(error, TargetUndefinedError):
                 raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from ckptcore.commit.location import Place
 from ckptcore.context import Context
@@ -15,8 +15,11 @@ from ckptcore.loading.load_requests import LoadAccount, LoadRequest
 from ckptcore.loading.matching import Matched
 from ckptcore.loading.reading import Reading, perform, plan_reading
 from ckptcore.loading.stored_trees import transformed
-from ckptcore.protocols import ReadThrough
+from ckptcore.protocols import ReadStrategy, ReadThrough
 from ckptcore.runtime import Runtime, runtime_of
+
+if TYPE_CHECKING:
+    from ckptcore.loading.collective import CollectiveRead
 
 __all__ = ["Load", "Target", "choose_strategy", "recorded_load"]
 
@@ -79,7 +82,9 @@ class Load(Generic[T]):
 
     def run(self) -> T:
         """Load by the strategy of the request, else as the context says: alone, or with the other processes of the job."""
-        strategy = self.request.strategy or choose_strategy(self.context, self.runtime)
+        strategy: ReadStrategy | CollectiveRead | None = self.request.strategy
+        if strategy is None:
+            strategy = choose_strategy(self.context, self.runtime)
         made = self.run_here() if strategy is None else strategy.run(self)
         if self._account is not None:
             self._account.done()
@@ -108,6 +113,8 @@ class Load(Generic[T]):
     def plan(self, checkpoint: Checkpoint) -> Reading:
         """Match what is wanted with what is stored, and plan what to read. Reads no array, and changes nothing."""
         if checkpoint.is_files:
+            if self._account is not None:
+                self._account.planned(checkpoint, Matched((), (), skeleton=checkpoint.tree.skeleton))
             self.target.match_files(self, checkpoint)
             return Reading(checkpoint, (), [])
         if self.request.transforms:
@@ -137,6 +144,8 @@ class Load(Generic[T]):
             read_planned: reads it; by default in this process.
         """
         self.has_begun = True
+        if not reading.units and reading.opened.is_files:
+            return  # the target reads the files
         with self.recording.phase("read", reading.nbytes):
             read_planned(reading, self.context)
 
@@ -149,15 +158,7 @@ class Load(Generic[T]):
         return self.target.build(self, reading)
 
 
-class _Strategy(Protocol):
-    """How a load runs its stages."""
-
-    def run(self, load: Load[T]) -> T:
-        """Run the stages of a load."""
-        ...
-
-
-def choose_strategy(context: Context, runtime: Runtime) -> _Strategy | None:
+def choose_strategy(context: Context, runtime: Runtime) -> CollectiveRead | None:
     """Return how loads run that a job makes together; None if this process loads alone."""
     if context.job.reads == "alone" or (job := runtime.job()).size == 1:
         return None
