@@ -6,19 +6,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckptcore.commit.location import Location, LocationLike, Place, Within, absolute_location, resolve_location
+from ckptcore.commit.occupants import refuse_to_replace
 from ckptcore.commit.root import Member, Role
 from ckptcore.context import Context
 from ckptcore.errors import InvalidLocationError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.events import Recording
 from ckptcore.io.background import SaveHandle
 from ckptcore.job.agreement import Agreement
+from ckptcore.loading.opening import foreign_checkpoints
 from ckptcore.model.transfer import WritePlan
+from ckptcore.model.tree import JSON
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import Layout
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import PartDescription, SavePart
 from ckptcore.saving.plain import PlainSave
-from ckptcore.saving.prepared import Save, fail_before_claim
+from ckptcore.saving.prepared import NOTHING_COMMITTED, Save, Target, fail_before_claim
 from ckptcore.saving.tree_descriptions import TreeDescription
 from ckptcore.saving.worker_writes import HeldByWorkers
 from ckptcore.saving.write import write_save
@@ -27,6 +30,7 @@ from ckptcore.tree.subtrees import Subtree, SubtreePath, find_subtree, path_keys
 
 __all__ = [
     "Export",
+    "ExportPlans",
     "PlannedExport",
     "PreparedExport",
     "StepExport",
@@ -195,7 +199,7 @@ def plan_exports(
     *,
     size: int,
 ) -> Sequence[PlannedExport]:
-    """Look at the exports that are asked for, and refuse what cannot be.
+    """Plan the exports that are asked for, and refuse what cannot be exported. Writes nothing.
 
     Args:
         exports: what is asked for.
@@ -224,6 +228,62 @@ def plan_exports(
         members = {description.name: description.member(size) for description in descriptions}
         _refuse_places_of_members(location, members, planned)
     return planned
+
+
+class ExportPlans:
+    """The exports of a save until they are prepared.
+
+    Attributes:
+        mismatch: why this rank could not plan them: its tree lacks what is to be exported, and that of another may not.
+    """
+
+    def __init__(self, asked: Sequence[Export], target: Target, agreement: Agreement, context: Context) -> None:
+        """Plan nothing yet."""
+        self.mismatch: str | None = None
+        self._asked = asked
+        self._target = target
+        self._agreement = agreement
+        self._context = context
+        self._planned: Sequence[PlannedExport] = ()
+
+    def plan(self, descriptions: Sequence[PartDescription]) -> None:
+        """Plan the exports of what this rank has. See `plan_exports`."""
+        if not self._asked:
+            return
+        try:
+            self._plan(descriptions)
+        except TreeMismatchError as error:
+            if self._agreement.size == 1:
+                raise
+            self.mismatch = str(error)
+
+    def plan_united(self, descriptions: Sequence[PartDescription]) -> None:
+        """Plan the exports of the union of what all ranks have."""
+        with self._agreement.stage("exports", meaning=NOTHING_COMMITTED):
+            self._plan(descriptions)
+
+    def _plan(self, descriptions: Sequence[PartDescription]) -> None:
+        location, size = self._target.location, self._agreement.size
+        self._planned = plan_exports(self._asked, location, descriptions, self._context, size=size)
+        if self._agreement.rank == 0:
+            for export in self._planned:
+                refuse_to_replace(export.location, self._target.overwrite, foreign_checkpoints(self._context))
+
+    def names(self) -> JSON:
+        """The layouts and subtrees, to compare them between ranks."""
+        registry = runtime_of(self._context).registry
+        return [
+            [registry.layout(export.layout).name, repr(path_keys(export.subtree))]
+            for export in self._asked
+            if isinstance(export, Export)
+        ]
+
+    def prepare(self, save: Save, save_ids: Sequence[str]) -> Sequence[PreparedExport]:
+        """Plan what this process writes of each export."""
+        return [
+            export.prepare(save, save_id, self._agreement.part(f"export-{number}"))
+            for number, (export, save_id) in enumerate(zip(self._planned, save_ids, strict=True))
+        ]
 
 
 def _plan_export(

@@ -22,14 +22,13 @@ from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.tree import JSON, format_path
 from ckptcore.protocols import Executor, Layout, SharesReplicas
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.exporting import Export, PlannedExport, PreparedExport, plan_exports
+from ckptcore.saving.exporting import Export, ExportPlans, PreparedExport
 from ckptcore.saving.parts import PartDescription, describe_part, naming
 from ckptcore.saving.prepared import NOTHING_COMMITTED, Save, SaveDraft, Target
 from ckptcore.saving.save_requests import OneTree, SaveRequest
 from ckptcore.saving.tree_descriptions import TreeDescription
 from ckptcore.tree.flattening import leaves_of_each_process, of_each_process
 from ckptcore.tree.merge import unite_trees
-from ckptcore.tree.subtrees import path_keys
 
 __all__ = ["PreparedSave", "prepare_save", "save_created", "tree_digest"]
 
@@ -81,31 +80,16 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
             info = replace(info, members={one.name: one.member(size) for one in descriptions})
         if agreement.rank == 0:
             _refuse_target(request, target, context)
-
-        def plan_all() -> Sequence[PlannedExport]:  # of the descriptions there are when it is called
-            found = plan_exports(request.exports, location, descriptions, context, size=size)
-            if agreement.rank == 0:
-                for export in found:
-                    refuse_to_replace(export.location, target.overwrite, foreign_checkpoints(context))
-            return found
-
-        planned: Sequence[PlannedExport] = ()
-        unplanned = None
-        try:
-            planned = plan_all() if request.exports else ()
-        except TreeMismatchError as error:
-            if size == 1:
-                raise
-            unplanned = str(error)  # another rank may have what is to be exported
+        exports = ExportPlans(request.exports, target, agreement, context)
+        exports.plan(descriptions)
         if size > 1:
-            stage.payload = _digests(info.members, descriptions, request.exports, unplanned, context)
+            stage.payload = _digests(info.members, descriptions, exports)
     payloads = stage.payloads
     decided = agreement.lead("save", lambda: _decide(payloads, descriptions, exports=len(request.exports)))
     recording.save_id = decided["save_id"]
     if decided["different"]:
         descriptions = _unite(agreement, descriptions, decided["different"], payloads)
-        with agreement.stage("exports", meaning=NOTHING_COMMITTED):
-            planned = plan_all()
+        exports.plan_united(descriptions)
     save = Save(
         target=target,
         info=replace(info, save_id=decided["save_id"], created=decided["created"]),
@@ -115,13 +99,9 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
         recording=recording,
         context=context,
     )
-    save = request.strategy.prepare(SaveDraft(save, descriptions, len(planned)))
-    exports = [
-        export.prepare(save, export_id, agreement.part(f"export-{number}"))
-        for number, (export, export_id) in enumerate(zip(planned, decided["exports"], strict=True))
-    ]
+    save = request.strategy.prepare(SaveDraft(save, descriptions, len(request.exports)))
     used = executor if executor is not None and any(part.worker_plans for part in save.parts) else None
-    return PreparedSave(save, exports, used)
+    return PreparedSave(save, exports.prepare(save, decided["exports"]), used)
 
 
 def _describe_parts(
@@ -196,7 +176,7 @@ def _refuse_what_differs(descriptions: _Descriptions, size: int) -> None:
 
 
 def _share_replicas(layout: Layout, exports: Sequence[Export], context: Context) -> bool:
-    """Whether processes may share what they all hold: each writes for the exports the boxes that it writes for the save."""
+    """True if processes may share what they all hold. Exports have the boxes that each process writes for the save."""
     layouts = [
         layout,
         *(runtime_of(context).registry.layout(export.layout) for export in exports if isinstance(export, Export)),
@@ -207,22 +187,15 @@ def _share_replicas(layout: Layout, exports: Sequence[Export], context: Context)
 def _digests(
     members: Mapping[str, Member] | None,
     descriptions: _Descriptions,
-    exports: Sequence[Export],
-    unplanned: str | None,
-    context: Context,
+    exports: ExportPlans,
 ) -> JSON:
     """Digests of what this rank saves. They are equal on two ranks only if these save the same.
 
     Notes may differ: each rank names the device of an array in its own way.
     """
     names = None if members is None else [[name, member.kind, member.processes] for name, member in members.items()]
-    exported = [
-        [runtime_of(context).registry.layout(export.layout).name, repr(path_keys(export.subtree))]
-        for export in exports
-        if isinstance(export, Export)
-    ]
     trees = {str(number): tree_digest(description) for number, description in _common_trees(descriptions)}
-    return {"names": _digest([names, exported]), "trees": trees, "unplanned": unplanned}
+    return {"names": _digest([names, exports.names()]), "trees": trees, "unplanned": exports.mismatch}
 
 
 def _common_trees(descriptions: _Descriptions) -> Iterator[tuple[int, TreeDescription]]:

@@ -136,8 +136,7 @@ def _write(
         recording.finish(None if handle is None else handle.progress.written)
     if committed is not None:
         committed()
-    if prepared.exports:
-        write_exports(prepared.exports, save.target.location.display, handle, holding.at_workers)
+    write_exports(prepared.exports, save.target.location.display, handle, holding.at_workers)
 
 
 def _go_on(
