@@ -9,10 +9,10 @@ from __future__ import annotations
 import platform
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from ckptcore.commit.commit import Claim, claimed_store
 from ckptcore.commit.conditions import Conditions
@@ -26,18 +26,19 @@ from ckptcore.model.tree import JSON
 from ckptcore.protocols import AtomicDirectories, StorageBackend
 
 __all__ = [
+    "HOST_PROBES",
     "Hosts",
     "OnHosts",
     "expect_claim",
     "expect_one_directory",
-    "find_hosts",
     "note_key",
     "seen_by_all",
     "sees_claim",
     "show_claim",
 ]
 
-_HOST_PROBES: Final = f"{ADMINISTRATION}/host-"
+HOST_PROBES: Final = f"{ADMINISTRATION}/host-"
+"""How keys begin of objects that processes of a host write to find each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,53 +82,7 @@ class OnHosts:
 
 def note_key(save_id: str, rank: int) -> str:
     """The key of what a process tells the others on its host during a save; what is left of it goes when hosts are found again."""
-    return f"{_HOST_PROBES}{save_id}.{rank}"
-
-
-def find_hosts(agreement: Agreement, store: StorageBackend) -> Hosts:
-    """Find out which processes see the same directory: each puts something there, and looks whose it finds. On every rank.
-
-    Args:
-        agreement: with the other processes.
-        store: the storage, opened at the directory of this process.
-
-    Raises:
-        NotSharedError: if one process sees what another one put, and that does not see the same.
-    """
-    if agreement.size == 1:
-        return Hosts(((0,),))
-    token = agreement.lead("token", lambda: secrets.token_hex(8))
-    key = f"{_HOST_PROBES}{token}.{agreement.rank}"
-    try:
-        with agreement.stage("put"):
-            store.put(key, b"")
-        with agreement.stage("seen") as stage:
-            there = [found for found in store.list(ADMINISTRATION) if found.startswith(_HOST_PROBES)]
-            stage.payload = sorted(
-                int(found.rpartition(".")[2]) for found in there if found.startswith(f"{_HOST_PROBES}{token}.")
-            )
-        told = stage.payloads
-        groups: list[list[int]] = agreement.lead("hosts", lambda: _groups(told))
-        if agreement.rank == next(group[0] for group in groups if agreement.rank in group):
-            store.delete(
-                [found for found in there if f"{_HOST_PROBES}{token}." not in found]
-            )  # of jobs that were killed
-        return Hosts(tuple([tuple(group) for group in groups]))
-    finally:
-        store.delete([key])
-
-
-def _groups(told: Sequence[Any]) -> list[list[int]]:
-    groups: list[list[int]] = []
-    for rank, seen in enumerate(told):
-        if rank not in seen or any(told[other] != seen for other in seen):
-            raise NotSharedError(
-                f"rank {rank} sees in its near directory what the ranks {seen} put there, and they do not all see the same: expected "
-                "groups of processes that share a directory, and nothing with other groups; give each host a directory of its own"
-            )
-        if seen[0] == rank:
-            groups.append(list(seen))
-    return groups
+    return f"{HOST_PROBES}{save_id}.{rank}"
 
 
 _PATIENCE_SECONDS: Final = 10.0

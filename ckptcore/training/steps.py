@@ -11,11 +11,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
-from ckptcore.commit.holding import ADMINISTRATION
-from ckptcore.commit.location import LocationLike, Within, absolute_location, open_directory, subdirectory
+from ckptcore.commit.holding import ADMINISTRATION, Hold
+from ckptcore.commit.location import LocationLike, Place, Within, absolute_location, open_directory, subdirectory
 from ckptcore.commit.occupants import is_committed, is_leftover_name, root_bytes
 from ckptcore.commit.root import ROOT_KEY, Summary
 from ckptcore.commit.root_json import summarize_root
+from ckptcore.commit.steps import StepHolds
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -27,6 +28,7 @@ from ckptcore.errors import (
 )
 from ckptcore.io.requests import requests_of
 from ckptcore.io.threads import ask_each, renew_in_children
+from ckptcore.job.agreement import Agreement
 from ckptcore.loading.opening import open_either
 from ckptcore.loading.tries import Tries
 from ckptcore.model.tree import JSON
@@ -137,6 +139,8 @@ class StepDirectory:
         """By step, the number of the last change that this process made, and the name that the step has since."""
         self._number = 0
         self._leftovers: tuple[str, ...] = ()
+        self._holds: StepHolds | None = None
+        self.broken: set[int] = set()
         self.renew()
         renew_in_children(self)
 
@@ -174,6 +178,16 @@ class StepDirectory:
         entries = [entry[:-1] for entry in found if entry.endswith("/")]
         self._leftovers = tuple([name for name in entries if is_leftover_name(name)])
         return self.names.find(entries)
+
+    def list_visible(self) -> Mapping[int, str]:
+        """Return what `list_names` does, without the steps that are being deleted."""
+        return {step: name for step, name in self.list_names().items() if not self.is_hidden(step)}
+
+    def reload(self, agreement: Agreement) -> None:
+        """List the directory again. On every rank; the leader's listing counts."""
+        since = self.changes()
+        found = agreement.lead("list", lambda: {str(step): name for step, name in self.list_visible().items()})
+        self.replace({int(step): name for step, name in found.items()}, since)
 
     def expect_directory(self) -> None:
         """Do nothing if this is a directory that steps can be in; it need not be there.
@@ -295,6 +309,42 @@ class StepDirectory:
     def place(self, step: int) -> Within:
         """Where a step is, or would be written."""
         return Within(self.directory, self.name(step))
+
+    @property
+    def directories(self) -> tuple[StepDirectory, ...]:
+        """Itself: see `RunSteps`."""
+        return (self,)
+
+    def copies(self, step: int) -> Sequence[int]:
+        """Return ``(0,)`` if the step is committed, else nothing: see `RunSteps`."""
+        return (0,) if self.is_committed(step) else ()
+
+    def copy_place(self, step: int, number: int) -> Place:
+        """Return where a step is: see `RunSteps`."""
+        return self.place(step)
+
+    def pin(self, step: int) -> Hold:
+        """Keep a step from being deleted until the result is closed.
+
+        Raises:
+            CheckpointNotFoundError: if the step is not there.
+            StorageError: if nothing can be written beside the steps.
+        """
+        if self._holds is None:
+            context = self._context
+            store = open_directory(self.directory, runtime_of(context).registry, durable=False, config=context.storage)
+            self._holds = StepHolds(runtime_of(context).conditions.storage(store, self.directory), self.display)
+        if not self.is_committed(step):
+            raise CheckpointNotFoundError(self.missing(step))  # before anything is written beside the steps
+        pin = self._holds.pin(self.name(step))
+        try:
+            # Look only now: before the pin the step could have been deleted.
+            if not self.look_again(step):
+                raise CheckpointNotFoundError(self.missing(step))
+        except BaseException:
+            pin.close()
+            raise
+        return pin
 
     def is_committed(self, step: int) -> bool:
         """Whether a step is there and committed, ours or of a format that an installed layout reads."""

@@ -1,4 +1,4 @@
-"""Uploader: takes committed steps from the near tier to the far one, on a thread of its own, for as long as the run lasts."""
+"""Uploader: copies committed steps from the near directory to the far one, on a thread of its own, while the run lasts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import CancelledError
+from dataclasses import dataclass
 from typing import Final
 
 from ckptcore.errors import (
@@ -24,17 +25,17 @@ from ckptcore.errors import (
 from ckptcore.events import Observer, Recording
 from ckptcore.io.background import Progress
 from ckptcore.io.threads import renew_in_children
-from ckptcore.policies import Moment, StepInfo
-from ckptcore.training.step_saves import Past
+from ckptcore.policies import Moment, PreservationPolicy, StepInfo, what_to_delete
+from ckptcore.training.path_directory import OwnedDirectory
+from ckptcore.training.save_decisions import Past
 from ckptcore.training.steps import StepDirectory
-from ckptcore.training.tiers.backlog import given_up, next_upload
-from ckptcore.training.tiers.near import NearTier, OwnedTier
-from ckptcore.training.tiers.sending import Send
-from ckptcore.training.tiers.status import UploadState, UploadStatus
+from ckptcore_tiers.near_tier import NearTier
+from ckptcore_tiers.sending import Send
+from ckptcore_tiers.status import UploadState, UploadStatus
 
 __all__ = ["Uploader"]
 
-logger = logging.getLogger("ckptcore.training.tiers")
+logger = logging.getLogger("ckptcore.tiers")
 
 _FIRST_PAUSE_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 60.0
@@ -56,7 +57,7 @@ class Uploader:
         self,
         options: NearTier,
         near: StepDirectory,
-        far: OwnedTier,
+        far: OwnedDirectory,
         send: Send,
         *,
         kept: Callable[[], Collection[int]],
@@ -162,7 +163,7 @@ class Uploader:
             self._state.wait_for(step)
             # What is being sent goes on: else a run that saves faster than it uploads would never end an upload.
             others = self._state.waiting - {self._state.current}
-            old = given_up(others, self._options.most_waiting)
+            old = _given_up(others, self._options.most_waiting)
             self._state.waiting.difference_update(old)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="ckptcore-upload", daemon=True)
@@ -285,7 +286,7 @@ class Uploader:
             CheckpointError: the far tier failed; the step waits.
         """
         far = self._far.infos()
-        chosen = next_upload(self._waiting_infos(), far, self._far.policy, time.time(), keep=self._kept_far())
+        chosen = _next_upload(self._waiting_infos(), far, self._far.policy, time.time(), keep=self._kept_far())
         with self._changed:
             superseded = self._state.waiting.intersection(chosen.superseded)
             self._state.waiting -= superseded
@@ -351,10 +352,10 @@ class Uploader:
 
     def _bring(self, step: int) -> int:
         """Let a step be in the far tier; bytes that were sent."""
-        self._far.owned.check()
+        self._far.hold.check()
         steps = self._far.steps
         replaces = steps.look_again(step)
-        if replaces and step not in self._far.broken and not self._differs(step):
+        if replaces and step not in self._far.steps.broken and not self._differs(step):
             logger.info("step %d is in %s already, or a later save of it is", step, steps.display)
             return 0
         name = steps.name(step)
@@ -365,10 +366,10 @@ class Uploader:
             replaces=replaces,
             progress=self._note_progress,
             is_stopped=functools.partial(self._is_off, step),
-            before_commit=self._far.owned.check,
+            before_commit=self._far.hold.check,
         )
         steps.add(step, name)
-        self._far.broken.discard(step)
+        self._far.steps.broken.discard(step)
         return sent
 
     def _note_progress(self, done: int, total: int) -> None:
@@ -404,3 +405,47 @@ def _stop_at_exit(found: weakref.ref[Uploader]) -> None:
     uploader = found()
     if uploader is not None:
         uploader._tell_to_stop(_EXIT_SECONDS)
+
+
+@dataclass(frozen=True, slots=True)
+class _NextUpload:
+    """What to do with the steps that wait.
+
+    Attributes:
+        step: the one to upload; None if none is worth it.
+        superseded: those that the far tier would delete at once.
+    """
+
+    step: int | None
+    superseded: tuple[int, ...]
+
+
+def _next_upload(
+    waiting: Sequence[StepInfo],
+    far: Sequence[StepInfo],
+    policy: PreservationPolicy,
+    now: float,
+    *,
+    keep: Collection[int] = (),
+) -> _NextUpload:
+    """The newest step of those that wait, and those that the far tier's policy would give up as soon as all were there.
+
+    An uploader that keeps up has one step waiting, and so uploads in order. One that has fallen behind makes the newest safe first.
+
+    Args:
+        waiting: the steps that wait.
+        far: the steps that the far tier has.
+        policy: which steps the far tier keeps.
+        now: seconds since the epoch, UTC.
+        keep: steps that it keeps whatever its policy says.
+    """
+    all_of_them = {info.step: info for info in (*far, *waiting)}
+    doomed = what_to_delete(policy, list(all_of_them.values()), now)
+    steps = [info.step for info in waiting]
+    superseded = tuple(sorted(set(doomed).intersection(steps).difference(keep)))
+    return _NextUpload(max((step for step in steps if step not in superseded), default=None), superseded)
+
+
+def _given_up(waiting: Collection[int], most: int) -> tuple[int, ...]:
+    """The steps, the oldest, that must not wait any longer where at most so many may."""
+    return tuple(sorted(waiting)[: max(0, len(waiting) - most)])

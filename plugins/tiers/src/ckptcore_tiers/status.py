@@ -8,7 +8,7 @@ from typing import Final
 from ckptcore.errors import UploadError
 from ckptcore.io.background import Progress
 from ckptcore.training.restoring import SkippedStep
-from ckptcore.training.step_saves import Past
+from ckptcore.training.save_decisions import Past
 
 __all__ = ["UploadState", "UploadStatus"]
 

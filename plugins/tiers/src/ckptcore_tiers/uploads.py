@@ -9,10 +9,14 @@ from functools import partial
 
 from ckptcore.context import Context
 from ckptcore.job.agreement import Agreement
-from ckptcore.training.tiers.near import RunTiers
-from ckptcore.training.tiers.sending import CopiesSteps, Send
-from ckptcore.training.tiers.status import UploadStatus
-from ckptcore.training.tiers.uploader import Uploader
+from ckptcore.job.visibility import Hosts
+from ckptcore.training.path_directory import OwnedDirectory
+from ckptcore_tiers.host_sending import HostSender, SendsFromHosts
+from ckptcore_tiers.near_tier import NearTier
+from ckptcore_tiers.sending import CopiesSteps, Send
+from ckptcore_tiers.status import UploadStatus
+from ckptcore_tiers.tiered_steps import TieredSteps
+from ckptcore_tiers.uploader import Uploader
 
 __all__ = ["Uploads", "begin_uploads"]
 
@@ -84,41 +88,42 @@ class Uploads:
 
 
 def begin_uploads(
-    tiers: RunTiers,
+    options: NearTier,
+    steps: TieredSteps,
+    far: OwnedDirectory | None,
+    hosts: Hosts | None,
     context: Context,
     agreement: Agreement,
     *,
     kept: Callable[[], Collection[int]],
     uploaded: Callable[[], None],
 ) -> Uploads:
-    """The part of this process in the uploads of a run; nothing is uploaded before it is resumed. On every rank.
+    """Return the part of this process in the uploads of a run. Uploads nothing before it is resumed. On every rank.
 
     Args:
-        tiers: of the run, owned.
+        options: of the near tier.
+        steps: of the run.
+        far: the far directory; None if another process leads.
+        hosts: which processes see one near directory; None if all do.
         context: options.
-        agreement: with the other processes.
-        kept: as for `Uploader`.
-        uploaded: as for `Uploader`.
+        agreement: an exchange with the other processes.
+        kept, uploaded: as for `Uploader`.
     """
-    near = tiers.near
-    if near is None:
-        return Uploads()
-    steps, far = tiers.copies.tiers
+    near, to = steps.directories
     send: Send
     stop_sending: Callable[[], None] | None = None
-    if tiers.hosts is None:
-        send = CopiesSteps(steps, far, context)
-    else:
-        from ckptcore.training.tiers.host_steps import HostSender, SendsFromHosts  # only who has hosts needs it
-
+    if hosts is not None:
         run = agreement.lead("run", lambda: secrets.token_hex(8))
-        if tiers.far is not None:
-            send = together = SendsFromHosts(steps, far, tiers.far.store, tiers.hosts, context)
-            stop_sending = partial(together.close, run)
-        elif tiers.nearest is not None:
-            sender = HostSender(agreement.rank, run, steps, far, far.open_to_write(), context)
-            return Uploads(stop_sending=sender.stop, close_sending=partial(sender.close, near.close_seconds))
-    if tiers.far is None:
+        if far is None:
+            if agreement.rank not in hosts.firsts:
+                return Uploads()
+            sender = HostSender(agreement.rank, run, near, to, to.open_to_write(), context)
+            return Uploads(stop_sending=sender.stop, close_sending=partial(sender.close, options.close_seconds))
+        send = together = SendsFromHosts(near, to, far.store, hosts, context)
+        stop_sending = partial(together.close, run)
+    elif far is None:
         return Uploads()
-    uploader = Uploader(near, steps, tiers.far, send, kept=kept, uploaded=uploaded, observers=context.observers)
+    else:
+        send = CopiesSteps(near, to, context)
+    uploader = Uploader(options, near, far, send, kept=kept, uploaded=uploaded, observers=context.observers)
     return Uploads(uploader, stop_sending)
