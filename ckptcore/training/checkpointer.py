@@ -22,7 +22,7 @@ from ckptcore.saving.exporting import StepExport, check_exports
 from ckptcore.saving.save_requests import OneTree
 from ckptcore.step_names import StepNames, step_number, whole_number
 from ckptcore.training.path_directory import as_run_directory
-from ckptcore.training.reader import StepReader
+from ckptcore.training.reader import CheckpointReader, StepReader
 from ckptcore.training.run_directory import (
     Ownership,
     RunDirectory,
@@ -39,7 +39,7 @@ WhenBusy: TypeAlias = Literal["wait", "skip", "queue"]
 """What a save does while another is under way. "wait": block. "skip": drop this save. "queue": copy now, write later."""
 
 
-class Checkpointer(StepReader):
+class Checkpointer(CheckpointReader):
     """The steps of a training run: saves them without stopping the loop, keeps those that a policy wants, resumes.
 
     It owns its directory: a second one there, in this process or another, gets an error. Use it as a context manager, or close
@@ -111,7 +111,8 @@ class Checkpointer(StepReader):
         policy = preservation_policy or PreserveAll()
         saves = RunSaves(under_way=self._saves.under_way, last_steps=self._last_steps, wait=self.wait)
         self._run = source.own(names, context, Ownership(agree("own"), policy, metadata, if_in_use, saves))
-        super().__init__(self._run.steps, context, agree, loaded=self._set_back)
+        # Not of `CheckpointReader`, which opens a directory: this one is open.
+        StepReader.__init__(self, self._run.steps, context, agree, loaded=self._set_back)
         self._saver = StepSaver(self._run, self._decider, self._saves, options, context, self._job, agree=agree)
         try:
             self.reload()  # only now: another job may have written until this one owned the directory

@@ -90,7 +90,7 @@ class StepReader:
     @property
     def directory(self) -> str:
         """The directory, as it was given."""
-        return self._steps.directories[-1].display
+        return self._steps.main.display
 
     @property
     def latest(self) -> int | None:
@@ -122,7 +122,7 @@ class StepReader:
         Raises:
             CorruptCheckpointError
         """
-        return read_directory_metadata(self._steps.directories[-1].store)
+        return read_directory_metadata(self._steps.main.store)
 
     def reload(self) -> None:
         """List the directory again."""
@@ -253,7 +253,7 @@ class StepReader:
         """
         found = self._steps.copies(step)
         if not found:
-            raise CheckpointNotFoundError(self._steps.directories[-1].missing(step))
+            raise CheckpointNotFoundError(self._steps.main.missing(step))
         return self._steps.directories[found[0]]
 
     def wait_for_new_step(
@@ -345,7 +345,7 @@ class CheckpointReader(StepReader):
         """
         names, context = check_step_names(step_names), context or default_context()
         steps = as_run_directory(directory).open(names, context)
-        agree = exchanges_of(steps.directories[-1].display, context, runtime_of(context).job())
+        agree = exchanges_of(steps.main.display, context, runtime_of(context).job())
         # Another job may have saved since the last listing.
         super().__init__(steps, context, agree, before_newest=self.reload)
         self.reload()

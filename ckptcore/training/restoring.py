@@ -204,7 +204,7 @@ class StepLoader:
                 break
             self._reload()  # others have deleted what was known here, and have saved something newer before
         self.skipped_steps = tuple(passed.skipped)
-        raise passed.failure(self._display(-1)) from passed.last
+        raise passed.failure(self._steps.main.display) from passed.last
 
     def _next(self, passed: _Passed) -> tuple[_Copy | None, bool]:
         """Return the best copy of the newest step that was not tried; if there is none, whether another listing may show one."""

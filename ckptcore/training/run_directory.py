@@ -39,11 +39,15 @@ class RunSteps(Protocol):
     """The steps of a run, open for reading. Any thread.
 
     Attributes:
-        directories: the directories that steps are in. New steps are saved to the first; the run is named by the last.
+        directories: the directories that steps are in. New steps are saved to the first.
+        main: the directory that names the run and has its metadata.
     """
 
     @property
     def directories(self) -> Sequence[StepDirectory]: ...
+
+    @property
+    def main(self) -> StepDirectory: ...
 
     def reload(self, agreement: Agreement) -> None:
         """List the directories again. On every rank; the leader's listing counts."""

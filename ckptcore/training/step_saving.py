@@ -153,7 +153,7 @@ class StepSaver:
         """
         self._run = run
         self._steps = run.steps.directories[0]
-        self._directory = run.steps.directories[-1].display
+        self._directory = run.steps.main.display
         self._decider = decider
         self._saves = saves
         self._options = options

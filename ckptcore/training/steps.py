@@ -315,6 +315,11 @@ class StepDirectory:
         """Itself: see `RunSteps`."""
         return (self,)
 
+    @property
+    def main(self) -> StepDirectory:
+        """Itself: see `RunSteps`."""
+        return self
+
     def copies(self, step: int) -> Sequence[int]:
         """Return ``(0,)`` if the step is committed, else nothing: see `RunSteps`."""
         return (0,) if self.is_committed(step) else ()

@@ -195,7 +195,7 @@ class TieredRun:
         """Hide a step in every directory that this process owns."""
         there = [owned for owned in self._owned if owned.steps.is_committed(step)]
         if not there and self._leads:
-            raise CheckpointNotFoundError(self.steps.directories[-1].missing(step))
+            raise CheckpointNotFoundError(self.steps.main.missing(step))
         begun: list[BegunDeletion] = []
         try:
             for owned in there:

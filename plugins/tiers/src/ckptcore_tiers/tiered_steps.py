@@ -30,6 +30,7 @@ class TieredSteps:
 
     Attributes:
         directories: the near directory and the far one.
+        main: the far directory.
         host_steps: what this host has near, if hosts have directories of their own.
         is_owned: True once this process owns the far directory and has listed it. Nobody else writes there then.
     """
@@ -37,6 +38,7 @@ class TieredSteps:
     def __init__(self, near: StepDirectory, far: StepDirectory, host_steps: HostSteps | None) -> None:
         """List nothing yet."""
         self.directories = (near, far)
+        self.main = far
         self.host_steps = host_steps
         self.is_owned = False
 
