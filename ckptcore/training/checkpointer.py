@@ -42,9 +42,9 @@ WhenBusy: TypeAlias = Literal["wait", "skip", "queue"]
 class Checkpointer(CheckpointReader):
     """The steps of a training run: saves them without stopping the loop, keeps those that a policy wants, resumes.
 
-    It owns its directory: a second one there, in this process or another, gets an error. Use it as a context manager, or close
-    it. In a job of several processes every process makes one and calls the same methods in the same order; who leads owns,
-    lists and deletes, and decides where processes could see different things.
+    It owns its directory: a second one there, in this process or another, raises an error. Use it as a context manager, or close
+    it. In a job of several processes every process makes one and calls the same methods in the same order. The leader owns,
+    lists and deletes, and decides for all.
     """
 
     def __init__(
@@ -150,11 +150,11 @@ class Checkpointer(CheckpointReader):
 
     @property
     def preempted(self) -> bool:
-        """Whether this process was told, when a step was last decided upon, that its machine will be taken away."""
+        """True if the last decision to save knew that this process is to be preempted."""
         return self._decider.preempted
 
     def should_save(self, step: int, *, epoch: int | None = None) -> bool:
-        """Whether `save` would save at a step, so that a state need not be made for nothing.
+        """Return whether `save` would save at a step, so that the state need not be built in vain.
 
         Args:
             step: the step.
@@ -248,7 +248,7 @@ class Checkpointer(CheckpointReader):
         force: bool,
         overwrite: Overwrite,
     ) -> StepOrder:
-        """What the user asks to be saved, where numbers are numbers and this can save."""
+        """Return the checked arguments of a save. Raises if this process cannot save."""
         step = step_number(step)
         self._expect_open()
         epoch = None if epoch is None else whole_number("epoch", epoch)
@@ -329,7 +329,7 @@ class Checkpointer(CheckpointReader):
             self._decider.close()
 
     def _is_inherited(self) -> bool:
-        """Whether this is a forked child of the process that opened the directory, and has none of its threads."""
+        """Return whether this is a forked child, which has no threads of the process that owns the directory."""
         return os.getpid() != self._process
 
     def _expect_open(self) -> None:

@@ -79,7 +79,7 @@ class _Copy:
 
 @dataclass(slots=True)
 class _Passed:
-    """What a load has passed over so far.
+    """The copies that a load has skipped so far.
 
     Attributes:
         reasons: why, of each copy in the order in which they were tried.
@@ -104,7 +104,7 @@ class _Passed:
         return [SkippedStep(step, "; and ".join(reasons)) for step, reasons in by_step.items()]
 
     def failure(self, directory: str) -> CheckpointError:
-        """What to raise where nothing is left to try."""
+        """Return the error to raise if no copy is left."""
         if not self.reasons:
             return CheckpointNotFoundError(f"there is no committed step in {directory}; save one first")
         told = "; ".join(f"step {skip.step}: {skip.reason}" for skip in self.skipped)
@@ -300,7 +300,7 @@ def _left_undefined(changes: str | None, step: int, directory: str, error: Check
 
 
 def _is_damage(error: BaseException) -> bool:
-    """Whether an error says that what is stored is damaged or gone, and not that it was asked for wrongly."""
+    """Return whether an error means that a step is damaged or missing, not that a request was wrong."""
     if isinstance(error, TargetUndefinedError):
         return error.__cause__ is not None and _is_damage(error.__cause__)
     if isinstance(error, UnknownCheckpointableError):
@@ -309,6 +309,6 @@ def _is_damage(error: BaseException) -> bool:
 
 
 def _outcome(payloads: Sequence[Any]) -> JSON:
-    """What processes said of a load: the first reason and whether the step is gone for all that failed; None: none did."""
+    """Return the first error of a load and whether the step is missing for all processes that failed; None: none failed."""
     failed = [payload for payload in payloads if payload is not None]
     return [failed[0][0], all(is_gone for _, is_gone in failed)] if failed else None

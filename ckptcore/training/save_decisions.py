@@ -21,11 +21,11 @@ from ckptcore.policies import AnySave, Moment, PreemptionCheckpointing, SavePoli
 __all__ = ["Past", "PreemptionNotice", "SaveDecider", "TerminationSignal"]
 
 PreemptionNotice: TypeAlias = Callable[[int], bool]
-"""Tells, given a step, whether this process is to be preempted. It is asked at every step, on the training thread."""
+"""Returns, for a step, whether this process is to be preempted. Called at every step, on the training thread."""
 
 
 _Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
-"""What `signal.getsignal` gives."""
+"""The results of `signal.getsignal`."""
 
 
 class TerminationSignal:
@@ -80,7 +80,7 @@ class TerminationSignal:
         return signal.getsignal(signal.SIGTERM) is self._handler
 
     def __call__(self, step: int) -> bool:
-        """Whether SIGTERM came."""
+        """Return whether SIGTERM was received."""
         return self._received
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ def _hand_on(previous: _Handler, own: _Handler, number: int, frame: FrameType | 
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What policies ask of the saves before. The same in every process of a job, but for the time.
+    """The last save, as policies see it. The same in every process of a job, except the time.
 
     Attributes:
         step, epoch, began: as `Moment.last_step`, `Moment.last_epoch`, `Moment.last_save_began`.
@@ -152,7 +152,7 @@ class SaveDecider:
         self.was_skipped = False
 
     def heed(self, notice: PreemptionNotice | None) -> None:
-        """Ask `notice` at each step whether this process is to be preempted; SIGTERM if it is None and the policy asks for that.
+        """Use a notice of preemption from now on. None: SIGTERM, if the policy asks for it.
 
         Raises:
             ValueError: if SIGTERM is to be listened to, and this is not the main thread.
@@ -162,11 +162,11 @@ class SaveDecider:
         self._notice = notice
 
     def begin(self, step: int, epoch: int | None) -> None:
-        """Say that a save begins, also if it will not end well."""
+        """Record that a save begins."""
         self.past = Past(step, epoch, time.time())
 
     def end(self) -> None:
-        """Say that a save ended. Any thread."""
+        """Record that a save ended. Any thread."""
         self.last_save_ended = time.time()
 
     def close(self) -> None:
@@ -184,7 +184,7 @@ class SaveDecider:
         job_size: int,
         agree: Callable[[], Agreement],
     ) -> bool:
-        """Whether to save; the same on every rank.
+        """Return whether to save; the same on every rank.
 
         Args:
             step, epoch: what could be saved.
@@ -214,7 +214,7 @@ class SaveDecider:
         return bool(wanted)
 
     def _moment(self, step: int, epoch: int | None, *, saving: bool) -> Moment:
-        """What this process knows of a step."""
+        """Return what this process knows of a step."""
         return Moment(
             step=step,
             now=time.time(),
@@ -245,7 +245,7 @@ def _always(moment: Moment) -> bool:
 
 
 def _decide_for_all(moment: Moment, wants: Callable[[Moment], bool], facts: Sequence[Any]) -> list[JSON]:
-    """Whether to save, and whether the job is preempted, by what every process says of itself."""
+    """Return whether to save, and whether the job is preempted, from the facts of every process."""
     preempted = any(fact[0] for fact in facts)
     saving = any(fact[1] for fact in facts)
     return [wants(replace(moment, preempted=preempted, saving=saving)), preempted]

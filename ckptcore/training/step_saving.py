@@ -69,7 +69,7 @@ class StepSaves:
 
     @property
     def are_under_way(self) -> bool:
-        """Whether a save goes on in the background."""
+        """True if a save is running in the background."""
         with self._lock:
             return any(not save.handle.done() for save in self._saves)
 
@@ -100,7 +100,7 @@ class StepSaves:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOptions:
-    """What all steps of a run have alike.
+    """Options of all steps of a run.
 
     Attributes:
         layout: how arrays are laid out.
@@ -167,7 +167,7 @@ class StepSaver:
         return any(step in directory.broken for directory in self._run.steps.directories)
 
     def wants(self, step: int, epoch: int | None, *, force: bool = False) -> bool:
-        """Whether a step is to be saved.
+        """Return whether to save a step.
 
         Args:
             step, epoch: what could be saved.
@@ -219,7 +219,7 @@ class StepSaver:
         return True
 
     def _agreed_name(self, order: StepOrder) -> str:
-        """What the directory of a step is to be called."""
+        """Return the name for the directory of a step."""
         if order.overwrite or self._is_broken(order.step):
             # Processes may have listed at different moments; the leader's name is everybody's.
             return self._agree("name").lead("name", partial(self._steps.name, order.step))

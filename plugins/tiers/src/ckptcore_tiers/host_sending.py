@@ -53,7 +53,7 @@ _LAST_POLL_SECONDS: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What a host has of a step.
+    """The part of a step on one host.
 
     Attributes:
         manifest: its objects; the root is that of the whole step.
@@ -67,7 +67,7 @@ class _Part:
 
 
 def _read_part(location: Location) -> _Part:
-    """Find out what this host has of a step.
+    """Read the part of a step on this host.
 
     Raises:
         CheckpointNotFoundError: if the step is not there.
@@ -109,7 +109,7 @@ def _read_part(location: Location) -> _Part:
 def _send_part(
     part: _Part, store: StorageBackend, context: Context, sent: Callable[[int], None], is_stopped: Callable[[], bool]
 ) -> int:
-    """Send what a host has; bytes that were sent."""
+    """Send the part of a host. Return the bytes sent."""
     transfer = Transfer(
         part.manifest.location.store, store, runtime_of(context).io_threads, sent=sent, is_stopped=is_stopped
     )
@@ -123,10 +123,10 @@ def _mark(copy_id: str, rank: int) -> str:
 
 
 class SendsFromHosts:
-    """On the leader: sends steps together with the other hosts, as `Send` asks."""
+    """On the leader: the `Send` that sends steps together with the other hosts."""
 
     def __init__(self, near: StepDirectory, far: StepDirectory, store: StorageBackend, hosts: Hosts, context: Context):
-        """Forget what a run before this one was about to send; writes nothing else yet.
+        """Delete the message of an earlier run.
 
         Args:
             near: the directory of this host.
@@ -152,7 +152,7 @@ class SendsFromHosts:
         is_stopped: Callable[[], bool],
         before_commit: Callable[[], None],
     ) -> int:
-        """See `Send`. Bytes are those of this host."""
+        """See `Send`. Counts the bytes of this host."""
         context = self._context
         durable = context.durability == "full"
         near = resolve_location(
@@ -198,7 +198,7 @@ class SendsFromHosts:
             pause = min(2 * pause, _LAST_POLL_SECONDS)
 
     def _expect_sizes(self, part: _Part, store: StorageBackend) -> None:
-        """Look whether every object that the root lists has arrived.
+        """Check that every object in the root has arrived.
 
         Raises:
             StorageError: one has not; the next try sends it.
@@ -217,7 +217,7 @@ class SendsFromHosts:
                 )
 
     def close(self, run: str) -> None:
-        """Let the other hosts know that this run sends no more."""
+        """Tell the other hosts that this run sends no more steps."""
         try:
             self._store.put(_CURRENT, json.dumps({"closed": run}).encode())
         except StorageError as error:
@@ -225,12 +225,12 @@ class SendsFromHosts:
 
 
 class HostSender:
-    """On the first process of another host than the leader's: sends, on a thread of its own, what this host has of the step in question."""
+    """On the first process of another host: sends the parts of its host that the leader asks for, on a thread."""
 
     def __init__(
         self, rank: int, run: str, near: StepDirectory, far: StepDirectory, store: StorageBackend, context: Context
     ) -> None:
-        """Begin to look what is to be sent.
+        """Start the thread.
 
         Args:
             rank: of this process.
@@ -252,12 +252,12 @@ class HostSender:
         self._thread.start()
 
     def close(self, seconds: float | None) -> None:
-        """Wait until the leader sends no more, but no longer than so many seconds; None: for ever."""
+        """Wait until the leader sends no more, at most so many seconds; None: without limit."""
         self._ended.wait(seconds)
         self.stop()
 
     def stop(self) -> None:
-        """Send no more, and wait until the piece that is being sent is. Again is no error."""
+        """Stop after the current piece. Further calls do nothing."""
         self._stopped.set()
         self._thread.join()
 
@@ -277,7 +277,7 @@ class HostSender:
             pause = min(2 * pause, _LAST_POLL_SECONDS)
 
     def _send_current(self) -> bool:
-        """Send what the leader asks for; whether there was anything."""
+        """Send what the leader asks for. Return whether it asked for a step."""
         try:
             told: Any = json.loads(self._store.get(_CURRENT, 0, _CURRENT_BYTES))
         except (ObjectNotFoundError, ValueError):
@@ -318,4 +318,4 @@ class HostSender:
 
 
 def _count_nothing(nbytes: int) -> None:
-    """Bytes of other hosts are not counted."""
+    """Ignore progress: only the leader reports it."""

@@ -35,7 +35,7 @@ logger = logging.getLogger("ckptcore.tiers")
 
 
 def find_hosts(agreement: Agreement, store: StorageBackend) -> Hosts:
-    """Find out which processes see the same directory: each puts something there, and looks whose it finds. On every rank.
+    """Find out which processes see the same directory: each writes an object and lists those of others. On every rank.
 
     Args:
         agreement: with the other processes.
@@ -81,7 +81,7 @@ def _groups(told: Sequence[Any]) -> list[list[int]]:
 
 
 class HostSteps:
-    """What this host has in its near directory, beside what counts."""
+    """All steps in the near directory of this host, also those that do not count."""
 
     def __init__(self, steps: StepDirectory, context: Context) -> None:
         """Look at nothing yet.
@@ -94,7 +94,7 @@ class HostSteps:
         self._context = context
 
     def local(self) -> Mapping[str, JSON]:
-        """Every step that is committed on this host, with its name and save id; one listing, and one root for each step."""
+        """Return every step that is committed on this host, with its name and save id. Lists once, and reads each root."""
         found: dict[str, JSON] = {}
         for step, name in self._steps.list_names().items():
             try:
@@ -112,7 +112,7 @@ class HostSteps:
     def find_names(
         self, agreement: Agreement, list_far: Callable[[], Mapping[int, str]]
     ) -> Sequence[Mapping[int, str]]:
-        """The names of the steps that count in the near tier, and of those in the far one. On every rank.
+        """Return the names of the steps that count near, and of those far. On every rank.
 
         Args:
             agreement: with the other processes.
@@ -131,7 +131,7 @@ class HostSteps:
         return [{int(step): name for step, name in names.items()} for names in found]
 
     def sweep(self) -> None:
-        """Remove steps of this host that do not count, where a newer one does. Only who owns the directory may.
+        """Remove steps of this host that do not count, if a newer one does. Only the owner of the directory may.
 
         Raises:
             StorageError
@@ -152,7 +152,7 @@ class HostSteps:
 
 
 def is_whole_here(place: Place, context: Context) -> bool:
-    """Whether what this host has of a step has the sizes that it was written with; what it lacks another host may have.
+    """Return whether the objects of a step on this host have the sizes in its root. Other hosts may have the rest.
 
     Raises:
         CorruptCheckpointError: if a root cannot be read.
@@ -162,7 +162,7 @@ def is_whole_here(place: Place, context: Context) -> bool:
 
 
 def _objects_here(location: Location) -> Mapping[str, tuple[ObjectRecord, int]]:
-    """By key, what the roots of a step say of its objects, and the bytes that each has here; those that are not here are left out.
+    """Return, by key, the records of the objects on this host, with their actual sizes in bytes.
 
     Raises:
         CheckpointNotFoundError: if the step is not there.
@@ -181,7 +181,7 @@ def _objects_here(location: Location) -> Mapping[str, tuple[ObjectRecord, int]]:
 
 
 def agreed_steps(told: Sequence[Any]) -> dict[str, str]:
-    """By step, the name of those that every process sees on its host, of one save.
+    """Return the names, by step, of those that every process sees on its host, of one save.
 
     Args:
         told: by rank, what `HostSteps.local` found.

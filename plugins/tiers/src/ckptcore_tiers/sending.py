@@ -1,4 +1,4 @@
-"""Sending a step from one tier to the other: a copy of the same bytes, committed there, gone on with where an earlier one died."""
+"""Sending a step to the far tier: a byte-for-byte copy that resumes an interrupted one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["CopiesSteps", "Send"]
 
 
 class Send(Protocol):
-    """Brings the objects of a committed step to the far tier and commits it there."""
+    """Copies a committed step to the far tier and commits it there."""
 
     def __call__(
         self,
@@ -27,7 +27,7 @@ class Send(Protocol):
         is_stopped: Callable[[], bool],
         before_commit: Callable[[], None],
     ) -> int:
-        """Copy a step, or go on with a copy that died; returns once it is committed there.
+        """Copy a step, or resume an interrupted copy. Returns once it is committed.
 
         Args:
             step: which.
@@ -49,7 +49,7 @@ class Send(Protocol):
 
 
 class CopiesSteps:
-    """Sends steps by one process, as `Send` asks."""
+    """The `Send` of one process that has whole steps."""
 
     def __init__(self, near: StepDirectory, far: StepDirectory, context: Context) -> None:
         """Send nothing yet.

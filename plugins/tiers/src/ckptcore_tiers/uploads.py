@@ -1,4 +1,4 @@
-"""Uploads: what a process of a run does for steps to get from the near tier to the far one."""
+"""Uploads: the part of one process in the uploads of a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Uploads", "begin_uploads"]
 
 @dataclass(frozen=True, slots=True)
 class Uploads:
-    """The part of a process in the uploads of a run. Without a near tier, and where it neither leads nor speaks for a host, it has none.
+    """The part of a process in the uploads of a run. A process that is not the first of its host has none.
 
     Attributes:
         uploader: uploads steps; on who leads.
@@ -36,31 +36,31 @@ class Uploads:
     close_sending: Callable[[], None] | None = None
 
     def resume(self) -> None:
-        """Upload from now on; first what an earlier run left near."""
+        """Start to upload, beginning with steps that an earlier run left near."""
         if self.uploader is not None:
             self.uploader.resume()
 
     def committed(self, step: int, epoch: int | None, *, preempted: bool) -> None:
-        """Say that a step is committed near; see `Uploader.committed`."""
+        """See `Uploader.committed`."""
         if self.uploader is not None:
             self.uploader.committed(step, epoch, preempted=preempted)
 
     def pending(self) -> frozenset[int]:
-        """The steps whose files near are still needed."""
+        """Return the steps whose near files are still needed."""
         return frozenset() if self.uploader is None else self.uploader.pending()
 
     def cancel(self, step: int) -> None:
-        """Let a step not be uploaded; returns when nothing of it is being sent."""
+        """See `Uploader.cancel`."""
         if self.uploader is not None:
             self.uploader.cancel(step)
 
     @property
     def status(self) -> UploadStatus:
-        """How far they are, as far as this process knows."""
+        """The progress, as far as this process knows."""
         return UploadStatus() if self.uploader is None else self.uploader.status
 
     def raise_unheard(self) -> None:
-        """Tell, once, which steps cannot be uploaded.
+        """Raise an error for the steps that cannot be uploaded, once for each.
 
         Raises:
             UploadError
@@ -80,7 +80,7 @@ class Uploads:
             self.close_sending()
 
     def stop(self) -> None:
-        """Send no more, and wait until the piece that is being sent is. Again is no error."""
+        """Stop after the current piece. Further calls do nothing."""
         if self.uploader is not None:
             self.uploader.stop()
         if self.stop_sending is not None:
