@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Final
 
-from ckptcore.commit.holding import Hold
+from ckptcore.commit.holding import ADMINISTRATION, Hold
 from ckptcore.commit.location import LocationLike, Place, Within
 from ckptcore.commit.ownership import IfInUse, own_directory
 from ckptcore.context import Context
-from ckptcore.errors import CheckpointExistsError
+from ckptcore.errors import CheckpointExistsError, CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.job.agreement import Agreement
 from ckptcore.job.visibility import expect_one_directory
 from ckptcore.loading.verify import has_its_sizes
+from ckptcore.model.tree import JSON
 from ckptcore.policies import PreservationPolicy, PreserveAll, StepInfo
 from ckptcore.protocols import StorageBackend
 from ckptcore.step_names import StepNames
 from ckptcore.training.garbage import BegunDeletion, Cleaner, StepDeleter, policy_infos
 from ckptcore.training.run_directory import Ownership, RunDirectory, SavedStep, StepTarget
-from ckptcore.training.steps import StepDirectory, write_directory_metadata
+from ckptcore.training.steps import StepDirectory
 
-__all__ = ["OwnedDirectory", "PathDirectory", "as_run_directory", "refuse_existing"]
+__all__ = [
+    "OwnedDirectory",
+    "PathDirectory",
+    "as_run_directory",
+    "read_directory_metadata",
+    "refuse_existing",
+    "write_directory_metadata",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,3 +242,56 @@ class _PathRun:
 
 def _nothing() -> None:
     """The part of other processes in what the leader does."""
+
+
+_KEY: Final = f"{ADMINISTRATION}/metadata.json"
+_MAX_BYTES: Final = 1 << 24
+
+
+def read_directory_metadata(store: StorageBackend) -> dict[str, JSON]:
+    """Return the stored metadata of a directory of steps; empty if there is none.
+
+    Raises:
+        CorruptCheckpointError: if it is no JSON object.
+    """
+    try:
+        data = store.get(_KEY, 0, _MAX_BYTES)
+    except ObjectNotFoundError:
+        return {}
+    try:
+        found: Any = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(
+            f"{_KEY} cannot be read: {error}; write it again, or remove it", key=_KEY
+        ) from error
+    if not isinstance(found, dict):
+        raise CorruptCheckpointError(f"{_KEY} is no JSON object; write it again, or remove it", key=_KEY)
+    return found
+
+
+def write_directory_metadata(store: StorageBackend, metadata: Mapping[str, JSON]) -> None:
+    """Replace the stored metadata of a directory of steps. Writes nothing if it is the same.
+
+    Raises:
+        ValueError: if it is no JSON, or longer than 16 MiB.
+    """
+    try:
+        data = json.dumps(dict(metadata), allow_nan=False).encode("ascii")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"metadata= must be JSON, with str keys and finite numbers: {error}") from error
+    if not _has_str_keys(metadata):
+        raise ValueError("metadata= must be JSON, with str keys; it would come back changed")
+    if len(data) > _MAX_BYTES:
+        raise ValueError(f"metadata= has {len(data)} bytes as JSON; at most {_MAX_BYTES} can be kept with a directory")
+    try:
+        is_there = read_directory_metadata(store) == json.loads(data)
+    except CorruptCheckpointError:
+        is_there = False  # what is damaged is written again
+    if not is_there:
+        store.put(_KEY, data)
+
+
+def _has_str_keys(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _has_str_keys(child) for key, child in value.items())
+    return all(map(_has_str_keys, value)) if isinstance(value, list | tuple) else True

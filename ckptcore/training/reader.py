@@ -27,10 +27,10 @@ from ckptcore.protocols import Transforms
 from ckptcore.redaction import redacted
 from ckptcore.runtime import runtime_of
 from ckptcore.step_names import StepNames, step_number
-from ckptcore.training.path_directory import as_run_directory
+from ckptcore.training.path_directory import as_run_directory, read_directory_metadata
 from ckptcore.training.restoring import Loading, SkippedStep, StepLoader
 from ckptcore.training.run_directory import RunDirectory, RunSteps, check_step_names, exchanges_of
-from ckptcore.training.steps import StepDirectory, read_directory_metadata
+from ckptcore.training.steps import StepDirectory
 
 if TYPE_CHECKING:
     from ckptcore.loading.matching_options import LoadReport

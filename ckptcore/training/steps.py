@@ -1,17 +1,16 @@
-"""The steps of a run, and the directory that they are in."""
+"""StepDirectory: the steps in one directory."""
 
 from __future__ import annotations
 
 import datetime
-import json
 import logging
 import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import TypeVar
 
-from ckptcore.commit.holding import ADMINISTRATION, Hold
+from ckptcore.commit.holding import Hold
 from ckptcore.commit.location import LocationLike, Place, Within, absolute_location, open_directory, subdirectory
 from ckptcore.commit.occupants import is_committed, is_leftover_name, root_bytes
 from ckptcore.commit.root import ROOT_KEY, Summary
@@ -31,71 +30,13 @@ from ckptcore.io.threads import ask_each, renew_in_children
 from ckptcore.job.agreement import Agreement
 from ckptcore.loading.opening import open_either
 from ckptcore.loading.tries import Tries
-from ckptcore.model.tree import JSON
 from ckptcore.policies import StepInfo
 from ckptcore.protocols import StorageBackend
 from ckptcore.redaction import redacted
 from ckptcore.runtime import runtime_of
 from ckptcore.step_names import StepNames
 
-__all__ = [
-    "StepDirectory",
-    "read_directory_metadata",
-    "write_directory_metadata",
-]
-
-_KEY: Final = f"{ADMINISTRATION}/metadata.json"
-_MAX_BYTES: Final = 1 << 24
-
-
-def read_directory_metadata(store: StorageBackend) -> dict[str, JSON]:
-    """What was written; nothing where nothing was.
-
-    Raises:
-        CorruptCheckpointError: if it is no JSON object.
-    """
-    try:
-        data = store.get(_KEY, 0, _MAX_BYTES)
-    except ObjectNotFoundError:
-        return {}
-    try:
-        found: Any = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(
-            f"{_KEY} cannot be read: {error}; write it again, or remove it", key=_KEY
-        ) from error
-    if not isinstance(found, dict):
-        raise CorruptCheckpointError(f"{_KEY} is no JSON object; write it again, or remove it", key=_KEY)
-    return found
-
-
-def write_directory_metadata(store: StorageBackend, metadata: Mapping[str, JSON]) -> None:
-    """Write it, in place of what was there; nothing where the same is there.
-
-    Raises:
-        ValueError: if it is no JSON, or longer than 16 MiB.
-    """
-    try:
-        data = json.dumps(dict(metadata), allow_nan=False).encode("ascii")
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"metadata= must be JSON, with str keys and finite numbers: {error}") from error
-    if not _has_str_keys(metadata):
-        raise ValueError("metadata= must be JSON, with str keys; it would come back changed")
-    if len(data) > _MAX_BYTES:
-        raise ValueError(f"metadata= has {len(data)} bytes as JSON; at most {_MAX_BYTES} can be kept with a directory")
-    try:
-        is_there = read_directory_metadata(store) == json.loads(data)
-    except CorruptCheckpointError:
-        is_there = False  # what is damaged is written again
-    if not is_there:
-        store.put(_KEY, data)
-
-
-def _has_str_keys(value: object) -> bool:
-    if isinstance(value, Mapping):
-        return all(isinstance(key, str) and _has_str_keys(child) for key, child in value.items())
-    return all(map(_has_str_keys, value)) if isinstance(value, list | tuple) else True
-
+__all__ = ["StepDirectory"]
 
 logger = logging.getLogger("ckptcore.training")
 
@@ -105,8 +46,13 @@ T = TypeVar("T")
 class StepDirectory:
     """The steps of a directory as they were when it was last listed, and as this process changed them since. Any thread.
 
-    One listing finds every name. Whether a name is a committed step is found out when somebody asks, by one small request, and
-    remembered; a step that was committed once stays so until it is deleted.
+    One listing finds every name. The first question about a name checks by one small request that it is a committed step;
+    the answer is remembered until the step is deleted.
+
+    Attributes:
+        directory: the absolute path or URL.
+        names: how steps are named.
+        broken: the steps that were found to be damaged here, and not replaced since.
     """
 
     def __init__(self, directory: LocationLike, names: StepNames, context: Context) -> None:

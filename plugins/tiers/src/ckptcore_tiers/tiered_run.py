@@ -15,9 +15,8 @@ from ckptcore.loading.verify import has_its_sizes
 from ckptcore.model.tree import JSON
 from ckptcore.policies import CustomPreservation, PreserveAll, StepInfo, what_to_delete
 from ckptcore.training.garbage import BegunDeletion, Cleaner
-from ckptcore.training.path_directory import OwnedDirectory, refuse_existing
+from ckptcore.training.path_directory import OwnedDirectory, refuse_existing, write_directory_metadata
 from ckptcore.training.run_directory import Ownership, SavedStep, StepTarget
-from ckptcore.training.steps import write_directory_metadata
 from ckptcore_tiers.hosts import find_hosts, is_whole_here
 from ckptcore_tiers.near_tier import NearTier
 from ckptcore_tiers.tiered_steps import TieredSteps
