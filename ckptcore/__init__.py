@@ -8,8 +8,8 @@ Inspect and manage: `open` reads parts of arrays on demand, `metadata` describes
 byte, `copy` and `delete` do what they say, and `plan` predicts a save.
 
 Options are in `Context`. Modules with more: `ckptcore.policies`, `select`, `transforms`, `step_names`, `errors`, `events`,
-`handlers`, `context`; for authors of plugins `protocols`, `hookspecs`, `model`, `planning`. `copy`, `plan` and `transforms`
-are in distributions of their own, and an error names the command that installs them.
+`handlers`, `context`; for authors of plugins `protocols`, `hookspecs`, `model`, `planning`. `copy`, `plan`, `tiers` and
+`transforms` are in distributions of their own, and an error names the command that installs them.
 """
 
 import importlib
@@ -38,7 +38,6 @@ _NAMES: Final = {
     "ckptcore.saving.exporting": "Export StepExport",
     "ckptcore.saving.plain": "PlainSave",
     "ckptcore.saving.updates": "Update",
-    "ckptcore.training.tiers.near": "NearTier",
     "ckptcore.tree.flattening": "PLACEHOLDER",
     "ckptcore.tree.per_process": "PerProcess",
 }
@@ -92,6 +91,7 @@ if TYPE_CHECKING:
     from ckptcore.distributions import copy as copy
     from ckptcore.distributions import copy_steps as copy_steps
     from ckptcore.distributions import plan as plan
+    from ckptcore.distributions import tiers as tiers
     from ckptcore.distributions import transforms as transforms
     from ckptcore.errors import CheckpointError as CheckpointError
     from ckptcore.hookspecs import hookimpl as hookimpl
@@ -107,7 +107,6 @@ if TYPE_CHECKING:
     from ckptcore.saving.updates import Update as Update
     from ckptcore.training.checkpointer import Checkpointer as Checkpointer
     from ckptcore.training.reader import CheckpointReader as CheckpointReader
-    from ckptcore.training.tiers.near import NearTier as NearTier
     from ckptcore.tree.flattening import PLACEHOLDER as PLACEHOLDER
     from ckptcore.tree.per_process import PerProcess as PerProcess
 

@@ -16,7 +16,8 @@ from ckptcore.errors import MissingDistributionError
 
 if TYPE_CHECKING:
     # Type checkers see the lazy names of `ckptcore` here.
-    import ckptcore_transforms as transforms  # noqa: TC004  # `__all__` exports the type only
+    import ckptcore_tiers as tiers  # noqa: TC004  # `__all__` exports the type only
+    import ckptcore_transforms as transforms  # noqa: TC004
     from ckptcore_tools.copies import copy as copy  # noqa: PLC0414
     from ckptcore_tools.copies import copy_steps as copy_steps  # noqa: PLC0414
     from ckptcore_tools.dry_run import plan as plan  # noqa: PLC0414
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["DISTRIBUTIONS", "Distribution", "import_name", "install_hint", "installed_names", "lazy_names"]
 
 if TYPE_CHECKING:
-    __all__ += ["transforms"]
+    __all__ += ["tiers", "transforms"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +67,13 @@ DISTRIBUTIONS: Final = (
     Distribution("fsspec", "ckptcore_fsspec", schemes=("abfs", "az", "hdfs", "http", "https", "sftp")),
     Distribution("ray", "ckptcore_ray"),
     Distribution("testing", "ckptcore_testing"),
+    Distribution("tiers", "ckptcore_tiers", names={"tiers": ""}),
     Distribution("transforms", "ckptcore_transforms", names={"transforms": ""}),
     Distribution(
         "tools",
         "ckptcore_tools",
         names={"copy": "copies", "copy_steps": "copies", "plan": "dry_run"},
-        internals={"copy_whole": "copies", "main": "cli"},
+        internals={"main": "cli"},
     ),
 )
 

@@ -6,12 +6,12 @@ import functools
 import os
 import re
 import urllib.parse
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from ckptcore.builtin.local_calls import real_path
-from ckptcore.commit.backed_directories import BackedDirectory
 from ckptcore.commit.conditional_put import ConditionalPutMethod
 from ckptcore.commit.method import CommitMethod
 from ckptcore.commit.rename import RenameMethod
@@ -23,7 +23,7 @@ from ckptcore.protocols import AtomicDirectories, StorageBackend, StorageOptions
 from ckptcore.redaction import redacted
 
 __all__ = [
-    "Backed",
+    "IndirectPlace",
     "Location",
     "LocationAddress",
     "LocationLike",
@@ -58,28 +58,28 @@ class Within:
     directory: str
 
     def __str__(self) -> str:
-        around = self.location if isinstance(self.location, Within | Backed) else os.fspath(self.location)
+        around = self.location if isinstance(self.location, Within | IndirectPlace) else os.fspath(self.location)
         return f"{redacted(str(around)).rstrip('/')}/{self.directory}"
 
 
-@dataclass(frozen=True, slots=True)
-class Backed:
-    """A checkpoint of which objects that are not where it is are read from a copy of it.
+class IndirectPlace(ABC):
+    """A checkpoint that is read through a storage of its own, such as one that falls back to a copy."""
 
-    Attributes:
-        near: where it is.
-        far: where the copy is; it counts if its root is the same, byte for byte.
-    """
+    @property
+    @abstractmethod
+    def place(self) -> Within:
+        """The directory of the checkpoint."""
 
-    near: Within
-    far: Within
+    @abstractmethod
+    def resolve(self, plugins: Plugins, *, durable: bool, config: Mapping[str, Mapping[str, JSON]]) -> Location:
+        """Open it; see `resolve_location`."""
 
     def __str__(self) -> str:
-        return str(self.near)
+        return str(self.place)
 
 
-Place: TypeAlias = LocationLike | Within | Backed
-"""What can be resolved: what a user names, a directory within it, or a checkpoint that has a copy."""
+Place: TypeAlias = LocationLike | Within | IndirectPlace
+"""What can be resolved: what a user names, a directory within it, or a place that resolves itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,12 +187,8 @@ def resolve_location(
         InvalidLocationError: if it is neither, or names no place for a checkpoint.
         UnknownPluginError: if nothing opens such a URL.
     """
-    if isinstance(location, Backed):
-        near, far = (
-            resolve_location(one, plugins, durable=durable, config=config) for one in (location.near, location.far)
-        )
-        backed = BackedDirectory(near.parent, near.name, far.parent, far.name)
-        return replace(near, parent=backed, of_host=True)
+    if isinstance(location, IndirectPlace):
+        return location.resolve(plugins, durable=durable, config=config)
     if isinstance(location, Within):
         return _within(location, plugins, durable, config)
     scheme, address = _address(location)
@@ -211,7 +207,7 @@ def resolve_location(
 
 
 def _within(place: Within, plugins: Plugins, durable: bool, config: Mapping[str, Mapping[str, JSON]]) -> Location:
-    if isinstance(place.location, Backed):
+    if isinstance(place.location, IndirectPlace):
         around = resolve_location(place.location, plugins, durable=durable, config=config)
         identity = f"{around.identity}/{place.directory}"
         return Location(str(place), around.store, place.directory, identity, of_host=around.of_host)
@@ -269,8 +265,8 @@ def _address(location: Place) -> tuple[str, str]:
     Raises:
         InvalidLocationError: if it is neither a path nor a URL.
     """
-    if isinstance(location, Backed):
-        return _address(location.near)
+    if isinstance(location, IndirectPlace):
+        return _address(location.place)
     if isinstance(location, Within):
         scheme, address = _address(location.location)
         return scheme, f"{address.rstrip('/')}/{location.directory}"

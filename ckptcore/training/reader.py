@@ -1,17 +1,18 @@
-"""CheckpointReader: the steps of a directory, for whoever reads them, also while another job writes."""
+"""CheckpointReader: reads the steps of a directory, also while another job writes."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from ckptcore.commit.location import LocationLike, Place
 from ckptcore.context import Context, default_context
+from ckptcore.errors import CheckpointNotFoundError
 from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement
 from ckptcore.loading.composites import Abstracts, CompositeLoad, Everything, Wanted
@@ -24,65 +25,48 @@ from ckptcore.protocols import Transforms
 from ckptcore.redaction import redacted
 from ckptcore.runtime import runtime_of
 from ckptcore.step_names import StepNames, step_number
+from ckptcore.training.path_directory import as_run_directory, read_directory_metadata
 from ckptcore.training.restoring import Loading, SkippedStep, StepLoader
-from ckptcore.training.steps import StepDirectory, read_directory_metadata
-from ckptcore.training.tiered_steps import TieredSteps
+from ckptcore.training.run_directory import RunDirectory, RunSteps, check_step_names, exchanges_of
+from ckptcore.training.steps import StepDirectory
 
 if TYPE_CHECKING:
     from ckptcore.select import Selection
 
-__all__ = ["CheckpointReader"]
+__all__ = ["CheckpointReader", "StepReader"]
 
 T = TypeVar("T")
 
 _POLL_SECONDS: Final = 1.0
 
 
-class CheckpointReader:
-    """The steps of a directory, to be read. Takes nothing from a job that writes there, and never sees half a step.
-
-    What there is is found out once, and again by `reload` and by what waits for new steps. In a job of several processes
-    every process makes one and calls the same methods in the same order; the leader looks for all.
-    """
+class StepReader:
+    """Reading the steps of a run: what `CheckpointReader` and `Checkpointer` have in common."""
 
     def __init__(
-        self, directory: LocationLike, *, step_names: StepNames | None = None, context: Context | None = None
+        self,
+        steps: RunSteps,
+        context: Context,
+        agree: Callable[[str], Agreement],
+        *,
+        before_newest: Callable[[], None] | None = None,
+        loaded: Callable[[int], None] | None = None,
     ) -> None:
-        """Open a directory, which need not be there yet.
+        """Read nothing yet.
 
         Args:
-            directory: a path or URL.
-            step_names: how steps are named.
+            steps: the steps of the run.
             context: options.
-
-        Raises:
-            StorageError: if it cannot be listed.
+            agree: begins an exchange between the processes of the job; called on all or none.
+            before_newest: called on all ranks before a load chooses the newest step.
+            loaded: called on all ranks with each step that was loaded.
         """
-        self._begin_reading((directory,), step_names, context)
-        self.reload()
-
-    def _begin_reading(
-        self, tiers: Sequence[LocationLike], step_names: StepNames | None, context: Context | None
-    ) -> None:
-        """Look at nothing yet. Of the tiers the nearest comes first, and the last is the directory of the run."""
-        if step_names is not None and not isinstance(step_names, StepNames):
-            raise TypeError(
-                f"step_names={step_names!r}: expected StepNames, such as StepNames.of('step_00000010') or "
-                "StepNames(StepNameFormat('step_', width=8))"
-            )
-        self._context = context or default_context()
-        names = step_names or StepNames()
-        self._copies = TieredSteps([StepDirectory(directory, names, self._context) for directory in tiers])
-        self._steps = self._copies.tiers[0]
-        self._job = runtime_of(self._context).job()
-        # Asked for each time: a subclass may agree and list in its own way.
-        self._loader = StepLoader(
-            self._copies,
-            self._context,
-            agree=lambda what: self._agreement(what),
-            reload=lambda: self.reload(),
-            place=lambda step, tier: self._place(step, tier),
-        )
+        self._context = context
+        self._steps = steps
+        self._agree = agree
+        self._before_newest = before_newest
+        self._loaded = loaded
+        self._loader = StepLoader(steps, context, agree=agree, reload=self.reload)
 
     def __repr__(self) -> str:
         return redacted(f"<{type(self).__name__} {self.directory!r}>")
@@ -98,17 +82,17 @@ class CheckpointReader:
         self.close()
 
     def close(self) -> None:
-        """Let go of what is held. A reader holds nothing but what `pin` gave."""
+        """Close it. A reader holds nothing but its pins."""
 
     @property
     def directory(self) -> str:
         """The directory, as it was given."""
-        return self._copies.tiers[-1].display
+        return self._steps.main.display
 
     @property
     def latest(self) -> int | None:
         """The newest committed step; None if there is none. One small request, and no listing."""
-        return self._copies.latest()
+        return self._steps.latest()
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -116,7 +100,7 @@ class CheckpointReader:
 
         In a job of several processes the leader deletes, and others hear of that when they `reload`.
         """
-        return self._copies.steps()
+        return self._steps.steps()
 
     @property
     def restored_step(self) -> int | None:
@@ -135,27 +119,11 @@ class CheckpointReader:
         Raises:
             CorruptCheckpointError
         """
-        return read_directory_metadata(self._copies.tiers[-1].store)
+        return read_directory_metadata(self._steps.main.store)
 
     def reload(self) -> None:
         """List the directory again."""
-        before = [tier.changes() for tier in self._copies.tiers]
-        found = self._find_names(self._agreement("list"))
-        for tier, names, since in zip(self._copies.tiers, found, before, strict=True):
-            tier.replace(names, since)
-
-    def _find_names(self, agreement: Agreement) -> Sequence[Mapping[int, str]]:
-        """By tier, the names of steps, as the leader lists them."""
-
-        def find() -> JSON:
-            return [{str(step): name for step, name in self._list_names(tier).items()} for tier in self._copies.tiers]
-
-        found: Any = agreement.lead("list", find)
-        return [{int(step): name for step, name in names.items()} for names in found]
-
-    def _list_names(self, tier: StepDirectory) -> Mapping[int, str]:
-        """On the leader: the names in a tier, by step, without those that are being deleted."""
-        return {step: name for step, name in tier.list_names().items() if not tier.is_hidden(step)}
+        self._steps.reload(self._agree("list"))
 
     def step_info(self, step: int) -> StepInfo:
         """When a step was saved, and its metrics.
@@ -164,7 +132,7 @@ class CheckpointReader:
             CheckpointNotFoundError, CorruptCheckpointError
         """
         step = step_number(step)
-        return self._copies.nearest(step).info(step)
+        return self._directory_of(step).info(step)
 
     def metadata(self, step: int) -> CheckpointMetadata:
         """Read the metadata of a step, as `ckptcore.metadata` does; reads no array.
@@ -173,7 +141,7 @@ class CheckpointReader:
             CheckpointNotFoundError, CorruptCheckpointError
         """
         step = step_number(step)
-        return describe_checkpoint(self._copies.nearest(step).place(step), self._context)
+        return describe_checkpoint(self._directory_of(step).place(step), self._context)
 
     def load(
         self,
@@ -270,9 +238,20 @@ class CheckpointReader:
         """
         step = step_number(step)
         with ExitStack() as pins:
-            for tier in self._copies.tiers_of(step) or [0]:
-                pins.enter_context(self._loader.pin(step, tier))
+            for number in self._steps.copies(step) or [0]:
+                pins.enter_context(self._steps.directories[number].pin(step))
             yield
+
+    def _directory_of(self, step: int) -> StepDirectory:
+        """Return the directory with the best copy of a step.
+
+        Raises:
+            CheckpointNotFoundError: if the step is not there.
+        """
+        found = self._steps.copies(step)
+        if not found:
+            raise CheckpointNotFoundError(self._steps.main.missing(step))
+        return self._steps.directories[found[0]]
 
     def wait_for_new_step(
         self, after: int | None = None, *, timeout: float | None = None, poll_seconds: float = _POLL_SECONDS
@@ -290,17 +269,17 @@ class CheckpointReader:
         deadline = None if timeout is None else time.monotonic() + timeout
         known: int | None = after
         if after is None:
-            known = self._agreement("known").lead("known", self._copies.latest)
+            known = self._agree("known").lead("known", self._steps.latest)
 
         def look() -> tuple[int | None, bool]:
-            latest = self._copies.latest()
+            latest = self._steps.latest()
             is_newer = latest is not None and (known is None or latest > known)
             return latest if is_newer else None, deadline is not None and time.monotonic() >= deadline
 
         while True:
             self.reload()
             # Who leads looks at the clock, too: nobody may wait for others that have given up.
-            newer, is_over = self._agreement("newer").lead("newer", look)
+            newer, is_over = self._agree("newer").lead("newer", look)
             if newer is not None or is_over:
                 return newer
             time.sleep(poll_seconds if deadline is None else max(0.0, min(poll_seconds, deadline - time.monotonic())))
@@ -319,23 +298,51 @@ class CheckpointReader:
         """
         last = -1 if after is None else after
         while self.wait_for_new_step(last, timeout=timeout, poll_seconds=poll_seconds) is not None:
-            newer = self._agreement("newer").lead("newer", functools.partial(self._newer, last))
+            newer = self._agree("newer").lead("newer", functools.partial(self._newer, last))
             for step in newer:
                 last = step
-                if self._agreement("there").lead("there", functools.partial(self._copies.look_again, step)):
+                if self._agree("there").lead("there", functools.partial(self._steps.look_again, step)):
                     yield step
 
     def _newer(self, last: int) -> Sequence[int]:
-        return sorted(itertools.takewhile(lambda step: step > last, self._copies.newest_first()))
+        return sorted(itertools.takewhile(lambda step: step > last, self._steps.newest_first()))
 
     def _load(self, step: int | None, loading: Loading[T]) -> T:
-        if step is None:
-            self.reload()  # another job may have saved since
-        return self._loader.load(step, loading)
+        if step is None and self._before_newest is not None:
+            self._before_newest()
+        loaded = self._loader.load(step, loading)
+        if self._loaded is not None and self.restored_step is not None:
+            self._loaded(self.restored_step)
+        return loaded
 
-    def _place(self, step: int, tier: int) -> Place:
-        """Where a step is read in a tier."""
-        return self._copies.tiers[tier].place(step)
 
-    def _agreement(self, what: str) -> Agreement:
-        return Agreement(self._job, runtime_of(self._context).exchange_key(f"{self.directory}/{what}", job=self._job))
+class CheckpointReader(StepReader):
+    """The steps of a directory, to be read. Takes nothing from a job that writes there, and never sees half a step.
+
+    Steps are listed once, and again by `reload`, by loads of the newest step, and by methods that wait for new steps. In
+    a job of several processes every process makes one and calls the same methods in the same order; the leader lists.
+    """
+
+    def __init__(
+        self,
+        directory: LocationLike | RunDirectory,
+        *,
+        step_names: StepNames | None = None,
+        context: Context | None = None,
+    ) -> None:
+        """Open a directory, which need not exist yet.
+
+        Args:
+            directory: a path or URL, or a `RunDirectory`.
+            step_names: how steps are named.
+            context: options.
+
+        Raises:
+            StorageError: if it cannot be listed.
+        """
+        names, context = check_step_names(step_names), context or default_context()
+        steps = as_run_directory(directory).open(names, context)
+        agree = exchanges_of(steps.main.display, context, runtime_of(context).job())
+        # Another job may have saved since the last listing.
+        super().__init__(steps, context, agree, before_newest=self.reload)
+        self.reload()

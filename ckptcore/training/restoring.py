@@ -9,8 +9,8 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
-from ckptcore.commit.location import Place, commit_method, open_directory
-from ckptcore.commit.locks import Lock, Locks
+from ckptcore.commit.location import Place
+from ckptcore.commit.locks import Lock
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -25,9 +25,8 @@ from ckptcore.job.agreement import Agreement
 from ckptcore.loading.collective.joint import take_step
 from ckptcore.loading.load import recorded_load
 from ckptcore.model.tree import JSON
-from ckptcore.runtime import runtime_of
 from ckptcore.step_names import step_number
-from ckptcore.training.tiered_steps import TieredSteps
+from ckptcore.training.run_directory import RunSteps
 
 __all__ = ["Loading", "SkippedStep", "StepLoader"]
 
@@ -67,20 +66,20 @@ class Loading(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A step in one of the tiers.
+    """A copy of a step.
 
     Attributes:
-        step: its number.
-        tier: the number of the tier; the nearest is 0.
+        step: the number of the step.
+        directory: the number of the run's directory that the copy is in.
     """
 
     step: int
-    tier: int = 0
+    directory: int
 
 
 @dataclass(slots=True)
 class _Passed:
-    """What a load has passed over so far.
+    """The copies that a load has skipped so far.
 
     Attributes:
         reasons: why, of each copy in the order in which they were tried.
@@ -105,7 +104,7 @@ class _Passed:
         return [SkippedStep(step, "; and ".join(reasons)) for step, reasons in by_step.items()]
 
     def failure(self, directory: str) -> CheckpointError:
-        """What to raise where nothing is left to try."""
+        """Return the error to raise if no copy is left."""
         if not self.reasons:
             return CheckpointNotFoundError(f"there is no committed step in {directory}; save one first")
         told = "; ".join(f"step {skip.step}: {skip.reason}" for skip in self.skipped)
@@ -116,75 +115,34 @@ class _Passed:
 
 
 class StepLoader:
-    """Loads steps of a run, each pinned meanwhile, and remembers what it passed over.
+    """Loads steps of a run, each pinned meanwhile, and remembers which it passed over.
 
     Attributes:
         restored_step: the step that was loaded last; None before.
         skipped_steps: the newer steps that the last load passed over, the newest first.
-        broken_in: by tier, the steps whose copy there was found to be damaged, and not replaced since.
     """
 
     def __init__(
-        self,
-        copies: TieredSteps,
-        context: Context,
-        *,
-        agree: Callable[[str], Agreement],
-        reload: Callable[[], None],
-        place: Callable[[int, int], Place],
+        self, steps: RunSteps, context: Context, *, agree: Callable[[str], Agreement], reload: Callable[[], None]
     ) -> None:
         """Load nothing yet.
 
         Args:
-            copies: the steps, in each tier.
+            steps: the steps of the run.
             context: options.
             agree: begins an exchange between the processes of the job; called on all or none.
-            reload: lists the directories again, on all or none.
-            place: where a step is to be read, by the step and the number of the tier.
+            reload: lists the steps again, on all or none.
         """
-        self._copies = copies
+        self._steps = steps
+        self._directories = steps.directories
         self._context = context
         self._agree = agree
         self._reload = reload
-        self._place = place
-        self._holds: dict[int, Locks] = {}
         self.restored_step: int | None = None
         self.skipped_steps: tuple[SkippedStep, ...] = ()
-        self.broken_in: tuple[set[int], ...] = tuple([set() for _ in copies.tiers])
-
-    @property
-    def broken(self) -> set[int]:
-        """Those of the nearest tier, which new steps are saved to."""
-        return self.broken_in[0]
-
-    def pin(self, step: int, tier: int = 0) -> Lock:
-        """Keep a step from being deleted from a tier until the result is closed.
-
-        Raises:
-            CheckpointNotFoundError: if the step is not there.
-            StorageError: if nothing can be written beside the steps.
-        """
-        steps = self._copies.tiers[tier]
-        if tier not in self._holds:
-            context = self._context
-            store = open_directory(steps.directory, runtime_of(context).registry, durable=False, config=context.storage)
-            self._holds[tier] = commit_method(
-                commit_method(store).with_conditions(runtime_of(context).conditions, steps.directory)
-            ).locks(steps.display)
-        if not steps.is_committed(step):
-            raise CheckpointNotFoundError(steps.missing(step))  # before anything is written beside the steps
-        pin = self._holds[tier].pin(steps.name(step))
-        try:
-            # What is there is looked at only now: before, it could have been deleted.
-            if not steps.look_again(step):
-                raise CheckpointNotFoundError(steps.missing(step))
-        except BaseException:
-            pin.close()
-            raise
-        return pin
 
     def load(self, step: int | None, loading: Loading[T]) -> T:
-        """Load a step, or with None the newest that is not damaged. Of several tiers the nearest valid copy is loaded.
+        """Load a step, or with None the newest that is not damaged. Of several copies the best valid one is loaded.
 
         Raises:
             CheckpointNotFoundError: if there is none.
@@ -201,9 +159,9 @@ class StepLoader:
     def _load_named(self, step: int, loading: Loading[T]) -> T:
         """Load a step: what is said of its last copy, where none can be loaded, is raised."""
         passed = _Passed()
-        *nearer, last = self._tiers_of(step)
-        for tier in nearer:
-            loaded = self._try(_Copy(step, tier), loading, passed)
+        *better, last = self._copies_of(step)
+        for number in better:
+            loaded = self._try(_Copy(step, number), loading, passed)
             if loaded is not None:
                 return loaded[0]
         agreement = self._agree(f"load-{step}")
@@ -212,23 +170,23 @@ class StepLoader:
                 found = self._attempt(_Copy(step, last), loading, agreement.part("begin"))
         except CheckpointError as error:
             for skip in passed.skipped:
-                error.add_note(f"nearer: {skip.reason}")
+                error.add_note(f"another copy: {skip.reason}")
             if passed.changed and not isinstance(error, TargetUndefinedError):
                 raise _left_undefined(loading.changes, step, self._display(last), error) from error
             raise
-        self.broken_in[last].discard(step)
+        self._directories[last].broken.discard(step)
         return found
 
-    def _tiers_of(self, step: int) -> Sequence[int]:
-        """The tiers to load a step from, at least one. Where there are several, the leader decides."""
-        count = len(self._copies.tiers)
+    def _copies_of(self, step: int) -> Sequence[int]:
+        """Return the directories to load a step from, at least one. If there are several, the leader decides."""
+        count = len(self._directories)
         if count == 1:
             return [0]
-        tiers: list[int] = self._agree("tiers").lead("tiers", lambda: list(self._copies.tiers_of(step)))
-        return tiers or [count - 1]
+        found: list[int] = self._agree("copies").lead("copies", lambda: list(self._steps.copies(step)))
+        return found or [count - 1]
 
-    def _display(self, tier: int) -> str:
-        return self._copies.tiers[tier].display
+    def _display(self, number: int) -> str:
+        return self._directories[number].display
 
     def _load_newest(self, loading: Loading[T]) -> T:
         """Load the newest step that every process can load."""
@@ -246,26 +204,26 @@ class StepLoader:
                 break
             self._reload()  # others have deleted what was known here, and have saved something newer before
         self.skipped_steps = tuple(passed.skipped)
-        raise passed.failure(self._display(-1)) from passed.last
+        raise passed.failure(self._steps.main.display) from passed.last
 
     def _next(self, passed: _Passed) -> tuple[_Copy | None, bool]:
-        """The nearest copy of the newest step that was not tried; if there is none, whether another listing may show one."""
+        """Return the best copy of the newest step that was not tried; if there is none, whether another listing may show one."""
         tried = passed.reasons.keys()
 
         def choose() -> tuple[list[int] | None, bool]:
             chosen = self._choose(tried)
             # Nothing is listed before anything was: a reader may have been made before the run.
-            return chosen, bool(tried) or bool(self._copies.candidates()) or not passed.listed
+            return chosen, bool(tried) or bool(self._steps.candidates()) or not passed.listed
 
         chosen, is_moving = self._agree("choose").lead("choose", choose)
         passed.listed = True
         return None if chosen is None else _Copy(*chosen), is_moving
 
     def _choose(self, tried: Collection[_Copy]) -> list[int] | None:
-        for step in self._copies.newest_first():
-            for tier in self._copies.tiers_of(step):
-                if _Copy(step, tier) not in tried:
-                    return [step, tier]
+        for step in self._steps.newest_first():
+            for number in self._steps.copies(step):
+                if _Copy(step, number) not in tried:
+                    return [step, number]
         return None
 
     def _try(self, copy: _Copy, loading: Loading[T], passed: _Passed) -> tuple[T] | None:
@@ -288,30 +246,32 @@ class StepLoader:
             changed = loading.changes if passed.changed or loaded is not None else None
             if changed is None or isinstance(error, TargetUndefinedError):
                 raise
-            raise _left_undefined(changed, copy.step, self._display(copy.tier), error) from error
+            raise _left_undefined(changed, copy.step, self._display(copy.directory), error) from error
         outcome: Any = agreement.lead("outcome", functools.partial(_outcome, stage.payloads))
         if outcome is None:
-            self.broken_in[copy.tier].discard(copy.step)
+            self._directories[copy.directory].broken.discard(copy.step)
             return loaded
         reason, is_gone = outcome
         logger.warning(
             "step %d in %s cannot be loaded, %s is tried: %s",
             copy.step,
-            self._display(copy.tier),
-            "the one before it" if copy.tier + 1 == len(self._copies.tiers) else "the next tier, or the one before it,",
+            self._display(copy.directory),
+            "the one before it"
+            if copy.directory + 1 == len(self._directories)
+            else "another copy, or the one before it,",
             reason,
         )
         passed.reasons[copy] = reason
         passed.all_gone = passed.all_gone and is_gone
         passed.changed = passed.changed or (loaded is not None and loading.changes is not None)
         if not is_gone:
-            self.broken_in[copy.tier].add(copy.step)
+            self._directories[copy.directory].broken.add(copy.step)
         return None
 
     def _attempt(self, copy: _Copy, loading: Loading[T], agreement: Agreement) -> T:
         """Load a copy of a step. `agreement` makes all processes begin, or none."""
-        steps, step = self._copies.tiers[copy.tier], copy.step
-        place = self._place(step, copy.tier)
+        steps, step = self._directories[copy.directory], copy.step
+        place = self._steps.copy_place(step, copy.directory)
         with ExitStack() as held:
 
             def begin() -> JSON:
@@ -327,9 +287,9 @@ class StepLoader:
     def _pinned_to_load(self, copy: _Copy) -> Lock | nullcontext[None]:
         """A pin for the time of a load; none where nothing can be written."""
         try:
-            return self.pin(copy.step, copy.tier)
+            return self._directories[copy.directory].pin(copy.step)
         except StorageError as error:
-            logger.debug("step %d in %s is loaded without a pin: %s", copy.step, self._display(copy.tier), error)
+            logger.debug("step %d in %s is loaded without a pin: %s", copy.step, self._display(copy.directory), error)
             return nullcontext()
 
 
@@ -340,7 +300,7 @@ def _left_undefined(changes: str | None, step: int, directory: str, error: Check
 
 
 def _is_damage(error: BaseException) -> bool:
-    """Whether an error says that what is stored is damaged or gone, and not that it was asked for wrongly."""
+    """Return whether an error means that a step is damaged or missing, not that a request was wrong."""
     if isinstance(error, TargetUndefinedError):
         return error.__cause__ is not None and _is_damage(error.__cause__)
     if isinstance(error, UnknownCheckpointableError):
@@ -349,6 +309,6 @@ def _is_damage(error: BaseException) -> bool:
 
 
 def _outcome(payloads: Sequence[Any]) -> JSON:
-    """What processes said of a load: the first reason and whether the step is gone for all that failed; None: none did."""
+    """Return the first error of a load and whether the step is missing for all processes that failed; None: none failed."""
     failed = [payload for payload in payloads if payload is not None]
     return [failed[0][0], all(is_gone for _, is_gone in failed)] if failed else None

@@ -1,4 +1,4 @@
-"""StepSaver: saves steps of a run: whether one is wanted, what it may replace, and that it is known once it is committed."""
+"""Saves of steps: their options, the saves under way, and the commit of each."""
 
 from __future__ import annotations
 
@@ -7,32 +7,100 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from threading import Lock
 from typing import Literal
 
-from ckptcore.commit.location import Within
 from ckptcore.commit.occupants import Overwrite
 from ckptcore.context import Context
-from ckptcore.errors import CheckpointExistsError
 from ckptcore.io.background import SaveHandle
 from ckptcore.job.agreement import Agreement
-from ckptcore.job.visibility import OnHosts
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Coordinator, Layout
 from ckptcore.saving.exporting import StepExport
-from ckptcore.saving.plain import PlainSave
 from ckptcore.saving.save import begin_save, perform_save
 from ckptcore.saving.save_requests import Destination, OneTree, SaveHooks, SaveNotes, SaveRequest
-from ckptcore.training.step_saves import Past, SaveDecider, StepSaves
-from ckptcore.training.tiers.near import RunTiers
+from ckptcore.training.run_directory import OwnedRun, SavedStep
+from ckptcore.training.save_decisions import Past, SaveDecider
 
-__all__ = ["StepOptions", "StepOrder", "StepSaver"]
+__all__ = ["StepOptions", "StepOrder", "StepSaver", "StepSaves"]
 
 logger = logging.getLogger("ckptcore.training")
 
 
+@dataclass(frozen=True, slots=True)
+class _Saving:
+    """A save in the background."""
+
+    step: int
+    handle: SaveHandle
+
+
+class StepSaves:
+    """The saves of a run in this process. One thread begins them; any may ask.
+
+    Attributes:
+        last_committed: the step that was committed last; None before.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._saves: list[_Saving] = []
+        self._beginning: int | None = None
+        self.last_committed: int | None = None
+
+    def __len__(self) -> int:
+        """How many are kept: under way, or failed without anybody having asked, or over since the last began."""
+        with self._lock:
+            return len(self._saves)
+
+    @contextmanager
+    def beginning(self, step: int) -> Iterator[None]:
+        """Count a step as under way in the body: while its save begins, or for as long as it blocks."""
+        self._beginning = step
+        try:
+            yield
+        finally:
+            self._beginning = None
+
+    def add(self, step: int, handle: SaveHandle) -> None:
+        """Keep a save that goes on in the background."""
+        with self._lock:
+            self._saves = [*(save for save in self._saves if save.handle.matters), _Saving(step, handle)]
+
+    @property
+    def are_under_way(self) -> bool:
+        """True if a save is running in the background."""
+        with self._lock:
+            return any(not save.handle.done() for save in self._saves)
+
+    def under_way(self) -> set[int]:
+        """The steps that are being saved."""
+        beginning = self._beginning
+        with self._lock:
+            under_way = {save.step for save in self._saves if not save.handle.done()}
+        return under_way if beginning is None else under_way | {beginning}
+
+    def take_errors(self) -> Sequence[BaseException]:
+        """Wait until every save that was begun is over; the errors that nobody has asked for, each once.
+
+        Who is interrupted while it waits, waits again the next time.
+        """
+        with self._lock:
+            saves = list(self._saves)
+        errors: list[BaseException] = []
+        for save in saves:
+            told = not save.handle.matters
+            error = save.handle.exception()
+            if error is not None and not told:
+                errors.append(error)
+        with self._lock:
+            self._saves = [save for save in self._saves if save not in saves]
+        return errors
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOptions:
-    """What all steps of a run have alike.
+    """Options of all steps of a run.
 
     Attributes:
         layout: how arrays are laid out.
@@ -59,12 +127,11 @@ class StepOrder:
 
 
 class StepSaver:
-    """Saves steps to the nearest tier of a run, on the training thread. Every rank calls the same, with the same steps."""
+    """Saves steps of a run, on the training thread. Every rank calls the same methods with the same steps."""
 
     def __init__(
         self,
-        tiers: RunTiers,
-        broken_in: Sequence[set[int]],
+        run: OwnedRun,
         decider: SaveDecider,
         saves: StepSaves,
         options: StepOptions,
@@ -72,40 +139,35 @@ class StepSaver:
         job: Coordinator,
         *,
         agree: Callable[[str], Agreement],
-        on_hosts: Callable[[int], OnHosts | None],
-        committed: Callable[[int, int | None, bool], None],
     ) -> None:
         """Save nothing yet.
 
         Args:
-            tiers: of the run; owned before the first save.
-            broken_in: by tier, the steps that are known to be damaged there, now and later.
-            decider: whether to save.
-            saves: takes those that are begun.
+            run: the run.
+            decider: decides whether to save.
+            saves: takes the saves that begin.
             options: of all steps.
             context: options of each save.
             job: the processes that save together.
             agree: begins an exchange between them; called on all or none.
-            on_hosts: gives what a save of a step tells the other hosts; None where all see one directory.
-            committed: called once a step is committed and known, with it, its epoch, and whether this process is to be preempted; on the
-                thread of its save, before anybody hears of it.
         """
-        self._tiers = tiers
-        self._steps = tiers.copies.tiers[0]
-        self._directory = tiers.copies.tiers[-1].display
-        self._broken_in = broken_in
+        self._run = run
+        self._steps = run.steps.directories[0]
+        self._directory = run.steps.main.display
         self._decider = decider
         self._saves = saves
         self._options = options
         self._context = context
         self._job = job
         self._agree = agree
-        self._on_hosts = on_hosts
-        self._committed = committed
         self._warned = False
 
+    def _is_broken(self, step: int) -> bool:
+        """Return whether a copy of a step is known to be damaged."""
+        return any(step in directory.broken for directory in self._run.steps.directories)
+
     def wants(self, step: int, epoch: int | None, *, force: bool = False) -> bool:
-        """Whether a step is to be saved.
+        """Return whether to save a step.
 
         Args:
             step, epoch: what could be saved.
@@ -157,8 +219,8 @@ class StepSaver:
         return True
 
     def _agreed_name(self, order: StepOrder) -> str:
-        """What the directory of a step is to be called."""
-        if order.overwrite or any(order.step in broken for broken in self._broken_in):
+        """Return the name for the directory of a step."""
+        if order.overwrite or self._is_broken(order.step):
             # Processes may have listed at different moments; the leader's name is everybody's.
             return self._agree("name").lead("name", partial(self._steps.name, order.step))
         return self._steps.names.name(order.step)
@@ -178,61 +240,36 @@ class StepSaver:
                 raise
 
     def _request(self, order: StepOrder, name: str, before: Past) -> SaveRequest:
-        step, nearest = order.step, self._tiers.nearest
-        if nearest is not None:
-            nearest.deleter.spare(step)
-        # What is known to be damaged is worth nothing, and neither is what only some hosts have: replacing it need not be atomic.
-        is_on_some_hosts = self._tiers.hosts is not None and step not in self._steps.candidates()
-        is_worthless = step in self._broken_in[0] or is_on_some_hosts
+        step = order.step
+        target = self._run.target(step, name)
         return SaveRequest(
             destination=Destination(
-                Within(self._steps.directory, name),
-                "non-atomic" if is_worthless else order.overwrite,
+                target.place,
+                "non-atomic" if target.is_worthless else order.overwrite,
                 name=f"{self._directory}/{name}",  # hosts may find one directory by different paths
             ),
             values=order.values,
             layout=self._options.layout,
             exports=[export.of_step(name) for export in self._options.exports if export.wants(step)],
-            strategy=self._strategy(step),
+            strategy=target.strategy,
             notes=SaveNotes(custom=order.metadata, metrics=order.metrics or {}, step=step, epoch=order.epoch),
             hooks=SaveHooks(
                 allowed=partial(self._allow, step, before.step, is_new=not order.overwrite),
-                before_commit=None if nearest is None else nearest.owned.check,
-                # Not the order: that has the state.
-                committed=partial(self._saved, step, name, order.epoch, self._decider.preempted),
+                before_commit=target.before_commit,
+                # A partial of values, not of the order: that refers to the state.
+                committed=partial(self._saved, SavedStep(step, name, order.epoch, self._decider.preempted)),
             ),
         )
 
-    def _strategy(self, step: int) -> PlainSave:
-        """Save into one directory, or into a directory of each host."""
-        on_hosts = self._on_hosts(step)
-        if on_hosts is None:
-            return PlainSave()
-        from ckptcore.saving.host_saves import HostSave  # only runs with directories of hosts need it
-
-        return HostSave(on_hosts)
-
     def _allow(self, step: int, last: int | None, *, is_new: bool) -> None:
-        """On the leader, where an error is told to all: wait for a deletion of the step; if it is to be a new one, refuse where it is there.
-
-        One that is known to be damaged wherever it is counts as not there.
-        """
+        """Refuse a step that exists. On the leader; its error reaches all processes."""
         self._warn_of_newer(step, last)
-        for owned in self._tiers.owned:
-            owned.deleter.wait_until_gone(step)
-        if not is_new:
-            return
-        for tier, broken in zip(self._tiers.copies.tiers, self._broken_in, strict=True):
-            if step not in broken and tier.is_committed(step):
-                raise CheckpointExistsError(
-                    f"step {step} is in {tier.display} already, as {tier.name(step)}; pass overwrite=True to replace it. If the "
-                    "run was set back, delete it and all that comes after it, or the next resume goes on from there"
-                )
+        self._run.allow(step, is_new=is_new)
 
     def _warn_of_newer(self, step: int, last: int | None) -> None:
         if not self._warned and (last is None or last < step):
-            newest = self._tiers.copies.latest()
-            if newest is not None and newest > step and not any(newest in broken for broken in self._broken_in):
+            newest = self._run.steps.latest()
+            if newest is not None and newest > step and not self._is_broken(newest):
                 self._warned = True
                 logger.warning(
                     "step %d is saved below step %d, which %s has from before: the next resume loads that one; delete what comes "
@@ -240,10 +277,9 @@ class StepSaver:
                     step, newest, self._directory,
                 )  # fmt: skip
 
-    def _saved(self, step: int, name: str, epoch: int | None, preempted: bool) -> None:
-        """A step is committed. On the thread of the save, before anybody hears of it."""
+    def _saved(self, saved: SavedStep) -> None:
+        """Add a committed step. On the thread of the save, before its handle is done."""
         self._decider.end()
-        self._broken_in[0].discard(step)
-        self._steps.add(step, name)
-        self._saves.last_committed = step
-        self._committed(step, epoch, preempted)
+        self._steps.broken.discard(saved.step)
+        self._saves.last_committed = saved.step
+        self._run.committed(saved)

@@ -1,18 +1,25 @@
-"""The steps of a run, and the directory that they are in."""
+"""StepDirectory: the steps in one directory."""
 
 from __future__ import annotations
 
 import datetime
-import json
 import logging
 import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import TypeVar
 
-from ckptcore.commit.location import LocationLike, Within, absolute_location, commit_method, open_directory
-from ckptcore.commit.occupants import ADMINISTRATION, is_leftover_name, root_bytes
+from ckptcore.commit.location import (
+    LocationLike,
+    Place,
+    Within,
+    absolute_location,
+    commit_method,
+    open_directory,
+)
+from ckptcore.commit.locks import Lock, Locks
+from ckptcore.commit.occupants import is_leftover_name, root_bytes
 from ckptcore.commit.root import ROOT_KEY, Summary
 from ckptcore.commit.root_json import summarize_root
 from ckptcore.commit.subdirectory import subdirectory
@@ -27,73 +34,16 @@ from ckptcore.errors import (
 )
 from ckptcore.io.requests import requests_of
 from ckptcore.io.threads import ask_each, renew_in_children
+from ckptcore.job.agreement import Agreement
 from ckptcore.loading.consistent_read import ConsistentRead
 from ckptcore.loading.opening import open_either
-from ckptcore.model.tree import JSON
 from ckptcore.policies import StepInfo
 from ckptcore.protocols import StorageBackend
 from ckptcore.redaction import redacted
 from ckptcore.runtime import runtime_of
 from ckptcore.step_names import StepNames
 
-__all__ = [
-    "StepDirectory",
-    "read_directory_metadata",
-    "write_directory_metadata",
-]
-
-_KEY: Final = f"{ADMINISTRATION}/metadata.json"
-_MAX_BYTES: Final = 1 << 24
-
-
-def read_directory_metadata(store: StorageBackend) -> dict[str, JSON]:
-    """What was written; nothing where nothing was.
-
-    Raises:
-        CorruptCheckpointError: if it is no JSON object.
-    """
-    try:
-        data = store.get(_KEY, 0, _MAX_BYTES)
-    except ObjectNotFoundError:
-        return {}
-    try:
-        found: Any = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(
-            f"{_KEY} cannot be read: {error}; write it again, or remove it", key=_KEY
-        ) from error
-    if not isinstance(found, dict):
-        raise CorruptCheckpointError(f"{_KEY} is no JSON object; write it again, or remove it", key=_KEY)
-    return found
-
-
-def write_directory_metadata(store: StorageBackend, metadata: Mapping[str, JSON]) -> None:
-    """Write it, in place of what was there; nothing where the same is there.
-
-    Raises:
-        ValueError: if it is no JSON, or longer than 16 MiB.
-    """
-    try:
-        data = json.dumps(dict(metadata), allow_nan=False).encode("ascii")
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"metadata= must be JSON, with str keys and finite numbers: {error}") from error
-    if not _has_str_keys(metadata):
-        raise ValueError("metadata= must be JSON, with str keys; it would come back changed")
-    if len(data) > _MAX_BYTES:
-        raise ValueError(f"metadata= has {len(data)} bytes as JSON; at most {_MAX_BYTES} can be kept with a directory")
-    try:
-        is_there = read_directory_metadata(store) == json.loads(data)
-    except CorruptCheckpointError:
-        is_there = False  # what is damaged is written again
-    if not is_there:
-        store.put(_KEY, data)
-
-
-def _has_str_keys(value: object) -> bool:
-    if isinstance(value, Mapping):
-        return all(isinstance(key, str) and _has_str_keys(child) for key, child in value.items())
-    return all(map(_has_str_keys, value)) if isinstance(value, list | tuple) else True
-
+__all__ = ["StepDirectory"]
 
 logger = logging.getLogger("ckptcore.training")
 
@@ -103,8 +53,13 @@ T = TypeVar("T")
 class StepDirectory:
     """The steps of a directory as they were when it was last listed, and as this process changed them since. Any thread.
 
-    One listing finds every name. Whether a name is a committed step is found out when somebody asks, by one small request, and
-    remembered; a step that was committed once stays so until it is deleted.
+    One listing finds every name. The first question about a name checks by one small request that it is a committed step;
+    the answer is remembered until the step is deleted.
+
+    Attributes:
+        directory: the absolute path or URL.
+        names: how steps are named.
+        broken: the steps that were found to be damaged here, and not replaced since.
     """
 
     def __init__(self, directory: LocationLike, names: StepNames, context: Context) -> None:
@@ -137,6 +92,8 @@ class StepDirectory:
         """By step, the number of the last change that this process made, and the name that the step has since."""
         self._number = 0
         self._leftovers: tuple[str, ...] = ()
+        self._holds: Locks | None = None
+        self.broken: set[int] = set()
         self.renew()
         renew_in_children(self)
 
@@ -174,6 +131,16 @@ class StepDirectory:
         entries = [entry[:-1] for entry in found if entry.endswith("/")]
         self._leftovers = tuple([name for name in entries if is_leftover_name(name)])
         return self.names.find(entries)
+
+    def list_visible(self) -> Mapping[int, str]:
+        """Return what `list_names` does, without the steps that are being deleted."""
+        return {step: name for step, name in self.list_names().items() if not self.is_hidden(step)}
+
+    def reload(self, agreement: Agreement) -> None:
+        """List the directory again. On every rank; the leader's listing counts."""
+        since = self.changes()
+        found = agreement.lead("list", lambda: {str(step): name for step, name in self.list_visible().items()})
+        self.replace({int(step): name for step, name in found.items()}, since)
 
     def expect_directory(self) -> None:
         """Do nothing if this is a directory that steps can be in; it need not be there.
@@ -295,6 +262,48 @@ class StepDirectory:
     def place(self, step: int) -> Within:
         """Where a step is, or would be written."""
         return Within(self.directory, self.name(step))
+
+    @property
+    def directories(self) -> tuple[StepDirectory, ...]:
+        """Itself: see `RunSteps`."""
+        return (self,)
+
+    @property
+    def main(self) -> StepDirectory:
+        """Itself: see `RunSteps`."""
+        return self
+
+    def copies(self, step: int) -> Sequence[int]:
+        """Return ``(0,)`` if the step is committed, else nothing: see `RunSteps`."""
+        return (0,) if self.is_committed(step) else ()
+
+    def copy_place(self, step: int, number: int) -> Place:
+        """Return where a step is: see `RunSteps`."""
+        return self.place(step)
+
+    def pin(self, step: int) -> Lock:
+        """Keep a step from being deleted until the result is closed.
+
+        Raises:
+            CheckpointNotFoundError: if the step is not there.
+            StorageError: if nothing can be written beside the steps.
+        """
+        if self._holds is None:
+            context = self._context
+            store = open_directory(self.directory, runtime_of(context).registry, durable=False, config=context.storage)
+            store = commit_method(store).with_conditions(runtime_of(context).conditions, self.directory)
+            self._holds = commit_method(store).locks(self.display)
+        if not self.is_committed(step):
+            raise CheckpointNotFoundError(self.missing(step))  # before anything is written beside the steps
+        pin = self._holds.pin(self.name(step))
+        try:
+            # Look only now: before the pin the step could have been deleted.
+            if not self.look_again(step):
+                raise CheckpointNotFoundError(self.missing(step))
+        except BaseException:
+            pin.close()
+            raise
+        return pin
 
     def is_committed(self, step: int) -> bool:
         """Whether a step is there and committed, ours or of a format that an installed layout reads."""

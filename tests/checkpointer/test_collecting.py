@@ -259,7 +259,7 @@ def test_what_is_being_replaced_is_not_collected(local: str) -> None:
         run.save(2, tree(99), overwrite=True)
         run.save(4, tree(4))  # waits until 3 is saved, and what it leaves to be collected is known
         begun.set()
-        assert run._cleaner.take_errors() == []
+        assert run._run.take_errors() == []
         assert list(run.steps) == [2, 3]
         collected.set()
         run.wait()
@@ -333,7 +333,7 @@ def test_a_claim_that_this_process_writes_is_not_taken_for_a_dead_one(memory: st
         run.save(5, tree(5))
         assert gate.arrived.wait(60)
         goes_on.set()
-        assert run._cleaner.take_errors() == []
+        assert run._run.take_errors() == []
         gate.open()
         run.wait()
         assert_is_step(run.load(), 5)

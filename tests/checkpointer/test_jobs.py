@@ -164,9 +164,9 @@ def test_the_leader_decides_by_its_clock(directory: str, monkeypatch: pytest.Mon
         def time() -> float:
             return next(clocks.get(threading.current_thread().name, clocks["rank 0"]))
 
-    import ckptcore.training.step_saves
+    import ckptcore.training.save_decisions
 
-    monkeypatch.setattr(ckptcore.training.step_saves, "time", Time)
+    monkeypatch.setattr(ckptcore.training.save_decisions, "time", Time)
 
     def work(run: Checkpointer, rank: int) -> list[bool]:
         return [run.save(step, tree(step)) is not None for step in range(12)]
@@ -221,7 +221,7 @@ def test_the_leader_that_cannot_look_for_newer_steps_tells_all(directory: str) -
 
     def work(run: Checkpointer, rank: int) -> None:
         run.load(1)
-        assert run._cleaner.take_errors() == []  # else what cleans would meet the failure too, and tell it
+        assert run._run.take_errors() == []  # else what cleans would meet the failure too, and tell it
 
         def unplug(name: str, keys: Sequence[str]) -> None:
             if rank == 0:

@@ -111,7 +111,7 @@ def test_a_listing_does_not_undo_what_this_process_does_meanwhile(directory: str
     watch = Watch()
     with Checkpointer(through(directory), context=watched(watch)) as run:
         save_steps(run, [1, 2])
-        listed = run._steps.list_names
+        listed = run._steps.directories[0].list_names
 
         def late() -> object:
             names = listed()
@@ -120,10 +120,10 @@ def test_a_listing_does_not_undo_what_this_process_does_meanwhile(directory: str
             run.wait()
             return names
 
-        run._steps.list_names = late  # type: ignore[method-assign, assignment]
+        run._steps.directories[0].list_names = late  # type: ignore[method-assign, assignment]
         run.reload()
         assert list(run.steps) == [2, 3] and run.latest == 3
-        run._steps.list_names = listed  # type: ignore[method-assign]
+        run._steps.directories[0].list_names = listed  # type: ignore[method-assign]
         run.reload()
         assert list(run.steps) == [2, 3]
 

@@ -14,7 +14,7 @@ import pytest
 
 from ckptcore import Checkpointer, CheckpointReader
 from ckptcore.policies import AnySave, FixedInterval, PreemptionCheckpointing
-from ckptcore.training.preemption import TerminationSignal
+from ckptcore.training.save_decisions import TerminationSignal
 from tests.checkpointer.runs import assert_is_step, tree
 
 pytestmark = pytest.mark.system
@@ -159,7 +159,7 @@ def test_a_handler_put_in_place_meanwhile_stays(restored: None) -> None:
 
 CLOSED_ELSEWHERE: Final = """
 import os, signal, threading
-from ckptcore.training.preemption import TerminationSignal
+from ckptcore.training.save_decisions import TerminationSignal
 heard = TerminationSignal()
 thread = threading.Thread(target=heard.close)
 thread.start()
@@ -179,7 +179,7 @@ def test_closed_on_another_thread_it_lets_the_signal_end_the_process() -> None:
 
 FORKS: Final = """
 import os, signal
-from ckptcore.training.preemption import TerminationSignal
+from ckptcore.training.save_decisions import TerminationSignal
 
 with TerminationSignal() as heard:
     pid = os.fork()

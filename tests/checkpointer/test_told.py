@@ -8,6 +8,7 @@ from typing import get_args
 import numpy as np
 import pytest
 from ckptcore_testing import ThreadJob
+from ckptcore_tiers import NearTier, TieredDirectory
 
 import ckptcore
 from ckptcore import Checkpointer
@@ -64,8 +65,8 @@ def test_the_table_says_what_is_told(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     events: list[Event] = []
     context = ckptcore.Context(observers=(events.append,))
-    near = ckptcore.NearTier(tmp_path / "near")
-    with Checkpointer(tmp_path / "run", context=context, preservation_policy=LatestN(1), near=near) as run:
+    near = NearTier(tmp_path / "near")
+    with Checkpointer(TieredDirectory(near, tmp_path / "run"), context=context, preservation_policy=LatestN(1)) as run:
         save_steps(run, [1, 2])
         run.load_into(tree(0))
         run.load(abstract=run.metadata(2).abstract)

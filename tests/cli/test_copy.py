@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore.training.steps import read_directory_metadata
+from ckptcore.training.path_directory import read_directory_metadata
 from plugins.tools.tests.cli.conftest import Run, RunJson, flip
 from plugins.tools.tests.cli.expected_documents import CopyDocument, CopyStepsDocument, ErrorDocument
 from tests.copying.places import objects_at, store_at

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 from ckptcore_testing import ThreadJob
 from ckptcore_testing.fixed_saves import fixed_saves
+from ckptcore_tiers import NearTier, TieredDirectory
 
 import ckptcore
-from ckptcore import ArrayShard, Checkpointer, NearTier, ShardedArray
+from ckptcore import ArrayShard, Checkpointer, ShardedArray
 from ckptcore.commit.root import Claimed
 from ckptcore.commit.root_json import encode_claim
 from ckptcore.context import JobOptions, ReplicaOptions
@@ -119,7 +120,7 @@ def _save_hosts(at: Path) -> None:
         near = NearTier(str(at / f"host-{rank}"), seen_by="host", upload_policy=SpecificSteps([]), close_seconds=60.0)
         job = dataclasses.replace(context.job, replicas=ReplicaOptions(piece_bytes=64))
         context = dataclasses.replace(context, job=job)
-        with Checkpointer(str(at / "far"), near=near, context=context) as run:
+        with Checkpointer(TieredDirectory(near, str(at / "far")), context=context) as run:
             run.save(1, host_state(rank))
             run.wait()
 

@@ -6,8 +6,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-
-from ckptcore.training.tiers import uploader
+from ckptcore_tiers import uploader
 
 
 @pytest.fixture

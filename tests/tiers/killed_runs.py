@@ -13,6 +13,7 @@ from typing import Final
 
 from ckptcore_testing.faults import FaultPlan, Step
 from ckptcore_testing.faulty_storage import with_faults
+from ckptcore_tiers import NearTier, TieredDirectory
 
 import ckptcore
 from ckptcore.builtin.local import open_local
@@ -21,7 +22,7 @@ from ckptcore.policies import LatestN
 from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
 from tests.checkpointer.runs import tree
 
-__all__ = ["STEPS", "count_requests", "kill_at", "open_far"]
+__all__ = ["STEPS", "count_requests", "kill_at", "open_far", "watched_tiers"]
 
 STEPS: Final = (3, 4)
 """What the process saves, after steps 1 and 2 were."""
@@ -56,23 +57,28 @@ def _open(plan: FaultPlan, url: str, options: StorageOptions) -> StorageBackend:
     return with_faults(open_local("/" + url.partition("://")[2], options), plan)
 
 
-def open_far(near: Path, far: Path, plan: FaultPlan) -> ckptcore.Checkpointer:
+def watched_tiers(near: Path, far: Path) -> TieredDirectory:
+    """The two directories, opened by a storage with faults."""
+    return TieredDirectory(NearTier(f"watched:/{near}", preservation_policy=LatestN(1)), f"watched:/{far}")
+
+
+def open_far(tiers: TieredDirectory, plan: FaultPlan) -> ckptcore.Checkpointer:
     """A run of which one thread moves bytes, so that requests come in the same order each time, as far as threads can."""
     context = ckptcore.Context(
         plugins=ckptcore.context.PluginOptions(extra=(_Storages(plan),)),
         io=ckptcore.context.IOOptions(threads=1),
         durability="none",
     )
-    tier = ckptcore.NearTier(f"watched:/{near}", preservation_policy=LatestN(1))
-    return ckptcore.Checkpointer(f"watched:/{far}", near=tier, preservation_policy=LatestN(2), context=context)
+    return ckptcore.Checkpointer(tiers, preservation_policy=LatestN(2), context=context)
 
 
 def _run(near: Path, far: Path, at: int, told: Path) -> None:
     plan = _Killing(at)
-    with open_far(near, far, plan) as run:
+    tiers = watched_tiers(near, far)
+    with open_far(tiers, plan) as run:
         for step in STEPS:
             run.save(step, tree(step))
-            run.wait_for_uploads(_SECONDS)
+            tiers.wait_for_uploads(_SECONDS)
     told.write_text(json.dumps(len(plan.operations)))
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_tiers import TieredDirectory
+from ckptcore_tiers.host_saves import copied_boxes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +22,6 @@ from ckptcore.model import ArrayRecord, ArraySpec, Box, Node, Shard, TreeMetadat
 from ckptcore.model.tree import LEAF
 from ckptcore.planning.replicas import cut_for_replicas, owners_of, written_boxes
 from ckptcore.policies import SpecificSteps
-from ckptcore.saving.host_saves import copied_boxes
 from ckptcore.saving.tree_descriptions import TreeDescription
 from tests.checkpointer.runs import Watch, keys_of
 from tests.tiers.test_hosts import HOSTS, empty, job, near_of, sharded
@@ -39,7 +40,7 @@ def replicated(step: int, rank: int, size: int) -> dict[str, Any]:
 
 
 def _save(steps: Sequence[int]) -> Any:
-    def work(run: Checkpointer, rank: int, watch: Watch) -> None:
+    def work(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> None:
         for step in steps:
             assert run.save(step, replicated(step, rank, len(HOSTS))) is not None
             run.wait()
@@ -47,7 +48,7 @@ def _save(steps: Sequence[int]) -> Any:
     return work
 
 
-def _loaded(run: Checkpointer, rank: int, watch: Watch) -> int:
+def _loaded(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> int:
     found = run.load_into({**replicated(-1, rank, len(HOSTS)), **empty(rank, len(HOSTS))})
     step = int(found["step"])
     for array in (found["model"]["weight"], found["model"]["bias"], found["count"], found["tall"]):
@@ -104,11 +105,11 @@ def test_a_damaged_copy_is_passed_over(tmp_path: Path, far: str) -> None:
 
 
 def test_copies_of_several_checkpointables(tmp_path: Path, far: str) -> None:
-    def save(run: Checkpointer, rank: int, watch: Watch) -> None:
+    def save(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> None:
         own = {"model": replicated(1, rank, 4)["model"], "mine": ckptcore.PerProcess({"rank": np.full(3, rank)})}
         assert run.save_checkpointables(1, own) is not None
 
-    def load(run: Checkpointer, rank: int, watch: Watch) -> None:
+    def load(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> None:
         found = run.load_checkpointables(abstract={"model": None, "mine": ckptcore.PerProcess(None)})
         assert (found["model"]["weight"] == 1).all() and (found["mine"]["rank"] == rank).all()
 
@@ -123,7 +124,7 @@ def test_copies_of_another_save_are_not_read(tmp_path: Path, far: str) -> None:
         shutil.rmtree(tmp_path / f"host-{host}")
     shutil.rmtree(far)
 
-    def again(run: Checkpointer, rank: int, watch: Watch) -> None:
+    def again(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> None:
         run.save(1, {**replicated(100, rank, 4), **sharded(100, rank, 4)})
 
     job(tmp_path, far, again, **_options())
@@ -175,7 +176,7 @@ def test_a_process_that_cannot_plan_fails_the_save_on_all(
             raise ValueError("the test wants it")
         return planned(self, rank, size, save_id)
 
-    def work(run: Checkpointer, rank: int, watch: Watch) -> str:
+    def work(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> str:
         with pytest.raises((RankFailedError, ValueError)) as found:
             run.save(1, replicated(1, rank, 4))
         return type(found.value).__name__

@@ -11,9 +11,10 @@ from typing import Any, Final
 import numpy as np
 import pytest
 from ckptcore_testing import ThreadJob
+from ckptcore_tiers import NearTier, TieredDirectory
 
 import ckptcore
-from ckptcore import ArrayShard, Checkpointer, CheckpointReader, NearTier, ShardedArray
+from ckptcore import ArrayShard, Checkpointer, CheckpointReader, ShardedArray
 from ckptcore.context import ReplicaOptions
 from ckptcore.errors import CheckpointError, OnlyStepError, RankFailedError
 from ckptcore.model import Box
@@ -48,7 +49,7 @@ def empty(rank: int, size: int) -> dict[str, Any]:
 def job(
     place: Path,
     far: str,
-    work: Callable[[Checkpointer, int, Watch], Any],
+    work: Callable[[Checkpointer, int, Watch, TieredDirectory], Any],
     hosts: Sequence[int] = HOSTS,
     **options: Any,
 ) -> Sequence[Any]:
@@ -61,8 +62,8 @@ def job(
         tier = NearTier(near_of(place, hosts[coordinator.rank]), seen_by="host", **tier_options)
         context = watched(watch, coordinator)
         context = dataclasses.replace(context, job=dataclasses.replace(context.job, replicas=replicas))
-        with Checkpointer(through(far), near=tier, context=context, **options) as run:
-            return work(run, coordinator.rank, watch)
+        with Checkpointer(tiers := TieredDirectory(tier, through(far)), context=context, **options) as run:
+            return work(run, coordinator.rank, watch, tiers)
 
     return ThreadJob(len(hosts), timeout_seconds=60).run(run_rank)
 
@@ -89,9 +90,9 @@ def steps_on(place: Path, host: int) -> list[int]:
 
 
 def test_each_host_has_its_part_and_the_far_tier_has_all(tmp_path: Path, far: str) -> None:
-    def work(run: Checkpointer, rank: int, watch: Watch) -> int:
+    def work(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> int:
         save(run, [1, 2, 3], rank)
-        run.wait_for_uploads(60)
+        tiers.wait_for_uploads(60)
         before = len(watch.operations)
         found = loaded_step(run, rank)
         read = [operation for operation in watch.operations[before:] if operation.name.startswith("get_into")]
@@ -109,7 +110,7 @@ def test_each_host_has_its_part_and_the_far_tier_has_all(tmp_path: Path, far: st
 
 
 def test_several_checkpointables_on_hosts(tmp_path: Path, far: str) -> None:
-    def work(run: Checkpointer, rank: int, watch: Watch) -> None:
+    def work(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> None:
         own = {"model": sharded(1, rank, 4), "mine": ckptcore.PerProcess({"rank": rank, "data": np.full(5, rank)})}
         assert run.save_checkpointables(1, own) is not None
         run.wait()
@@ -119,7 +120,7 @@ def test_several_checkpointables_on_hosts(tmp_path: Path, far: str) -> None:
     job(tmp_path, far, work)
     shutil.rmtree(tmp_path / "host-1")
 
-    def resume(run: Checkpointer, rank: int, watch: Watch) -> None:
+    def resume(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> None:
         found = run.load_checkpointables(abstract={"model": empty(rank, 4), "mine": ckptcore.PerProcess(None)})
         assert found["mine"]["rank"] == rank and (found["mine"]["data"] == rank).all()
         assert found["model"]["step"] == 1
@@ -128,10 +129,10 @@ def test_several_checkpointables_on_hosts(tmp_path: Path, far: str) -> None:
 
 
 def test_a_host_that_was_replaced_by_an_empty_one_sends_all_to_the_far_tier(tmp_path: Path, far: str) -> None:
-    job(tmp_path, far, lambda run, rank, watch: save(run, [1, 2], rank))
+    job(tmp_path, far, lambda run, rank, *_: save(run, [1, 2], rank))
     shutil.rmtree(tmp_path / "host-1")
 
-    def resume(run: Checkpointer, rank: int, watch: Watch) -> tuple[int, list[int]]:
+    def resume(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> tuple[int, list[int]]:
         found = loaded_step(run, rank)
         save(run, [3], rank)
         return found, list(run.steps)
@@ -143,10 +144,10 @@ def test_a_host_that_was_replaced_by_an_empty_one_sends_all_to_the_far_tier(tmp_
 
 
 def test_what_is_not_on_all_hosts_and_not_far_does_not_count(tmp_path: Path, far: str) -> None:
-    job(tmp_path, far, lambda run, rank, watch: save(run, [1, 2], rank), tier={"upload_policy": SpecificSteps([1])})
+    job(tmp_path, far, lambda run, rank, *_: save(run, [1, 2], rank), tier={"upload_policy": SpecificSteps([1])})
     shutil.rmtree(Path(near_of(tmp_path, 1)) / "2")
 
-    def resume(run: Checkpointer, rank: int, watch: Watch) -> tuple[int, tuple[int, ...]]:
+    def resume(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> tuple[int, tuple[int, ...]]:
         found = loaded_step(run, rank)
         before = run.steps
         save(run, [2], rank)  # it is saved again over what one host has
@@ -157,37 +158,37 @@ def test_what_is_not_on_all_hosts_and_not_far_does_not_count(tmp_path: Path, far
 
 
 def test_a_stale_host_does_not_mix_two_saves_of_a_step(tmp_path: Path, far: str) -> None:
-    job(tmp_path, far, lambda run, rank, watch: save(run, [1], rank))
+    job(tmp_path, far, lambda run, rank, *_: save(run, [1], rank))
     shutil.copytree(tmp_path / "host-1", tmp_path / "kept")
     shutil.rmtree(tmp_path / "host-0")
     shutil.rmtree(tmp_path / "host-1")
 
-    def again(run: Checkpointer, rank: int, watch: Watch) -> None:
+    def again(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> None:
         run.save(1, {**sharded(100, rank, 4)}, overwrite="non-atomic")
 
     job(tmp_path, far, again)
     shutil.rmtree(tmp_path / "host-1")
     (tmp_path / "kept").rename(tmp_path / "host-1")  # the host comes back as it was
 
-    assert job(tmp_path, far, lambda run, rank, watch: loaded_step(run, rank)) == [100] * 4
+    assert job(tmp_path, far, lambda run, rank, *_: loaded_step(run, rank)) == [100] * 4
 
 
 def test_a_job_of_another_size_loads_from_the_far_tier_what_its_hosts_lack(tmp_path: Path, far: str) -> None:
-    job(tmp_path, far, lambda run, rank, watch: save(run, [1, 2], rank))
-    smaller = job(tmp_path, far, lambda run, rank, watch: loaded_step(run, rank, 2), hosts=(0, 1))
+    job(tmp_path, far, lambda run, rank, *_: save(run, [1, 2], rank))
+    smaller = job(tmp_path, far, lambda run, rank, *_: loaded_step(run, rank, 2), hosts=(0, 1))
     assert smaller == [2, 2]
-    alone = job(tmp_path, far, lambda run, rank, watch: loaded_step(run, rank, 1), hosts=(1,))
+    alone = job(tmp_path, far, lambda run, rank, *_: loaded_step(run, rank, 1), hosts=(1,))
     assert alone == [2]
-    larger = job(tmp_path, far, lambda run, rank, watch: loaded_step(run, rank, 8), hosts=(0, 0, 0, 1, 1, 1, 2, 2))
+    larger = job(tmp_path, far, lambda run, rank, *_: loaded_step(run, rank, 8), hosts=(0, 0, 0, 1, 1, 1, 2, 2))
     assert larger == [2] * 8
 
 
 def test_a_damaged_file_on_one_host_lets_all_load_the_far_copy(tmp_path: Path, far: str) -> None:
-    job(tmp_path, far, lambda run, rank, watch: save(run, [1, 2], rank))
+    job(tmp_path, far, lambda run, rank, *_: save(run, [1, 2], rank))
     near = near_of(tmp_path, 1)
     flip(near, next(key for key in keys_of(near, "2") if key.endswith(".safetensors")))
 
-    def resume(run: Checkpointer, rank: int, watch: Watch) -> int:
+    def resume(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> int:
         found = loaded_step(run, rank)
         assert run.skipped_steps == ()
         return found
@@ -197,21 +198,21 @@ def test_a_damaged_file_on_one_host_lets_all_load_the_far_copy(tmp_path: Path, f
 
 @pytest.mark.usefixtures("quick")
 def test_a_far_tier_that_is_away_for_a_host_stops_nobody(tmp_path: Path, far: str) -> None:
-    def work(run: Checkpointer, rank: int, watch: Watch) -> None:
+    def work(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> None:
         away = Outage(watch)
         if rank in (0, 2):
             away.begin()
         save(run, [1, 2], rank)
         assert loaded_step(run, rank) == 2
         away.end()
-        run.wait_for_uploads(60)
+        tiers.wait_for_uploads(60)
 
     job(tmp_path, far, work)
     assert CheckpointReader(far).steps == (1, 2)
 
 
 def test_a_save_that_fails_on_one_host_is_on_none(tmp_path: Path, far: str) -> None:
-    def work(run: Checkpointer, rank: int, watch: Watch) -> str:
+    def work(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> str:
         save(run, [1], rank)
         state = sharded(2, rank, 4)
         if rank == 3:
@@ -228,9 +229,9 @@ def test_a_save_that_fails_on_one_host_is_on_none(tmp_path: Path, far: str) -> N
 
 
 def test_a_deletion_is_one_on_every_host(tmp_path: Path, far: str) -> None:
-    def work(run: Checkpointer, rank: int, watch: Watch) -> list[int]:
+    def work(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> list[int]:
         save(run, [1, 2], rank)
-        run.wait_for_uploads(60)
+        tiers.wait_for_uploads(60)
         run.delete(1)
         run.wait()
         with pytest.raises((OnlyStepError, RankFailedError)):

@@ -9,9 +9,10 @@ from typing import Any, Final
 import numpy as np
 import pytest
 from ckptcore_testing import ThreadJob
+from ckptcore_tiers import NearTier, TieredDirectory
 
 import ckptcore
-from ckptcore import Checkpointer, CheckpointReader, NearTier
+from ckptcore import Checkpointer, CheckpointReader
 from ckptcore.errors import RankFailedError, StorageError
 from ckptcore.policies import LatestN
 from ckptcore.protocols import Coordinator
@@ -21,23 +22,27 @@ from tests.tiers.far_stores import Outage
 SIZE: Final = 3
 
 
-def job(far: str, tier: NearTier, work: Callable[[Checkpointer, int, Watch], Any], **options: Any) -> Sequence[Any]:
+def job(
+    far: str, tier: NearTier, work: Callable[[Checkpointer, int, Watch, TieredDirectory], Any], **options: Any
+) -> Sequence[Any]:
     """Do work on every rank, each with a run and a watch of the far tier of its own; what each returned."""
 
     def run_rank(coordinator: Coordinator) -> Any:
         watch = Watch()
-        with Checkpointer(through(far), near=tier, context=watched(watch, coordinator), **options) as run:
-            return work(run, coordinator.rank, watch)
+        with Checkpointer(
+            tiers := TieredDirectory(tier, through(far)), context=watched(watch, coordinator), **options
+        ) as run:
+            return work(run, coordinator.rank, watch, tiers)
 
     return ThreadJob(SIZE, timeout_seconds=60).run(run_rank)
 
 
 def test_the_leader_uploads_what_all_have_saved(near: str, far: str) -> None:
-    def work(run: Checkpointer, rank: int, watch: Watch) -> list[int]:
+    def work(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> list[int]:
         save_steps(run, [1, 2, 3])
         run.save_checkpointables(4, {"model": tree(4), "mine": ckptcore.PerProcess({"rank": rank})})
-        run.wait_for_uploads(60)
-        assert run.uploads.uploaded == (() if rank else (1, 2, 3, 4))
+        tiers.wait_for_uploads(60)
+        assert tiers.uploads.uploaded == (() if rank else (1, 2, 3, 4))
         assert run.latest == 4
         run.reload()
         return list(run.steps)
@@ -48,7 +53,7 @@ def test_the_leader_uploads_what_all_have_saved(near: str, far: str) -> None:
 
     shutil.rmtree(near)
 
-    def resume(run: Checkpointer, rank: int, watch: Watch) -> int | None:
+    def resume(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> int | None:
         loaded = run.load_checkpointables(abstract={"model": None, "mine": ckptcore.PerProcess(None)})
         assert_is_step(loaded["model"], 4)
         assert loaded["mine"] == {"rank": rank}
@@ -58,9 +63,9 @@ def test_the_leader_uploads_what_all_have_saved(near: str, far: str) -> None:
 
 
 def test_if_one_cannot_load_the_near_copy_all_load_the_far_one(near: str, far: str) -> None:
-    def work(run: Checkpointer, rank: int, watch: Watch) -> list[str]:
+    def work(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> list[str]:
         save_steps(run, [1, 2])
-        run.wait_for_uploads(60)
+        tiers.wait_for_uploads(60)
         run.reload()
         if rank == 0:
             flip(near, array_key(near, "2"))
@@ -74,9 +79,9 @@ def test_if_one_cannot_load_the_near_copy_all_load_the_far_one(near: str, far: s
 
 
 def test_a_step_is_deleted_from_both_tiers_for_all(near: str, far: str) -> None:
-    def work(run: Checkpointer, rank: int, watch: Watch) -> list[int]:
+    def work(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> list[int]:
         save_steps(run, [1, 2])
-        run.wait_for_uploads(60)
+        tiers.wait_for_uploads(60)
         run.reload()
         run.delete(1)
         run.wait()
@@ -93,7 +98,7 @@ def test_all_hear_of_a_far_tier_that_is_away_when_they_begin(near: str, far: str
             away = Outage(watch)
             away.begin()
         try:
-            with Checkpointer(through(far), near=NearTier(near), context=watched(watch, coordinator)):
+            with Checkpointer(TieredDirectory(NearTier(near), through(far)), context=watched(watch, coordinator)):
                 return type(None)
         except (StorageError, RankFailedError) as error:
             return type(error)
@@ -104,14 +109,14 @@ def test_all_hear_of_a_far_tier_that_is_away_when_they_begin(near: str, far: str
 
 @pytest.mark.usefixtures("quick")
 def test_a_far_tier_that_is_away_for_the_leader_stops_nobody(near: str, far: str) -> None:
-    def work(run: Checkpointer, rank: int, watch: Watch) -> None:
+    def work(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> None:
         away = Outage(watch)
         if rank == 0:
             away.begin()
         save_steps(run, [1, 2])
         assert_is_step(run.load(), 2)
         away.end()
-        run.wait_for_uploads(60)
+        tiers.wait_for_uploads(60)
 
     job(far, NearTier(near), work)
     assert CheckpointReader(far).steps == (1, 2)

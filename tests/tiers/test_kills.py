@@ -11,11 +11,12 @@ from typing import Final
 
 import pytest
 from ckptcore_testing.faults import FaultPlan
+from ckptcore_tiers import NearTier, TieredDirectory
 
-from ckptcore import Checkpointer, CheckpointReader, NearTier
+from ckptcore import Checkpointer, CheckpointReader
 from ckptcore.policies import LatestN
 from tests.checkpointer.runs import assert_is_step, save_steps
-from tests.tiers.killed_runs import STEPS, count_requests, kill_at, open_far
+from tests.tiers.killed_runs import STEPS, count_requests, kill_at, open_far, watched_tiers
 
 _SAMPLE: Final = 8
 
@@ -23,7 +24,7 @@ _SAMPLE: Final = 8
 def _prepare(place: Path) -> tuple[Path, Path]:
     """Both tiers of a run that has saved steps 1 and 2."""
     near, far = place / "near", place / "far"
-    with open_far(near, far, FaultPlan()) as run:
+    with open_far(watched_tiers(near, far), FaultPlan()) as run:
         save_steps(run, [1, 2])
     return near, far
 
@@ -37,11 +38,11 @@ def _kill_and_resume(place: Path, at: int) -> None:
         for step in reader.steps:
             assert_is_step(reader.load(step), step)
     there = CheckpointReader(near).steps
-    with Checkpointer(far, near=NearTier(near), preservation_policy=LatestN(2)) as run:
+    with Checkpointer(tiers := TieredDirectory(NearTier(near), far), preservation_policy=LatestN(2)) as run:
         newest = run.latest
         assert newest is not None and newest >= 2
         assert_is_step(run.load(), newest)
-        run.wait_for_uploads(120)
+        tiers.wait_for_uploads(120)
         save_steps(run, [5])
     steps = CheckpointReader(far).steps
     assert steps[-1] == 5 and steps[0] == max(there[-1], *[step for step in (2, *STEPS) if step <= newest])

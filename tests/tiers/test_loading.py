@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from ckptcore_tiers import NearTier, TieredDirectory
 
 import ckptcore
-from ckptcore import Checkpointer, CheckpointReader, NearTier
+from ckptcore import Checkpointer, CheckpointReader
 from ckptcore.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -36,7 +37,7 @@ from tests.checkpointer.runs import (
 
 def saved(near: str, far: str, *steps: int) -> None:
     """Steps in both tiers."""
-    with Checkpointer(far, near=NearTier(near, preservation_policy=LatestN(9))) as run:
+    with Checkpointer(TieredDirectory(NearTier(near, preservation_policy=LatestN(9)), far)) as run:
         save_steps(run, steps)
 
 
@@ -48,7 +49,7 @@ def steps_in(directory: str) -> list[int]:
 def test_the_nearest_copy_is_loaded(near: str, far: str) -> None:
     saved(near, far, 1)
     flip(far, array_key(far, "1"))  # nobody looks
-    with Checkpointer(far, near=NearTier(near)) as run:
+    with Checkpointer(TieredDirectory(NearTier(near), far)) as run:
         assert_is_step(run.load(), 1)
         assert_is_step(run.load(1), 1)
 
@@ -56,7 +57,7 @@ def test_the_nearest_copy_is_loaded(near: str, far: str) -> None:
 def test_a_lost_near_tier_costs_nothing_that_was_uploaded(near: str, far: str) -> None:
     saved(near, far, 1, 2)
     shutil.rmtree(near)
-    with Checkpointer(far, near=NearTier(near)) as run:
+    with Checkpointer(TieredDirectory(NearTier(near), far)) as run:
         assert run.latest == 2 and run.steps == (1, 2)
         assert_is_step(run.load(), 2)
         assert run.restored_step == 2 and run.skipped_steps == ()
@@ -76,7 +77,7 @@ def test_a_damaged_near_copy_is_replaced_by_the_far_one_and_that_is_said(
     harm(near, array_key(near, "2"))
     events: list[Event] = []
     context = ckptcore.Context(observers=[events.append])
-    with Checkpointer(far, near=NearTier(near), context=context) as run:
+    with Checkpointer(TieredDirectory(NearTier(near), far), context=context) as run:
         with caplog.at_level(logging.WARNING, "ckptcore.training"):
             assert_is_step(run.load(2 if named else None), 2)
         assert run.restored_step == 2 and run.skipped_steps == ()
@@ -88,7 +89,7 @@ def test_a_damaged_near_copy_is_replaced_by_the_far_one_and_that_is_said(
 def test_a_damaged_root_is_damage_too(near: str, far: str) -> None:
     saved(near, far, 1)
     cut(near, f"1/{ROOT}")
-    with Checkpointer(far, near=NearTier(near)) as run:
+    with Checkpointer(TieredDirectory(NearTier(near), far)) as run:
         assert_is_step(run.load(), 1)
 
 
@@ -96,16 +97,16 @@ def test_a_step_that_is_damaged_in_both_tiers_is_passed_over(near: str, far: str
     saved(near, far, 1, 2)
     flip(near, array_key(near, "2"))
     flip(far, array_key(far, "2"))
-    with Checkpointer(far, near=NearTier(near)) as run:
+    with Checkpointer(tiers := TieredDirectory(NearTier(near), far)) as run:
         assert_is_step(run.load(), 1)
         (skip,) = run.skipped_steps
         assert skip.step == 2 and near in skip.reason and far in skip.reason
         with pytest.raises(CorruptCheckpointError) as raised:
             run.load(2)
-        assert any("nearer" in note and near in note for note in raised.value.__notes__)
+        assert any("another copy" in note and near in note for note in raised.value.__notes__)
         # The run saves it again, without being asked to replace it, in both.
         save_steps(run, [2])
-        run.wait_for_uploads(60)
+        tiers.wait_for_uploads(60)
     assert_is_step(CheckpointReader(far).load(2), 2)
     assert_is_step(CheckpointReader(near).load(2), 2)
 
@@ -114,7 +115,7 @@ def test_a_target_is_filled_whole_from_the_far_copy(near: str, far: str) -> None
     saved(near, far, 1, 2)
     flip(near, array_key(near, "2"))
     target = {"w": np.zeros((3, 5), np.float32), "b": np.zeros(7, np.int64), "step": 0}
-    with Checkpointer(far, near=NearTier(near)) as run:
+    with Checkpointer(TieredDirectory(NearTier(near), far)) as run:
         assert_is_step(run.load_into(target), 2)
 
 
@@ -122,17 +123,17 @@ def test_of_two_saves_of_a_step_the_later_counts_whichever_tier_has_it(near: str
     saved(near, far, 1, 2)
     with Checkpointer(far) as elsewhere:  # the run went on where nobody has this near tier
         elsewhere.save(2, {**tree(2), "w": np.full((3, 5), 22, np.float32)}, overwrite="non-atomic")
-    with Checkpointer(far, near=NearTier(near)) as run:
+    with Checkpointer(tiers := TieredDirectory(NearTier(near), far)) as run:
         assert (run.load()["w"] == 22).all()
-        run.wait_for_uploads(60)
-        assert run.uploads.uploaded == ()
-    with Checkpointer(far, near=NearTier(near, upload_policy=FixedInterval(100))) as run:
+        tiers.wait_for_uploads(60)
+        assert tiers.uploads.uploaded == ()
+    with Checkpointer(tiers := TieredDirectory(NearTier(near, upload_policy=FixedInterval(100)), far)) as run:
         # A run that was set back: the far tier gets what replaces its step, whatever the policy chooses.
         run.save(2, {**tree(2), "w": np.full((3, 5), 222, np.float32)}, overwrite=True)
         run.wait()
         assert (run.load()["w"] == 222).all()
-        run.wait_for_uploads(60)
-        assert run.uploads.uploaded == (2,)
+        tiers.wait_for_uploads(60)
+        assert tiers.uploads.uploaded == (2,)
     assert (CheckpointReader(far).load()["w"] == 222).all()
 
 
@@ -140,7 +141,7 @@ def test_a_near_copy_that_replaces_a_far_one_is_uploaded_by_the_next_run(near: s
     saved(near, far, 1)
     with Checkpointer(near) as run:
         run.save(1, {**tree(1), "w": np.full((3, 5), 11, np.float32)}, overwrite=True)
-    with Checkpointer(far, near=NearTier(near, upload_policy=FixedInterval(100))):
+    with Checkpointer(TieredDirectory(NearTier(near, upload_policy=FixedInterval(100)), far)):
         pass
     assert (CheckpointReader(far).load()["w"] == 11).all()
 
@@ -148,37 +149,37 @@ def test_a_near_copy_that_replaces_a_far_one_is_uploaded_by_the_next_run(near: s
 def test_a_step_that_is_only_far_is_there_for_a_save(near: str, far: str) -> None:
     saved(near, far, 1)
     shutil.rmtree(near)
-    with Checkpointer(far, near=NearTier(near)) as run:
+    with Checkpointer(TieredDirectory(NearTier(near), far)) as run:
         with pytest.raises(CheckpointExistsError, match="step 1 is in"):
             run.save(1, tree(1))
         run.save(1, tree(1), overwrite=True)
 
 
 def test_a_deleted_step_is_gone_from_both_tiers_and_stays_so(near: str, far: str) -> None:
-    with Checkpointer(far, near=NearTier(near, preservation_policy=LatestN(9))) as run:
+    with Checkpointer(tiers := TieredDirectory(NearTier(near, preservation_policy=LatestN(9)), far)) as run:
         save_steps(run, [1, 2])
-        run.wait_for_uploads(60)
+        tiers.wait_for_uploads(60)
         run.delete(1)
         assert run.steps == (2,)
         run.wait()
         with pytest.raises(CheckpointNotFoundError):
             run.delete(1)
-    with Checkpointer(far, near=NearTier(near)):
+    with Checkpointer(TieredDirectory(NearTier(near), far)):
         pass
     assert steps_in(near) == steps_in(far) == [2]
 
 
 def test_the_only_valid_step_of_all_tiers_is_not_deleted(near: str, far: str) -> None:
     saved(near, far, 1)
-    with Checkpointer(far, near=NearTier(near)) as run:
+    with Checkpointer(TieredDirectory(NearTier(near), far)) as run:
         with pytest.raises(OnlyStepError):
             run.delete(1)
         assert run.steps == (1,)
         save_steps(run, [2])
     shutil.rmtree(near)
-    with Checkpointer(far, near=NearTier(near)) as run:
+    with Checkpointer(tiers := TieredDirectory(NearTier(near), far)) as run:
         save_steps(run, [3])
-        run.wait_for_uploads(60)
+        tiers.wait_for_uploads(60)
         run.delete(3)  # the only one near
         run.wait()
         assert run.steps == (1, 2)
@@ -186,7 +187,7 @@ def test_the_only_valid_step_of_all_tiers_is_not_deleted(near: str, far: str) ->
 
 def test_a_step_that_is_pinned_in_one_tier_is_deleted_from_none(near: str, far: str) -> None:
     saved(near, far, 1, 2)
-    with Checkpointer(far, near=NearTier(near, preservation_policy=LatestN(9))) as run:
+    with Checkpointer(TieredDirectory(NearTier(near, preservation_policy=LatestN(9)), far)) as run:
         with CheckpointReader(far).pin(1), pytest.raises(StepPinnedError):
             run.delete(1)
         assert run.steps == (1, 2)
@@ -199,7 +200,7 @@ def test_a_step_that_is_pinned_in_one_tier_is_deleted_from_none(near: str, far: 
 
 def test_a_load_before_anything_was_saved_says_so(near: str, far: str) -> None:
     with (
-        Checkpointer(far, near=NearTier(near)) as run,
+        Checkpointer(TieredDirectory(NearTier(near), far)) as run,
         pytest.raises(CheckpointNotFoundError, match="no committed step"),
     ):
         run.load()

@@ -23,9 +23,10 @@ from ckptcore_testing import (
     SeededFaults,
     StoreDialect,
 )
+from ckptcore_tiers import NearTier, TieredDirectory
 
 import ckptcore
-from ckptcore import Checkpointer, CheckpointReader, Context, NearTier
+from ckptcore import Checkpointer, CheckpointReader, Context
 from ckptcore.policies import LatestN
 from tests.checkpointer.runs import assert_is_step, save_steps
 
@@ -47,13 +48,15 @@ def _context(server: S3Server, **options: Any) -> Context:
 def test_what_is_lost_near_is_loaded_from_s3(tmp_path: Path, server: S3Server) -> None:
     far, context = f"s3://{server.create_bucket()}/run", _context(server)
     near = tmp_path / "near"
-    with Checkpointer(far, near=NearTier(near, preservation_policy=LatestN(1)), context=context) as run:
+    with Checkpointer(
+        tiers := TieredDirectory(NearTier(near, preservation_policy=LatestN(1)), far), context=context
+    ) as run:
         save_steps(run, [1, 2, 3])
-        run.wait_for_uploads(120)
-        assert run.uploads.waiting == ()
+        tiers.wait_for_uploads(120)
+        assert tiers.uploads.waiting == ()
     assert CheckpointReader(near).steps == (3,)
     shutil.rmtree(near)
-    with Checkpointer(far, near=NearTier(near), context=context) as run:
+    with Checkpointer(TieredDirectory(NearTier(near), far), context=context) as run:
         assert run.steps == (1, 2, 3)
         assert_is_step(run.load(), 3)
         save_steps(run, [4])
@@ -103,7 +106,7 @@ def test_throttling_resets_and_an_outage_lose_nothing(tmp_path: Path, server: S3
     with FaultProxy(server.server.url, weather, dialect=DIALECT) as proxy:
         context = _context(server, endpoint=proxy.url, retries=3, first_wait=0.01)
         tier = NearTier(near, preservation_policy=LatestN(2), most_waiting=20)
-        with Checkpointer(far, near=tier, context=context) as run:
+        with Checkpointer(tiers := TieredDirectory(tier, far), context=context) as run:
             for step in range(1, 6):
                 run.save(step, _large(step))
                 run.wait()
@@ -115,13 +118,13 @@ def test_throttling_resets_and_an_outage_lose_nothing(tmp_path: Path, server: S3
             time.sleep(0.5)
             assert CheckpointReader(near).latest == 8
             weather.end()
-            run.wait_for_uploads(300)
-            assert run.uploads.skipped == () and run.uploads.failed == ()
+            tiers.wait_for_uploads(300)
+            assert tiers.uploads.skipped == () and tiers.uploads.failed == ()
     shutil.rmtree(near)
     plain = _context(server)
     reader = CheckpointReader(far, context=plain)
     assert reader.steps == tuple(range(1, 9))
     for step in reader.steps:
         assert (reader.load(step)["w"] == step).all()
-    with Checkpointer(far, near=NearTier(near), context=plain) as run:
+    with Checkpointer(TieredDirectory(NearTier(near), far), context=plain) as run:
         assert run.load()["step"] == 8

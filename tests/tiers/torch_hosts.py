@@ -11,12 +11,13 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from ckptcore_tiers import NearTier, TieredDirectory
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten
 
-from ckptcore import Checkpointer, Context, NearTier
+from ckptcore import Checkpointer, Context
 from ckptcore.context import JobOptions, ReplicaOptions
 from ckptcore.policies import SpecificSteps
 from tests.jobs.processes import Place
@@ -44,7 +45,9 @@ def _state(step: int, place: Place) -> dict[str, Any]:
 
 def _open(place: Place) -> Checkpointer:
     near = place.directory / f"host-{place.rank}" / "run"
-    return Checkpointer(place.directory / "far", near=NearTier(near, seen_by="host", close_seconds=120.0), layout="dcp")
+    return Checkpointer(
+        TieredDirectory(NearTier(near, seen_by="host", close_seconds=120.0), place.directory / "far"), layout="dcp"
+    )
 
 
 def _save(place: Place) -> list[int]:
@@ -80,7 +83,7 @@ def _open_never_uploading(place: Place) -> Checkpointer:
         place.directory / f"host-{place.rank // 2}" / "run", seen_by="host", upload_policy=SpecificSteps([])
     )
     context = Context(job=JobOptions(replicas=ReplicaOptions(piece_bytes=256)))
-    return Checkpointer(place.directory / "far", near=near, layout=place.layouts[0], context=context)
+    return Checkpointer(TieredDirectory(near, place.directory / "far"), layout=place.layouts[0], context=context)
 
 
 def _trained(place: Place, steps: int) -> dict[str, Any]:

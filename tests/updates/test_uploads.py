@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_tiers import NearTier, TieredDirectory
 from ckptcore_tools.copies.copying import copy_whole
 
 import ckptcore
-from ckptcore import Checkpointer, CheckpointReader, NearTier
+from ckptcore import Checkpointer, CheckpointReader
 from ckptcore.policies import FixedInterval, LatestN
 from tests.copying.places import new_place, objects_at
 from tests.crashes.states import same_value
@@ -34,7 +35,7 @@ def test_an_update_is_whole_in_the_far_tier(options: Any, policy: Any, tmp_path:
     ckptcore.save(f"{near}/2", {"n": 2}, strategy=ckptcore.Update(f"{near}/1"))
     found = []
     for _ in range(2):
-        with Checkpointer(far, near=NearTier(near, **options), preservation_policy=policy) as run:
+        with Checkpointer(TieredDirectory(NearTier(near, **options), far), preservation_policy=policy) as run:
             run.wait()
             assert run.load()["n"] == 2
         found.append(objects_at(f"{far}/2"))

@@ -10,11 +10,7 @@ import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore.context import default_context
 from ckptcore.errors import MissingDistributionError
-from ckptcore.step_names import StepNames
-from ckptcore.training.steps import StepDirectory
-from ckptcore.training.tiers.sending import CopiesSteps
 
 COPY: Any = ckptcore.copy
 
@@ -57,10 +53,3 @@ def without_tools(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_core_alone_names_the_distribution(name: str) -> None:
     with pytest.raises(MissingDistributionError, match=rf"ckptcore\.{name} .* pip install 'ckptcore\[tools\]'"):
         getattr(ckptcore, name)
-
-
-@pytest.mark.usefixtures("without_tools")
-def test_a_near_tier_names_the_distribution(tmp_path: Path) -> None:
-    near, far = (StepDirectory(tmp_path / name, StepNames(), default_context()) for name in ("near", "far"))
-    with pytest.raises(MissingDistributionError, match=r"near tier .* pip install 'ckptcore\[tools\]'"):
-        CopiesSteps(near, far, default_context())

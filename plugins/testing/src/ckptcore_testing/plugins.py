@@ -31,8 +31,10 @@ PUBLIC_MODULES: Final = (
     "ckptcore.hookspecs",
     "ckptcore.model",
     "ckptcore.planning",
+    "ckptcore.policies",
     "ckptcore.protocols",
     "ckptcore.redaction",
+    "ckptcore.training",
     "ckptcore_testing",
 )
 """The modules that plugins may import; of the packages among them also what is inside."""

@@ -20,7 +20,8 @@ from ckptcore.errors import (
 )
 from ckptcore.protocols import StorageBackend
 from ckptcore.step_names import StepNames
-from ckptcore.training.steps import StepDirectory, read_directory_metadata, write_directory_metadata
+from ckptcore.training.path_directory import read_directory_metadata, write_directory_metadata
+from ckptcore.training.steps import StepDirectory
 from ckptcore_tools.copies.copying import CopyReport, CopyVerification, copy_whole
 
 __all__ = ["StepProgressCallback", "StepsCopyReport", "copy_run"]

@@ -1,21 +1,21 @@
-"""Sending a step from one tier to the other: a copy of the same bytes, committed there, gone on with where an earlier one died."""
+"""Sending a step to the far tier: a byte-for-byte copy that resumes an interrupted one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import Protocol
 
-from ckptcore.commit.location import Place, Within
-from ckptcore.commit.occupants import Overwrite
+from ckptcore_tools.copies import copy_whole
+
+from ckptcore.commit.location import Within
 from ckptcore.context import Context
-from ckptcore.distributions import import_name
 from ckptcore.training.steps import StepDirectory
 
 __all__ = ["CopiesSteps", "Send"]
 
 
 class Send(Protocol):
-    """Brings the objects of a committed step to the far tier and commits it there."""
+    """Copies a committed step to the far tier and commits it there."""
 
     def __call__(
         self,
@@ -27,7 +27,7 @@ class Send(Protocol):
         is_stopped: Callable[[], bool],
         before_commit: Callable[[], None],
     ) -> int:
-        """Copy a step, or go on with a copy that died; returns once it is committed there.
+        """Copy a step, or resume an interrupted copy. Returns once it is committed.
 
         Args:
             step: which.
@@ -48,31 +48,8 @@ class Send(Protocol):
         ...
 
 
-class _Copied(Protocol):
-    """The report of a copy."""
-
-    @property
-    def sent_bytes(self) -> int: ...
-
-
-class _CopyCheckpoint(Protocol):
-    """Copies a checkpoint to another place and commits it there."""
-
-    def __call__(
-        self,
-        source: Place,
-        destination: Place,
-        context: Context,
-        *,
-        overwrite: Overwrite,
-        progress: Callable[[int, int], None],
-        is_stopped: Callable[[], bool],
-        before_commit: Callable[[], None],
-    ) -> _Copied: ...
-
-
 class CopiesSteps:
-    """Sends steps by one process, as `ckptcore.training.tiers.uploader.Send` asks."""
+    """The `Send` of one process that has whole steps."""
 
     def __init__(self, near: StepDirectory, far: StepDirectory, context: Context) -> None:
         """Send nothing yet.
@@ -81,11 +58,7 @@ class CopiesSteps:
             near: where steps are.
             far: where they go.
             context: options.
-
-        Raises:
-            MissingDistributionError: if the distribution that copies checkpoints is not installed.
         """
-        self._copy = cast("_CopyCheckpoint", import_name("copy_whole", purpose="uploading steps from a near tier"))
         self._near = near
         self._far = far
         self._context = context
@@ -102,7 +75,7 @@ class CopiesSteps:
     ) -> int:
         """See `Send`."""
         # What refers to others is uploaded whole: whether these ever come there is for policies to say.
-        report = self._copy(
+        report = copy_whole(
             self._near.place(step),
             Within(self._far.directory, name),
             self._context,

@@ -1,4 +1,4 @@
-"""Uploader: takes committed steps from the near tier to the far one, on a thread of its own, for as long as the run lasts."""
+"""Uploader: copies committed steps from the near directory to the far one, on a thread of its own, while the run lasts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import CancelledError
+from dataclasses import dataclass
 from typing import Final
 
 from ckptcore.errors import (
@@ -24,39 +25,39 @@ from ckptcore.errors import (
 from ckptcore.events import Observer, Recording
 from ckptcore.io.background import Progress
 from ckptcore.io.threads import renew_in_children
-from ckptcore.policies import Moment, StepInfo
-from ckptcore.training.step_saves import Past
+from ckptcore.policies import Moment, PreservationPolicy, StepInfo, what_to_delete
+from ckptcore.training.path_directory import OwnedDirectory
+from ckptcore.training.save_decisions import Past
 from ckptcore.training.steps import StepDirectory
-from ckptcore.training.tiers.backlog import given_up, next_upload
-from ckptcore.training.tiers.near import NearTier, OwnedTier
-from ckptcore.training.tiers.sending import Send
-from ckptcore.training.tiers.status import UploadState, UploadStatus
+from ckptcore_tiers.near_tier import NearTier
+from ckptcore_tiers.sending import Send
+from ckptcore_tiers.status import UploadState, UploadStatus
 
 __all__ = ["Uploader"]
 
-logger = logging.getLogger("ckptcore.training.tiers")
+logger = logging.getLogger("ckptcore.tiers")
 
 _FIRST_PAUSE_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 60.0
 _EXIT_SECONDS: Final = 5.0
-"""How long the end of the program waits at most for the piece that is being sent."""
+"""How long the exit of the program waits for the transfer of a piece."""
 
 _UNREADABLE: Final = (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedVersionError)
-"""What says that a copy near is gone or damaged, which another try does not change."""
+"""Errors of a near copy that is missing or damaged. A retry would not help."""
 
 
 class Uploader:
     """Uploads the committed steps of a run that owns both tiers. Any thread may ask; one thread uploads.
 
-    A far tier that fails is tried again, after pauses that grow to a minute, for as long as the run lasts: nothing waits for it but
-    who asks to. What is damaged near is not tried again.
+    Uploads that fail because of the far tier are retried as long as the run lasts, after pauses that grow to a minute. Only
+    `wait` waits for them. A step whose near copy is damaged is not retried.
     """
 
     def __init__(
         self,
         options: NearTier,
         near: StepDirectory,
-        far: OwnedTier,
+        far: OwnedDirectory,
         send: Send,
         *,
         kept: Callable[[], Collection[int]],
@@ -90,13 +91,13 @@ class Uploader:
         renew_in_children(self)
 
     def renew(self) -> None:
-        """Upload nothing: in a forked child, which owns neither tier."""
+        """Stop uploading: a forked child owns neither tier."""
         self._changed = threading.Condition()
         self._state = UploadState(stopped=True)
         self._thread = None
 
     def resume(self) -> None:
-        """Let the steps wait that are near and not in the far tier, as far as the upload policy chooses them."""
+        """Queue the steps that are near and not far, if the upload policy chooses them."""
         in_far = set(self._far.steps.steps())
         newest = max(in_far, default=None)
         if newest is not None:
@@ -114,7 +115,7 @@ class Uploader:
             self._far.deleter.clean()
 
     def _past(self, steps: StepDirectory, step: int) -> Past:
-        """What an upload policy asks of a step that is there; what cannot be read is not known."""
+        """Return what an upload policy needs to know of a step. Unreadable fields are None."""
         try:
             summary = steps.summary(step)
             epoch = None if summary is None else summary.progress.get("epoch")
@@ -123,7 +124,7 @@ class Uploader:
             return Past(step)
 
     def _differs(self, step: int) -> bool:
-        """Whether the copy near is another save than the one in the far tier, and later."""
+        """Return whether the near copy is another, later save than the far one."""
         try:
             far = self._far.steps.summary(step)
         except (CheckpointNotFoundError, CorruptCheckpointError):
@@ -134,7 +135,7 @@ class Uploader:
         return self._near.info(step).created > self._far.steps.info(step).created
 
     def committed(self, step: int, epoch: int | None, *, preempted: bool) -> None:
-        """Say that a step is committed near. It waits from now on if the upload policy chooses it; asks the far tier nothing.
+        """Queue a step that was committed near, if the upload policy chooses it. Sends no request to the far tier.
 
         Args:
             step: which.
@@ -162,7 +163,7 @@ class Uploader:
             self._state.wait_for(step)
             # What is being sent goes on: else a run that saves faster than it uploads would never end an upload.
             others = self._state.waiting - {self._state.current}
-            old = given_up(others, self._options.most_waiting)
+            old = _given_up(others, self._options.most_waiting)
             self._state.waiting.difference_update(old)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="ckptcore-upload", daemon=True)
@@ -173,18 +174,18 @@ class Uploader:
             self._skip(other, reason, logging.WARNING)
 
     def pending(self) -> frozenset[int]:
-        """The steps whose files near are still needed."""
+        """Return the steps whose near files are still needed."""
         with self._changed:
             return self._state.pending
 
     @property
     def status(self) -> UploadStatus:
-        """How far it is."""
+        """The progress of the uploads."""
         with self._changed:
             return self._state.status()
 
     def cancel(self, step: int) -> None:
-        """Let a step not be uploaded; returns when nothing of it is being sent."""
+        """Cancel the upload of a step. Returns once no transfer of it is running."""
         with self._changed:
             self._state.cancel(step)
             self._changed.wait_for(lambda: self._state.current != step)
@@ -206,7 +207,7 @@ class Uploader:
         return self._state.is_idle
 
     def raise_unheard(self, *, waiting: bool = False) -> None:
-        """Tell, once, which steps cannot be uploaded.
+        """Raise an error for the steps that cannot be uploaded, once for each.
 
         Args:
             waiting: tell of those that still wait, too.
@@ -220,7 +221,7 @@ class Uploader:
             raise error
 
     def close(self) -> None:
-        """Wait as long as the options say, then stop; what was sent of a step is gone on with by the next run.
+        """Wait as long as the options say, then stop. The next run resumes an interrupted upload.
 
         Raises:
             UploadError: as `wait`; nothing is said of steps that wait where the options leave them to the next run.
@@ -235,7 +236,7 @@ class Uploader:
         self.raise_unheard(waiting=seconds != 0)
 
     def stop(self) -> None:
-        """Send no more, and wait until the piece that is being sent is. Again is no error."""
+        """Stop after the current piece. Further calls do nothing."""
         self._tell_to_stop(None)
         atexit.unregister(self._at_exit)
 
@@ -271,7 +272,7 @@ class Uploader:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _has_work(self) -> bool:
-        """Whether a step waits; if not, the thread ends, and the next step begins another one: nothing is kept by an idle thread."""
+        """Return whether a step waits. If not, the thread ends, and the next step starts another one."""
         with self._changed:
             if self._state.waiting and not self._state.stopped:
                 return True
@@ -279,13 +280,13 @@ class Uploader:
             return False
 
     def _upload_next(self) -> None:
-        """Upload the step whose turn it is.
+        """Upload the next step.
 
         Raises:
             CheckpointError: the far tier failed; the step waits.
         """
         far = self._far.infos()
-        chosen = next_upload(self._waiting_infos(), far, self._far.policy, time.time(), keep=self._kept_far())
+        chosen = _next_upload(self._waiting_infos(), far, self._far.policy, time.time(), keep=self._kept_far())
         with self._changed:
             superseded = self._state.waiting.intersection(chosen.superseded)
             self._state.waiting -= superseded
@@ -311,13 +312,13 @@ class Uploader:
             self._is_clean = True
 
     def _kept_far(self) -> frozenset[int]:
-        """The steps that stay in the far tier whatever its policy says: the newest by number may be older than the run."""
+        """Return the steps that stay far whatever the policy says. The newest by number may be older than the run."""
         with self._changed:
             last = (self._state.last_chosen.step, *self._state.uploaded[-1:])
             return frozenset(self._kept()).union([step for step in last if step is not None])
 
     def _waiting_infos(self) -> Sequence[StepInfo]:
-        """What the far tier's policy asks of the steps that wait."""
+        """Return what the far policy needs to know of the steps that wait."""
         with self._changed:
             waiting = sorted(self._state.waiting)
         infos = []
@@ -350,11 +351,11 @@ class Uploader:
                 self._state.succeed(step)
 
     def _bring(self, step: int) -> int:
-        """Let a step be in the far tier; bytes that were sent."""
-        self._far.owned.check()
+        """Copy a step to the far tier, unless it is there. Return the bytes sent."""
+        self._far.hold.check()
         steps = self._far.steps
         replaces = steps.look_again(step)
-        if replaces and step not in self._far.broken and not self._differs(step):
+        if replaces and step not in self._far.steps.broken and not self._differs(step):
             logger.info("step %d is in %s already, or a later save of it is", step, steps.display)
             return 0
         name = steps.name(step)
@@ -365,10 +366,10 @@ class Uploader:
             replaces=replaces,
             progress=self._note_progress,
             is_stopped=functools.partial(self._is_off, step),
-            before_commit=self._far.owned.check,
+            before_commit=self._far.hold.check,
         )
         steps.add(step, name)
-        self._far.broken.discard(step)
+        self._far.steps.broken.discard(step)
         return sent
 
     def _note_progress(self, done: int, total: int) -> None:
@@ -378,7 +379,7 @@ class Uploader:
         return self._state.stopped or step in self._state.cancelled
 
     def _skip(self, step: int, reason: str, level: int = logging.INFO) -> None:
-        """Say why a step that no longer waits is not uploaded."""
+        """Record why a step is not uploaded."""
         with self._changed:
             self._state.skip(step, reason)
         logger.log(level, "step %d is not uploaded to %s: %s", step, self._far.steps.display, reason)
@@ -386,13 +387,13 @@ class Uploader:
         recording.finish(error=UploadError(reason, [step]))
 
     def _fail(self, step: int, error: BaseException) -> None:
-        """Let a step not be uploaded, and whoever waits or closes hear why."""
+        """Record that a step cannot be uploaded. `wait` and `close` raise the error."""
         logger.warning("step %d cannot be uploaded to %s: %s", step, self._far.steps.display, error)
         with self._changed:
             self._state.fail(step, error)
 
     def _lose(self, error: SaveLostError) -> None:
-        """The far tier belongs to another job by now: nothing may be changed there any more."""
+        """Fail all steps that wait: another job owns the far tier now."""
         for step in sorted(self.pending()):
             self._fail(step, error)
         with self._changed:
@@ -404,3 +405,47 @@ def _stop_at_exit(found: weakref.ref[Uploader]) -> None:
     uploader = found()
     if uploader is not None:
         uploader._tell_to_stop(_EXIT_SECONDS)
+
+
+@dataclass(frozen=True, slots=True)
+class _NextUpload:
+    """What to do next.
+
+    Attributes:
+        step: the one to upload; None if none is worth it.
+        superseded: those that the far tier would delete at once.
+    """
+
+    step: int | None
+    superseded: tuple[int, ...]
+
+
+def _next_upload(
+    waiting: Sequence[StepInfo],
+    far: Sequence[StepInfo],
+    policy: PreservationPolicy,
+    now: float,
+    *,
+    keep: Collection[int] = (),
+) -> _NextUpload:
+    """Return the newest step that waits, and those that the far policy would delete as soon as all were uploaded.
+
+    An uploader that keeps up has one step waiting, and so uploads in order. One that has fallen behind makes the newest safe first.
+
+    Args:
+        waiting: the steps that wait.
+        far: the steps that the far tier has.
+        policy: which steps the far tier keeps.
+        now: seconds since the epoch, UTC.
+        keep: steps that it keeps whatever its policy says.
+    """
+    all_of_them = {info.step: info for info in (*far, *waiting)}
+    doomed = what_to_delete(policy, list(all_of_them.values()), now)
+    steps = [info.step for info in waiting]
+    superseded = tuple(sorted(set(doomed).intersection(steps).difference(keep)))
+    return _NextUpload(max((step for step in steps if step not in superseded), default=None), superseded)
+
+
+def _given_up(waiting: Collection[int], most: int) -> tuple[int, ...]:
+    """Return the oldest steps, beyond the number that may wait."""
+    return tuple(sorted(waiting)[: max(0, len(waiting) - most)])

@@ -1,102 +1,120 @@
-"""Saves of steps: the decision to save, and its outcome."""
+"""Decisions to save: the policy, and notices that the machine will be taken away."""
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from threading import Lock
-from typing import Any
+from types import FrameType, TracebackType
+from typing import Any, Self, TypeAlias
 
-from ckptcore.io.background import SaveHandle
+from ckptcore.io.threads import renew_in_children
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.tree import JSON
 from ckptcore.policies import AnySave, Moment, PreemptionCheckpointing, SavePolicy
-from ckptcore.training.preemption import PreemptionNotice, TerminationSignal
 
-__all__ = [
-    "Past",
-    "SaveDecider",
-    "StepSaves",
-]
+__all__ = ["Past", "PreemptionNotice", "SaveDecider", "TerminationSignal"]
+
+PreemptionNotice: TypeAlias = Callable[[int], bool]
+"""Returns, for a step, whether this process is to be preempted. Called at every step, on the training thread."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Saving:
-    """A save in the background."""
-
-    step: int
-    handle: SaveHandle
+_Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
+"""The results of `signal.getsignal`."""
 
 
-class StepSaves:
-    """The saves of a run in this process. One thread begins them; any may ask.
+class TerminationSignal:
+    """A `PreemptionNotice` that SIGTERM gives: from the first one on, the answer is yes.
 
-    Attributes:
-        last_committed: the step that was committed last; None before.
+    While it is open, SIGTERM no longer ends the process: the training loop does, when it has saved. A handler that the program
+    had is called too. A forked child does with SIGTERM what it did before, so that worker processes can be ended.
     """
 
     def __init__(self) -> None:
-        self._lock = Lock()
-        self._saves: list[_Saving] = []
-        self._beginning: int | None = None
-        self.last_committed: int | None = None
+        """Listen from now on.
 
-    def __len__(self) -> int:
-        """How many are kept: under way, or failed without anybody having asked, or over since the last began."""
-        with self._lock:
-            return len(self._saves)
-
-    @contextmanager
-    def beginning(self, step: int) -> Iterator[None]:
-        """Count a step as under way in the body: while its save begins, or for as long as it blocks."""
-        self._beginning = step
-        try:
-            yield
-        finally:
-            self._beginning = None
-
-    def add(self, step: int, handle: SaveHandle) -> None:
-        """Keep a save that goes on in the background."""
-        with self._lock:
-            self._saves = [*(save for save in self._saves if save.handle.matters), _Saving(step, handle)]
-
-    @property
-    def are_under_way(self) -> bool:
-        """Whether a save goes on in the background."""
-        with self._lock:
-            return any(not save.handle.done() for save in self._saves)
-
-    def under_way(self) -> set[int]:
-        """The steps that are being saved."""
-        beginning = self._beginning
-        with self._lock:
-            under_way = {save.step for save in self._saves if not save.handle.done()}
-        return under_way if beginning is None else under_way | {beginning}
-
-    def take_errors(self) -> Sequence[BaseException]:
-        """Wait until every save that was begun is over; the errors that nobody has asked for, each once.
-
-        Who is interrupted while it waits, waits again the next time.
+        Raises:
+            ValueError: not on the main thread, where alone signals can be listened to.
         """
-        with self._lock:
-            saves = list(self._saves)
-        errors: list[BaseException] = []
-        for save in saves:
-            told = not save.handle.matters
-            error = save.handle.exception()
-            if error is not None and not told:
-                errors.append(error)
-        with self._lock:
-            self._saves = [save for save in self._saves if save not in saves]
-        return errors
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError(
+                "SIGTERM can be listened to on the main thread only: make the Checkpointer there, or pass "
+                "preemption_notice=, a function that tells whether this process is to be preempted"
+            )
+        self._received = False
+        self._closed = False
+        # Not held by the signal: one that is dropped without being closed must not leave the process deaf.
+        reference = weakref.ref(self)
+        self._previous: _Handler = signal.getsignal(signal.SIGTERM)
+        previous = self._previous
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            own = reference()
+            if own is not None:
+                own._hear(number, frame)
+            else:
+                _hand_on(previous, handle, number, frame)
+
+        self._handler = handle
+        signal.signal(signal.SIGTERM, handle)
+        renew_in_children(self)
+
+    def renew(self) -> None:
+        """Listen no longer: this is a forked child, and the training loop is its parent's."""
+        self.close()
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self._received = True
+        if self._closed:
+            # It could not be taken out when it was closed.
+            _hand_on(self._previous, self._handler, number, frame)
+        elif callable(self._previous):
+            self._previous(number, frame)
+
+    def _is_asked_first(self) -> bool:
+        return signal.getsignal(signal.SIGTERM) is self._handler
+
+    def __call__(self, step: int) -> bool:
+        """Return whether SIGTERM was received."""
+        return self._received
+
+    def close(self) -> None:
+        """Listen no longer; what listened before does again. Any thread; again is no error."""
+        self._closed = True
+        # What somebody put in place meanwhile stays, and may still call this one. Off the main thread nothing can be put
+        # back, and what comes is handed on.
+        if self._is_asked_first() and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._previous if self._previous is not None else signal.SIG_DFL)
+
+    def __enter__(self) -> Self:
+        """Itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Listen no longer."""
+        self.close()
+
+
+def _hand_on(previous: _Handler, own: _Handler, number: int, frame: FrameType | None) -> None:
+    """Do with a signal what was done before somebody listened who no longer does."""
+    if callable(previous):
+        previous(number, frame)
+    elif previous != signal.SIG_IGN and signal.getsignal(signal.SIGTERM) is own:
+        # Nobody else listens: the process ends, as it would have.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What policies ask of the saves before. The same in every process of a job, but for the time.
+    """The last save, as policies see it. The same in every process of a job, except the time.
 
     Attributes:
         step, epoch, began: as `Moment.last_step`, `Moment.last_epoch`, `Moment.last_save_began`.
@@ -134,7 +152,7 @@ class SaveDecider:
         self.was_skipped = False
 
     def heed(self, notice: PreemptionNotice | None) -> None:
-        """Ask `notice` at each step whether this process is to be preempted; SIGTERM if it is None and the policy asks for that.
+        """Use a notice of preemption from now on. None: SIGTERM, if the policy asks for it.
 
         Raises:
             ValueError: if SIGTERM is to be listened to, and this is not the main thread.
@@ -144,11 +162,11 @@ class SaveDecider:
         self._notice = notice
 
     def begin(self, step: int, epoch: int | None) -> None:
-        """Say that a save begins, also if it will not end well."""
+        """Record that a save begins."""
         self.past = Past(step, epoch, time.time())
 
     def end(self) -> None:
-        """Say that a save ended. Any thread."""
+        """Record that a save ended. Any thread."""
         self.last_save_ended = time.time()
 
     def close(self) -> None:
@@ -166,7 +184,7 @@ class SaveDecider:
         job_size: int,
         agree: Callable[[], Agreement],
     ) -> bool:
-        """Whether to save; the same on every rank.
+        """Return whether to save; the same on every rank.
 
         Args:
             step, epoch: what could be saved.
@@ -196,7 +214,7 @@ class SaveDecider:
         return bool(wanted)
 
     def _moment(self, step: int, epoch: int | None, *, saving: bool) -> Moment:
-        """What this process knows of a step."""
+        """Return what this process knows of a step."""
         return Moment(
             step=step,
             now=time.time(),
@@ -227,7 +245,7 @@ def _always(moment: Moment) -> bool:
 
 
 def _decide_for_all(moment: Moment, wants: Callable[[Moment], bool], facts: Sequence[Any]) -> list[JSON]:
-    """Whether to save, and whether the job is preempted, by what every process says of itself."""
+    """Return whether to save, and whether the job is preempted, from the facts of every process."""
     preempted = any(fact[0] for fact in facts)
     saving = any(fact[1] for fact in facts)
     return [wants(replace(moment, preempted=preempted, saving=saving)), preempted]

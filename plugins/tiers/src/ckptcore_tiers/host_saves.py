@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from ckptcore.commit.root import HOST_COPIES
 from ckptcore.job.agreement import Agreement
-from ckptcore.job.visibility import Hosts, OnHosts, expect_claim, note_key
+from ckptcore.job.visibility import expect_claim
 from ckptcore.model.arrays import ArraySpec, Box, Shard
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import WriteItem, WritePlan
@@ -33,6 +33,7 @@ from ckptcore.saving.plain import PlainCommit, PlainSave
 from ckptcore.saving.prepared import NOTHING_COMMITTED, Save, SaveDraft, fail_everywhere
 from ckptcore.saving.roots import build_root, encode
 from ckptcore.saving.tree_descriptions import StartTransfer, TreeDescription
+from ckptcore_tiers.host_groups import Hosts, OnHosts, note_key
 
 __all__ = ["CopyDescription", "Held", "HostSave", "copied_boxes"]
 

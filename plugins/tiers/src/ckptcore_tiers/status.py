@@ -1,4 +1,4 @@
-"""How far the uploads of a run are: what its threads share, and what the user sees of it."""
+"""The progress of uploads: the state that threads share, and the status for users."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Final
 from ckptcore.errors import UploadError
 from ckptcore.io.background import Progress
 from ckptcore.training.restoring import SkippedStep
-from ckptcore.training.step_saves import Past
+from ckptcore.training.save_decisions import Past
 
 __all__ = ["UploadState", "UploadStatus"]
 
 _MOST_TOLD: Final = 100
-"""Of how many steps it is kept what became of them; all are logged."""
+"""The number of finished steps in a status; all are logged."""
 
 
 @dataclass(frozen=True, slots=True)
 class UploadStatus:
-    """How far the uploads of a run are.
+    """The progress of the uploads of a run.
 
     Attributes:
         waiting: the steps that wait, ascending, without the one that is being uploaded.
@@ -41,7 +41,7 @@ class UploadStatus:
 
 @dataclass(slots=True)
 class UploadState:
-    """What the threads of an uploader share, under its lock.
+    """The state that the threads of an uploader share, under its lock.
 
     Attributes:
         waiting: the steps that wait, with the one that is being uploaded.
@@ -71,23 +71,23 @@ class UploadState:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to wait for."""
+        """Return whether nothing is left to wait for."""
         return self.stopped or (not self.waiting and self.current is None)
 
     @property
     def pending(self) -> frozenset[int]:
-        """The steps whose files near are still needed."""
+        """The steps whose near files are still needed."""
         return frozenset(self.waiting if self.current is None else self.waiting | {self.current})
 
     def wait_for(self, step: int) -> None:
-        """Let a step wait."""
+        """Queue a step."""
         if step == self.current:
             self.again.add(step)  # what is being sent may be what it was before
         self.waiting.add(step)
         self.cancelled.discard(step)
 
     def cancel(self, step: int) -> None:
-        """Let a step not be uploaded."""
+        """Cancel a step."""
         self.waiting.discard(step)
         self.again.discard(step)
         self.cancelled.add(step)
@@ -99,24 +99,24 @@ class UploadState:
             self.waiting.discard(step)
 
     def succeed(self, step: int) -> None:
-        """Say that a step is in the far tier."""
+        """Record that a step is far."""
         self._end(step)
         self.error = None
         self.uploaded = [*self.uploaded, step][-_MOST_TOLD:]
 
     def skip(self, step: int, reason: str) -> None:
-        """Say that a step is not uploaded, because it need not be or may not wait."""
+        """Record that a step is not uploaded: it need not be, or may not wait."""
         self.waiting.discard(step)
         self.skipped = [*self.skipped, SkippedStep(step, reason)][-_MOST_TOLD:]
 
     def fail(self, step: int, error: BaseException) -> None:
-        """Say that a step cannot be uploaded."""
+        """Record that a step cannot be uploaded."""
         self._end(step)
         self.failed = [*self.failed, SkippedStep(step, f"{type(error).__name__}: {error}")][-_MOST_TOLD:]
         self.unheard[step] = error
 
     def take_error(self, *, waiting: bool, near: str, far: str) -> UploadError | None:
-        """What to tell, once, of steps that cannot be uploaded; None if there is nothing to tell.
+        """Return an error for the steps that cannot be uploaded, once for each; None if there are none.
 
         Args:
             waiting: whether those that wait still are to be told of, too.
@@ -139,7 +139,7 @@ class UploadState:
         return error
 
     def status(self) -> UploadStatus:
-        """What the user sees."""
+        """Return the status for users."""
         return UploadStatus(
             waiting=tuple(sorted(self.waiting - {self.current})),
             uploading=self.current,

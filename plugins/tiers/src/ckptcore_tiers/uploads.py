@@ -1,4 +1,4 @@
-"""Uploads: what a process of a run does for steps to get from the near tier to the far one."""
+"""Uploads: the part of one process in the uploads of a run."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ from functools import partial
 
 from ckptcore.context import Context
 from ckptcore.job.agreement import Agreement
-from ckptcore.training.tiers.near import RunTiers
-from ckptcore.training.tiers.sending import CopiesSteps, Send
-from ckptcore.training.tiers.status import UploadStatus
-from ckptcore.training.tiers.uploader import Uploader
+from ckptcore.training.path_directory import OwnedDirectory
+from ckptcore_tiers.host_groups import Hosts
+from ckptcore_tiers.host_sending import HostSender, SendsFromHosts
+from ckptcore_tiers.near_tier import NearTier
+from ckptcore_tiers.sending import CopiesSteps, Send
+from ckptcore_tiers.status import UploadStatus
+from ckptcore_tiers.tiered_steps import TieredSteps
+from ckptcore_tiers.uploader import Uploader
 
 __all__ = ["Uploads", "begin_uploads"]
 
 
 @dataclass(frozen=True, slots=True)
 class Uploads:
-    """The part of a process in the uploads of a run. Without a near tier, and where it neither leads nor speaks for a host, it has none.
+    """The part of a process in the uploads of a run. A process that is not the first of its host has none.
 
     Attributes:
         uploader: uploads steps; on who leads.
@@ -32,31 +36,31 @@ class Uploads:
     close_sending: Callable[[], None] | None = None
 
     def resume(self) -> None:
-        """Upload from now on; first what an earlier run left near."""
+        """Start to upload, beginning with steps that an earlier run left near."""
         if self.uploader is not None:
             self.uploader.resume()
 
     def committed(self, step: int, epoch: int | None, *, preempted: bool) -> None:
-        """Say that a step is committed near; see `Uploader.committed`."""
+        """See `Uploader.committed`."""
         if self.uploader is not None:
             self.uploader.committed(step, epoch, preempted=preempted)
 
     def pending(self) -> frozenset[int]:
-        """The steps whose files near are still needed."""
+        """Return the steps whose near files are still needed."""
         return frozenset() if self.uploader is None else self.uploader.pending()
 
     def cancel(self, step: int) -> None:
-        """Let a step not be uploaded; returns when nothing of it is being sent."""
+        """See `Uploader.cancel`."""
         if self.uploader is not None:
             self.uploader.cancel(step)
 
     @property
     def status(self) -> UploadStatus:
-        """How far they are, as far as this process knows."""
+        """The progress, as far as this process knows."""
         return UploadStatus() if self.uploader is None else self.uploader.status
 
     def raise_unheard(self) -> None:
-        """Tell, once, which steps cannot be uploaded.
+        """Raise an error for the steps that cannot be uploaded, once for each.
 
         Raises:
             UploadError
@@ -76,7 +80,7 @@ class Uploads:
             self.close_sending()
 
     def stop(self) -> None:
-        """Send no more, and wait until the piece that is being sent is. Again is no error."""
+        """Stop after the current piece. Further calls do nothing."""
         if self.uploader is not None:
             self.uploader.stop()
         if self.stop_sending is not None:
@@ -84,41 +88,42 @@ class Uploads:
 
 
 def begin_uploads(
-    tiers: RunTiers,
+    options: NearTier,
+    steps: TieredSteps,
+    far: OwnedDirectory | None,
+    hosts: Hosts | None,
     context: Context,
     agreement: Agreement,
     *,
     kept: Callable[[], Collection[int]],
     uploaded: Callable[[], None],
 ) -> Uploads:
-    """The part of this process in the uploads of a run; nothing is uploaded before it is resumed. On every rank.
+    """Return the part of this process in the uploads of a run. Uploads nothing before it is resumed. On every rank.
 
     Args:
-        tiers: of the run, owned.
+        options: of the near tier.
+        steps: of the run.
+        far: the far directory; None if another process leads.
+        hosts: which processes see one near directory; None if all do.
         context: options.
-        agreement: with the other processes.
-        kept: as for `Uploader`.
-        uploaded: as for `Uploader`.
+        agreement: an exchange with the other processes.
+        kept, uploaded: as for `Uploader`.
     """
-    near = tiers.near
-    if near is None:
-        return Uploads()
-    steps, far = tiers.copies.tiers
+    near, to = steps.directories
     send: Send
     stop_sending: Callable[[], None] | None = None
-    if tiers.hosts is None:
-        send = CopiesSteps(steps, far, context)
-    else:
-        from ckptcore.training.tiers.host_steps import HostSender, SendsFromHosts  # only who has hosts needs it
-
+    if hosts is not None:
         run = agreement.lead("run", lambda: secrets.token_hex(8))
-        if tiers.far is not None:
-            send = together = SendsFromHosts(steps, far, tiers.far.store, tiers.hosts, context)
-            stop_sending = partial(together.close, run)
-        elif tiers.nearest is not None:
-            sender = HostSender(agreement.rank, run, steps, far, far.open_to_write(), context)
-            return Uploads(stop_sending=sender.stop, close_sending=partial(sender.close, near.close_seconds))
-    if tiers.far is None:
+        if far is None:
+            if agreement.rank not in hosts.firsts:
+                return Uploads()
+            sender = HostSender(agreement.rank, run, near, to, to.open_to_write(), context)
+            return Uploads(stop_sending=sender.stop, close_sending=partial(sender.close, options.close_seconds))
+        send = together = SendsFromHosts(near, to, far.store, hosts, context)
+        stop_sending = partial(together.close, run)
+    elif far is None:
         return Uploads()
-    uploader = Uploader(near, steps, tiers.far, send, kept=kept, uploaded=uploaded, observers=context.observers)
+    else:
+        send = CopiesSteps(near, to, context)
+    uploader = Uploader(options, near, far, send, kept=kept, uploaded=uploaded, observers=context.observers)
     return Uploads(uploader, stop_sending)

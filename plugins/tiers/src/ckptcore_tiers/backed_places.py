@@ -1,31 +1,60 @@
-"""A directory of which objects that are not there are read in another one, that holds the same checkpoint."""
+"""Places of which missing objects are read from another copy of the checkpoint."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from ckptcore.commit.location import IndirectPlace, Location, Within, resolve_location
 from ckptcore.commit.root import ROOT_KEY, Root
 from ckptcore.commit.root_json import decode_root
 from ckptcore.errors import ObjectNotFoundError
 from ckptcore.io.sources import hold_reader, open_reader
 from ckptcore.model.objects import ObjectRecord
+from ckptcore.model.tree import JSON
+from ckptcore.plugins import Plugins
 from ckptcore.protocols import ObjectWriter, PutCondition, RangeReader, StorageAddress, StorageBackend
 
-__all__ = ["BackedDirectory"]
+__all__ = ["BackedDirectory", "BackedPlace"]
 
-logger = logging.getLogger("ckptcore.training")
+logger = logging.getLogger("ckptcore.tiers")
 
 T = TypeVar("T")
 
 
-class BackedDirectory:
-    """The directory that a checkpoint is in, as a storage to read from. Any thread.
+@dataclass(frozen=True, slots=True)
+class BackedPlace(IndirectPlace):
+    """A checkpoint in a near directory of which missing objects are read from its far copy.
 
-    What the checkpoint lacks here is read from its other copy, if that has the same root, byte for byte: then all of it is the same.
-    The root itself is always read here. That something is read there is logged once.
+    Attributes:
+        near: the checkpoint.
+        far: the copy; it counts if its root is the same, byte for byte.
+    """
+
+    near: Within
+    far: Within
+
+    @property
+    def place(self) -> Within:
+        """See `IndirectPlace`."""
+        return self.near
+
+    def resolve(self, plugins: Plugins, *, durable: bool, config: Mapping[str, Mapping[str, JSON]]) -> Location:
+        """See `IndirectPlace`."""
+        near, far = (
+            resolve_location(place, plugins, durable=durable, config=config) for place in (self.near, self.far)
+        )
+        return replace(near, parent=BackedDirectory(near.parent, near.name, far.parent, far.name), of_host=True)
+
+
+class BackedDirectory:
+    """The directory of a checkpoint, as a storage to read from. Any thread.
+
+    Objects that the checkpoint lacks are read from its other copy, if that has the same root, byte for byte. The root
+    itself is always read here. The first read from the other copy is logged.
     """
 
     def __init__(self, near: StorageBackend, name: str, far: StorageBackend, far_name: str) -> None:

@@ -1,8 +1,9 @@
-"""Steps in directories of single hosts, and sending them.
+"""Uploads of steps that are on several hosts: each host sends its part.
 
-The processes meet in the far tier, below ``.ckptcore/uploads``, so that an upload may take hours, and none waits for another's
-message. The leader claims the step's place and writes which step it is about; the first process of each other host looks there every
-few seconds, sends its objects into the claim, and puts a mark. When all marks are there, the leader commits.
+The processes exchange messages as objects in the far directory, below ``.ckptcore/uploads``, so that an upload may take
+hours without a process that waits in an exchange. The leader claims the step's place and writes which step it sends. The
+first process of each other host looks there every few seconds, sends its objects into the claim, and writes a mark. When
+all marks exist, the leader commits.
 """
 
 from __future__ import annotations
@@ -11,158 +12,36 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ckptcore.commit.location import Location, Place, Within, resolve_location
+from ckptcore.commit.location import Location, Within, resolve_location
 from ckptcore.commit.mark import Mark
 from ckptcore.commit.occupants import ADMINISTRATION, parse_root, read_root, root_bytes
-from ckptcore.commit.root import HOST_COPIES, ROOT_KEY, Claimed, PartialSave, Root, new_save_id
-from ckptcore.commit.root_json import summarize_root
+from ckptcore.commit.root import HOST_COPIES, ROOT_KEY, Claimed, PartialSave, Root
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    InvalidLocationError,
     ObjectNotFoundError,
     StorageError,
-    UnsupportedVersionError,
 )
 from ckptcore.io.transfers import Transfer
-from ckptcore.job.agreement import Agreement
-from ckptcore.job.visibility import Hosts
 from ckptcore.loading.manifests import Manifest, StoredRoot
 from ckptcore.model.objects import ObjectRecord
-from ckptcore.model.tree import JSON
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.preparing import save_created
 from ckptcore.training.steps import StepDirectory
+from ckptcore_tiers.host_groups import Hosts
 
-__all__ = [
-    "HostSender",
-    "HostSteps",
-    "SendsFromHosts",
-    "agreed_steps",
-    "is_whole_here",
-]
+__all__ = ["HostSender", "SendsFromHosts"]
 
-logger = logging.getLogger("ckptcore.training.tiers")
-
-
-class HostSteps:
-    """What this host has in its near directory, beside what counts."""
-
-    def __init__(self, steps: StepDirectory, context: Context) -> None:
-        """Look at nothing yet.
-
-        Args:
-            steps: the directory of this host; of its steps it knows those that count.
-            context: options.
-        """
-        self._steps = steps
-        self._context = context
-
-    def local(self) -> Mapping[str, JSON]:
-        """Every step that is committed on this host, with its name and save id; one listing, and one root for each step."""
-        found: dict[str, JSON] = {}
-        for step, name in self._steps.list_names().items():
-            try:
-                data = root_bytes(subdirectory(self._steps.store, name))
-                if data is None:
-                    continue
-                summary = summarize_root(data)
-            except (CorruptCheckpointError, InvalidLocationError, UnsupportedVersionError) as error:
-                logger.warning("step %d in %s does not count: %s", step, self._steps.display, error)
-                continue
-            if summary.committed:
-                found[str(step)] = [name, summary.save_id]
-        return found
-
-    def find_names(
-        self, agreement: Agreement, list_far: Callable[[], Mapping[int, str]]
-    ) -> Sequence[Mapping[int, str]]:
-        """The names of the steps that count in the near tier, and of those in the far one. On every rank.
-
-        Args:
-            agreement: with the other processes.
-            list_far: lists the far tier, on the leader.
-        """
-        with agreement.stage("near") as stage:
-            stage.payload = dict(self.local())
-        told = stage.payloads
-
-        def find() -> JSON:
-            far = {str(step): name for step, name in list_far().items()}
-            agreed = {step: name for step, name in agreed_steps(told).items() if not self._steps.is_hidden(int(step))}
-            return [agreed, far]
-
-        found: Any = agreement.lead("list", find)
-        return [{int(step): name for step, name in names.items()} for names in found]
-
-    def sweep(self) -> None:
-        """Remove steps of this host that do not count, where a newer one does. Only who owns the directory may.
-
-        Raises:
-            StorageError
-        """
-        newest = self._steps.latest()
-        if newest is None:
-            return
-        for text, told in self.local().items():
-            step, name = int(text), str(told[0])  # type: ignore[index]  # as `local` makes it
-            if step < newest and step not in self._steps.candidates() and not self._steps.is_hidden(step):
-                logger.info("removing step %d from %s: it is not on all hosts", step, self._steps.display)
-                durable = self._context.durability == "full"
-                place = Within(self._steps.directory, name)
-                location = resolve_location(
-                    place, runtime_of(self._context).registry, durable=durable, config=self._context.storage
-                )
-                location.commits.remove(location, new_save_id(), runtime_of(self._context).conditions)
-
-
-def is_whole_here(place: Place, context: Context) -> bool:
-    """Whether what this host has of a step has the sizes that it was written with; what it lacks another host may have.
-
-    Raises:
-        CorruptCheckpointError: if a root cannot be read.
-    """
-    location = resolve_location(place, runtime_of(context).registry, durable=False, config=context.storage)
-    return all(record.size == size for record, size in _objects_here(location).values())
-
-
-def _objects_here(location: Location) -> Mapping[str, tuple[ObjectRecord, int]]:
-    """By key, what the roots of a step say of its objects, and the bytes that each has here; those that are not here are left out.
-
-    Raises:
-        CheckpointNotFoundError: if the step is not there.
-        CorruptCheckpointError: if a root cannot be read.
-    """
-    store = location.store
-    root = read_root(store)
-    if root is None or isinstance(root, Claimed | PartialSave):
-        raise CheckpointNotFoundError(f"there is no committed step at {location.display}; it was deleted")
-    known: dict[str, ObjectRecord] = dict(root.objects) if isinstance(root, Root) else {}
-    for entry in store.list_names() if not isinstance(root, Root) else ():
-        member = read_root(subdirectory(store, entry[:-1])) if entry.endswith("/") else None
-        if isinstance(member, Root):
-            known.update({entry + key: record for key, record in member.objects.items()})
-    return {key: (known[key], store.size(key)) for key in store.list() if key in known}
-
-
-def agreed_steps(told: Sequence[Any]) -> dict[str, str]:
-    """By step, the name of those that every process sees on its host, of one save.
-
-    Args:
-        told: by rank, what `HostSteps.local` found.
-    """
-    first, *others = told
-    return {step: found[0] for step, found in first.items() if all(other.get(step) == found for other in others)}
-
+logger = logging.getLogger("ckptcore.tiers")
 
 _UPLOADS: Final = f"{ADMINISTRATION}/uploads"
 _CURRENT: Final = f"{_UPLOADS}/current.json"
@@ -173,7 +52,7 @@ _LAST_POLL_SECONDS: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What a host has of a step.
+    """The part of a step on one host.
 
     Attributes:
         manifest: its objects; the root is that of the whole step.
@@ -187,7 +66,7 @@ class _Part:
 
 
 def _read_part(location: Location) -> _Part:
-    """Find out what this host has of a step.
+    """Read the part of a step on this host.
 
     Raises:
         CheckpointNotFoundError: if the step is not there.
@@ -229,7 +108,7 @@ def _read_part(location: Location) -> _Part:
 def _send_part(
     part: _Part, store: StorageBackend, context: Context, sent: Callable[[int], None], is_stopped: Callable[[], bool]
 ) -> int:
-    """Send what a host has; bytes that were sent."""
+    """Send the part of a host. Return the bytes sent."""
     transfer = Transfer(
         part.manifest.location.store, store, runtime_of(context).io_threads, sent=sent, is_stopped=is_stopped
     )
@@ -243,10 +122,10 @@ def _mark(copy_id: str, rank: int) -> str:
 
 
 class SendsFromHosts:
-    """On the leader: sends steps together with the other hosts, as `ckptcore.training.tiers.sending.Send` asks."""
+    """On the leader: the `Send` that sends steps together with the other hosts."""
 
     def __init__(self, near: StepDirectory, far: StepDirectory, store: StorageBackend, hosts: Hosts, context: Context):
-        """Forget what a run before this one was about to send; writes nothing else yet.
+        """Delete the message of an earlier run.
 
         Args:
             near: the directory of this host.
@@ -272,7 +151,7 @@ class SendsFromHosts:
         is_stopped: Callable[[], bool],
         before_commit: Callable[[], None],
     ) -> int:
-        """See `Send`. Bytes are those of this host."""
+        """See `Send`. Counts the bytes of this host."""
         context = self._context
         durable = context.durability == "full"
         near = resolve_location(
@@ -320,7 +199,7 @@ class SendsFromHosts:
             pause = min(2 * pause, _LAST_POLL_SECONDS)
 
     def _expect_sizes(self, part: _Part, store: StorageBackend) -> None:
-        """Look whether every object that the root lists has arrived.
+        """Check that every object in the root has arrived.
 
         Raises:
             StorageError: one has not; the next try sends it.
@@ -339,7 +218,7 @@ class SendsFromHosts:
                 )
 
     def close(self, run: str) -> None:
-        """Let the other hosts know that this run sends no more."""
+        """Tell the other hosts that this run sends no more steps."""
         try:
             self._store.put(_CURRENT, json.dumps({"closed": run}).encode())
         except StorageError as error:
@@ -347,12 +226,12 @@ class SendsFromHosts:
 
 
 class HostSender:
-    """On the first process of another host than the leader's: sends, on a thread of its own, what this host has of the step in question."""
+    """On the first process of another host: sends the parts of its host that the leader asks for, on a thread."""
 
     def __init__(
         self, rank: int, run: str, near: StepDirectory, far: StepDirectory, store: StorageBackend, context: Context
     ) -> None:
-        """Begin to look what is to be sent.
+        """Start the thread.
 
         Args:
             rank: of this process.
@@ -374,12 +253,12 @@ class HostSender:
         self._thread.start()
 
     def close(self, seconds: float | None) -> None:
-        """Wait until the leader sends no more, but no longer than so many seconds; None: for ever."""
+        """Wait until the leader sends no more, at most so many seconds; None: without limit."""
         self._ended.wait(seconds)
         self.stop()
 
     def stop(self) -> None:
-        """Send no more, and wait until the piece that is being sent is. Again is no error."""
+        """Stop after the current piece. Further calls do nothing."""
         self._stopped.set()
         self._thread.join()
 
@@ -399,7 +278,7 @@ class HostSender:
             pause = min(2 * pause, _LAST_POLL_SECONDS)
 
     def _send_current(self) -> bool:
-        """Send what the leader asks for; whether there was anything."""
+        """Send what the leader asks for. Return whether it asked for a step."""
         try:
             told: Any = json.loads(self._store.get(_CURRENT, 0, _CURRENT_BYTES))
         except (ObjectNotFoundError, ValueError):
@@ -440,4 +319,4 @@ class HostSender:
 
 
 def _count_nothing(nbytes: int) -> None:
-    """Bytes of other hosts are not counted."""
+    """Ignore progress: only the leader reports it."""
