@@ -1,4 +1,4 @@
-"""Failures of requests: what a service answered, told apart by what has to be done about it."""
+"""Failures of requests, classified by the remedy."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ __all__ = ["Failure", "FailureKind", "RequestFailed", "Tried", "failure_of_answe
 
 
 class FailureKind(enum.Enum):
-    """What kind of failure a request met."""
+    """Kind of a failure, with its text in errors."""
 
-    MISSING = "the object is not there"
-    NO_BUCKET = "the bucket is not there"
-    NO_UPLOAD = "the upload in parts is not there"
-    CONDITION = "the condition of the request does not hold"
-    RANGE = "the object ends before the range that was asked for"
-    CREDENTIALS = "the credentials are missing or not known"
+    MISSING = "the object does not exist"
+    NO_BUCKET = "the bucket does not exist"
+    NO_UPLOAD = "the upload does not exist"
+    CONDITION = "the condition of the request is not met"
+    RANGE = "the object ends before the requested range"
+    CREDENTIALS = "the credentials are missing or invalid"
     PERMISSION = "the credentials do not allow it"
     REGION = "the bucket is in another region"
     CLOCK = "the clock of this machine is wrong"
-    FULL = "a quota is used up"
-    THROTTLED = "the service asks to come slower"
+    FULL = "a quota is exceeded"
+    THROTTLED = "the service throttles requests"
     SERVER = "the service failed"
-    TIMEOUT = "no answer came in time"
+    TIMEOUT = "the request timed out"
     CONNECTION = "the connection failed"
-    UNSUPPORTED = "the service cannot do this"
-    OTHER = "the service refused"
+    UNSUPPORTED = "the service does not support the request"
+    OTHER = "the service refused the request"
 
     @property
     def may_pass(self) -> bool:
-        """Whether the same request may succeed a little later."""
+        """True if a retry may succeed."""
         return self in _PASSING
 
 
@@ -80,11 +80,11 @@ _KINDS_BY_CODE: Final = {
     "RequestLimitExceeded": FailureKind.THROTTLED,
     "TooManyRequests": FailureKind.THROTTLED,
     "BandwidthLimitExceeded": FailureKind.THROTTLED,
-    "RequestTimeout": FailureKind.TIMEOUT,  # the service did not get the body in time
+    "RequestTimeout": FailureKind.TIMEOUT,  # the service did not receive the body in time
     "InternalError": FailureKind.SERVER,
     "ServiceUnavailable": FailureKind.THROTTLED,
     "OperationAborted": FailureKind.SERVER,
-    "ConditionalRequestConflict": FailureKind.SERVER,  # two conditional requests at once: to be tried again
+    "ConditionalRequestConflict": FailureKind.SERVER,  # two concurrent conditional requests; can be retried
     "IncompleteBody": FailureKind.CONNECTION,
     "BadDigest": FailureKind.CONNECTION,
     "NotImplemented": FailureKind.UNSUPPORTED,
@@ -124,19 +124,19 @@ _KINDS_BY_STATUS: Final = {
 }
 
 _MOST_TOLD: Final = 300
-"""Characters of a service's own words that go into an error."""
+"""Maximum length of a service's message in an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a request failed.
+    """A failed request.
 
     Attributes:
-        kind: what has to be done about it.
-        status: of the answer; None where none came.
-        code: by which the service names it; empty where it gave none.
-        message: the service's words, or those of the connection, in one line.
-        hints: what the service added, such as the right region, by name.
+        kind: kind of failure, which determines the remedy.
+        status: HTTP status; None if there was no answer.
+        code: error code of the service; may be empty.
+        message: message of the service or the connection, in one line.
+        hints: further fields of the answer by name, such as the right region.
     """
 
     kind: FailureKind
@@ -147,20 +147,20 @@ class Failure:
 
     @property
     def told(self) -> str:
-        """What was found, in one line."""
+        """Status, code and message in one line."""
         status = "" if self.status is None else str(self.status)
         named = " ".join(part for part in (status, self.code) if part)
-        return ": ".join(part for part in (named, self.message) if part) or "no reason was given"
+        return ": ".join(part for part in (named, self.message) if part) or "no reason given"
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What was done about a request that was given up.
+    """Tries of a request that failed.
 
     Attributes:
-        tries: how often it was sent.
-        seconds: from the first try to the end.
-        may_be_done: whether a try before the last one failed so that the service may have done it, or may do it yet.
+        tries: number of tries.
+        seconds: time from the first try to the last failure.
+        may_be_done: True if an earlier try may have succeeded, or may still succeed.
     """
 
     tries: int = 1
@@ -169,11 +169,11 @@ class Tried:
 
 
 class RequestFailed(Exception):
-    """A request that failed; inside the plugins only.
+    """A failed request. Plugins convert it before it reaches users.
 
     Attributes:
-        failure: why.
-        tried: what was done about it.
+        failure: the last failure.
+        tried: the tries.
     """
 
     def __init__(self, failure: Failure) -> None:
@@ -183,7 +183,10 @@ class RequestFailed(Exception):
 
 
 def failure_of_answer(status: int, body: bytes, region: str = "") -> Failure:
-    """The failure that an answer with such a status and body, XML or JSON, tells, and the region that it names in a header."""
+    """Classify an answer with an error in XML or JSON.
+
+    `region` is the bucket's region from the headers.
+    """
     code, message, hints = _read_json(body) or _read_xml(body)
     if region and "Region" not in dict(hints):
         hints = (*hints, ("Region", region))
@@ -194,24 +197,25 @@ _STATUS: Final = re.compile(r"status code: (\d{3})")
 _XML: Final = re.compile(r"<(\w+:)?Error\b.*</(\w+:)?Error>", re.DOTALL)
 _JSON: Final = re.compile(r"\{\s*\"error\".*\}", re.DOTALL)
 _OF_A_KEY: Final = re.compile(r"DeleteObjects request failed for key \S+: (.*) \(code: (\w+)\)", re.DOTALL)
-"""One of several objects that one request was to delete."""
+"""Message for one object of a request that deletes several."""
 
 _DEBUG: Final = re.compile(r"\n+Debug source:.*", re.DOTALL)
 
 
 def failure_of_text(text: str) -> Failure:
-    """The failure that the text of an obstore error tells.
+    """Classify the text of an obstore error.
 
-    object_store words an answer as ``... Server returned non-2xx status code: 404 Not Found: BODY``; obstore adds a dump of
-    Rust structures, which is cut off here but for the kind of what happened to a connection.
+    object_store formats an answer as ``... Server returned non-2xx status code: 404 Not Found:
+    BODY``. obstore appends a dump of Rust structures; only the kind of a connection error is taken
+    from it.
     """
     told = _DEBUG.sub("", text)
     status = _STATUS.search(told)
     if status is not None:
         body = _XML.search(told) or _JSON.search(told)
         return failure_of_answer(int(status[1]), body[0].encode() if body else b"")
-    if "redirect without LOCATION" in told:  # object_store's words for a bucket in another region
-        return Failure(FailureKind.REGION, 301, "", "the service redirects elsewhere")
+    if "redirect without LOCATION" in told:  # object_store's text for a bucket in another region
+        return Failure(FailureKind.REGION, 301, "", "the service redirects to another region")
     if (one := _OF_A_KEY.search(told)) is not None:
         return Failure(_kind(200, one[2]), None, one[2], _one_line(one[1]))
     kind = FailureKind.OTHER
@@ -236,14 +240,18 @@ def _kind(status: int, code: str) -> FailureKind:
 
 
 def _read_json(body: bytes) -> tuple[str, str, tuple[tuple[str, str], ...]] | None:
-    """The reason and message of an error in JSON as Google words it; None where the body is none."""
+    """Parse an error in Google's JSON form.
+
+    Return its reason and message, or None for another form.
+    """
     if not body.startswith(b"{"):
         return None
     try:
         error = json.loads(body)["error"]
         reasons = [str(found["reason"]) for found in error.get("errors") or [] if "reason" in found]
         reason, message = (reasons or [""])[0], str(error.get("message", ""))
-        # One reason for whatever is missing; the words tell which: "The specified bucket does not exist."
+        # "notFound" covers objects and buckets. Only the message differs: "The specified bucket
+        # does not exist."
         if reason == "notFound" and "specified bucket" in message:
             reason = "NoSuchBucket"
         return reason, message, ()
@@ -252,7 +260,7 @@ def _read_json(body: bytes) -> tuple[str, str, tuple[tuple[str, str], ...]] | No
 
 
 def _read_xml(body: bytes) -> tuple[str, str, tuple[tuple[str, str], ...]]:
-    """The code, message and hints of an error in XML; empty where the body is none."""
+    """Parse the code, message and hints of an error in XML. Return empty ones for another form."""
     try:
         root = ElementTree.fromstring(body)
     except ElementTree.ParseError:

@@ -1,4 +1,4 @@
-"""Errors: what a failed request means for who saves or loads, in one line."""
+"""Conversion of failed requests to errors for users, in one line."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _ERRORS: Final[dict[FailureKind, type[StorageError]]] = {
 
 
 def error_of(failed: RequestFailed, service: Service, what: str) -> StorageError:
-    """The error to raise for a request that failed.
+    """Return the error for a failed request.
 
     Args:
         failed: the failure.
-        service: that failed.
-        what: was to be done, such as ``read s3://bucket/a``.
+        service: the service that failed.
+        what: operation in the infinitive, such as ``read s3://bucket/a``.
     """
     failure = failed.failure
     kind = failure.kind
@@ -55,7 +55,7 @@ def error_of(failed: RequestFailed, service: Service, what: str) -> StorageError
 
 @contextmanager
 def telling(service: Service, what: str) -> Iterator[None]:
-    """Raise what `error_of` gives for a request that fails inside."""
+    """Convert a `RequestFailed` of the block with `error_of`."""
     try:
         yield
     except RequestFailed as failed:
