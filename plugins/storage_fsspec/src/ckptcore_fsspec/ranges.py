@@ -1,4 +1,4 @@
-"""Buffers that are filled from ranges of one object, with few requests."""
+"""Reads several ranges of one object into buffers, with few requests."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ckptcore.errors import CorruptCheckpointError
 __all__ = ["fill"]
 
 _NEAR_BYTES: Final = 64 << 10
-"""Bytes between two ranges that are read in vain rather than by a request of its own."""
+"""Largest gap between two ranges that one request reads."""
 
 _RUN_BYTES: Final = 16 << 20
-"""The most that one request asks for: fsspec returns it in memory of its own."""
+"""Maximum size of a request, because fsspec allocates memory for the result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +34,17 @@ def fill(
     read: Callable[[int, int], bytes],
     size: Callable[[], int],
 ) -> None:
-    """Fill each buffer from its offset on; ranges near each other are read together.
+    """Fill each buffer from its offset. Near ranges are read together.
 
     Args:
-        key, url: the object and the directory that it is in, for errors.
+        key, url: the object and its directory, for errors.
         ranges: offsets and buffers.
-        read: gives a range; fewer bytes where the object ends before.
-        size: of the object in bytes; asked where nothing is read, and where something is missing.
+        read: reads a range; returns fewer bytes at the end of the object.
+        size: returns the size of the object in bytes. Called if there is nothing to read, or if
+            bytes are missing.
 
     Raises:
-        CorruptCheckpointError: the object ends before a buffer is full.
+        CorruptCheckpointError: if the object is too short.
     """
     pieces = [piece for offset, buffer in ranges for piece in _cut(offset, buffer)]
     if not pieces:
@@ -55,8 +56,8 @@ def fill(
             if piece.stop > start + len(data):
                 found = start + len(data) if len(data) else size()
                 raise CorruptCheckpointError(
-                    f"the object {key!r} in {url} is too short: expected bytes {piece.start} to {piece.stop}, found {found} bytes "
-                    "in all. Load another checkpoint",
+                    f"the object {key!r} in {url} is too short: expected bytes {piece.start} "
+                    f"to {piece.stop}, found {found} bytes in total. Load another checkpoint",
                     key=key,
                     start=min(piece.start, found),
                     stop=piece.stop,
@@ -70,7 +71,7 @@ def _cut(offset: int, buffer: memoryview) -> Iterator[_Piece]:
 
 
 def _runs(pieces: Sequence[_Piece]) -> Iterator[Sequence[_Piece]]:
-    """What is read by one request each, in the order of the offsets."""
+    """Group pieces into requests, sorted by offset."""
     run: list[_Piece] = []
     stop = 0
     for piece in sorted(pieces, key=lambda piece: piece.start):
