@@ -122,5 +122,5 @@ def told(saves: Sequence[Any]) -> bool:
     try:
         ray.get(list(saves))
     except RankFailedError as error:
-        return "is dead" in str(error)
+        return "failed, so the exchange" in str(error)
     return False
