@@ -150,7 +150,7 @@ async def test_progress_tells_who_waits_for_whom() -> None:
     assert (one.state, one.exchanges, one.last, one.waiting) == ("joined", 1, "save/persisted", ())
     assert (two.state, two.exchanges, two.last) == ("absent", 0, None)
     exchanges.lose(2, "killed")
-    assert (progress(exchanges).ranks[2].state, progress(exchanges).ranks[2].reason) == ("dead", "killed")
+    assert (progress(exchanges).ranks[2].state, progress(exchanges).ranks[2].reason) == ("failed", "killed")
     await asyncio.gather(*tasks)
 
 

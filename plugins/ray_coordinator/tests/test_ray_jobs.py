@@ -71,7 +71,7 @@ def test_a_dead_actor_is_noticed_before_the_deadline_and_replaced(ranks: Ranks, 
     ):
         ray.get(saved, timeout=30)
     assert not (tmp_path / "step").exists()
-    assert job.progress().ranks[1].state == "dead"
+    assert job.progress().ranks[1].state == "failed"
     third = ranks.new()
     assert join(job, first, third) == [2, 2]
     ray.get([actor.save.remote(tmp_path / "step", 2) for actor in (first, third)])
@@ -114,7 +114,9 @@ def test_a_rank_that_joins_again_ends_what_the_others_were_at(ranks: Ranks, job:
 def test_a_late_rank_is_told_and_the_next_exchange_is_whole(ranks: Ranks, job: RayJob) -> None:
     first, second = ranks.first(2)
     ray.get([first.join.remote(job.name, 0, 2, 0.3), second.join.remote(job.name, 1, 2, 30.0)])
-    with pytest.raises(CoordinationTimeoutError, match=r"1 of 2 ranks of the job .* did not reach the exchange .*: \[1\]"):
+    with pytest.raises(
+        CoordinationTimeoutError, match=r"1 of 2 ranks of the job .* did not reach the exchange .*: \[1\]"
+    ):
         ray.get(first.gather.remote("key", b"0"))
     with pytest.raises(CoordinationTimeoutError, match=r"after the leader's timeout"):
         ray.get(second.gather.remote("key", b"late"))

@@ -74,7 +74,7 @@ class Exchanges:
         """
         self._size = size
         self._open: dict[tuple[_Kind, str], deque[_Exchange]] = {}
-        self._dead: dict[int, str] = {}
+        self._failed: dict[int, str] = {}
         self._over: Outcome | None = None
         self._counts = dict.fromkeys(range(size), 0)
         self._last: dict[int, str] = {}
@@ -137,9 +137,9 @@ class Exchanges:
         Payloads already given are still delivered, so that late ranks learn about a completed
         commit. Exchanges that do not need the failed rank continue.
         """
-        self._dead.setdefault(rank, reason)
+        self._failed.setdefault(rank, reason)
         if rank in self.awaited():
-            self.end(Lost(rank, self._dead[rank]))
+            self.end(Lost(rank, self._failed[rank]))
 
     def end(self, outcome: Outcome) -> None:
         """End all exchanges, present and future, with an outcome.
@@ -175,8 +175,8 @@ class Exchanges:
             tuple(
                 RankProgress(
                     rank,
-                    "dead" if rank in self._dead else "joined" if rank in joined else "absent",
-                    self._dead.get(rank, ""),
+                    "failed" if rank in self._failed else "joined" if rank in joined else "absent",
+                    self._failed.get(rank, ""),
                     self._counts[rank],
                     self._last.get(rank),
                     tuple(self._waits_of(rank, now)),
@@ -218,9 +218,9 @@ class Exchanges:
     async def _wait(self, exchange: _Exchange, rank: int, seconds: float) -> Outcome:
         """Wait for the payloads, and return them."""
         if exchange.missing and self._over is None:
-            dead = next((missing for missing in exchange.missing if missing in self._dead), None)
-            if dead is not None:
-                self.end(Lost(dead, self._dead[dead]))
+            failed = next((missing for missing in exchange.missing if missing in self._failed), None)
+            if failed is not None:
+                self.end(Lost(failed, self._failed[failed]))
         if not exchange.missing:
             return exchange.delivered()
         if self._over is not None:

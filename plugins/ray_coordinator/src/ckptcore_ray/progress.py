@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 __all__ = ["JobProgress", "RankProgress", "RankState", "Waiting"]
 
-RankState: TypeAlias = Literal["absent", "joined", "dead"]
+RankState: TypeAlias = Literal["absent", "joined", "failed"]
 """State of a rank in the incarnation: not joined, joined, or failed while others waited for it."""
 
 
