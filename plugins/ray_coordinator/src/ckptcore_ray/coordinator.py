@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 from ckptcore.errors import CoordinationTimeoutError, PluginError, RankFailedError
 from ckptcore_ray.job_actor import process_token
 from ckptcore_ray.jobs import find_job, gone
-from ckptcore_ray.outcomes import Delivered, Lost, Missing, Outcome, Over, Seat
+from ckptcore_ray.outcomes import Delivered, Lost, Missing, Outcome, Over, RankMembership
 
 __all__ = ["RayCoordinator"]
 
@@ -61,7 +61,9 @@ class RayCoordinator:
         # Ray does not count an actor's handle of itself, so the job keeps no actor alive.
         member = context.current_actor if self._in_actor else None
         try:
-            self._seat: Final[Seat] = self._actor.join.remote(rank, member, process_token()).future().result()
+            self._membership: Final[RankMembership] = (
+                self._actor.join.remote(rank, member, process_token()).future().result()
+            )
         except RayError as error:
             raise RankFailedError(gone(job, size, error)) from error
 
@@ -78,7 +80,7 @@ class RayCoordinator:
     @property
     def incarnation(self) -> int:
         """Incarnation of the job that this rank joined, from 1."""
-        return self._seat.incarnation
+        return self._membership.incarnation
 
     def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
         """Gather payloads at the leader; only the leader waits.
@@ -116,7 +118,7 @@ class RayCoordinator:
                 "save and load on a thread, as in await asyncio.to_thread(ckptcore.save, "
                 "location, state)"
             )
-        answer = method.remote(self._seat, key, payload, self._timeout_seconds).future()
+        answer = method.remote(self._membership, key, payload, self._timeout_seconds).future()
         try:
             # `ray.get` warns in every thread of an asynchronous actor.
             outcome: Outcome = answer.result(self._timeout_seconds + _ANSWER_SECONDS)

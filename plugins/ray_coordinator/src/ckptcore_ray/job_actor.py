@@ -10,7 +10,7 @@ from typing import Any, Final
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from ckptcore_ray.exchanges import Exchanges
-from ckptcore_ray.outcomes import Outcome, Over, Seat
+from ckptcore_ray.outcomes import Outcome, Over, RankMembership
 from ckptcore_ray.progress import JobProgress
 
 __all__ = ["JobActor", "process_token"]
@@ -63,7 +63,7 @@ class JobActor:
         """Number of ranks."""
         return self._size
 
-    async def join(self, rank: int, member: Any, token: str) -> Seat:
+    async def join(self, rank: int, member: Any, token: str) -> RankMembership:
         """Add a rank.
 
         Args:
@@ -76,15 +76,15 @@ class JobActor:
         self._members[rank] = member, token
         if self._looking is None:
             self._looking = asyncio.create_task(self._look())
-        return Seat(rank, self._incarnation)
+        return RankMembership(rank, self._incarnation)
 
-    async def gather(self, seat: Seat, key: str, payload: bytes, seconds: float) -> Outcome:
+    async def gather(self, membership: RankMembership, key: str, payload: bytes, seconds: float) -> Outcome:
         """See `Exchanges.gather`."""
-        return self._refused(seat) or await self._exchanges.gather(seat.rank, key, payload, seconds)
+        return self._refused(membership) or await self._exchanges.gather(membership.rank, key, payload, seconds)
 
-    async def broadcast(self, seat: Seat, key: str, payload: bytes | None, seconds: float) -> Outcome:
+    async def broadcast(self, membership: RankMembership, key: str, payload: bytes | None, seconds: float) -> Outcome:
         """See `Exchanges.broadcast`."""
-        return self._refused(seat) or await self._exchanges.broadcast(seat.rank, key, payload, seconds)
+        return self._refused(membership) or await self._exchanges.broadcast(membership.rank, key, payload, seconds)
 
     async def progress(self) -> JobProgress:
         """Progress of the ranks."""
@@ -99,8 +99,8 @@ class JobActor:
         self._members = {}
         self._asked = {}
 
-    def _refused(self, seat: Seat) -> Over | None:
-        return None if seat.incarnation == self._incarnation else Over(self._incarnation, self._ended)
+    def _refused(self, membership: RankMembership) -> Over | None:
+        return None if membership.incarnation == self._incarnation else Over(self._incarnation, self._ended)
 
     async def _look(self) -> None:
         """Probe the awaited actors, each with one call at a time, because a busy actor answers late."""

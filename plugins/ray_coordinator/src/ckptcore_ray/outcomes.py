@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = ["Delivered", "Lost", "Missing", "Outcome", "Over", "Seat"]
+__all__ = ["Delivered", "Lost", "Missing", "Outcome", "Over", "RankMembership"]
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class RankMembership:
     """Membership of a rank in one incarnation. Each join returns a new one.
 
     Attributes:
