@@ -24,19 +24,19 @@ class _Exchange:
     Attributes:
         key: of the exchange.
         needed: ranks whose payloads are required.
-        came: ranks that entered the exchange.
+        entered: ranks that entered the exchange.
         done: ranks that left the exchange.
         payloads: payloads not yet delivered, by rank.
-        given_up: True if the leader of a gather stopped waiting.
+        abandoned: True if the leader of a gather stopped waiting.
         waiting: by waiting rank, its future and the start of the wait.
     """
 
     key: str
     needed: frozenset[int]
-    came: set[int] = field(default_factory=set)
+    entered: set[int] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
     payloads: dict[int, bytes] = field(default_factory=dict)
-    given_up: bool = False
+    abandoned: bool = False
     waiting: dict[int, tuple[asyncio.Future[Outcome], float]] = field(default_factory=dict)
 
     @property
@@ -88,11 +88,11 @@ class Exchanges:
             payload: of the rank; ignored for the leader.
             seconds: timeout of the leader.
         """
-        exchange = self._come("gather", rank, key, frozenset(range(1, self._size)))
+        exchange = self._enter("gather", rank, key, frozenset(range(1, self._size)))
         try:
             if rank == 0:
                 return await self._wait(exchange, rank, seconds)
-            if exchange.given_up:
+            if exchange.abandoned:
                 return Missing((rank,))
             if self._over is not None:
                 return self._over
@@ -102,7 +102,7 @@ class Exchanges:
             return Delivered()
         finally:
             if rank == 0:
-                exchange.given_up = True
+                exchange.abandoned = True
                 exchange.payloads.clear()
             self._leave("gather", exchange, rank)
 
@@ -115,12 +115,14 @@ class Exchanges:
             payload: of the leader; None for other ranks.
             seconds: timeout of the other ranks.
         """
-        exchange = self._come("broadcast", rank, key, frozenset({0}))
+        exchange = self._enter("broadcast", rank, key, frozenset({0}))
         try:
             if payload is None:
                 outcome = await self._wait(exchange, rank, seconds)
                 if isinstance(outcome, Missing):
-                    exchange.came.remove(rank)  # the rank may try again, because the leader can be late by one timeout
+                    exchange.entered.remove(
+                        rank
+                    )  # the rank may try again, because the leader can be late by one timeout
                 return outcome
             if self._over is not None:
                 return self._over
@@ -128,7 +130,7 @@ class Exchanges:
             exchange.tell(Delivered())
             return Delivered()
         finally:
-            if rank in exchange.came:
+            if rank in exchange.entered:
                 self._leave("broadcast", exchange, rank)
 
     def lose(self, rank: int, reason: str) -> None:
@@ -194,14 +196,14 @@ class Exchanges:
     def _exchanges(self) -> list[_Exchange]:
         return [exchange for queue in self._open.values() for exchange in queue]
 
-    def _come(self, kind: _Kind, rank: int, key: str, needed: frozenset[int]) -> _Exchange:
+    def _enter(self, kind: _Kind, rank: int, key: str, needed: frozenset[int]) -> _Exchange:
         """Return the exchange for the rank's next use of a key: the first that the rank has not entered."""
         queue = self._open.setdefault((kind, key), deque())
-        exchange = next((exchange for exchange in queue if rank not in exchange.came), None)
+        exchange = next((exchange for exchange in queue if rank not in exchange.entered), None)
         if exchange is None:
             exchange = _Exchange(key, needed)
             queue.append(exchange)
-        exchange.came.add(rank)
+        exchange.entered.add(rank)
         self._counts[rank] += 1
         self._last[rank] = key
         return exchange

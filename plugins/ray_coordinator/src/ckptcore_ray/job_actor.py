@@ -15,7 +15,7 @@ from ckptcore_ray.progress import JobProgress
 
 __all__ = ["JobActor", "process_token"]
 
-_LOOK_SECONDS: Final = 0.5
+_POLL_SECONDS: Final = 0.5
 """Interval of the checks of awaited ranks."""
 
 
@@ -25,7 +25,7 @@ def process_token() -> str:
     return uuid.uuid4().hex
 
 
-def _ask_for_token(member: object) -> str:
+def _return_token(member: object) -> str:
     """Return the token of a rank's process.
 
     Ray runs this in the rank's actor, between its own methods.
@@ -56,8 +56,8 @@ class JobActor:
         self._ended = "no rank has joined"
         self._exchanges = Exchanges(size)
         self._members: dict[int, tuple[Any, str]] = {}
-        self._asked: dict[int, asyncio.Task[None]] = {}
-        self._looking: asyncio.Task[None] | None = None
+        self._probes: dict[int, asyncio.Task[None]] = {}
+        self._polling: asyncio.Task[None] | None = None
 
     async def size(self) -> int:
         """Number of ranks."""
@@ -74,8 +74,8 @@ class JobActor:
         if self._incarnation == 0 or rank in self._members or self._exchanges.is_over:
             self._begin(f"rank {rank} joined the job again")
         self._members[rank] = member, token
-        if self._looking is None:
-            self._looking = asyncio.create_task(self._look())
+        if self._polling is None:
+            self._polling = asyncio.create_task(self._poll_ranks())
         return RankMembership(rank, self._incarnation)
 
     async def gather(self, membership: RankMembership, key: str, payload: bytes, seconds: float) -> Outcome:
@@ -97,24 +97,24 @@ class JobActor:
         self._exchanges.end(Over(self._incarnation, reason))
         self._exchanges = Exchanges(self._size)
         self._members = {}
-        self._asked = {}
+        self._probes = {}
 
     def _refused(self, membership: RankMembership) -> Over | None:
         return None if membership.incarnation == self._incarnation else Over(self._incarnation, self._ended)
 
-    async def _look(self) -> None:
+    async def _poll_ranks(self) -> None:
         """Probe the awaited actors, each with one call at a time, because a busy actor answers late."""
         while True:
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
             for rank in self._exchanges.awaited() & self._members.keys():
                 member, token = self._members[rank]
-                if member is not None and (rank not in self._asked or self._asked[rank].done()):
-                    self._asked[rank] = asyncio.create_task(self._ask(self._exchanges, rank, member, token))
+                if member is not None and (rank not in self._probes or self._probes[rank].done()):
+                    self._probes[rank] = asyncio.create_task(self._probe(self._exchanges, rank, member, token))
 
-    async def _ask(self, exchanges: Exchanges, rank: int, member: Any, token: str) -> None:
+    async def _probe(self, exchanges: Exchanges, rank: int, member: Any, token: str) -> None:
         """Probe an actor once. Its rank is lost if the actor failed or runs in another process."""
         try:
-            found = await member.__ray_call__.remote(_ask_for_token)
+            found = await member.__ray_call__.remote(_return_token)
         except ActorUnavailableError:
             return  # restarting or unreachable; the next probe decides
         except RayActorError as error:
