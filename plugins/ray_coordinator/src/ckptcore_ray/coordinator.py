@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 
 from ckptcore.errors import CoordinationTimeoutError, PluginError, RankFailedError
 from ckptcore_ray.job_actor import process_token
-from ckptcore_ray.jobs import find_job, gone
+from ckptcore_ray.jobs import find_job, lost_job_message
 from ckptcore_ray.outcomes import Delivered, Lost, Missing, Outcome, Over, RankMembership
 
 __all__ = ["RayCoordinator"]
@@ -65,7 +65,7 @@ class RayCoordinator:
                 self._actor.join.remote(rank, member, process_token()).future().result()
             )
         except RayError as error:
-            raise RankFailedError(gone(job, size, error)) from error
+            raise RankFailedError(lost_job_message(job, size, error)) from error
 
     @property
     def rank(self) -> int:
@@ -123,7 +123,7 @@ class RayCoordinator:
             # `ray.get` warns in every thread of an asynchronous actor.
             outcome: Outcome = answer.result(self._timeout_seconds + _ANSWER_SECONDS)
         except RayError as error:
-            raise RankFailedError(gone(self._job, self._size, error)) from error
+            raise RankFailedError(lost_job_message(self._job, self._size, error)) from error
         except TimeoutError as error:
             raise CoordinationTimeoutError(
                 f"the actor of the job {self._job!r} did not answer in the exchange {key!r} "

@@ -14,7 +14,7 @@ from ckptcore.errors import PluginError, RankFailedError
 from ckptcore_ray.job_actor import JobActor
 from ckptcore_ray.progress import JobProgress
 
-__all__ = ["RayJob", "find_job", "gone", "make_job"]
+__all__ = ["RayJob", "find_job", "lost_job_message", "make_job"]
 
 _WAITS_PER_RANK: Final = 64
 """Exchanges that one rank can have open at once: one for each thread that saves."""
@@ -48,7 +48,7 @@ class RayJob:
         try:
             told: JobProgress = self.actor.progress.remote().future().result()
         except RayError as error:
-            raise RankFailedError(gone(self.name, self.size, error)) from error
+            raise RankFailedError(lost_job_message(self.name, self.size, error)) from error
         return told
 
     def stop(self) -> None:
@@ -128,7 +128,7 @@ def find_job(name: str, *, namespace: str | None = None) -> RayJob:
     try:
         size: int = actor.size.remote().future().result()
     except RayError as error:
-        raise RankFailedError(gone(name, None, error)) from error
+        raise RankFailedError(lost_job_message(name, None, error)) from error
     return RayJob(name, size, namespace, actor)
 
 
@@ -137,7 +137,7 @@ def _actor_name(job: str) -> str:
     return f"ckptcore job {job}"
 
 
-def gone(job: str, size: int | None, error: Exception) -> str:
+def lost_job_message(job: str, size: int | None, error: Exception) -> str:
     """Return the error message for a job whose actor has failed."""
     return (
         f"the actor of the job {job!r} cannot be reached: {' '.join(str(error).split())}; call "
