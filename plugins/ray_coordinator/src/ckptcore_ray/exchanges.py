@@ -48,7 +48,7 @@ class _Exchange:
         """Return the payloads, sorted by rank. All must be present."""
         return Delivered(tuple(self.payloads[rank] for rank in sorted(self.needed)))
 
-    def tell(self, outcome: Outcome) -> None:
+    def finish(self, outcome: Outcome) -> None:
         """Wake all waiting ranks."""
         for future, _ in self.waiting.values():
             if not future.done():
@@ -98,7 +98,7 @@ class Exchanges:
                 return self._over
             exchange.payloads[rank] = payload
             if not exchange.missing:
-                exchange.tell(Delivered())
+                exchange.finish(Delivered())
             return Delivered()
         finally:
             if rank == 0:
@@ -127,7 +127,7 @@ class Exchanges:
             if self._over is not None:
                 return self._over
             exchange.payloads[0] = payload
-            exchange.tell(Delivered())
+            exchange.finish(Delivered())
             return Delivered()
         finally:
             if rank in exchange.entered:
@@ -151,7 +151,7 @@ class Exchanges:
         if self._over is None:
             self._over = outcome
         for exchange in self._exchanges():
-            exchange.tell(self._over)
+            exchange.finish(self._over)
 
     @property
     def is_over(self) -> bool:

@@ -46,10 +46,10 @@ class RayJob:
             RankFailedError: if the job's actor has failed.
         """
         try:
-            told: JobProgress = self.actor.progress.remote().future().result()
+            progress: JobProgress = self.actor.progress.remote().future().result()
         except RayError as error:
             raise RankFailedError(lost_job_message(self.name, self.size, error)) from error
-        return told
+        return progress
 
     def stop(self) -> None:
         """Stop the job. Waiting and later ranks get an error."""
