@@ -120,9 +120,8 @@ class Exchanges:
             if payload is None:
                 outcome = await self._wait(exchange, rank, seconds)
                 if isinstance(outcome, Missing):
-                    exchange.entered.remove(
-                        rank
-                    )  # the rank may try again, because the leader can be late by one timeout
+                    # The rank may try again, because the leader can be late by one timeout.
+                    exchange.entered.remove(rank)
                 return outcome
             if self._over is not None:
                 return self._over
