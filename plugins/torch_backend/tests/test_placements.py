@@ -1,4 +1,4 @@
-"""Where DTensors lie: compared with how torch itself divides tensors, without a process group."""
+"""Boxes of DTensors, compared with torch's own division, without a process group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckptcore.planning import cuts_of, uncovered
 
 
 def _by_torch(placed: Placed, coordinate: Sequence[int]) -> torch.Tensor:
-    """The local tensor of numbers that say where in the whole an element is."""
+    """The local tensor of a tensor whose elements are their own global indices."""
     local = torch.arange(torch.Size(placed.shape).numel()).reshape(placed.shape)
     for position, extent, placement in zip(coordinate, placed.mesh_shape, placed.placements, strict=True):
         if not isinstance(placement, Replicate):
@@ -86,6 +86,6 @@ def test_partial_sums_are_refused() -> None:
 
 
 def test_large_meshes_are_cut_quickly() -> None:
-    """What one axis is cut into does not depend on the other axes of the mesh: 64 x 64 processes make 128 cuts."""
+    """The cuts of one axis do not depend on other axes of the mesh: 64 x 64 processes make 128 cuts."""
     cuts = sharding_cuts(Placed((4096, 4096), (64, 64), (Shard(0), Shard(1))))
     assert cuts is not None and [len(axis) for axis in cuts] == [63, 63]

@@ -23,7 +23,7 @@ SIZE = 64
 
 
 class LateDevice:
-    """A `Lane` whose copies happen when a later moment is waited for, as late as a device could be."""
+    """A `Lane` whose copies run only when a later event is waited for, as late as a device might."""
 
     def __init__(self) -> None:
         self.queue: list[Callable[[], None]] = []
