@@ -42,7 +42,7 @@ def _rank(file: str, address: str, rank: int, size: int, timeout_seconds: float,
 
 
 def free_port() -> int:
-    """A port that nobody listens at now."""
+    """Return an unused port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
