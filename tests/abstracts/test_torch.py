@@ -275,9 +275,7 @@ def test_a_device_that_is_not_here_is_refused_before_anything_is_read(device: st
         path.unlink()  # who reads would fail at it
     abstract = ckptcore.abstract({"t": torch.ones(3), "u": torch.ones(2)})
     abstract["t"] = empty_tensor(torch.Size((3,)), torch.float32, torch.device(device))
-    with pytest.raises(
-        UnsupportedLeafError, match=f"t: cannot load a tensor to {device}: this process has no such"
-    ):
+    with pytest.raises(UnsupportedLeafError, match=f"t: cannot load a tensor to {device}: this process has no such"):
         ckptcore.load(tmp_path / "c", abstract)
 
 

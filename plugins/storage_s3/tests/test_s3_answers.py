@@ -75,6 +75,9 @@ def test_a_put_that_may_be_on_its_way_is_not_said_to_be_refused(code: str) -> No
     The commit must not arrive afterwards.
     """
     replies = [Reply(0), error_reply(403, code)]
-    with stub_server(lambda request: replies.pop(0)) as stub, pytest.raises(StorageError, match="may have succeeded") as caught:
+    with (
+        stub_server(lambda request: replies.pop(0)) as stub,
+        pytest.raises(StorageError, match="may have succeeded") as caught,
+    ):
         open_stub(stub.url, retries=1).put("root", b"1", condition=IF_ABSENT)
     assert not isinstance(caught.value, PermissionError | StorageFullError)

@@ -301,9 +301,7 @@ def test_the_layout_serves_other_saves(tmp_path: Path) -> None:
 
 def test_several_adapters_are_several_checkpoints(tmp_path: Path) -> None:
     states = {name: adapter_state(Model(), name) for name in ("default", "other")}
-    with pytest.raises(
-        CompositeCheckpointError, match=r"cannot save default, other together"
-    ):
+    with pytest.raises(CompositeCheckpointError, match=r"cannot save default, other together"):
         ckptcore.save_checkpointables(tmp_path / "c", states, layout=AdapterLayout(config=CONFIG))
     assert not (tmp_path / "c").exists()
 
