@@ -15,6 +15,6 @@
     runtimes        the process that obstore runs in
     options         validation of storage options
     failures        classification of failed requests
-    translating     conversion of failures to ckptcore errors
+    storage_errors  conversion of failures to ckptcore errors
     services        the protocol that each cloud implements
 """

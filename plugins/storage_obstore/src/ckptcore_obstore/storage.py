@@ -12,7 +12,7 @@ from ckptcore.protocols import PutCondition, StorageAddress
 from ckptcore_obstore.buckets import Bucket
 from ckptcore_obstore.failures import FailureKind, RequestFailed
 from ckptcore_obstore.listing import list_objects
-from ckptcore_obstore.translating import error_of, telling
+from ckptcore_obstore.storage_errors import error_of, converted_errors
 from ckptcore_obstore.writer import PartWriter
 
 __all__ = ["ObjectStoreDirectory"]
@@ -78,7 +78,7 @@ class ObjectStoreDirectory:
     def get_with_tag(self, key: str) -> tuple[bytes, str]:
         """Read a small object. Return its data and its tag for conditional puts."""
         whole = self._whole(key)
-        with telling(self._service, f"read {self._url}{key}"):
+        with converted_errors(self._service, f"read {self._url}{key}"):
             found = self._bucket.read(whole)
         return bytes(found.data), found.tag
 
@@ -165,7 +165,7 @@ class ObjectStoreDirectory:
         """List the keys of all objects in a directory, sorted."""
         below = self._below(prefix)
         keys = []
-        with telling(self._service, f"list {self._service.url}/{below}"):
+        with converted_errors(self._service, f"list {self._service.url}/{below}"):
             for page in list_objects(self._bucket, below):
                 keys += [key[len(self._prefix) :] for key in page.keys]
         return iter(sorted([key for key in keys if self._is_shown(key)]))
@@ -174,7 +174,7 @@ class ObjectStoreDirectory:
         """List the names in a directory, sorted. Names of directories end in ``/``."""
         below = self._below(prefix)
         names: set[str] = set()
-        with telling(self._service, f"list {self._service.url}/{below}"):
+        with converted_errors(self._service, f"list {self._service.url}/{below}"):
             for page in list_objects(self._bucket, below, "/"):
                 names.update([key[len(below) :] for key in page.keys])
                 names.update([key[len(below) :] for key in page.prefixes])
@@ -188,7 +188,7 @@ class ObjectStoreDirectory:
         """Delete objects, and call `check` before each try of a request. See `delete`."""
         whole = [self._whole(key) for key in keys]
         if whole:
-            with telling(self._service, f"delete from {self._url}"):
+            with converted_errors(self._service, f"delete from {self._url}"):
                 self._bucket.delete(whole, check)
 
     def abort_uploads(self, prefix: str = "") -> int:
@@ -197,7 +197,7 @@ class ObjectStoreDirectory:
         Return the number of uploads.
         """
         below = self._below(prefix)
-        with telling(self._service, f"abort uploads to {self._service.url}/{below}"):
+        with converted_errors(self._service, f"abort uploads to {self._service.url}/{below}"):
             return self._bucket.abort_uploads(below)
 
     def sync(self, keys: Sequence[str]) -> None:

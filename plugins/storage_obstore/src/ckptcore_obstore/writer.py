@@ -14,7 +14,7 @@ from ckptcore.protocols import IF_ABSENT, Buffer
 from ckptcore_obstore.buckets import Bucket
 from ckptcore_obstore.failures import RequestFailed
 from ckptcore_obstore.part_sizes import Part, PartSizes
-from ckptcore_obstore.translating import telling
+from ckptcore_obstore.storage_errors import converted_errors
 from ckptcore_obstore.uploads import PartUpload
 
 __all__ = ["PartWriter"]
@@ -113,14 +113,14 @@ class PartWriter:
         if self._upload is None and len(self._parts) <= 1:
             part = self._parts.get(1)
             data = b"" if part is None else part.data[:size].data
-            with telling(self._bucket.service, f"write {self._url}"):
+            with converted_errors(self._bucket.service, f"write {self._url}"):
                 self._bucket.put(self._key, data, IF_ABSENT if self._only_new else None)
         else:
             for number in sorted(self._parts):
                 self._put_part(number, self._parts[number].data[: self._parts[number].filled].data)
                 del self._parts[number]  # already uploaded if finish is called again
             upload = self._begun()
-            with telling(self._bucket.service, f"complete {self._url}"):
+            with converted_errors(self._bucket.service, f"complete {self._url}"):
                 upload.complete(self._tags, if_absent=self._only_new)
         self._done = True
         self._parts.clear()
@@ -158,7 +158,7 @@ class PartWriter:
 
     def _put_part(self, number: int, data: Buffer) -> None:
         upload = self._begun()
-        with telling(self._bucket.service, f"write {self._url}"):
+        with converted_errors(self._bucket.service, f"write {self._url}"):
             self._tags[number] = upload.put_part(number, data)
 
     def _begun(self) -> PartUpload:
@@ -166,6 +166,6 @@ class PartWriter:
             if self._upload is None:
                 if self._done:
                     raise ValueError(f"cannot write to {self._url}: the writer is aborted")
-                with telling(self._bucket.service, f"begin an upload to {self._url}"):
+                with converted_errors(self._bucket.service, f"begin an upload to {self._url}"):
                     self._upload = self._bucket.begin_upload(self._key, if_absent=self._only_new)
             return self._upload

@@ -22,7 +22,7 @@ from ckptcore.errors import (
 from ckptcore_obstore.failures import FailureKind, RequestFailed
 from ckptcore_obstore.services import Service
 
-__all__ = ["error_of", "telling"]
+__all__ = ["error_of", "converted_errors"]
 
 _ERRORS: Final[dict[FailureKind, type[StorageError]]] = {
     FailureKind.MISSING: ObjectNotFoundError,
@@ -54,7 +54,7 @@ def error_of(failed: RequestFailed, service: Service, what: str) -> StorageError
 
 
 @contextmanager
-def telling(service: Service, what: str) -> Iterator[None]:
+def converted_errors(service: Service, what: str) -> Iterator[None]:
     """Convert a `RequestFailed` of the block with `error_of`."""
     try:
         yield
