@@ -19,7 +19,7 @@ from ckptcore.errors import (
 )
 from ckptcore.redaction import chainable, redacted
 
-__all__ = ["NOT_THERE", "failure", "first_line", "telling"]
+__all__ = ["NOT_THERE", "failure", "first_line", "converted_errors"]
 
 NOT_THERE: Final = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """Exceptions that file systems raise for a missing object."""
@@ -39,7 +39,7 @@ def first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def telling(what: str) -> Iterator[None]:
+def converted_errors(what: str) -> Iterator[None]:
     """Convert file system errors to ckptcore errors. Those of ckptcore pass unchanged.
 
     Args:

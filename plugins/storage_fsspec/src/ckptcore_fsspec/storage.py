@@ -13,7 +13,7 @@ from ckptcore.errors import AtomicityError, ObjectNotFoundError, StorageError
 from ckptcore.model import check_directory_key, check_key
 from ckptcore.protocols import ObjectWriter, PutCondition, StorageAddress
 from ckptcore.redaction import chainable, redacted
-from ckptcore_fsspec.failures import NOT_THERE, failure, telling
+from ckptcore_fsspec.failures import NOT_THERE, failure, converted_errors
 from ckptcore_fsspec.file_systems import Connection, FileSystem
 from ckptcore_fsspec.places import Places, places_of
 from ckptcore_fsspec.ranges import fill
@@ -86,7 +86,7 @@ class FsspecStorage:
     def size(self, key: str) -> int:
         """Return the size of an object in bytes."""
         path = self._path(key)
-        with telling(f"cannot find {key!r} in {self._url}"):
+        with converted_errors(f"cannot find {key!r} in {self._url}"):
             system = self._connection.get()
             found = system.info(path)
         if found.get("type") == "directory":
@@ -115,7 +115,7 @@ class FsspecStorage:
                 "Context(io=IOOptions(without_conditions='marker'))"
             )
         data = bytes(data)
-        with telling(f"cannot write {key!r} in {self._url}"):
+        with converted_errors(f"cannot write {key!r} in {self._url}"):
             self._places().put(path, data)
         return _tag(data)
 
@@ -123,13 +123,13 @@ class FsspecStorage:
         """Begin an object that is written in pieces. It exists after `finish`."""
         path = self._path(key)
         where = f"{key!r} in {self._url}"
-        with telling(f"cannot create {where}"):
+        with converted_errors(f"cannot create {where}"):
             return InOrderWriter(self._places().begin(path), where, size)
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects. A missing object is not an error."""
         paths = [self._path(key) for key in keys]
-        with telling(f"cannot delete from {self._url}"):
+        with converted_errors(f"cannot delete from {self._url}"):
             self._places().delete(paths)
 
     def sync(self, keys: Sequence[str]) -> None:
@@ -143,7 +143,7 @@ class FsspecStorage:
         """List the keys of all objects in a directory, sorted."""
         below = self._directory(prefix)
         system = self._connection.get()
-        with telling(f"cannot list {self._url}"):
+        with converted_errors(f"cannot list {self._url}"):
             system.invalidate_cache(below)
             found = _found(system, below) if _lists_at_once(system) else _walked(system, below)
             keys = {path[len(self._root) + 1 :] for path in found}  # sends the requests
@@ -153,7 +153,7 @@ class FsspecStorage:
         """List the names in a directory, sorted. Names of directories end in ``/``."""
         below = self._directory(prefix)
         system = self._connection.get()
-        with telling(f"cannot list {self._url}"):
+        with converted_errors(f"cannot list {self._url}"):
             system.invalidate_cache(below)
             entries = _entries(system, below)
             names = {path[len(below) + 1 :] + ("/" if is_directory else "") for path, is_directory in entries}

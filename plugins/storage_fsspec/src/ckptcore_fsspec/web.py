@@ -13,7 +13,7 @@ from urllib.parse import quote, unquote
 from ckptcore.errors import InvalidLocationError, StorageError
 from ckptcore.model import check_directory_key, check_key
 from ckptcore.protocols import RangeReader
-from ckptcore_fsspec.failures import telling
+from ckptcore_fsspec.failures import converted_errors
 from ckptcore_fsspec.file_systems import Connection
 from ckptcore_fsspec.ranges import fill
 from ckptcore_fsspec.read_only import ReadOnlyStorage
@@ -76,7 +76,7 @@ class WebStorage(ReadOnlyStorage):
             )
         file = tempfile.TemporaryFile(prefix="ckptcore-")  # noqa: SIM115  # closed with the reader
         try:
-            with telling(f"cannot read {key!r} in {self._url}"):
+            with converted_errors(f"cannot read {key!r} in {self._url}"):
                 fetch_to_file(self._connection.get(), self._path(key), file)
                 file.flush()
         except BaseException:
@@ -126,7 +126,7 @@ class WebStorage(ReadOnlyStorage):
 
     def _fetch(self, key: str, start: int, stop: int | None, version: str | None = None) -> Answer:
         path = self._path(key)
-        with telling(f"cannot read {key!r} in {self._url}"):
+        with converted_errors(f"cannot read {key!r} in {self._url}"):
             return fetch(self._connection.get(), path, start, stop, version)
 
 

@@ -10,7 +10,7 @@ from typing import IO, Final
 
 from ckptcore.errors import StorageError
 from ckptcore.protocols import Buffer
-from ckptcore_fsspec.failures import first_line, telling
+from ckptcore_fsspec.failures import first_line, converted_errors
 from ckptcore_fsspec.places import Sink
 
 __all__ = ["InOrderWriter"]
@@ -66,7 +66,7 @@ class InOrderWriter:
                 return
             if offset < self._position or offset in self._early:
                 raise ValueError(f"cannot write bytes {offset} to {stop} of {self._where}: they are already written")
-            with telling(f"cannot write {self._where}"):
+            with converted_errors(f"cannot write {self._where}"):
                 if offset > self._position:
                     self._keep(offset, data)
                     return
@@ -116,7 +116,7 @@ class InOrderWriter:
                 raise StorageError(
                     f"cannot complete {self._where}: expected {expected} contiguous bytes, found {self._position}"
                 )
-            with telling(f"cannot complete {self._where}"):
+            with converted_errors(f"cannot complete {self._where}"):
                 sink.finish()
             self._forget()
 
