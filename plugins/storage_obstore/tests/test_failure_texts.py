@@ -18,7 +18,7 @@ NOT_FOUND = (
 def test_the_body_of_an_answer_is_found_in_a_text() -> None:
     found = failure_of_text(NOT_FOUND)
     assert (found.kind, found.status, found.code) == (FailureKind.MISSING, 404, "NoSuchKey")
-    assert found.told == "404 NoSuchKey: The specified key does not exist."
+    assert found.description == "404 NoSuchKey: The specified key does not exist."
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_the_body_of_an_answer_is_found_in_a_text() -> None:
 def test_texts_without_an_answer(text: str, kind: FailureKind) -> None:
     found = failure_of_text(text)
     assert found.kind is kind
-    assert "\n" not in found.told and "Debug" not in found.told
+    assert "\n" not in found.description and "Debug" not in found.description
 
 
 @pytest.mark.parametrize(

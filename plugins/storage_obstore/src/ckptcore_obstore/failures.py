@@ -146,7 +146,7 @@ class Failure:
     hints: tuple[tuple[str, str], ...] = ()
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """Status, code and message in one line."""
         status = "" if self.status is None else str(self.status)
         named = " ".join(part for part in (status, self.code) if part)
@@ -177,7 +177,7 @@ class RequestFailed(Exception):
     """
 
     def __init__(self, failure: Failure) -> None:
-        super().__init__(redacted(failure.told))
+        super().__init__(redacted(failure.description))
         self.failure = failure
         self.tried = Tried()
 

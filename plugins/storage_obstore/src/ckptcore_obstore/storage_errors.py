@@ -49,7 +49,9 @@ def error_of(failed: RequestFailed, service: Service, what: str) -> StorageError
     failure = failed.failure
     kind = failure.kind
     tries = f" ({failed.tried.tries} tries in {failed.tried.seconds:.1f} s)" if failed.tried.tries > 1 else ""
-    text = f"cannot {what}: {kind.value}; found {failure.told.removesuffix('.')}{tries}. {service.remedy(failure)}"
+    text = (
+        f"cannot {what}: {kind.value}; found {failure.description.removesuffix('.')}{tries}. {service.remedy(failure)}"
+    )
     return _ERRORS.get(kind, StorageError)(text)
 
 
