@@ -10,7 +10,7 @@ from ckptcore_obstore.listing import list_objects
 from ckptcore_obstore.uploads import PartUpload
 
 from ckptcore.protocols import PutCondition
-from ckptcore_gcs.json_requests import MOST_IN_A_BATCH, JsonRequests
+from ckptcore_gcs.json_requests import MAX_BATCH_SIZE, JsonRequests
 from ckptcore_gcs.service import GcsService
 from ckptcore_gcs.uploads import CompositeUpload, NewObjectUpload, temporary_mark
 
@@ -66,5 +66,5 @@ class GcsBucket(Bucket):
 
         `check` is called before each try.
         """
-        for start in range(0, len(keys), MOST_IN_A_BATCH):
-            self.json.delete(keys[start : start + MOST_IN_A_BATCH], check)
+        for start in range(0, len(keys), MAX_BATCH_SIZE):
+            self.json.delete(keys[start : start + MAX_BATCH_SIZE], check)

@@ -18,7 +18,7 @@ __all__ = ["DefaultTokens", "GivenToken", "Token", "TokenSource"]
 
 _SCOPES: Final = ("https://www.googleapis.com/auth/devstorage.read_write",)
 
-_MOST_TOLD: Final = 300
+_MAX_MESSAGE_LENGTH: Final = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def _failure_of(error: GoogleAuthError) -> Failure:
     """Convert an error of google-auth."""
     from google.auth.exceptions import TransportError
 
-    told = " ".join(str(error).split())[:_MOST_TOLD]
+    told = " ".join(str(error).split())[:_MAX_MESSAGE_LENGTH]
     # The message of the token service is "Token must be a short-lived token (60 minutes) and in a
     # reasonable timeframe."
     if "reasonable timeframe" in told:

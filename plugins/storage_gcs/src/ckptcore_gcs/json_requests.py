@@ -20,12 +20,12 @@ from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failu
 from ckptcore.protocols import IfAbsent, PutCondition
 from ckptcore_gcs.settings import Settings
 
-__all__ = ["MOST_COMPONENTS", "MOST_IN_A_BATCH", "JsonRequests"]
+__all__ = ["MAX_COMPONENTS", "MAX_BATCH_SIZE", "JsonRequests"]
 
-MOST_IN_A_BATCH: Final = 100
+MAX_BATCH_SIZE: Final = 100
 """Maximum number of requests in a batch: https://cloud.google.com/storage/docs/batch"""
 
-MOST_COMPONENTS: Final = 32
+MAX_COMPONENTS: Final = 32
 """Maximum number of sources of a composition: https://cloud.google.com/storage/docs/composite-objects"""
 
 _RESPONSE: Final = re.compile(r"response-(\d{1,3})>")
@@ -65,7 +65,7 @@ class JsonRequests:
         return str(_parsed(answer.body).get("generation", ""))
 
     def compose(self, key: str, sources: Sequence[str], condition: PutCondition | None, mark: str) -> None:
-        """Compose an object of up to `MOST_COMPONENTS` objects. The sources are kept."""
+        """Compose an object of up to `MAX_COMPONENTS` objects. The sources are kept."""
         resource: dict[str, Any] = {
             "kind": "storage#composeRequest",
             "sourceObjects": [{"name": source} for source in sources],
@@ -101,7 +101,7 @@ class JsonRequests:
         return _parsed(answer.body)
 
     def delete(self, keys: Sequence[str], check: Callable[[], None] = lambda: None) -> None:
-        """Delete up to `MOST_IN_A_BATCH` objects in one request. A missing object is not an error.
+        """Delete up to `MAX_BATCH_SIZE` objects in one request. A missing object is not an error.
 
         `check` is called before each try.
         """

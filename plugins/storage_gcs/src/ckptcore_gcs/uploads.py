@@ -18,7 +18,7 @@ from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
 from ckptcore_obstore.uploads import Upload
 
 from ckptcore.protocols import IF_ABSENT, Buffer
-from ckptcore_gcs.json_requests import MOST_COMPONENTS, JsonRequests
+from ckptcore_gcs.json_requests import MAX_COMPONENTS, JsonRequests
 
 __all__ = ["CompositeUpload", "NewObjectUpload", "temporary_mark"]
 
@@ -99,12 +99,12 @@ class CompositeUpload:
             raise RequestFailed(Failure(FailureKind.CONDITION, None, "", "the object exists"))
         pieces: Sequence[str] = [name for _, name in sorted(tags.items())]
         level = 0
-        while len(pieces) > MOST_COMPONENTS:
+        while len(pieces) > MAX_COMPONENTS:
             level += 1
             composed = []
-            for number, start in enumerate(range(0, len(pieces), MOST_COMPONENTS), 1):
+            for number, start in enumerate(range(0, len(pieces), MAX_COMPONENTS), 1):
                 name = self._named(f"{level}-{number:05d}")
-                self._json.compose(name, pieces[start : start + MOST_COMPONENTS], None, self._mark)
+                self._json.compose(name, pieces[start : start + MAX_COMPONENTS], None, self._mark)
                 composed.append(name)
             pieces = composed
         self._json.compose(self._key, pieces, IF_ABSENT if if_absent else None, self._mark)

@@ -123,7 +123,7 @@ _KINDS_BY_STATUS: Final = {
     507: FailureKind.FULL,
 }
 
-_MOST_TOLD: Final = 300
+_MAX_MESSAGE_LENGTH: Final = 300
 """Maximum length of a service's message in an error."""
 
 
@@ -264,7 +264,7 @@ def _read_xml(body: bytes) -> tuple[str, str, tuple[tuple[str, str], ...]]:
     try:
         root = ElementTree.fromstring(body)
     except ElementTree.ParseError:
-        return "", body[:_MOST_TOLD].decode("utf-8", "replace"), ()
+        return "", body[:_MAX_MESSAGE_LENGTH].decode("utf-8", "replace"), ()
     found = {child.tag.rpartition("}")[2]: (child.text or "").strip() for child in root}
     hints = tuple((name, found[name]) for name in ("Region", "Endpoint", "ServerTime", "Details") if found.get(name))
     return found.get("Code", ""), found.get("Message", ""), hints
@@ -272,4 +272,4 @@ def _read_xml(body: bytes) -> tuple[str, str, tuple[tuple[str, str], ...]]:
 
 def _one_line(text: str) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= _MOST_TOLD else line[: _MOST_TOLD - 3] + "..."
+    return line if len(line) <= _MAX_MESSAGE_LENGTH else line[: _MAX_MESSAGE_LENGTH - 3] + "..."

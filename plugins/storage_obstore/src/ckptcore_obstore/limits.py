@@ -15,7 +15,7 @@ __all__ = ["AdaptiveLimit"]
 
 _LOG: Final = logging.getLogger("ckptcore.storage")
 
-_LEAST: Final = 1
+_MIN_LIMIT: Final = 1
 _SECONDS_BETWEEN_CUTS: Final = 1.0
 """Concurrent requests fail in the same burst, which counts once."""
 
@@ -51,7 +51,7 @@ class AdaptiveLimit:
     @property
     def allowed(self) -> int:
         """Current limit."""
-        return max(_LEAST, int(self._allowed))
+        return max(_MIN_LIMIT, int(self._allowed))
 
     @property
     def cuts(self) -> int:
@@ -87,7 +87,7 @@ class AdaptiveLimit:
             if now < self._cut_at + _SECONDS_BETWEEN_CUTS:
                 return
             self._cut_at = now
-            self._allowed = max(_LEAST, self._allowed / 2)
+            self._allowed = max(_MIN_LIMIT, self._allowed / 2)
             self._cuts += 1
             first = self._cuts == 1
         if first:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from ckptcore_obstore.uploads import MOST_PARTS
+from ckptcore_obstore.uploads import MAX_PARTS
 
 __all__ = ["Part", "PartSizes"]
 
@@ -42,7 +42,7 @@ class PartSizes:
             least: smallest part size in bytes. Larger parts are multiples of it.
         """
         self._size = size
-        self._bytes = least * max(1, -(-(size or 0) // (MOST_PARTS * least)))
+        self._bytes = least * max(1, -(-(size or 0) // (MAX_PARTS * least)))
 
     @property
     def is_one(self) -> bool:

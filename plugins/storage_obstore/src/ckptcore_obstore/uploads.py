@@ -13,10 +13,10 @@ from ckptcore_obstore.bucket_requests import MARK, BucketRequests
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_answer
 from ckptcore_obstore.listing import parse_answer, spelling_of, text_of
 
-__all__ = ["LEAST_PART_BYTES", "MOST_PARTS", "PartUpload", "Upload", "list_uploads"]
+__all__ = ["MIN_PART_BYTES", "MAX_PARTS", "PartUpload", "Upload", "list_uploads"]
 
-MOST_PARTS: Final = 10_000
-LEAST_PART_BYTES: Final = 5 << 20
+MAX_PARTS: Final = 10_000
+MIN_PART_BYTES: Final = 5 << 20
 """Limits of S3. The last part may be smaller than the minimum.
 
 See https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html.
