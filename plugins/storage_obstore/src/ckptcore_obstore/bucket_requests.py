@@ -14,7 +14,7 @@ from ckptcore_obstore.plain_requests import PlainRequests
 from ckptcore_obstore.retrying import try_request
 from ckptcore_obstore.services import Service
 
-__all__ = ["MARK", "BucketRequests", "Seen"]
+__all__ = ["MARK", "BucketRequests", "ObjectState"]
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ If an answer was lost, the id shows whether the put succeeded.
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ObjectState:
     """State of an existing object.
 
     Attributes:
@@ -68,7 +68,7 @@ class BucketRequests:
                 )
             raise
 
-    def look(self, key: str) -> Seen | None:
+    def look(self, key: str) -> ObjectState | None:
         """Return the tag and put id of an object, or None if it does not exist."""
         try:
             headers = self.run(lambda: self.plain.send("HEAD", key)).headers
@@ -76,7 +76,7 @@ class BucketRequests:
             if error.failure.kind is FailureKind.MISSING:
                 return None
             raise
-        return Seen(self._tag(headers), headers.get(self.service.metadata_prefix + MARK, ""))
+        return ObjectState(self._tag(headers), headers.get(self.service.metadata_prefix + MARK, ""))
 
     def _tag(self, headers: Mapping[str, str]) -> str:
         return self.service.tag(headers.get("etag"), headers.get("x-goog-generation"))

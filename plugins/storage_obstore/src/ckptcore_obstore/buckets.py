@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Bucket", "Found"]
 
-_DELETED_AT_ONCE: Final = 1000
+_MAX_DELETED_KEYS: Final = 1000
 """Maximum number of keys in one delete request.
 
 See https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html.
@@ -59,7 +59,7 @@ class Bucket(BucketRequests):
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> Found:
         """Read bytes `start` to `stop` of an object, at least one of which must exist."""
-        if not _takes(key):
+        if not _obstore_accepts(key):
             return self.run(lambda: self._read_plain(key, start, stop))
         return self.run(lambda: self._read(key, start, stop))
 
@@ -101,7 +101,7 @@ class Bucket(BucketRequests):
             raise
 
     def _size(self, key: str) -> int:
-        if not _takes(key):
+        if not _obstore_accepts(key):
             return int(self.plain.send("HEAD", key).headers["content-length"])
         import obstore
 
@@ -136,7 +136,7 @@ class Bucket(BucketRequests):
         service = self.service
         if self._bare_tags and isinstance(condition, IfTag):
             condition = IfTag(condition.tag.strip('"'))
-        if not _takes(key):
+        if not _obstore_accepts(key):
             headers = {} if condition is None else dict(service.condition_headers(condition))
             headers |= service.upload_headers
             headers[service.metadata_prefix + MARK] = mark
@@ -175,9 +175,9 @@ class Bucket(BucketRequests):
 
         `check` is called before each try.
         """
-        taken = [key for key in keys if _takes(key)]
-        for start in range(0, len(taken), _DELETED_AT_ONCE):
-            some = taken[start : start + _DELETED_AT_ONCE]
+        taken = [key for key in keys if _obstore_accepts(key)]
+        for start in range(0, len(taken), _MAX_DELETED_KEYS):
+            some = taken[start : start + _MAX_DELETED_KEYS]
             try:
                 self.run(partial(self._delete, some), check)
             except RequestFailed as error:
@@ -186,7 +186,7 @@ class Bucket(BucketRequests):
                 for key in some:  # not all services can delete several objects in one request
                     self.run(partial(self._delete_plain, key), check)
         for key in keys:
-            if not _takes(key):
+            if not _obstore_accepts(key):
                 self.run(partial(self._delete_plain, key), check)
 
     def _delete(self, keys: list[str]) -> None:
@@ -212,7 +212,7 @@ class Bucket(BucketRequests):
             return self._store
 
 
-def _takes(key: str) -> bool:
+def _obstore_accepts(key: str) -> bool:
     """Return True if obstore accepts a key in this process.
 
     Parts of a key must not contain ASCII control characters

@@ -22,7 +22,7 @@ __all__ = ["PartWriter"]
 _LOG: Final = logging.getLogger("ckptcore.storage")
 
 
-class _Filling:
+class _PartBuffer:
     """Buffer of an incomplete part."""
 
     __slots__ = ("data", "filled")
@@ -56,7 +56,7 @@ class PartWriter:
         self._sizes = PartSizes(size, bucket.service.tuning.part_bytes)
         self._lock = threading.Lock()
         self._upload_lock = threading.Lock()
-        self._parts: dict[int, _Filling] = {}
+        self._parts: dict[int, _PartBuffer] = {}
         self._tags: dict[int, str] = {}
         self._upload: PartUpload | None = None
         self._written = 0
@@ -144,17 +144,17 @@ class PartWriter:
         """Copy bytes into a part. Return its data if it is now complete and must be uploaded."""
         size = part.stop - part.start
         with self._lock:
-            filling = self._parts.get(part.number)
-            if filling is None:
-                filling = self._parts[part.number] = _Filling(size)
+            buffer = self._parts.get(part.number)
+            if buffer is None:
+                buffer = self._parts[part.number] = _PartBuffer(size)
         # No lock: every byte is written once, so threads do not copy to the same place.
-        filling.data[start : start + len(piece)] = np.frombuffer(piece, np.uint8)
+        buffer.data[start : start + len(piece)] = np.frombuffer(piece, np.uint8)
         with self._lock:
-            filling.filled += len(piece)
-            if filling.filled < size or self._sizes.is_one:
+            buffer.filled += len(piece)
+            if buffer.filled < size or self._sizes.is_one:
                 return None
             del self._parts[part.number]
-        return filling.data.data
+        return buffer.data.data
 
     def _put_part(self, number: int, data: Buffer) -> None:
         upload = self._begun()
