@@ -14,7 +14,7 @@ from ckptcore_obstore.forks import renew_in_children
 if TYPE_CHECKING:
     from google.auth.exceptions import GoogleAuthError
 
-__all__ = ["DefaultTokens", "GivenToken", "Token", "TokenSource"]
+__all__ = ["DefaultTokens", "FixedToken", "Token", "TokenSource"]
 
 _SCOPES: Final = ("https://www.googleapis.com/auth/devstorage.read_write",)
 
@@ -49,7 +49,7 @@ class TokenSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class GivenToken:
+class FixedToken:
     """A fixed token. An empty one means anonymous requests."""
 
     text: str = field(repr=False)

@@ -12,7 +12,7 @@ from ckptcore_obstore.failures import Failure, FailureKind
 from ckptcore_obstore.services import Tuning
 
 from ckptcore.protocols import IfAbsent, PutCondition, StorageAddress
-from ckptcore_gcs.credentials import DefaultTokens, GivenToken, TokenSource
+from ckptcore_gcs.credentials import DefaultTokens, FixedToken, TokenSource
 from ckptcore_gcs.settings import Settings
 
 if TYPE_CHECKING:
@@ -52,9 +52,9 @@ class GcsService:
         self._settings = settings
         self._source: TokenSource
         if settings.anonymous:
-            self._source = GivenToken("")
+            self._source = FixedToken("")
         elif settings.access_token is not None:
-            self._source = GivenToken(settings.access_token)
+            self._source = FixedToken(settings.access_token)
         else:
             self._source = DefaultTokens(settings.credentials_file)
 

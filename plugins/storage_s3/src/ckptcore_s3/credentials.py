@@ -12,7 +12,7 @@ from ckptcore_obstore.forks import renew_in_children
 
 from ckptcore.errors import StorageCredentialsError
 
-__all__ = ["ChainCredentials", "CredentialSource", "Credentials", "GivenCredentials", "environment_credentials"]
+__all__ = ["ChainCredentials", "CredentialSource", "Credentials", "FixedCredentials", "environment_credentials"]
 
 _KEPT_SECONDS: Final = 60.0
 """Time for which credentials are reused before the chain is asked, which refreshes them."""
@@ -46,7 +46,7 @@ class CredentialSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class GivenCredentials:
+class FixedCredentials:
     """Fixed credentials."""
 
     credentials: Credentials

@@ -13,7 +13,7 @@ from ckptcore_obstore.services import Tuning
 
 from ckptcore.model import JSON
 from ckptcore.protocols import IfAbsent, PutCondition, StorageAddress
-from ckptcore_s3.credentials import ChainCredentials, CredentialSource, GivenCredentials, environment_credentials
+from ckptcore_s3.credentials import ChainCredentials, CredentialSource, FixedCredentials, environment_credentials
 from ckptcore_s3.settings import Settings
 from ckptcore_s3.signing import signed_headers
 
@@ -50,7 +50,7 @@ class S3Service:
         """Make no request and load no credentials."""
         self._settings = settings
         self._source: CredentialSource = (
-            GivenCredentials(settings.credentials) if settings.credentials else ChainCredentials(settings.profile)
+            FixedCredentials(settings.credentials) if settings.credentials else ChainCredentials(settings.profile)
         )
 
     @property
@@ -125,7 +125,7 @@ class S3Service:
             "secret_access_key": found.secret_access_key,
             "token": found.token or None,
             "expires_at": None
-            if isinstance(self._source, GivenCredentials)
+            if isinstance(self._source, FixedCredentials)
             else datetime.now(UTC) + timedelta(minutes=1),
         }
 
