@@ -61,7 +61,7 @@ def test_texts_without_an_answer(text: str, kind: FailureKind) -> None:
 def test_answers(status: int, body: bytes, kind: FailureKind) -> None:
     found = failure_of_answer(status, body)
     assert found.kind is kind
-    assert len(failure_of_answer(status, body * 1000).told) < 1000
+    assert len(failure_of_answer(status, body * 1000).description) < 1000
 
 
 def test_hints_of_an_answer() -> None:

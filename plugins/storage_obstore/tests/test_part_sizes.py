@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ckptcore_obstore.part_sizes import PartSizes
-from ckptcore_obstore.uploads import MIN_PART_BYTES, MAX_PARTS
+from ckptcore_obstore.uploads import MAX_PARTS, MIN_PART_BYTES
 from hypothesis import given
 from hypothesis import strategies as st
 

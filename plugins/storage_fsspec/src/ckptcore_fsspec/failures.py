@@ -19,7 +19,7 @@ from ckptcore.errors import (
 )
 from ckptcore.redaction import chainable, redacted
 
-__all__ = ["NOT_THERE", "failure", "first_line", "converted_errors"]
+__all__ = ["NOT_THERE", "converted_errors", "failure", "first_line"]
 
 NOT_THERE: Final = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """Exceptions that file systems raise for a missing object."""

@@ -13,7 +13,7 @@ from ckptcore.errors import AtomicityError, ObjectNotFoundError, StorageError
 from ckptcore.model import check_directory_key, check_key
 from ckptcore.protocols import ObjectWriter, PutCondition, StorageAddress
 from ckptcore.redaction import chainable, redacted
-from ckptcore_fsspec.failures import NOT_THERE, failure, converted_errors
+from ckptcore_fsspec.failures import NOT_THERE, converted_errors, failure
 from ckptcore_fsspec.file_systems import Connection, FileSystem
 from ckptcore_fsspec.places import Places, places_of
 from ckptcore_fsspec.ranges import fill

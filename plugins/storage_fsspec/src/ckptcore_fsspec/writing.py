@@ -10,7 +10,7 @@ from typing import IO, Final
 
 from ckptcore.errors import StorageError
 from ckptcore.protocols import Buffer
-from ckptcore_fsspec.failures import first_line, converted_errors
+from ckptcore_fsspec.failures import converted_errors, first_line
 from ckptcore_fsspec.places import Sink
 
 __all__ = ["InOrderWriter"]

@@ -12,7 +12,7 @@ from ckptcore.protocols import PutCondition, StorageAddress
 from ckptcore_obstore.buckets import Bucket
 from ckptcore_obstore.failures import FailureKind, RequestFailed
 from ckptcore_obstore.listing import list_objects
-from ckptcore_obstore.storage_errors import error_of, converted_errors
+from ckptcore_obstore.storage_errors import converted_errors, error_of
 from ckptcore_obstore.writer import PartWriter
 
 __all__ = ["ObjectStoreDirectory"]

@@ -22,7 +22,7 @@ from ckptcore.errors import (
 from ckptcore_obstore.failures import FailureKind, RequestFailed
 from ckptcore_obstore.services import Service
 
-__all__ = ["error_of", "converted_errors"]
+__all__ = ["converted_errors", "error_of"]
 
 _ERRORS: Final[dict[FailureKind, type[StorageError]]] = {
     FailureKind.MISSING: ObjectNotFoundError,

@@ -13,7 +13,7 @@ from ckptcore_obstore.bucket_requests import MARK, BucketRequests
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_answer
 from ckptcore_obstore.listing import parse_answer, spelling_of, text_of
 
-__all__ = ["MIN_PART_BYTES", "MAX_PARTS", "PartUpload", "Upload", "list_uploads"]
+__all__ = ["MAX_PARTS", "MIN_PART_BYTES", "PartUpload", "Upload", "list_uploads"]
 
 MAX_PARTS: Final = 10_000
 MIN_PART_BYTES: Final = 5 << 20
