@@ -95,7 +95,7 @@ class JsonRequests:
             answer = self._bucket.run(lambda: plain.send_to("POST", url, query=query, headers=headers, body=body))
         except RequestFailed as error:
             # An earlier try may have succeeded although its answer was lost.
-            if error.failure.kind is not FailureKind.CONDITION or self._bucket.mine(key, mark) is None:
+            if error.failure.kind is not FailureKind.CONDITION or self._bucket.own_tag(key, mark) is None:
                 raise
             return {}
         return _parsed(answer.body)

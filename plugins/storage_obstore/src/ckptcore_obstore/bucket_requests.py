@@ -68,7 +68,7 @@ class BucketRequests:
                 )
             raise
 
-    def look(self, key: str) -> ObjectState | None:
+    def head(self, key: str) -> ObjectState | None:
         """Return the tag and put id of an object, or None if it does not exist."""
         try:
             headers = self.run(lambda: self.plain.send("HEAD", key)).headers
@@ -81,9 +81,9 @@ class BucketRequests:
     def _tag(self, headers: Mapping[str, str]) -> str:
         return self.service.tag(headers.get("etag"), headers.get("x-goog-generation"))
 
-    def mine(self, key: str, mark: str) -> str | None:
+    def own_tag(self, key: str, mark: str) -> str | None:
         """Return the tag of an object if the put with this id wrote it, else None."""
-        there = self.look(key)
+        there = self.head(key)
         return there.tag if there is not None and there.mark == mark else None
 
 

@@ -120,7 +120,7 @@ class Bucket(BucketRequests):
                 raise
             # An earlier try, or a duplicate sent by the network, may have succeeded although its
             # answer was lost.
-            there = self.look(key)
+            there = self.head(key)
             if there is not None and there.mark == mark:
                 return there.tag
             if there is None or not isinstance(condition, IfTag) or there.tag != condition.tag:

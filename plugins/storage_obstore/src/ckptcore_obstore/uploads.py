@@ -95,7 +95,7 @@ class Upload:
         headers = {"content-type": "application/xml"}
         if if_absent:
             headers |= self._bucket.service.condition_headers(IF_ABSENT)
-            if self._bucket.look(self._key) is not None:  # not all services check the condition of this request
+            if self._bucket.head(self._key) is not None:  # not all services check the condition of this request
                 raise RequestFailed(Failure(FailureKind.CONDITION, None, "", "the object exists"))
         query = {"uploadId": self._identifier}
 
@@ -112,7 +112,7 @@ class Upload:
             # upload is missing and the object exists.
             if error.failure.kind not in (FailureKind.NO_UPLOAD, FailureKind.CONDITION, FailureKind.MISSING):
                 raise
-            if self._bucket.mine(self._key, self._mark) is None:
+            if self._bucket.own_tag(self._key, self._mark) is None:
                 raise
 
     def abort(self) -> None:
