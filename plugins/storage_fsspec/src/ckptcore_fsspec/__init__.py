@@ -8,7 +8,7 @@ Importing it does not import fsspec.
     opening        opens a storage from a URL and options
     file_systems   cache of fsspec file systems in this process
     storage        objects below a path of a file system
-    places         writing of objects: streamed, spooled, or renamed
+    write_methods  writing of objects: streamed, spooled, or renamed
     ranges         reads of several ranges of one object
     writing        puts pieces in the order of their bytes
     read_only      a read-only storage

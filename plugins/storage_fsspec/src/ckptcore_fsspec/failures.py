@@ -19,9 +19,9 @@ from ckptcore.errors import (
 )
 from ckptcore.redaction import chainable, redacted
 
-__all__ = ["NOT_THERE", "converted_errors", "failure", "first_line"]
+__all__ = ["MISSING_OBJECT_ERRORS", "converted_errors", "failure", "first_line"]
 
-NOT_THERE: Final = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+MISSING_OBJECT_ERRORS: Final = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """Exceptions that file systems raise for a missing object."""
 
 _LONGEST: Final = 300
@@ -66,7 +66,7 @@ def failure(error: BaseException, what: str) -> StorageError:
     """
     found = first_line(error)
     status = _status(error)
-    if isinstance(error, NOT_THERE) or status in (404, 410):
+    if isinstance(error, MISSING_OBJECT_ERRORS) or status in (404, 410):
         return ObjectNotFoundError(f"{what}: the object does not exist ({found})")
     if status == 401 or type(error).__name__ in (
         "NoCredentialsError",

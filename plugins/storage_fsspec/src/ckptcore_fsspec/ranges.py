@@ -10,10 +10,10 @@ from ckptcore.errors import CorruptCheckpointError
 
 __all__ = ["fill"]
 
-_NEAR_BYTES: Final = 64 << 10
+_MAX_GAP_BYTES: Final = 64 << 10
 """Largest gap between two ranges that one request reads."""
 
-_RUN_BYTES: Final = 16 << 20
+_REQUEST_BYTES: Final = 16 << 20
 """Maximum size of a request, because fsspec allocates memory for the result."""
 
 
@@ -49,7 +49,7 @@ def fill(
     pieces = [piece for offset, buffer in ranges for piece in _cut(offset, buffer)]
     if not pieces:
         size()
-    for run in _runs(pieces):
+    for run in _requests(pieces):
         start = run[0].start
         data = memoryview(read(start, max(piece.stop for piece in run)))
         for piece in run:
@@ -66,16 +66,16 @@ def fill(
 
 
 def _cut(offset: int, buffer: memoryview) -> Iterator[_Piece]:
-    for start in range(0, len(buffer), _RUN_BYTES):
-        yield _Piece(offset + start, buffer[start : start + _RUN_BYTES])
+    for start in range(0, len(buffer), _REQUEST_BYTES):
+        yield _Piece(offset + start, buffer[start : start + _REQUEST_BYTES])
 
 
-def _runs(pieces: Sequence[_Piece]) -> Iterator[Sequence[_Piece]]:
+def _requests(pieces: Sequence[_Piece]) -> Iterator[Sequence[_Piece]]:
     """Group pieces into requests, sorted by offset."""
     run: list[_Piece] = []
     stop = 0
     for piece in sorted(pieces, key=lambda piece: piece.start):
-        if run and (piece.start > stop + _NEAR_BYTES or piece.stop > run[0].start + _RUN_BYTES):
+        if run and (piece.start > stop + _MAX_GAP_BYTES or piece.stop > run[0].start + _REQUEST_BYTES):
             yield run
             run = []
         stop = max(stop, piece.stop) if run else piece.stop

@@ -13,16 +13,16 @@ from ckptcore.errors import AtomicityError, ObjectNotFoundError, StorageError
 from ckptcore.model import check_directory_key, check_key
 from ckptcore.protocols import ObjectWriter, PutCondition, StorageAddress
 from ckptcore.redaction import chainable, redacted
-from ckptcore_fsspec.failures import NOT_THERE, converted_errors, failure
+from ckptcore_fsspec.failures import MISSING_OBJECT_ERRORS, converted_errors, failure
 from ckptcore_fsspec.file_systems import Connection, FileSystem
-from ckptcore_fsspec.places import Places, places_of
 from ckptcore_fsspec.ranges import fill
+from ckptcore_fsspec.write_methods import WriteMethod, write_method_of
 from ckptcore_fsspec.writing import InOrderWriter
 
 __all__ = ["FsspecStorage"]
 
 
-_UNASKED_BYTES: Final = 64 << 20
+_UNSIZED_READ_BYTES: Final = 64 << 20
 """Largest range that is read without knowing the size of the object."""
 
 
@@ -58,14 +58,14 @@ class FsspecStorage:
         if stop is not None and start >= stop:
             self.size(key)
             return b""
-        if stop is not None and stop - start > _UNASKED_BYTES:
+        if stop is not None and stop - start > _UNSIZED_READ_BYTES:
             stop = max(start, min(stop, self.size(key)))  # local files allocate memory for the whole range
         # Read an empty object without a range: a range needs at least one byte.
         first = start if start or stop is not None else None
         system = self._connection.get()
         try:
             data = system.cat_file(path, start=first, end=stop)
-        except NOT_THERE as error:
+        except MISSING_OBJECT_ERRORS as error:
             raise failure(error, f"cannot read {key!r} in {self._url}") from chainable(error)
         except Exception as error:  # noqa: BLE001  # raised again as a ckptcore error
             # Most services fail if a range starts after the end.
@@ -116,7 +116,7 @@ class FsspecStorage:
             )
         data = bytes(data)
         with converted_errors(f"cannot write {key!r} in {self._url}"):
-            self._places().put(path, data)
+            self._write_method().put(path, data)
         return _tag(data)
 
     def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
@@ -124,13 +124,13 @@ class FsspecStorage:
         path = self._path(key)
         where = f"{key!r} in {self._url}"
         with converted_errors(f"cannot create {where}"):
-            return InOrderWriter(self._places().begin(path), where, size)
+            return InOrderWriter(self._write_method().begin(path), where, size)
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects. A missing object is not an error."""
         paths = [self._path(key) for key in keys]
         with converted_errors(f"cannot delete from {self._url}"):
-            self._places().delete(paths)
+            self._write_method().delete(paths)
 
     def sync(self, keys: Sequence[str]) -> None:
         """Check only that the objects exist: fsspec has no sync."""
@@ -170,8 +170,8 @@ class FsspecStorage:
         directory = check_directory_key(prefix)
         return f"{self._root}/{directory}" if directory else self._root
 
-    def _places(self) -> Places:
-        return places_of(self._connection.get(), self._root)
+    def _write_method(self) -> WriteMethod:
+        return write_method_of(self._connection.get(), self._root)
 
 
 def _tag(data: bytes) -> str:
@@ -193,7 +193,7 @@ def _lists_at_once(system: FileSystem) -> bool:
 def _found(system: FileSystem, below: str) -> Iterator[str]:
     try:
         found = system.find(below, detail=True)
-    except NOT_THERE:
+    except MISSING_OBJECT_ERRORS:
         return
     for path, entry in found.items():
         # Some stores use objects as directory markers.
@@ -213,7 +213,7 @@ def _entries(system: FileSystem, below: str) -> Iterator[tuple[str, bool]]:
     """List a directory: paths, and True for directories."""
     try:
         listed = system.ls(below, detail=True)
-    except NOT_THERE:
+    except MISSING_OBJECT_ERRORS:
         return
     for entry in listed:
         path = str(entry["name"]).rstrip("/")

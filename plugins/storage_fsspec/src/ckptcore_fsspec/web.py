@@ -23,7 +23,7 @@ __all__ = ["WebStorage"]
 
 logger = logging.getLogger("ckptcore_fsspec.web")
 
-_MOST_DIRECTORIES: Final = 10_000
+_MAX_DIRECTORIES: Final = 10_000
 """Limit of directories, because a server can generate them endlessly."""
 
 
@@ -93,7 +93,7 @@ class WebStorage(ReadOnlyStorage):
         """List the keys of all objects in a directory, sorted. The server must show directories."""
         left = [check_directory_key(prefix)]
         found: list[str] = []
-        for looked_into in range(_MOST_DIRECTORIES + 1):
+        for looked_into in range(_MAX_DIRECTORIES + 1):
             if not left:
                 return iter(sorted(found))
             directory = left.pop()

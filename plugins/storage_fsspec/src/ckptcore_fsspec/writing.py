@@ -11,7 +11,7 @@ from typing import IO, Final
 from ckptcore.errors import StorageError
 from ckptcore.protocols import Buffer
 from ckptcore_fsspec.failures import converted_errors, first_line
-from ckptcore_fsspec.places import Sink
+from ckptcore_fsspec.write_methods import Sink
 
 __all__ = ["InOrderWriter"]
 

@@ -15,10 +15,10 @@ from fsspec import AbstractFileSystem  # type: ignore[import-untyped]  # it has 
 from fsspec.asyn import sync  # type: ignore[import-untyped]  # it has no types
 from fsspec.spec import AbstractBufferedFile  # type: ignore[import-untyped]  # it has no types
 
-from ckptcore_fsspec.failures import NOT_THERE
+from ckptcore_fsspec.failures import MISSING_OBJECT_ERRORS
 from ckptcore_fsspec.file_systems import FileSystem
 
-__all__ = ["Places", "Sink", "places_of"]
+__all__ = ["Sink", "WriteMethod", "write_method_of"]
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ class Sink(Protocol):
         ...
 
 
-class Places(Protocol):
+class WriteMethod(Protocol):
     """Method of writing and deleting objects, for one kind of file system."""
 
     def put(self, path: str, data: bytes) -> None:
@@ -72,16 +72,16 @@ class Places(Protocol):
         ...
 
 
-def places_of(system: FileSystem, root: str) -> Places:
+def write_method_of(system: FileSystem, root: str) -> WriteMethod:
     """Return the method of writing for a file system."""
     if system.async_impl:
-        return _StreamedPlaces(system)
+        return _StreamedWrites(system)
     # File systems that can rename have files, which readers could see incomplete. Others put whole
     # objects in one call.
-    return _SpooledPlaces(system) if type(system).mv is AbstractFileSystem.mv else _RenamedPlaces(system, root)
+    return _SpooledWrites(system) if type(system).mv is AbstractFileSystem.mv else _RenamedWrites(system, root)
 
 
-class _StreamedPlaces:
+class _StreamedWrites:
     """Writes to asynchronous object stores.
 
     An object does not exist before its stream is closed.
@@ -104,7 +104,7 @@ class _StreamedPlaces:
 
             async def delete_one(path: str) -> None:
                 async with free:
-                    with suppress(*NOT_THERE):
+                    with suppress(*MISSING_OBJECT_ERRORS):
                         await system._rm_file(path)
 
             await asyncio.gather(*map(delete_one, paths))
@@ -134,7 +134,7 @@ class _Stream:
                 self._file.closed = True
 
 
-class _SpooledPlaces:
+class _SpooledWrites:
     """Writes to other object stores, whose streams may expose incomplete objects.
 
     A local file collects the data first.
@@ -151,7 +151,7 @@ class _SpooledPlaces:
 
     def delete(self, paths: Sequence[str]) -> None:
         for path in paths:
-            with suppress(*NOT_THERE):
+            with suppress(*MISSING_OBJECT_ERRORS):
                 if self._system.info(path).get("type") != "directory":
                     self._system.rm_file(path)
 
@@ -176,7 +176,7 @@ class _Spool:
         self._file.close()
 
 
-class _RenamedPlaces:
+class _RenamedWrites:
     """Writes to file systems with directories: to a temporary file, which is then renamed."""
 
     def __init__(self, system: FileSystem, root: str) -> None:
@@ -204,16 +204,18 @@ class _RenamedPlaces:
         for tries_left in reversed(range(_TRIES)):
             try:
                 return create()
-            except NOT_THERE:
+            except MISSING_OBJECT_ERRORS:
                 if not tries_left:
                     raise
-                with suppress(FileExistsError, *NOT_THERE):  # other threads also create and remove directories
+                with suppress(
+                    FileExistsError, *MISSING_OBJECT_ERRORS
+                ):  # other threads also create and remove directories
                     self._system.makedirs(directory, exist_ok=True)
         raise AssertionError("unreachable")
 
     def delete(self, paths: Sequence[str]) -> None:
         for path in paths:
-            with suppress(*NOT_THERE):
+            with suppress(*MISSING_OBJECT_ERRORS):
                 if self._system.info(path).get("type") == "directory":
                     continue
                 self._system.rm_file(path)
@@ -226,7 +228,7 @@ class _RenamedPlaces:
         while directory.startswith(f"{self._root}/"):
             try:
                 self._system.rmdir(directory)
-            except NOT_THERE:
+            except MISSING_OBJECT_ERRORS:
                 pass  # removed by another process
             except OSError:
                 return  # not empty
@@ -250,10 +252,10 @@ class _Part:
         if _is_one_of(system, _REPLACE_BY_RENAMING):
             system.mv(self._part, self._path)
             return
-        with suppress(*NOT_THERE):
+        with suppress(*MISSING_OBJECT_ERRORS):
             system.rm_file(self._path)
         system.mv(self._part, self._path)
-        with suppress(*NOT_THERE):  # WebHDFS does not report that a rename failed
+        with suppress(*MISSING_OBJECT_ERRORS):  # WebHDFS does not report that a rename failed
             system.info(self._part)
             raise FileExistsError(f"cannot rename {self._part} to {self._path}: the target exists")
 
@@ -261,7 +263,7 @@ class _Part:
         try:
             self._file.close()
         finally:
-            with suppress(*NOT_THERE):
+            with suppress(*MISSING_OBJECT_ERRORS):
                 self._system.rm_file(self._part)
             self._prune()
 
