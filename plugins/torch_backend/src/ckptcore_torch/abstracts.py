@@ -17,7 +17,14 @@ from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import PLAIN_ARRAY, AbstractArray
 from ckptcore_torch.dtypes import encoding_of_stored
 
-__all__ = ["abstract_beside", "abstract_like", "abstract_subclass", "abstract_tensor", "empty_tensor", "expect_device"]
+__all__ = [
+    "abstract_like",
+    "abstract_state_like",
+    "abstract_subclass",
+    "abstract_tensor",
+    "empty_tensor",
+    "expect_device",
+]
 
 
 def abstract_tensor(stored: AbstractArray) -> object:
@@ -26,7 +33,7 @@ def abstract_tensor(stored: AbstractArray) -> object:
     return stored if encoding is None else torch.empty(stored.shape, dtype=encoding.dtype, device="meta")
 
 
-def abstract_beside(parameter: torch.Tensor, stored: AbstractArray) -> object:
+def abstract_state_like(parameter: torch.Tensor, stored: AbstractArray) -> object:
     """Return an abstract tensor for the state of a parameter.
 
     If the parameter is a DTensor of the same shape, the result has its mesh and placements.

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType
 
 from ckptcore.model import PLAIN_ARRAY, AbstractArray
-from ckptcore_torch.abstracts import abstract_beside, abstract_tensor
+from ckptcore_torch.abstracts import abstract_state_like, abstract_tensor
 from ckptcore_torch.dtypes import encoding_of_stored
 from ckptcore_torch.names import plain_names
 from ckptcore_torch.optimizer_names import NamedState
@@ -52,12 +52,12 @@ def fsdp_named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
         to_fill={},  # FSDP created them for this call, some for several parameters
         groups=[{**group, "params": [plain[name] for name in group["params"]]} for group in state["param_groups"]],
         aliases={name: name for name in own_name},
-        array=_Beside(model),
+        array=_AbstractStates(model),
         restore=restore,
     )
 
 
-class _Beside:
+class _AbstractStates:
     """Creates abstract tensors for the state of a parameter, sharded as in the sharded state dict of the model."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -77,7 +77,9 @@ class _Beside:
             and tuple(parameter.metadata().size) == stored.shape
         ):
             return sharded_like(parameter, encoding.dtype)
-        return abstract_beside(parameter, stored) if isinstance(parameter, torch.Tensor) else abstract_tensor(stored)
+        return (
+            abstract_state_like(parameter, stored) if isinstance(parameter, torch.Tensor) else abstract_tensor(stored)
+        )
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 
 from ckptcore.errors import NameCollisionError, UnsupportedLeafError
 from ckptcore.model import AbstractArray
-from ckptcore_torch.abstracts import abstract_beside
+from ckptcore_torch.abstracts import abstract_state_like
 from ckptcore_torch.names import plain_names
 from ckptcore_torch.optimizers import OptimizerHandler, numbered_parameters, numbers_parameters
 
@@ -86,7 +86,7 @@ def named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Nam
         to_fill=slots,
         groups=[{**group, "params": [name_of[key] for key in group["params"]]} for group in state["param_groups"]],
         aliases={alias: name for name, parameter in parameters.items() for alias in names_of[parameter]},
-        array=lambda name, stored: abstract_beside(parameters[name], stored),
+        array=lambda name, stored: abstract_state_like(parameters[name], stored),
         restore=restore,
     )
 

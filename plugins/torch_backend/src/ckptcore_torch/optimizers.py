@@ -12,7 +12,7 @@ from ckptcore.errors import TreeMismatchError
 from ckptcore.handlers import state_to_load
 from ckptcore.model import AbstractArray
 from ckptcore.protocols import Priority
-from ckptcore_torch.abstracts import abstract_beside, abstract_tensor
+from ckptcore_torch.abstracts import abstract_state_like, abstract_tensor
 from ckptcore_torch.tensors import same_memory
 
 __all__ = [
@@ -66,7 +66,7 @@ class OptimizerHandler:
         if isinstance(stored_state, Mapping):
             by_number = {_number_of(key, parameters): slots for key, slots in stored_state.items()}
             state["state"] = {
-                number: slots_to_load(state["state"].get(number), slots, _beside(parameters.get(number)))
+                number: slots_to_load(state["state"].get(number), slots, _state_factory(parameters.get(number)))
                 for number, slots in by_number.items()
                 if number in parameters or not isinstance(number, int)  # states of no parameter have a name
             }
@@ -198,9 +198,9 @@ def _refuse_names(optimizer: torch.optim.Optimizer, stored_groups: object) -> No
     )
 
 
-def _beside(parameter: torch.Tensor | None) -> Callable[[AbstractArray], object]:
+def _state_factory(parameter: torch.Tensor | None) -> Callable[[AbstractArray], object]:
     """Return a factory of abstract tensors for the state of a parameter, or plain ones without a parameter."""
-    return abstract_tensor if parameter is None else functools.partial(abstract_beside, parameter)
+    return abstract_tensor if parameter is None else functools.partial(abstract_state_like, parameter)
 
 
 def _number_of(key: object, numbers: Collection[int]) -> Any:
