@@ -9,7 +9,7 @@ from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import PLAIN_ARRAY, ArrayRecord, HostArray
 from ckptcore_torch.dtypes import encoding_of, encoding_of_stored
 
-__all__ = ["copy_elements", "elements_as", "host_view", "lies_in", "tensor_over"]
+__all__ = ["copy_elements", "elements_as", "host_view", "shares_memory", "tensor_over"]
 
 
 def host_view(tensor: torch.Tensor) -> HostArray:
@@ -29,7 +29,7 @@ def host_view(tensor: torch.Tensor) -> HostArray:
     return tensor.view(encoding.carrier[0]).numpy().view(encoding.host)
 
 
-def lies_in(array: HostArray, tensor: torch.Tensor) -> bool:
+def shares_memory(array: HostArray, tensor: torch.Tensor) -> bool:
     """Return True if `host_view` returned this array for the memory of this CPU tensor."""
     base = array.base
     if isinstance(base, np.ndarray):  # a view of the carrier integers

@@ -25,7 +25,7 @@ from ckptcore.model import (
 )
 from ckptcore.protocols import HostBytes, HostMemory, Priority
 from ckptcore_torch.abstracts import abstract_like, abstract_subclass, expect_device
-from ckptcore_torch.conversions import copy_elements, elements_as, host_view, lies_in
+from ckptcore_torch.conversions import copy_elements, elements_as, host_view, shares_memory
 from ckptcore_torch.dtypes import encoding_of
 from ckptcore_torch.transfers import finish_work_on, start_copy
 
@@ -162,7 +162,7 @@ class TensorHandler:
             return False
         if target.numel() and not target.data_ptr() and not target.untyped_storage().nbytes():
             raise UnsupportedLeafError(f"{_FREED}; gather the parameters before loading into them")
-        if len(boxes) == 1 and lies_in(boxes[0][1], target):  # already read into the memory from `destination`
+        if len(boxes) == 1 and shares_memory(boxes[0][1], target):  # already read into the memory from `destination`
             torch.autograd.graph.increment_version(target)
             return True
         source = _elements(target, stored, boxes)
