@@ -19,7 +19,7 @@
                        convert the stored forms of groups
     abstracts          abstract tensors for stored arrays
     sizes              container handler of torch.Size
-    store_coordinator  coordinator of a torch.distributed job; store_meetings separates restarts of
+    store_coordinator  coordinator of a torch.distributed job; store_handshakes separates restarts of
                        the job, watched_stores limits waits for the store
     collectives        sends bytes between processes of such a job, with group_channels
     adapters           saves and loads LoRA adapters in the format of PEFT

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 import torch.distributed as dist
 
 from ckptcore.errors import CoordinationTimeoutError, PluginError
-from ckptcore_torch.store_meetings import StoreMeeting, meetings
+from ckptcore_torch.store_handshakes import StoreHandshake, handshakes
 from ckptcore_torch.watched_stores import WatchedStore, watched
 
 __all__ = ["GroupCoordinator", "StoreCoordinator", "StorelessCoordinator", "coordinator_of_job", "store_of_job"]
@@ -42,7 +42,13 @@ class StoreCoordinator:
     """
 
     def __init__(
-        self, store: Any, rank: int, size: int, *, timeout_seconds: float = 600.0, meeting: StoreMeeting | None = None
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        *,
+        timeout_seconds: float = 600.0,
+        handshake: StoreHandshake | None = None,
     ) -> None:
         """Do no I/O.
 
@@ -50,7 +56,7 @@ class StoreCoordinator:
             store: a `torch.distributed.Store`: that of the job, or another one.
             rank, size: rank of this process and number of processes.
             timeout_seconds: timeout of an exchange.
-            meeting: handshake of this process with the leader; None: the one shared by all
+            handshake: handshake of this process with the leader; None: the one shared by all
                 coordinators over this store.
         """
         # Untyped: torch declares that stores use str, but they use bytes.
@@ -59,7 +65,7 @@ class StoreCoordinator:
         self._rank: Final = rank
         self._size: Final = size
         self._timeout_seconds: Final = timeout_seconds
-        self._meeting: Final = meeting or meetings().of(store, self._store, rank, size)
+        self._handshake: Final = handshake or handshakes().of(store, self._store, rank, size)
 
     @classmethod
     def of_job(cls, *, timeout_seconds: float = 600.0) -> StoreCoordinator:
@@ -77,8 +83,8 @@ class StoreCoordinator:
         store = _store_of(world)
         rank, size = world.rank(), world.size()
         # The group identifies the run of the job: its store can be a new object at each access.
-        meeting = meetings().of(world, _own_part(store), rank, size)
-        return cls(store, rank, size, timeout_seconds=timeout_seconds, meeting=meeting)
+        handshake = handshakes().of(world, _own_part(store), rank, size)
+        return cls(store, rank, size, timeout_seconds=timeout_seconds, handshake=handshake)
 
     @property
     def rank(self) -> int:
@@ -93,7 +99,7 @@ class StoreCoordinator:
     def within(self, ranks: Sequence[int], *, deadlines: int = 1) -> StoreCoordinator:
         """Return a coordinator of some ranks. See `ckptcore.protocols.GathersInGroups`."""
         place, seconds = ranks.index(self._rank), self._timeout_seconds * deadlines
-        return StoreCoordinator(self._given, place, len(ranks), timeout_seconds=seconds, meeting=self._meeting)
+        return StoreCoordinator(self._given, place, len(ranks), timeout_seconds=seconds, handshake=self._handshake)
 
     def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
         """Gather payloads at the leader. See `ckptcore.protocols.Coordinator`.
@@ -123,7 +129,7 @@ class StoreCoordinator:
         timeout = self._timeout_seconds
 
         def run(store: WatchedStore) -> T:
-            return exchange(store, f"{self._meeting.life(store, key, timeout)}/{key}")
+            return exchange(store, f"{self._handshake.life(store, key, timeout)}/{key}")
 
         return watched(self._store, key, self._rank, timeout, run)
 
@@ -135,8 +141,8 @@ class StoreCoordinator:
         try:
             self._wait(store, key, names)
         finally:
-            if self._size == self._meeting.size:  # a group of the job can have more exchanges before all have met
-                self._meeting.waited()
+            if self._size == self._handshake.size:  # a group of the job can have more exchanges before all have met
+                self._handshake.waited()
         gathered = [payload, *[store.get(name) for name in names.values()]]
         for name in names.values():
             store.remove(name)
@@ -144,7 +150,7 @@ class StoreCoordinator:
 
     def _tell(self, store: WatchedStore, place: str, payload: bytes) -> None:
         store.set(f"{place}/told", payload)
-        self._meeting.wait_for_all(store, self._timeout_seconds)
+        self._handshake.wait_for_all(store, self._timeout_seconds)
 
     def _receive(self, store: WatchedStore, key: str, place: str) -> bytes:
         told, came = f"{place}/told", f"{place}/came"
@@ -231,14 +237,14 @@ class GroupCoordinator(StoreCoordinator):
     continues in the new group.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, *, meeting: StoreMeeting, incarnation: int) -> None:
+    def __init__(self, store: Any, rank: int, size: int, *, handshake: StoreHandshake, incarnation: int) -> None:
         """Do no I/O.
 
         Args:
-            store, rank, size, meeting: see `StoreCoordinator`.
+            store, rank, size, handshake: see `StoreCoordinator`.
             incarnation: number of the group in this process.
         """
-        super().__init__(store, rank, size, meeting=meeting)
+        super().__init__(store, rank, size, handshake=handshake)
         self._incarnation: Final = incarnation
 
     @property
@@ -261,8 +267,8 @@ class _GroupCoordinators:
             if found is None:
                 self._made += 1
                 store, rank, size = _store_of(group), group.rank(), group.size()
-                meeting = meetings().of(group, _own_part(store), rank, size)
-                found = GroupCoordinator(store, rank, size, meeting=meeting, incarnation=self._made)
+                handshake = handshakes().of(group, _own_part(store), rank, size)
+                found = GroupCoordinator(store, rank, size, handshake=handshake, incarnation=self._made)
                 self._known[group] = found
             return found
 

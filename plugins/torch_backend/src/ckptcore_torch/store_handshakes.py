@@ -19,7 +19,7 @@ from typing import Any, Final
 from ckptcore.errors import CheckpointError, CoordinationTimeoutError
 from ckptcore_torch.watched_stores import WatchedStore
 
-__all__ = ["StoreMeeting", "StoreMeetings", "meetings"]
+__all__ = ["StoreHandshake", "StoreHandshakes", "handshakes"]
 
 _FIRST_PAUSE_SECONDS: Final = 0.0005
 _LONGEST_PAUSE_SECONDS: Final = 0.05
@@ -28,7 +28,7 @@ _ENDING_SECONDS: Final = 5.0
 """Time that the end of a program waits for the store."""
 
 
-class StoreMeeting:
+class StoreHandshake:
     """Handshake of one process with the leader. Any thread.
 
     A rank sets a random word, ``hello``. The leader answers it with an id of this run of the job,
@@ -73,7 +73,7 @@ class StoreMeeting:
                 if self._life is None:
                     self._life = self._word
                     if self._size > 1:
-                        self._answering = threading.Thread(target=self._answer, name="ckptcore-meeting", daemon=True)
+                        self._answering = threading.Thread(target=self._answer, name="ckptcore-handshake", daemon=True)
                         self._answering.start()
             return self._life
         if not self._lock.acquire(timeout=timeout_seconds):
@@ -140,7 +140,7 @@ class StoreMeeting:
 
     def _answer(self) -> None:
         """Answer every rank's hello, and again if its first hello was from an earlier run."""
-        store = WatchedStore(self._store, "meeting")
+        store = WatchedStore(self._store, "handshake")
         answered: dict[int, str] = {}
         unmet = set(range(1, self._size))
         pause = _FIRST_PAUSE_SECONDS
@@ -168,24 +168,24 @@ class StoreMeeting:
             self._all_met.set()
 
     def _hello(self, rank: int) -> str:
-        return f"meeting/hello/{rank}"
+        return f"handshake/hello/{rank}"
 
     def _met(self, life: str, rank: int) -> str:
-        return f"meeting/met/{life}/{rank}"
+        return f"handshake/met/{life}/{rank}"
 
     def _welcome(self, rank: int) -> str:
-        return f"meeting/welcome/{rank}"
+        return f"handshake/welcome/{rank}"
 
 
-class StoreMeetings:
+class StoreHandshakes:
     """Handshakes of this process, which live as long as their group or store. Any thread."""
 
     def __init__(self) -> None:
         """Start without any."""
         self._lock = threading.Lock()
-        self._known: MutableMapping[Any, dict[tuple[int, int], StoreMeeting]] = weakref.WeakKeyDictionary()
+        self._known: MutableMapping[Any, dict[tuple[int, int], StoreHandshake]] = weakref.WeakKeyDictionary()
 
-    def of(self, anchor: Any, store: Any, rank: int, size: int) -> StoreMeeting:
+    def of(self, anchor: Any, store: Any, rank: int, size: int) -> StoreHandshake:
         """Return the handshake of a process in a group or over a store. All coordinators share it.
 
         Args:
@@ -195,14 +195,14 @@ class StoreMeetings:
         """
         with self._lock:
             known = self._known.setdefault(anchor, {})
-            meeting = known.get((rank, size))
-            if meeting is None:
-                meeting = known[rank, size] = StoreMeeting(store, rank, size)
-                weakref.finalize(anchor, meeting.end)  # also at the end of the program
-            return meeting
+            handshake = known.get((rank, size))
+            if handshake is None:
+                handshake = known[rank, size] = StoreHandshake(store, rank, size)
+                weakref.finalize(anchor, handshake.end)  # also at the end of the program
+            return handshake
 
 
 @functools.cache
-def meetings() -> StoreMeetings:
+def handshakes() -> StoreHandshakes:
     """Return the handshakes of this process."""
-    return StoreMeetings()
+    return StoreHandshakes()

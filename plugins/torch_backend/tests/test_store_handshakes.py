@@ -118,7 +118,7 @@ from ckptcore_torch.store_coordinator import StoreCoordinator
 
 store = dist.HashStore()
 StoreCoordinator(store, 0, 2, timeout_seconds=0.05).broadcast("told", b"to one that does not come")
-assert any(thread.name == "ckptcore-meeting" for thread in threading.enumerate())
+assert any(thread.name == "ckptcore-handshake" for thread in threading.enumerate())
 """
 
 
@@ -135,7 +135,7 @@ def test_a_group_that_was_ended_does_not_answer_for_the_next() -> None:
     first = make("job", store)
     before = set(threading.enumerate())
     StoreCoordinator(first, 0, 2, timeout_seconds=0.05).broadcast("told", b"")
-    (answering,) = [thread for thread in set(threading.enumerate()) - before if thread.name == "ckptcore-meeting"]
+    (answering,) = [thread for thread in set(threading.enumerate()) - before if thread.name == "ckptcore-handshake"]
     del first
     gc.collect()
     assert not answering.is_alive()
