@@ -90,7 +90,7 @@ def _dequantize(
     tree.replace(made)
 
 
-NO_WAY_BACK: Final = (
+_LOSSY_REASON: Final = (
     "because the original values and scales are unknown; quantise the result again with the tool of the format"
 )
 
@@ -141,7 +141,7 @@ class Dequantize(TreeTransform):
 
     def inverse(self) -> Transform:
         """Raise an error, because quantisation loses information."""
-        raise not_invertible(self, NO_WAY_BACK)
+        raise not_invertible(self, _LOSSY_REASON)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ class DequantizeMxfp4(TreeTransform):
 
     def inverse(self) -> Transform:
         """Raise an error, because quantisation loses information."""
-        raise not_invertible(self, NO_WAY_BACK)
+        raise not_invertible(self, _LOSSY_REASON)
 
 
 def _apply(
@@ -257,7 +257,7 @@ class DequantizeAsConfigured(TreeTransform):
 
     def rewrite(self, tree: TreeRewriter) -> None:
         """Replace the arrays and their scales."""
-        config = read_quantization(tree.config_beside(_CONFIG))
+        config = read_quantization(tree.read_config(_CONFIG))
         if config is None:
             raise NothingMatches(f"{_CONFIG} has no quantization_config")
         search = _Search(config, self.dtype, {path_text(path): path for path in tree.leaves})
@@ -287,7 +287,7 @@ class DequantizeAsConfigured(TreeTransform):
 
     def inverse(self) -> Transform:
         """Raise an error, because quantisation loses information."""
-        raise not_invertible(self, NO_WAY_BACK)
+        raise not_invertible(self, _LOSSY_REASON)
 
 
 @dataclass(frozen=True, slots=True)

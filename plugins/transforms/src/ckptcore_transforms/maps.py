@@ -254,7 +254,7 @@ class _ExpectHeads(TreeTransform):
     def rewrite(self, tree: TreeRewriter) -> None:
         """Check the config.json."""
         try:
-            config = tree.config_beside("config.json")
+            config = tree.read_config("config.json")
         except TransformError:  # there is no config.json
             return
         nested = config.get("text_config")

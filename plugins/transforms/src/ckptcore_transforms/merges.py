@@ -50,7 +50,7 @@ class MergeLora(TreeTransform):
 
     def rewrite(self, tree: TreeRewriter) -> None:
         """Merge the matrices."""
-        inside = tree if self.adapter is None else tree.with_leaves(tree.open_beside(self.adapter))
+        inside = tree if self.adapter is None else tree.with_leaves(tree.open_other(self.adapter))
         ups, downs, base = Template(self.up), Template(self.down), Template(self.base)
         of_ups, of_downs = inside.find_each([ups, downs])
         thin, lows = _by_base(base, of_ups), _by_base(base, of_downs)
@@ -119,7 +119,7 @@ class Average(TreeTransform):
         if len(weights) != len(self.others) + 1 or not math.isfinite(sum(weights)) or not sum(weights):
             raise TransformError(f"expected {len(self.others) + 1} weights with a nonzero sum, found {weights}")
         weights = [weight / sum(weights) for weight in weights]
-        others = [tree.open_beside(other) for other in self.others]
+        others = [tree.open_other(other) for other in self.others]
         for location, leaves in zip(self.others, others, strict=True):
             _expect_same_paths(tree.leaves, leaves, location)
         made: dict[TreePath, Mapping[TreePath, Leaf]] = {}

@@ -101,7 +101,7 @@ class TreeRewriter:
         for key, child in zip(node.keys, node.children, strict=True):
             self._note_containers(child, (*path, key))
 
-    def open_beside(self, location: LocationLike) -> Mapping[TreePath, Leaf]:
+    def open_other(self, location: LocationLike) -> Mapping[TreePath, Leaf]:
         """Return the leaves of another checkpoint, by path.
 
         Raises:
@@ -109,7 +109,7 @@ class TreeRewriter:
         """
         return _leaves_of(self.source.open(location))
 
-    def config_beside(self, key: str) -> Mapping[str, JSON]:
+    def read_config(self, key: str) -> Mapping[str, JSON]:
         """Return the JSON object in a file of other software next to the arrays.
 
         Raises:
