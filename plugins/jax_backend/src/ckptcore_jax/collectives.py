@@ -113,7 +113,7 @@ class _MeshChannels:
         """Begin to send, on the devices."""
         member = self._members[group]
         padded = max(_LEAST_BYTES, 1 << (data.nbytes - 1).bit_length()) if data.nbytes else _LEAST_BYTES
-        with _naming_peers(member.ranks):
+        with _named_rank_errors(member.ranks):
             row = self._given(data, padded) if sender == self._rank else self._nothing(padded)
             shape = (len(member.ranks), padded // 4)
             rows = jax.make_array_from_single_device_arrays(shape, member.shards, [row])
@@ -157,7 +157,7 @@ class _Sum:
 
     def result(self) -> None:
         """Wait for it."""
-        with _naming_peers(self.ranks):
+        with _named_rank_errors(self.ranks):
             if self.data is None:
                 self.words.block_until_ready()
             else:
@@ -183,7 +183,7 @@ def _adder(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
 
 
 @contextmanager
-def _naming_peers(ranks: Sequence[int]) -> Iterator[None]:
+def _named_rank_errors(ranks: Sequence[int]) -> Iterator[None]:
     """Convert an error of a computation to one that names the ranks."""
     try:
         yield

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ckptcore.protocols import Channels
-from ckptcore_torch.group_channels import DeviceChannels, HostChannels, Member, naming_peers
+from ckptcore_torch.group_channels import DeviceChannels, HostChannels, Member, named_rank_errors
 from ckptcore_torch.store_coordinator import store_of_job
 from ckptcore_torch.transfers import CudaLane
 
@@ -56,7 +56,7 @@ class _StoreCollectives(ABC):
             # A prefix that only this group uses.
             # exported only at run time
             store: Any = dist.PrefixStore(f"{key}/{','.join(map(str, ranks))}", self._store)  # type: ignore[attr-defined]
-            with naming_peers(ranks):
+            with named_rank_errors(ranks):
                 members.append(Member(self._group(store, ranks.index(self._rank), len(ranks)), tuple(ranks)))
         return members
 

@@ -13,7 +13,7 @@ from ckptcore.errors import RankFailedError
 from ckptcore.model import HostArray, Pending
 from ckptcore_torch.transfers import Lane, Moment
 
-__all__ = ["DeviceChannels", "Group", "HostChannels", "Member", "Work", "naming_peers"]
+__all__ = ["DeviceChannels", "Group", "HostChannels", "Member", "Work", "named_rank_errors"]
 
 
 class Work(Protocol):
@@ -71,7 +71,7 @@ class HostChannels:
     def broadcast(self, group: int, sender: int, data: HostArray) -> Pending[None]:
         """Begin to send, on a thread of the group."""
         member = self._members[group]
-        with naming_peers(member.ranks):
+        with named_rank_errors(member.ranks):
             return _HostWork(member, member.broadcast(torch.from_numpy(data), sender))
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class _HostWork:
 
     def result(self) -> None:
         """Wait for it."""
-        with naming_peers(self.member.ranks):
+        with named_rank_errors(self.member.ranks):
             self.work.wait()
 
 
@@ -128,7 +128,7 @@ class DeviceChannels:
     def broadcast(self, group: int, sender: int, data: HostArray) -> Pending[None]:
         """Begin to send, on the device."""
         member, host = self._members[group], torch.from_numpy(data)
-        with naming_peers(member.ranks):
+        with named_rank_errors(member.ranks):
             with self._up.entered():
                 held = torch.empty(data.nbytes, dtype=torch.uint8, device=self._device)
                 if sender == self._rank:
@@ -158,12 +158,12 @@ class _DeviceWork:
 
     def result(self) -> None:
         """Wait for it."""
-        with naming_peers(self.member.ranks):
+        with named_rank_errors(self.member.ranks):
             self.moment.synchronize()
 
 
 @contextmanager
-def naming_peers(ranks: Sequence[int]) -> Iterator[None]:
+def named_rank_errors(ranks: Sequence[int]) -> Iterator[None]:
     """Convert an error of a process group to one that names the ranks."""
     try:
         yield
