@@ -11,7 +11,7 @@ import torch
 
 from ckptcore.errors import RankFailedError
 from ckptcore.model import HostArray, Pending
-from ckptcore_torch.transfers import Lane, Moment
+from ckptcore_torch.transfers import DeviceEvent, Lane
 
 __all__ = ["DeviceChannels", "Group", "HostChannels", "Member", "Work", "named_rank_errors"]
 
@@ -118,7 +118,7 @@ class DeviceChannels:
         self._device = device
         self._up = up
         self._down = down
-        self._sent: Moment | None = None
+        self._sent: DeviceEvent | None = None
 
     def memory(self, nbytes: int) -> HostArray:
         """Allocate pinned memory, which the device copies asynchronously."""
@@ -153,13 +153,13 @@ class _DeviceWork:
     """A running message. Keeps its device memory until the copy to the host is done."""
 
     member: Member
-    moment: Moment
+    event: DeviceEvent
     held: torch.Tensor
 
     def result(self) -> None:
         """Wait for it."""
         with named_rank_errors(self.member.ranks):
-            self.moment.synchronize()
+            self.event.synchronize()
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from ckptcore.errors import PluginError
 from ckptcore.model import HostArray, Pending, Ready
 from ckptcore_torch.dtypes import encoding_of
 
-__all__ = ["CudaLane", "HostCopy", "Lane", "Moment", "Transfers", "finish_work_on", "start_copy"]
+__all__ = ["CudaLane", "DeviceEvent", "HostCopy", "Lane", "Transfers", "finish_work_on", "start_copy"]
 
 _STAGING_BYTES: Final = 32 << 20
 """Size of a staging buffer."""
@@ -26,7 +26,7 @@ _STAGING_BUFFERS: Final = 4
 """Staging buffers per device: one is filled, others are transferred, and one is emptied."""
 
 
-class Moment(Protocol):
+class DeviceEvent(Protocol):
     """A point in the work of a device, such as a `torch.cuda.Event`."""
 
     def synchronize(self) -> None:
@@ -37,7 +37,7 @@ class Moment(Protocol):
 class Lane(Protocol):
     """A queue of work on a device besides the caller's own, and memory for asynchronous copies."""
 
-    def now(self) -> Moment:
+    def now(self) -> DeviceEvent:
         """Return the current end of the calling thread's own work."""
         ...
 
@@ -45,11 +45,11 @@ class Lane(Protocol):
         """Direct work inside the context to this lane."""
         ...
 
-    def wait_for(self, moment: Moment) -> None:
-        """Start further work of this lane only after `moment`."""
+    def wait_for(self, event: DeviceEvent) -> None:
+        """Start further work of this lane only after `event`."""
         ...
 
-    def mark(self) -> Moment:
+    def mark(self) -> DeviceEvent:
         """Return the current end of the work in this lane."""
         ...
 
@@ -65,7 +65,7 @@ class CudaLane:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # not typed by PyTorch
 
-    def now(self) -> Moment:
+    def now(self) -> DeviceEvent:
         """Record an event on the current stream of the calling thread."""
         event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
         return event
@@ -74,12 +74,12 @@ class CudaLane:
         """Make the side stream and its device current."""
         return torch.cuda.stream(self._stream)
 
-    def wait_for(self, moment: Moment) -> None:
+    def wait_for(self, event: DeviceEvent) -> None:
         """Make the side stream wait for an event."""
-        assert isinstance(moment, torch.cuda.Event)
-        self._stream.wait_event(moment)
+        assert isinstance(event, torch.cuda.Event)
+        self._stream.wait_event(event)
 
-    def mark(self) -> Moment:
+    def mark(self) -> DeviceEvent:
         """Record an event on the side stream."""
         event: torch.cuda.Event = self._stream.record_event()
         return event
@@ -105,13 +105,13 @@ class _Flight:
     buffer: torch.Tensor
     pieces: list[_Piece] = field(default_factory=list)
     used: int = 0
-    arrived: Moment | None = None
+    arrived: DeviceEvent | None = None
 
 
 class HostCopy:
     """A running copy of a tensor to a host array. `result` waits for it. Any thread."""
 
-    def __init__(self, transfers: Transfers, source: torch.Tensor, target: HostArray, after: Moment) -> None:
+    def __init__(self, transfers: Transfers, source: torch.Tensor, target: HostArray, after: DeviceEvent) -> None:
         self._transfers = transfers
         self._target = target
         self.source: torch.Tensor | None = source
@@ -147,11 +147,11 @@ class Transfers:
         self._flights: deque[_Flight] = deque()
         self._lock = threading.Lock()
 
-    def now(self) -> Moment:
+    def now(self) -> DeviceEvent:
         """Return the current end of the calling thread's own work."""
         return self._lane.now()
 
-    def submit(self, source: torch.Tensor, target: HostArray, after: Moment) -> HostCopy:
+    def submit(self, source: torch.Tensor, target: HostArray, after: DeviceEvent) -> HostCopy:
         """Start to copy a tensor, in its state at `after`, to a C-contiguous array of the same size.
 
         The caller may drop `source`, but must not change it before the copy has arrived.
