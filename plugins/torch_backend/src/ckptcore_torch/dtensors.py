@@ -26,7 +26,7 @@ from ckptcore.protocols import HostBytes, HostMemory, Priority
 from ckptcore_torch.abstracts import empty_tensor, expect_device
 from ckptcore_torch.conversions import elements_as
 from ckptcore_torch.dtypes import encoding_of
-from ckptcore_torch.placements import Pieces, Placed, placed_pieces, sharding_cuts, sharding_notes
+from ckptcore_torch.placements import DTensorPlacement, Pieces, placed_pieces, sharding_cuts, sharding_notes
 from ckptcore_torch.tensors import TensorHandler, is_fake
 
 __all__ = ["DTensorHandler"]
@@ -189,8 +189,8 @@ def _over(like: Any, local: torch.Tensor) -> torch.Tensor:
     return made.requires_grad_() if like.requires_grad else made
 
 
-def _placed(leaf: Any) -> Placed:
-    return Placed(tuple(leaf.shape), tuple(leaf.device_mesh.shape), tuple(leaf.placements))
+def _placed(leaf: Any) -> DTensorPlacement:
+    return DTensorPlacement(tuple(leaf.shape), tuple(leaf.device_mesh.shape), tuple(leaf.placements))
 
 
 def _pieces(leaf: Any) -> Pieces | None:

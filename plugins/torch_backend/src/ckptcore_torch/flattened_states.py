@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ckptcore.errors import TreeMismatchError
 
-__all__ = ["FlatPlaces", "flat_places", "of_others"]
+__all__ = ["FlatKeys", "keys_of_others", "parse_flat_keys"]
 
 _STATE: Final = "state"
 _GROUPS: Final = "param_groups"
@@ -22,7 +22,7 @@ _DEEPEST: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
-class FlatPlaces:
+class FlatKeys:
     """Positions in the nested form for the entries of a flat state dict.
 
     Attributes:
@@ -60,7 +60,7 @@ class FlatPlaces:
         return found
 
 
-def flat_places(keys: Collection[object], names: Collection[str]) -> FlatPlaces | None:
+def parse_flat_keys(keys: Collection[object], names: Collection[str]) -> FlatKeys | None:
     """Parse the keys of a flat state dict. Return None if they do not form one.
 
     Args:
@@ -84,10 +84,10 @@ def flat_places(keys: Collection[object], names: Collection[str]) -> FlatPlaces 
         if name is None:
             raise _misfit(key, "belongs to no parameter of the optimizer")
         places[key] = (section, name, tuple(parts[name.count(".") + 1 :]))
-    return FlatPlaces(places) if places else None
+    return FlatKeys(places) if places else None
 
 
-def of_others(keys: Collection[object], names: Collection[str]) -> list[str]:
+def keys_of_others(keys: Collection[object], names: Collection[str]) -> list[str]:
     """Return the keys of a flat state dict that belong to other parameters."""
     longest = _most_parts(names)
     found: list[str] = []

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import JSON, Box
 
-__all__ = ["Pieces", "Placed", "placed_pieces", "sharding_cuts", "sharding_notes"]
+__all__ = ["DTensorPlacement", "Pieces", "placed_pieces", "sharding_cuts", "sharding_notes"]
 
 _CACHED: Final = 1 << 14
 
@@ -30,7 +30,7 @@ Run = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class DTensorPlacement:
     """Placement of a DTensor on its mesh. Determines all boxes, and is hashable for caching.
 
     Attributes:
@@ -62,7 +62,7 @@ class Pieces:
 
 
 @functools.lru_cache(maxsize=_CACHED)
-def placed_pieces(placed: Placed, coordinate: tuple[int, ...]) -> Pieces:
+def placed_pieces(placed: DTensorPlacement, coordinate: tuple[int, ...]) -> Pieces:
     """Return the pieces of the process at a coordinate of the mesh.
 
     Raises:
@@ -82,7 +82,7 @@ def placed_pieces(placed: Placed, coordinate: tuple[int, ...]) -> Pieces:
 
 
 @functools.lru_cache(maxsize=_CACHED)
-def sharding_cuts(placed: Placed) -> tuple[tuple[int, ...], ...] | None:
+def sharding_cuts(placed: DTensorPlacement) -> tuple[tuple[int, ...], ...] | None:
     """Return the sorted inner boundaries between boxes along each axis, or None if nothing is cut."""
     cuts: list[tuple[int, ...]] = []
     for axis, extent in enumerate(placed.shape):
@@ -132,7 +132,7 @@ def _axis_of(placement: Placement, axes: int) -> int | None:
     )
 
 
-def _runs_at(placed: Placed, axis: int, coordinate: Sequence[int]) -> Sequence[Run]:
+def _runs_at(placed: DTensorPlacement, axis: int, coordinate: Sequence[int]) -> Sequence[Run]:
     """Return the indices along one axis for the process at a coordinate, in the order of its local tensor."""
     runs: Sequence[Run] = [(0, placed.shape[axis])]
     for position, extent, placement in zip(coordinate, placed.mesh_shape, placed.placements, strict=True):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from ckptcore import PLACEHOLDER
-from ckptcore_torch.flattened_states import flat_places, of_others
+from ckptcore_torch.flattened_states import keys_of_others, parse_flat_keys
 
 __all__ = [
     "OptionsByName",
@@ -93,7 +93,7 @@ def form_of(state: Mapping[Any, Any], names: Collection[str]) -> StoredForm:
     Raises:
         TreeMismatchError: if it is flat, and an entry belongs to an unknown parameter.
     """
-    places = flat_places(state.keys(), names)
+    places = parse_flat_keys(state.keys(), names)
     if places is not None:
         return places
     return OptionsByName() if isinstance(state.get(_GROUPS), Mapping) else _Listed()
@@ -110,7 +110,7 @@ def without_others(stored: Mapping[str, Any], names: Collection[str]) -> Mapping
     Entries of no parameter are kept.
     """
     if not stored.keys() & {_STATE, _GROUPS}:
-        left = set(of_others(stored.keys(), names))
+        left = set(keys_of_others(stored.keys(), names))
         return {key: value for key, value in stored.items() if key not in left}
     groups, own = stored.get(_GROUPS), dict(stored)
     others = _others(groups, names)
@@ -131,7 +131,7 @@ def without_others(stored: Mapping[str, Any], names: Collection[str]) -> Mapping
 def with_others(asked: Mapping[str, Any], stored: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
     """Extend a request for a result of `without_others` with placeholders for the other stored entries."""
     if not stored.keys() & {_STATE, _GROUPS}:
-        return {**asked, **dict.fromkeys(of_others(stored.keys(), names), PLACEHOLDER)}
+        return {**asked, **dict.fromkeys(keys_of_others(stored.keys(), names), PLACEHOLDER)}
     groups, found = stored.get(_GROUPS), dict(asked)
     others = _others(groups, names)
     if isinstance(groups, Mapping) and isinstance(asked.get(_GROUPS), Mapping):
