@@ -123,8 +123,8 @@ class _MeshChannels:
         """Copy this process's data to its device, as a row."""
         row = np.zeros((1, padded), np.uint8)
         row[0, : data.nbytes] = data
-        placed: jax.Array = jax.device_put(row.view(np.uint32), self._device)
-        return placed
+        row_on_device: jax.Array = jax.device_put(row.view(np.uint32), self._device)
+        return row_on_device
 
     def _nothing(self, padded: int) -> jax.Array:
         """Return a row of zeros on this process's device.

@@ -17,9 +17,9 @@ from ckptcore.errors import PluginError, RankFailedError, UnsupportedLeafError
 from ckptcore.model import ArrayRecord, Box, Pending, Shard, name_of_dtype
 from ckptcore.protocols import Fetched, Held, LeafBoxes, ReadStage, WantedLeaf, WriteStage
 from ckptcore_jax import random_keys
+from ckptcore_jax.array_creation import cast_elements, check_dtype, with_weak_type
 from ckptcore_jax.leaves import alive, is_committed, plain
 from ckptcore_jax.placements import box_of
-from ckptcore_jax.placing import cast_elements, check_dtype, with_weak_type
 from ckptcore_jax.shardings import concrete
 from ckptcore_jax.worker_links import Cuts, ReadSpecs, WorkerLink
 

@@ -29,8 +29,8 @@ from ckptcore.model import (
 )
 from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
 from ckptcore_jax import random_keys
+from ckptcore_jax.array_creation import create_array
 from ckptcore_jax.placements import placement_of, shards_in_process, shards_of
-from ckptcore_jax.placing import placed
 from ckptcore_jax.shardings import concrete
 
 __all__ = ["LACKING", "JaxLeafHandler", "alive", "is_committed", "leaf_handler", "plain"]
@@ -226,8 +226,8 @@ class JaxLeafHandler:
         sharding = concrete(abstract.sharding) if is_committed(abstract) else None
         if random_keys.is_key(abstract.dtype):
             random_keys.check(abstract.dtype, stored)
-            return random_keys.built(abstract.dtype, sharding, boxes, stored.spec.shape)
-        return placed(
+            return random_keys.build_keys(abstract.dtype, sharding, boxes, stored.spec.shape)
+        return create_array(
             stored.spec.shape, abstract.dtype, sharding, boxes, weak_type=getattr(abstract, "weak_type", False)
         )
 

@@ -12,11 +12,11 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import ArrayRecord, Box, HostArray
-from ckptcore_jax.placing import placed
+from ckptcore_jax.array_creation import create_array
 
 __all__ = [
     "KIND",
-    "built",
+    "build_keys",
     "check",
     "data_of",
     "data_shape",
@@ -112,7 +112,7 @@ def data_sharding(sharding: Sharding | None) -> Sharding | None:
     return sharding if isinstance(sharding, SingleDeviceSharding | NamedSharding) else None
 
 
-def built(
+def build_keys(
     dtype: Any, sharding: Sharding | None, boxes: Sequence[tuple[Box, HostArray]], shape: tuple[int, ...]
 ) -> jax.Array:
     """Return keys with this dtype and sharding.
@@ -123,7 +123,7 @@ def built(
         shape: of the data.
     """
     at_once = data_sharding(sharding)
-    placed_data = placed(shape, np.dtype(np.uint32), at_once, boxes)
+    placed_data = create_array(shape, np.dtype(np.uint32), at_once, boxes)
     keys = wrapped(dtype, placed_data)
     return keys if sharding is at_once else jax.device_put(keys, sharding)
 

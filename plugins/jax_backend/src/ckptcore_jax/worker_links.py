@@ -18,7 +18,7 @@ from jax.sharding import SingleDeviceSharding
 
 from ckptcore.errors import PluginError, RankFailedError
 from ckptcore.model import HostArray, dtype_from_name
-from ckptcore_jax.placing import cast_elements
+from ckptcore_jax.array_creation import cast_elements
 
 __all__ = ["Cuts", "ReadSpecs", "WorkerLink"]
 

@@ -14,13 +14,13 @@ from ckptcore.errors import PluginError, UnsupportedLeafError
 from ckptcore.model import Box, HostArray
 from ckptcore_jax.placements import box_of
 
-__all__ = ["cast_elements", "check_dtype", "placed", "with_weak_type"]
+__all__ = ["cast_elements", "check_dtype", "create_array", "with_weak_type"]
 
 _SMALL_BYTES: Final = 1 << 14
 """Up to this size, copying is cheaper than the checks of `jax.device_put` that avoid a copy."""
 
 
-def placed(
+def create_array(
     shape: tuple[int, ...],
     dtype: np.dtype[Any],
     sharding: Sharding | None,
