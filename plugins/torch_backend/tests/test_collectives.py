@@ -48,7 +48,7 @@ class _Lane:
         yield
         self._log.append(f"leave {self._name}")
 
-    def wait_for(self, event: object) -> None:
+    def wait_for(self, moment: object) -> None:
         self._log.append(f"{self._name} waits")
 
     def mark(self) -> _Lane:

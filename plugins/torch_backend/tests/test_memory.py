@@ -80,9 +80,9 @@ class _OnDevice(TensorHandler):
 
     def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
         targets = [memory.empty(ArraySpec(box.shape, "float32")) for box in boxes]
-        event = self._transfers.now()
+        moment = self._transfers.now()
         return [
-            self._transfers.submit(leaf[box.slices], target, event) for box, target in zip(boxes, targets, strict=True)
+            self._transfers.submit(leaf[box.slices], target, moment) for box, target in zip(boxes, targets, strict=True)
         ]
 
 

@@ -254,7 +254,7 @@ def test_state_of_another_dtype_than_its_parameter_comes_back_exactly(
         if count:
             exact = torch.tensor([[2**24 + 1, 3], [5, 2**20 + 1]], dtype=dtype)
             nested = {"deep": [exact + 2, {"deeper": exact + 3}]}
-            optimizer.state[model.weight] = {"event": exact, "history": [exact, exact + 1], "nested": nested}
+            optimizer.state[model.weight] = {"moment": exact, "history": [exact, exact + 1], "nested": nested}
         return optimizer, NamedOptimizer(model, optimizer) if named else optimizer
 
     optimizer, value = make(1)

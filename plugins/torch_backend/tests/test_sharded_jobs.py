@@ -74,8 +74,8 @@ def test_a_new_optimizer_of_dtensors_gets_dtensors(named: bool, tmp_path: Path) 
     train(model, optimizer)
     exact = torch.full((4, 3), 1 + 2.0**-40, dtype=torch.float64)
     parameter: Any = model.get_parameter("0.weight")
-    event = DTensor.from_local(exact, parameter.device_mesh, parameter.placements)
-    optimizer.state[parameter]["exact"] = event
+    moment = DTensor.from_local(exact, parameter.device_mesh, parameter.placements)
+    optimizer.state[parameter]["exact"] = moment
     other, its = job(1)
     ckptcore.save(tmp_path / "c", {"m": model, "o": NamedOptimizer(model, optimizer) if named else optimizer})
     ckptcore.load_into(tmp_path / "c", {"m": other, "o": NamedOptimizer(other, its) if named else its})

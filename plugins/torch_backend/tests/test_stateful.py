@@ -343,10 +343,10 @@ def test_state_of_its_own_dtype_keeps_it() -> None:
     """Left to itself an optimizer casts its state to the dtype of the parameter, and drops bits."""
     optimizer = train(adam, 2)
     parameter = optimizer.param_groups[1]["params"][0]
-    event = torch.full((2, 2), 1 + 2.0**-20)
-    optimizer.state[parameter]["exp_avg"] = event
+    moment = torch.full((2, 2), 1 + 2.0**-20)
+    optimizer.state[parameter]["exp_avg"] = moment
     OPTIMIZERS.restore(optimizer, OPTIMIZERS.flatten(optimizer))
-    assert optimizer.state[parameter]["exp_avg"] is event
+    assert optimizer.state[parameter]["exp_avg"] is moment
 
 
 def test_tensors_of_an_optimizer_stay_the_same_objects() -> None:
