@@ -106,8 +106,8 @@ class DefaultTokens:
             # was named by the user of the program.
             found: tuple[Any, Any] = google.auth.load_credentials_from_file(self._file, scopes=_SCOPES)  # type: ignore[no-untyped-call]
         except OSError as error:
-            told = f"cannot read the file {self._file!r} of the option 'credentials_file': {error.strerror}"
-            raise RequestFailed(Failure(FailureKind.CREDENTIALS, None, "", told)) from error
+            message = f"cannot read the file {self._file!r} of the option 'credentials_file': {error.strerror}"
+            raise RequestFailed(Failure(FailureKind.CREDENTIALS, None, "", message)) from error
         return found[0]
 
 
@@ -124,11 +124,11 @@ def _failure_of(error: GoogleAuthError) -> Failure:
     """Convert an error of google-auth."""
     from google.auth.exceptions import TransportError
 
-    told = " ".join(str(error).split())[:_MAX_MESSAGE_LENGTH]
+    message = " ".join(str(error).split())[:_MAX_MESSAGE_LENGTH]
     # The message of the token service is "Token must be a short-lived token (60 minutes) and in a
     # reasonable timeframe."
-    if "reasonable timeframe" in told:
-        return Failure(FailureKind.CLOCK, None, "", told)
+    if "reasonable timeframe" in message:
+        return Failure(FailureKind.CLOCK, None, "", message)
     if isinstance(error, TransportError) or error.retryable:
-        return Failure(FailureKind.CONNECTION, None, "", f"cannot get a token: {told}")
-    return Failure(FailureKind.CREDENTIALS, None, "", told)
+        return Failure(FailureKind.CONNECTION, None, "", f"cannot get a token: {message}")
+    return Failure(FailureKind.CREDENTIALS, None, "", message)

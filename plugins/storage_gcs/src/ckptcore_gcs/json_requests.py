@@ -143,8 +143,8 @@ class JsonRequests:
         answer = self._bucket.plain.send_to("POST", self._batches, headers=headers, body=body)
         answers = _batch_answers(answer.headers.get("content-type", ""), answer.body)
         if sorted(answers) != list(range(len(keys))):
-            told = f"received {len(answers)} answers to a batch of {len(keys)} requests"
-            raise RequestFailed(Failure(FailureKind.SERVER, None, "", told))
+            message = f"received {len(answers)} answers to a batch of {len(keys)} requests"
+            raise RequestFailed(Failure(FailureKind.SERVER, None, "", message))
         statuses = [answers[number] for number in range(len(keys))]
         found = [None if status < 300 else failure_of_answer(status, words) for status, words in statuses]
         return [None if failure is None or failure.kind is FailureKind.MISSING else failure for failure in found]
@@ -192,7 +192,7 @@ def _batch_answers(content_type: str, body: bytes) -> dict[int, tuple[int, bytes
         line, _, rest = (text if isinstance(text, bytes) else b"").lstrip().partition(b"\n")
         status = line.split(b" ")[1:2]
         # The body follows the headers, which may be missing, and an empty line.
-        told = (b"\n" + rest.replace(b"\r\n", b"\n")).partition(b"\n\n")[2]
+        content = (b"\n" + rest.replace(b"\r\n", b"\n")).partition(b"\n\n")[2]
         number = position if named is None else int(named[1])
-        answers[number] = (int(status[0]) if status and status[0].isdigit() else 500, told)
+        answers[number] = (int(status[0]) if status and status[0].isdigit() else 500, content)
     return answers

@@ -83,11 +83,11 @@ class Bucket(BucketRequests):
         answer = self.plain.send("GET", key, headers=headers)
         if is_part:
             # Check the range as obstore does: some services and caches send the whole object.
-            told = answer.headers.get("content-range", "")
-            sent = _CONTENT_RANGE.match(told) if answer.status == 206 else None
+            content_range = answer.headers.get("content-range", "")
+            sent = _CONTENT_RANGE.match(content_range) if answer.status == 206 else None
             nbytes = len(answer.body)
             if sent is None or int(sent[1]) != start or nbytes > (stop or start + nbytes) - start:
-                words = f"the answer to {headers['range']} has {nbytes} bytes ({told or 'the whole object'})"
+                words = f"the answer to {headers['range']} has {nbytes} bytes ({content_range or 'the whole object'})"
                 raise RequestFailed(Failure(FailureKind.OTHER, answer.status, "", words))
         return Found(memoryview(answer.body), self._tag(answer.headers))
 

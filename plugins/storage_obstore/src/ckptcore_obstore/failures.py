@@ -209,14 +209,14 @@ def failure_of_text(text: str) -> Failure:
     BODY``. obstore appends a dump of Rust structures; only the kind of a connection error is taken
     from it.
     """
-    told = _DEBUG.sub("", text)
-    status = _STATUS.search(told)
+    cleaned = _DEBUG.sub("", text)
+    status = _STATUS.search(cleaned)
     if status is not None:
-        body = _XML.search(told) or _JSON.search(told)
+        body = _XML.search(cleaned) or _JSON.search(cleaned)
         return failure_of_answer(int(status[1]), body[0].encode() if body else b"")
-    if "redirect without LOCATION" in told:  # object_store's text for a bucket in another region
+    if "redirect without LOCATION" in cleaned:  # object_store's text for a bucket in another region
         return Failure(FailureKind.REGION, 301, "", "the service redirects to another region")
-    if (one := _OF_A_KEY.search(told)) is not None:
+    if (one := _OF_A_KEY.search(cleaned)) is not None:
         return Failure(_kind(200, one[2]), None, one[2], _one_line(one[1]))
     kind = FailureKind.OTHER
     if "kind: Timeout" in text or "operation timed out" in text or "TimedOut" in text:
@@ -224,7 +224,7 @@ def failure_of_text(text: str) -> Failure:
     elif re.search(r"kind: (Connect|Request|Interrupted|Decode|Unknown)\b|HTTP error|error (sending|decoding)", text):
         kind = FailureKind.CONNECTION
     causes = re.findall(r"(?:ConnectionRefused|ConnectionReset|dns error|certificate[^\n\"]*|tcp connect error)", text)
-    message = _one_line(told)
+    message = _one_line(cleaned)
     if causes:
         message = f"{message} ({', '.join(dict.fromkeys(causes))})"
     return Failure(kind, None, "", message)

@@ -135,8 +135,8 @@ def _refuse_other_wrappers(module: torch.nn.Module, state: Mapping[str, Any], st
         if part in parts:
             parts.remove(part)
     prefix = ".".join(parts) + "." if parts else ""
-    told = f"with {prefix!r} of a wrapper" if prefix else f"without the {wrapper_parts(expected)[0][0]!r} in it"
-    difference = f"{expected!r} is stored as {found!r}, {told}"
+    reason = f"with {prefix!r} of a wrapper" if prefix else f"without the {wrapper_parts(expected)[0][0]!r} in it"
+    difference = f"{expected!r} is stored as {found!r}, {reason}"
     raise TreeMismatchError(
         f"the stored names do not fit the {type(module).__qualname__}: {difference}, and "
         "others too; the state dict of a module in other wrappers was saved as a plain dict. "

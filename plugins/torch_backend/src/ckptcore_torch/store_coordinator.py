@@ -120,8 +120,8 @@ class StoreCoordinator:
         if payload is None:
             return self._exchange(key, lambda store, place: self._receive(store, key, place))
         if self._size > 1:
-            told = payload
-            self._exchange(key, lambda store, place: self._tell(store, place, told))
+            given = payload
+            self._exchange(key, lambda store, place: self._send(store, place, given))
         return payload
 
     def _exchange(self, key: str, exchange: Callable[[WatchedStore, str], T]) -> T:
@@ -148,17 +148,17 @@ class StoreCoordinator:
             store.remove(name)
         return gathered
 
-    def _tell(self, store: WatchedStore, place: str, payload: bytes) -> None:
-        store.set(f"{place}/told", payload)
+    def _send(self, store: WatchedStore, place: str, payload: bytes) -> None:
+        store.set(f"{place}/payload", payload)
         self._handshake.wait_for_all(store, self._timeout_seconds)
 
     def _receive(self, store: WatchedStore, key: str, place: str) -> bytes:
-        told, came = f"{place}/told", f"{place}/came"
-        self._wait(store, key, {0: told})
-        received = store.get(told)
-        if store.add(came, 1) == self._size - 1:
-            store.remove(told)
-            store.remove(came)
+        name, counter = f"{place}/payload", f"{place}/received"
+        self._wait(store, key, {0: name})
+        received = store.get(name)
+        if store.add(counter, 1) == self._size - 1:
+            store.remove(name)
+            store.remove(counter)
         return received
 
     def _wait(self, store: WatchedStore, key: str, names: Mapping[int, str]) -> None:

@@ -70,12 +70,12 @@ def expect_int(transform: object, name: str) -> None:
 def expect_ints(transform: object, name: str, *, least: int = 0) -> None:
     """Check that an argument is a sequence of at least `least` integers. See `expect_pattern`."""
     values = getattr(transform, name)
-    told = f"a list of at least {least} integers" if least else "a list of integers"
+    expected = f"a list of at least {least} integers" if least else "a list of integers"
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise _wrong(transform, name, told)
+        raise _wrong(transform, name, expected)
     given = list(values)
     if len(given) < least or not all(map(_is_int, given)):
-        raise _wrong(transform, name, told)
+        raise _wrong(transform, name, expected)
 
 
 def expect_number(transform: object, name: str) -> None:

@@ -271,8 +271,8 @@ class Apply(EachArray):
         """Apply the function lazily."""
         spec = array.spec
         if self.result is not None:
-            told = self.result(AbstractArray(spec.shape, spec.dtype))
-            spec = ArraySpec(told.shape, name_of_dtype(told.dtype))
+            made = self.result(AbstractArray(spec.shape, spec.dtype))
+            spec = ArraySpec(made.shape, name_of_dtype(made.dtype))
         return computed([array], self.function, spec)
 
     def describe(self) -> str:

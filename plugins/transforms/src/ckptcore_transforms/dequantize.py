@@ -74,19 +74,19 @@ def _dequantize(
     Raises:
         TransformError: lists every array that cannot be dequantised, and the other problems.
     """
-    told = list(problems)
+    all_problems = list(problems)
     made: dict[TreePath, Mapping[TreePath, Leaf]] = {path: {} for path in dropped}
     for one in found:
         try:
             array = one.make(tree.array(one.values), tree.array(one.scales))
         except (ValueError, TransformError) as error:
-            told.append(f"{format_path(one.values)}: {error}")
+            all_problems.append(f"{format_path(one.values)}: {error}")
             continue
         made[one.scales] = {}
         made[one.values] = {one.to: ArrayLeaf.of(array)}
-    if told:
-        arrays = "1 array" if len(told) == 1 else f"{len(told)} arrays"
-        raise TransformError(f"{arrays} cannot be dequantised:{listed(told)}\nNothing was read")
+    if all_problems:
+        arrays = "1 array" if len(all_problems) == 1 else f"{len(all_problems)} arrays"
+        raise TransformError(f"{arrays} cannot be dequantised:{listed(all_problems)}\nNothing was read")
     tree.replace(made)
 
 
@@ -377,8 +377,8 @@ def _in_one_of(values: DerivedArray, scales: DerivedArray, blocks: tuple[Block, 
     if not made:
         raise ValueError("; or ".join(refused))
     if len(made) > 1:
-        told = " or ".join(["by its shape" if block is None else str(list(block)) for block in made.values()])
-        raise ValueError(f"config.json does not determine the block size: {told}")
+        options = " or ".join(["by its shape" if block is None else str(list(block)) for block in made.values()])
+        raise ValueError(f"config.json does not determine the block size: {options}")
     return next(iter(made))
 
 

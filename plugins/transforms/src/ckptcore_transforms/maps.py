@@ -258,8 +258,8 @@ class _ExpectHeads(TreeTransform):
         except TransformError:  # there is no config.json
             return
         nested = config.get("text_config")
-        told = nested if isinstance(nested, dict) else config
-        found, heads, embedding = (told.get(key) for key in ("head_dim", "num_attention_heads", "hidden_size"))
+        settings = nested if isinstance(nested, dict) else config
+        found, heads, embedding = (settings.get(key) for key in ("head_dim", "num_attention_heads", "hidden_size"))
         if found is None and isinstance(heads, int) and isinstance(embedding, int) and heads > 0:
             found = embedding // heads  # the default of transformers
         if found is not None and found != self.head_dim:
@@ -310,7 +310,7 @@ MAPS: Mapping[str, NamedMap] = {
 }
 """Maps by name. Exchange the two sides of a name for the inverse."""
 
-_TOLD: Final = {
+_OPTION_HINTS: Final = {
     "head_dim": "the number of elements of a head, as in the model's config.json",
     "rope_type": "'default' or 'llama3.1', as in MaxText's configuration",
 }
@@ -340,7 +340,7 @@ def find_map(
     given: Mapping[str, int | str | None] = {"head_dim": head_dim, "rope_type": rope_type}
     for option, value in given.items():
         if value is None and option in found.needs:
-            raise TransformError(f"the map {name!r} requires {option}: set {_TOLD[option]}")
+            raise TransformError(f"the map {name!r} requires {option}: set {_OPTION_HINTS[option]}")
         if value is not None and option not in found.needs:
             raise TransformError(f"the map {name!r} does not use {option}={value!r}: remove it")
     transforms = found.make(prefix=prefix, **{option: given[option] for option in found.needs})

@@ -159,11 +159,11 @@ def _expect_same_paths(first: Mapping[TreePath, Leaf], other: Mapping[TreePath, 
     Raises:
         TransformError: names the first leaf that one of them lacks.
     """
-    for has, lacks, told in ((other, first, "has"), (first, other, "lacks")):
+    for has, lacks, verb in ((other, first, "has"), (first, other, "lacks")):
         absent = next((path for path in has if path not in lacks), None)
         if absent is not None:
             raise TransformError(
-                f"{location} {told} {format_path(absent)}, unlike the first checkpoint: expected the same tree in all"
+                f"{location} {verb} {format_path(absent)}, unlike the first checkpoint: expected the same tree in all"
             )
 
 

@@ -185,8 +185,8 @@ class Default(TreeTransform):
     def describe(self) -> str:
         """Describe the value."""
         shape = getattr(self.value, "shape", None)
-        told = repr(self.value) if not shape else f"an array of {self.value.dtype}{list(shape)}"
-        return f"if {self.path!r} is not stored, use {told}"
+        value = repr(self.value) if not shape else f"an array of {self.value.dtype}{list(shape)}"
+        return f"if {self.path!r} is not stored, use {value}"
 
     def inverse(self) -> Transform:
         """Raise an error, because a stored leaf cannot be distinguished from an added one."""

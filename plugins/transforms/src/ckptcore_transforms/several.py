@@ -188,8 +188,8 @@ class Split(TreeTransform):
         extent = array.spec.shape[axis]
         sizes = self.sizes if self.sizes is not None else [extent // max(count, 1)] * count
         if sum(sizes) != extent or len(sizes) != count or min(sizes, default=0) < 0:
-            told = "equal" if self.sizes is None else str(list(self.sizes))
-            raise ValueError(f"cannot split {array.spec} into {count} parts along axis {axis}, {told}")
+            sizes_text = "equal" if self.sizes is None else str(list(self.sizes))
+            raise ValueError(f"cannot split {array.spec} into {count} parts along axis {axis}, {sizes_text}")
         parts, start = [], 0
         for size in sizes:
             parts.append(cut(array, Box.whole(array.spec.shape).band(axis, start, start + size)))
@@ -258,8 +258,8 @@ class Fuse(TreeTransform):
         axis = axis_of(arrays[0].spec, self.axis)
         sizes = [one.spec.shape[axis] if axis < len(one.spec.shape) else 0 for one in arrays]
         if sizes != (list(self.sizes) if self.sizes is not None else sizes[:1] * len(sizes)):
-            told = "of equal sizes" if self.sizes is None else f"of {list(self.sizes)}"
-            raise ValueError(f"expected parts {told} along axis {axis}, found {sizes}; set Fuse(..., sizes=)")
+            sizes_text = "of equal sizes" if self.sizes is None else f"of {list(self.sizes)}"
+            raise ValueError(f"expected parts {sizes_text} along axis {axis}, found {sizes}; set Fuse(..., sizes=)")
         return concatenate(arrays, axis)
 
     def describe(self) -> str:
