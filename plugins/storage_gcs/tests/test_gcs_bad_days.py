@@ -137,13 +137,13 @@ def test_a_writer_that_wakes_up_too_late_replaces_nothing(gcs: StrictGcs, upload
 def test_what_a_dead_writer_left_is_found(gcs: StrictGcs, uploads: str) -> None:
     storage = _open(gcs, uploads=uploads)
     storage.put("kept", b"1")
-    dead = storage.open_new("model", len(LARGE))
-    dead.write_at(0, LARGE)
+    abandoned = storage.open_new("model", len(LARGE))
+    abandoned.write_at(0, LARGE)
     assert list(storage.list()) == ["kept"]
     assert list(storage.list_names()) == ["kept"]
     assert _open(gcs, uploads=uploads).abort_uploads("") == 1
     with pytest.raises(StorageError):
-        dead.finish()
+        abandoned.finish()
     assert [found.name for found in gcs.service.buckets.list("bucket", limit=9).objects] == ["run/kept"]
     assert gcs.service.buckets.part_uploads == {}
 

@@ -64,10 +64,10 @@ def test_what_a_former_life_told_is_not_heard() -> None:
 def test_a_life_that_ended_as_it_met_is_none() -> None:
     """The leader answers an old hello of a failed process, and then that of the new one."""
     store = dist.HashStore()
-    dead = life(store, 3, timeout_seconds=0.1)
+    failed = life(store, 3, timeout_seconds=0.1)
     for rank in (1, 2):
         with pytest.raises(CoordinationTimeoutError) as caught:
-            dead[rank].gather("describe", b"old")
+            failed[rank].gather("describe", b"old")
         assert caught.value.missing == (0,)
     leader, *others = life(store, 3)
     begun = threading.Event()

@@ -255,8 +255,8 @@ def _cpu_devices(devices: Sequence[Any]) -> Sequence[Any]:
     from jax.experimental import colocated_python
 
     everything = tuple(jax.devices())
-    beside = dict(zip(everything, colocated_python.colocated_cpu_devices(everything), strict=True))
-    return [beside[device] for device in devices]
+    cpu_devices = dict(zip(everything, colocated_python.colocated_cpu_devices(everything), strict=True))
+    return [cpu_devices[device] for device in devices]
 
 
 def _begin(work: Callable[[], T]) -> Future[T]:

@@ -135,7 +135,7 @@ class _FlaxVariable(_FlaxModule):
     """Variables of Flax NNX."""
 
     def replace(self, target: Any, children: Mapping[int, object]) -> None:
-        """Set the value as ``nnx.update`` does: without the hooks that see what a program sets."""
+        """Set the value without the hooks for assignments, as ``nnx.update`` does."""
         for child in children.values():
             target.set_raw_value(child)
 

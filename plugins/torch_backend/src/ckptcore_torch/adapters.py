@@ -1,9 +1,8 @@
 """LoRA adapters in the format of PEFT: ``adapter_model.safetensors`` and ``adapter_config.json``.
 
-PEFT loads what is saved here (``PeftModel.from_pretrained``) and saves what is loaded here
-(``save_pretrained``), with the same bytes of elements and the same JSON. Both files are saved as
-one atomic checkpoint with checksums. Names and config follow peft 0.21.2. PEFT need not be
-installed.
+PEFT loads adapters saved here (``PeftModel.from_pretrained``), and adapters saved by PEFT
+(``save_pretrained``) load here. Elements and JSON are equal. Both files are saved as one atomic
+checkpoint with checksums. Names and config follow peft 0.21.2. PEFT need not be installed.
 """
 
 from __future__ import annotations

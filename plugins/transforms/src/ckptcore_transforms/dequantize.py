@@ -199,22 +199,22 @@ def _apply(
             fit.
     """
     values, target = Template(pattern), Template(to)
-    beside = Template(Template(scales).spanning_as(values))
-    if values.fields != beside.fields or not values.is_exact or not beside.is_exact:
-        raise TransformError(f"{values} and {beside} must have the same fields, and no '*'")
-    of_scales = {_key(fields): (path, fields) for path, fields in tree.present(beside).items()}
+    scales_template = Template(Template(scales).spanning_as(values))
+    if values.fields != scales_template.fields or not values.is_exact or not scales_template.is_exact:
+        raise TransformError(f"{values} and {scales_template} must have the same fields, and no '*'")
+    of_scales = {_key(fields): (path, fields) for path, fields in tree.present(scales_template).items()}
     found, problems = [], []
     for path, fields in tree.present(values).items():
         scale, leaf = of_scales.pop(_key(fields), None), tree.leaves[path]
         if scale is not None:
             found.append(_Quantized(path, scale[0], target.path(fields), make))
         elif isinstance(leaf, ArrayLeaf) and needs_scales(leaf.record.spec):
-            expected = format_path(beside.path(fields))
+            expected = format_path(scales_template.path(fields))
             problems.append(f"{format_path(path)}: the scales {expected} of {leaf.record.spec} are missing")
     for path, fields in of_scales.values():
         problems.append(f"{format_path(path)}: the array {format_path(values.path(fields))} of these scales is missing")
     if not found and not problems:
-        tree.find(beside)
+        tree.find(scales_template)
     _dequantize(tree, found, problems)
 
 
