@@ -68,7 +68,7 @@ def tell(report: Report, scratch: Path, steps: int) -> None:
         report.claim(
             "the other worker is told, long before the deadline of 600 s", told(saves) and time.monotonic() - began < 60
         )
-        report.claim("the driver knows which rank is dead", job.progress().ranks[-1].state == "dead")
+        report.claim("the driver knows which rank failed", job.progress().ranks[-1].state == "failed")
         latest = ckptcore.CheckpointReader(scratch / "run").latest
         report.claim(f"the newest checkpoint is the one before: {latest}", latest == middle)
 
@@ -122,5 +122,5 @@ def told(saves: Sequence[Any]) -> bool:
     try:
         ray.get(list(saves))
     except RankFailedError as error:
-        return "is dead" in str(error)
+        return "failed, so the exchange" in str(error)
     return False

@@ -203,7 +203,7 @@ def test_an_optimizer_without_a_state_asks_for_none(tmp_path: Path) -> None:
 
 def test_what_has_no_abstract_is_named_by_its_path() -> None:
     state = {"b": torch.empty(3, dtype=torch.bits8), "s": torch.eye(2).to_sparse(), "t": torch.ones(2)}
-    with pytest.raises(UnsupportedLeafError, match=r"b: torch.bits8 is bits without.*; s: a tensor with the layout"):
+    with pytest.raises(UnsupportedLeafError, match=r"b: cannot store torch.bits8, .*; s: a tensor with the layout"):
         ckptcore.abstract(state)
     with pytest.raises(UnsupportedLeafError, match="lazy/weight: a parameter of a lazy module"):
         ckptcore.abstract({"lazy": torch.nn.LazyLinear(3)})
@@ -257,7 +257,7 @@ def test_the_abstract_of_a_tensor_says_on_which_device_it_is() -> None:
         assert abstract is not tensor and isinstance(abstract, kind)
         assert (abstract.device, abstract.dtype, tuple(abstract.shape)) == (device, torch.bfloat16, (2, 3))
         assert abstract.requires_grad == tensor.requires_grad
-    with pytest.raises(UnsupportedLeafError, match=r"Tagged is to be on cuda:1"):
+    with pytest.raises(UnsupportedLeafError, match=r"Tagged on cuda:1"):
         abstract_subclass(stand_in, torch.ones(2, 3).as_subclass(Tagged))
 
 
@@ -275,9 +275,7 @@ def test_a_device_that_is_not_here_is_refused_before_anything_is_read(device: st
         path.unlink()  # who reads would fail at it
     abstract = ckptcore.abstract({"t": torch.ones(3), "u": torch.ones(2)})
     abstract["t"] = empty_tensor(torch.Size((3,)), torch.float32, torch.device(device))
-    with pytest.raises(
-        UnsupportedLeafError, match=f"t: a tensor on {device} is asked for, and this process has no such"
-    ):
+    with pytest.raises(UnsupportedLeafError, match=f"t: cannot load a tensor to {device}: this process has no such"):
         ckptcore.load(tmp_path / "c", abstract)
 
 

@@ -111,7 +111,8 @@ def test_blocks_that_the_end_of_an_axis_cuts_off(tmp_path: Path) -> None:
     publish(tmp_path, {"a.weight": values, "a.weight_scale_inv": scales}, FP8)
     loaded = ckptcore.load(tmp_path, transforms=[DequantizeAsConfigured()])
     assert _same(loaded["a.weight"], _times(values, scales))
-    with pytest.raises(TransformError, match="do not tell the blocks"):  # 100 rows for each of three would fit, too
+    # Blocks of 100 rows would fit, too.
+    with pytest.raises(TransformError, match="do not determine the blocks"):
         ckptcore.load(tmp_path, transforms=[Dequantize("{name...}", "{name}_scale_inv")])
 
 
@@ -233,13 +234,13 @@ def test_a_plan_of_it_is_told_in_words_and_there_is_no_way_back() -> None:
         DequantizeMxfp4("{n...}_blocks", "{n}_scales", "{n}"),
     ]
     assert describe(chain) == (
-        "1. dequantise what config.json says is quantised to bfloat16\n"
+        "1. dequantise to bfloat16 by the quantization_config of config.json\n"
         "2. dequantise '{n...}' by the scales '{n}_scale_inv' of blocks of [128, 128] to float32\n"
         "3. dequantise MXFP4 '{n...}_blocks' by the scales '{n}_scales' to bfloat16 as '{n}'"
     )
     for one in chain:
         with pytest.raises(
-            TransformError, match="cannot be undone, for the numbers do not tell what they were rounded to"
+            TransformError, match="cannot be undone, because the original values and scales are unknown"
         ):
             inverse([one])
 
@@ -260,9 +261,9 @@ def test_everything_that_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
         told = str(caught.value)
         assert "good" not in told
         for expected in (
-            r"bare.weight']: it is float8_e4m3fn[384, 1536]",
-            r"wrong.weight']: scales are float32[3, 2], and [3, 12] were expected",
-            r"plain.weight']: it is bfloat16[384, 1536], which is not quantised",
+            r"bare.weight']: ",
+            r"wrong.weight']: the scales are float32[3, 2]; expected [3, 12]",
+            r"plain.weight']: bfloat16[384, 1536] is not quantised",
             r"alone.weight_scale_inv']: ",
         ):
             assert expected in told
@@ -279,21 +280,21 @@ def test_an_error_lists_no_more_than_a_person_reads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        ({"quant_method": "awq"}, "quant_method is 'awq'; known are fp8"),
+        ({"quant_method": "awq"}, "quant_method is 'awq'; expected one of fp8"),
         ({"bits": 4}, "quant_method is None"),
         ({"quant_method": ["fp8"]}, r"quant_method is \['fp8'\]"),
-        ([], "an object was expected"),
+        ([], "expected an object"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size is \[128\]"),
-        ({"quant_method": "fp8", "weight_block_size": [0, -1]}, "extents of two axes"),
-        ({"quant_method": "fp8", "weight_block_size": [True, 1.5]}, "extents of two axes"),
-        ({"quant_method": "fp8", "weight_block_size": "128x128"}, "extents of two axes"),
+        ({"quant_method": "fp8", "weight_block_size": [0, -1]}, "two positive integers"),
+        ({"quant_method": "fp8", "weight_block_size": [True, 1.5]}, "two positive integers"),
+        ({"quant_method": "fp8", "weight_block_size": "128x128"}, "two positive integers"),
         ({"quant_method": "fp8", "scale_fmt": 3}, "scale_fmt is 3"),
-        ({"quant_method": "fp8", "modules_to_not_convert": "lm_head"}, "a list of names was expected"),
-        ({"quant_method": "fp8", "modules_to_not_convert": [1]}, "a list of names was expected"),
+        ({"quant_method": "fp8", "modules_to_not_convert": "lm_head"}, "expected a list of names"),
+        ({"quant_method": "fp8", "modules_to_not_convert": [1]}, "expected a list of names"),
         ({"quant_method": "compressed-tensors"}, "config_groups is None"),
-        ({"config_groups": {"g": ["Linear"]}}, "does not say how weights are quantised"),
+        ({"config_groups": {"g": ["Linear"]}}, "has no quantisation of weights"),
         ({"config_groups": {"g": {"weights": {"num_bits": 4, "type": "int"}}}}, "weights of 4 bits"),
-        ({"config_groups": {"g": {"weights": {"symmetric": False}}}}, "zero points are not known"),
+        ({"config_groups": {"g": {"weights": {"symmetric": False}}}}, "zero points are not supported"),
         ({"config_groups": {"g": {"weights": {"strategy": "token"}}}}, "the strategy 'token'"),
         ({"config_groups": {"g": {"weights": {"strategy": "block"}}}}, "block_structure is None"),
         ({"config_groups": {"g": {"weights": {"strategy": "group", "group_size": "a"}}}}, "group_size"),
@@ -336,17 +337,17 @@ def test_a_config_may_have_what_python_writes_for_infinity(tmp_path: Path) -> No
 
 def test_a_checkpoint_without_a_config_is_refused(tmp_path: Path) -> None:
     publish(tmp_path, {"a": torch.ones(2)}, None)
-    with pytest.raises(TransformError, match=r"no config\.json beside the arrays"):
+    with pytest.raises(TransformError, match=r"config\.json is missing"):
         ckptcore.load(tmp_path, transforms=[DequantizeAsConfigured()])
     ckptcore.save("memory://dequantizing/ours", {"a": np.ones(2)})
-    with pytest.raises(TransformError, match=r"no config\.json beside the arrays"):
+    with pytest.raises(TransformError, match=r"config\.json is missing"):
         ckptcore.load("memory://dequantizing/ours", transforms=[DequantizeAsConfigured()])
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(TransformError, match="no quantization_config"):
         ckptcore.load(tmp_path, transforms=[DequantizeAsConfigured()])
     assert ckptcore.load(tmp_path, transforms=[IfPresent(DequantizeAsConfigured())])["a"].shape == (2,)
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
-    with pytest.raises(TransformError, match="no array is quantised so"):
+    with pytest.raises(TransformError, match="no array is quantised"):
         ckptcore.load(tmp_path, transforms=[DequantizeAsConfigured()])
 
 
@@ -359,7 +360,7 @@ def test_modules_that_are_not_converted_stay_as_they_are(tmp_path: Path) -> None
         "a.weight": "bfloat16", "m.table.weight": "float8_e4m3fn", "x.y.gate.weight": "float8_e4m3fn",
     }  # fmt: skip
     publish(tmp_path, {**stored, "m.table.weight_scale_inv": scales}, {**FP8, "modules_to_not_convert": ["m", "gate"]})
-    with pytest.raises(TransformError, match="'m.table' is listed as not converted, and"):
+    with pytest.raises(TransformError, match="'m.table' is listed as not converted, but"):
         ckptcore.load(tmp_path, transforms=[DequantizeAsConfigured()])
 
 
@@ -378,10 +379,10 @@ def test_what_would_make_other_numbers_is_refused(tmp_path: Path) -> None:
     group = {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
     stored = {"a.weight": values, "a.weight_scale": scales, "a.weight_zero_point": torch.ones(4, 1)}
     publish(tmp_path, stored, {"config_groups": {"g": group}})
-    with pytest.raises(TransformError, match="'a.weight_zero_point' belong to it, which are not known"):
+    with pytest.raises(TransformError, match="unsupported data .*'a.weight_zero_point'"):
         ckptcore.load(tmp_path, transforms=[DequantizeAsConfigured()])
     publish(tmp_path, {"a.weight": values, "a.weight_scale": scales, "a.weight_scale_inv": scales}, FP8)
-    with pytest.raises(TransformError, match="2 are there; one was expected"):
+    with pytest.raises(TransformError, match="expected one of the scales .*, found 2"):
         ckptcore.load(tmp_path, transforms=[DequantizeAsConfigured()])
 
 
@@ -392,7 +393,7 @@ def test_patterns_of_arrays_and_scales_have_the_same_fields(tmp_path: Path) -> N
         Dequantize("*.weight", "*.scale"),
         DequantizeMxfp4("{n}_blocks", "{m}_scales", "{n}"),
     ):
-        with pytest.raises(TransformError, match="are to have the same fields"):
+        with pytest.raises(TransformError, match="must have the same fields"):
             ckptcore.load(tmp_path, transforms=[one])
     with pytest.raises(TransformError, match="matches nothing"):
         ckptcore.load(tmp_path, transforms=[Dequantize("{n...}", "{n}_scale")])

@@ -215,8 +215,8 @@ def test_a_padded_vocabulary_is_taken_back(tmp_path: Path) -> None:
     [
         ("Qwen2", llama_to_maxtext(HEAD_DIM, "default"), r"model\.layers\.0\.self_attn\.k_proj\.bias.* and 8 others"),
         ("Qwen3", llama_to_maxtext(HEAD_DIM, "default"), r"model\.layers\.0\.self_attn\.k_norm\.weight.* and 5 others"),
-        ("Llama", llama_to_maxtext(HEAD_DIM // 2, "default"), "says that a head has 16 elements: give that as head_dim"),
-        ("Qwen3", qwen_to_maxtext(HEAD_DIM * 2), "says that a head has 16 elements: give that as head_dim"),
+        ("Llama", llama_to_maxtext(HEAD_DIM // 2, "default"), "heads of 16 elements: set head_dim to that"),
+        ("Qwen3", qwen_to_maxtext(HEAD_DIM * 2), "heads of 16 elements: set head_dim to that"),
     ],
 )  # fmt: skip
 def test_a_model_of_another_family_is_refused(
@@ -231,10 +231,10 @@ def test_a_model_of_another_family_is_refused(
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        ({"head_dim": 8}, "a head has 8 elements"),
-        ({"head_dim": "16"}, "a head has '16' elements"),
-        ({"head_dim": None, "hidden_size": 96, "num_attention_heads": 4}, "a head has 24 elements"),
-        ({"text_config": {"hidden_size": 96, "num_attention_heads": 4}}, "a head has 24 elements"),
+        ({"head_dim": 8}, "heads of 8 elements"),
+        ({"head_dim": "16"}, "heads of '16' elements"),
+        ({"head_dim": None, "hidden_size": 96, "num_attention_heads": 4}, "heads of 24 elements"),
+        ({"text_config": {"hidden_size": 96, "num_attention_heads": 4}}, "heads of 24 elements"),
         ({"hidden_size": 64, "num_attention_heads": 4}, None),
         ({"hidden_size": 64, "num_attention_heads": 0}, None),
         ({}, None),

@@ -1,6 +1,6 @@
-"""One process of a job of jax.distributed whose processes send each other what one has read.
+"""One process of a jax.distributed job whose processes share data that one has read.
 
-``broadcast_jax_job.py ADDRESS RANK SIZE DEVICES TASK PLACE``: raises what is not as it should be.
+``broadcast_jax_job.py ADDRESS RANK SIZE DEVICES TASK PLACE``. Raises an error on a wrong result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={sys.argv[4]}"
 
-import jax  # after the flags that it reads
+import jax  # imported after setting the environment variables that it reads
 import ml_dtypes
 import numpy as np
 from ckptcore_jax.collectives import collectives_of_job
@@ -35,7 +35,7 @@ SPECS: Mapping[str, tuple[str | None, ...]] = {"w": ("x", "y"), "e": (None, "y")
 
 
 def state() -> dict[str, Any]:
-    """Arrays large enough that what is read to close gaps does not matter."""
+    """Arrays so large that reads of gaps are negligible."""
     generator = np.random.default_rng(5)
     return {
         "w": generator.standard_normal((1024, 1024)).astype(np.float32),
@@ -46,7 +46,7 @@ def state() -> dict[str, Any]:
 
 
 class Counting(FaultyStorage):
-    """Counts bytes of arrays that are read, and fails to read some where it is told to."""
+    """Counts the bytes of arrays read, and fails selected reads."""
 
     def __init__(self, inner: StorageBackend, fails: bool) -> None:
         super().__init__(inner, FaultPlan())
@@ -95,7 +95,7 @@ def _check(loaded: Mapping[str, Any]) -> None:
 
 
 def loads(rank: int, directory: Path) -> None:
-    """Load by every process for itself, and by one for all; note what was read."""
+    """Load in every process separately, and collectively. Record what was read."""
     location = f"counted://{directory}/saved"
     read = {}
     for reads in ("all", "broadcast"):
@@ -119,7 +119,7 @@ def loads(rank: int, directory: Path) -> None:
 
 
 def conformance(rank: int, directory: Path) -> None:
-    """One test of the conformance class."""
+    """Run one test of the conformance class."""
     work = pickle.loads((directory / "work").read_bytes())
     collectives = collectives_of_job()
     assert collectives is not None

@@ -12,5 +12,5 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def eight_devices() -> None:
-    """Fail early and clearly where something started JAX's backend before this file could."""
+    """Fail early with a clear message if the JAX backend was started before this file."""
     assert len(jax.devices()) == 8, "run these tests in a process of their own: JAX was started with other devices"

@@ -1,6 +1,7 @@
-"""A job whose processes save and load together: ``coordinated_jax_job.py ADDRESS RANK SIZE DEVICES TASK DIRECTORY``.
+"""A job whose processes save and load together.
 
-Each process has so many devices of the host. Raises what is not as it should be.
+``coordinated_jax_job.py ADDRESS RANK SIZE DEVICES TASK DIRECTORY``. Each process has DEVICES
+devices of the host. Raises an error on a wrong result.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def blank(like: Any) -> Any:
 
 
 def same(found: Any, expected: Any) -> None:
-    """The same arrays, where this process has them."""
+    """Abstract arrays with the same shardings on devices of this process."""
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for (path, one), other in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
         if not isinstance(other, jax.Array):
@@ -89,7 +90,7 @@ def bytes_below(directory: Path) -> int:
 
 
 def small(directory: Path) -> None:
-    """Save what is cut over all devices and what all hold; load it cut otherwise."""
+    """Save sharded and replicated arrays, and load them with other shardings."""
     mesh, other = over_all(2, 2), over_all(1, 4)
     saved = {"cut": sharded(ROWS, NamedSharding(mesh, P("x", "y"))), "all": sharded(ROWS, NamedSharding(mesh, P()))}
     wanted = {"cut": sharded(ROWS, NamedSharding(other, P("y"))), "all": sharded(ROWS, NamedSharding(other, P("x")))}
@@ -120,7 +121,7 @@ def reshard(directory: Path) -> None:
 
 
 def once(directory: Path) -> None:
-    """What all devices hold is written once; what a half of them holds twice, too."""
+    """Arrays on all devices are written once, also those replicated on two halves."""
     random = np.frombuffer(np.random.default_rng(0).bytes(1 << 20), np.uint8)
     mesh = over_all(2, 2)
     held = {
@@ -172,7 +173,10 @@ def run(directory: Path) -> None:
 
 
 def orbax(directory: Path) -> None:
-    """What the job saved by ckptcore Orbax loads in the job, and the other way round, onto the mesh it was saved from and another."""
+    """Checkpoints of the job are exchanged with Orbax in both directions.
+
+    They load onto the mesh of the save and onto another one.
+    """
     from orbax.checkpoint import v1 as ocp
 
     mesh, other = over_all(2, 2), over_all(1, 4)
@@ -189,7 +193,7 @@ def orbax(directory: Path) -> None:
 
 
 def _save_in_two_jobs(directory: Path, job: KeyValueCoordinator) -> None:
-    """The processes are a job of torch.distributed, too: which of them saves has to be said."""
+    """The processes are also a job of torch.distributed, so a coordinator must be selected."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=RANK, world_size=SIZE)
@@ -206,7 +210,7 @@ def _save_in_two_jobs(directory: Path, job: KeyValueCoordinator) -> None:
 
 
 def part(directory: Path) -> None:
-    """Arrays over the devices of one process alone, which the others leave out of their trees, and processes that save alone."""
+    """Arrays on devices of one process, which other processes omit, and processes that save alone."""
 
     def over_one(owner: int) -> jax.Array:
         theirs = [device for device in jax.devices() if device.process_index == owner]
@@ -229,7 +233,10 @@ def part(directory: Path) -> None:
 
 
 def killed(directory: Path) -> None:
-    """The last rank dies in the middle of a save; the others are told within the deadline, and save without it."""
+    """The last rank fails during a save.
+
+    The others get an error within the timeout, and save without it.
+    """
     _die(directory, SIZE - 1)
 
 
@@ -268,11 +275,11 @@ def _die(directory: Path, rank: int) -> None:
     ckptcore.save(directory / "after", {"own": jnp.arange(5)}, layout="ocdbt", context=alone)
     (directory / "told").touch()
     sys.stdout.flush()
-    os._exit(0)  # JAX would wait for the dead
+    os._exit(0)  # JAX would wait for the failed process
 
 
 def again(directory: Path) -> None:
-    """The job, started again, goes on from the last save, and makes the one that failed."""
+    """The restarted job continues from the last save, and repeats the failed one."""
     mesh = over_all(2, 2)
     loaded = ckptcore.load(directory / "before", blank(state(mesh, 1)))
     same(loaded, state(mesh, 1))

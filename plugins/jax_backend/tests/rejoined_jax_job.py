@@ -1,6 +1,7 @@
-"""A process of a job of JAX that ends and begins again, with another process: ``rejoined_jax_job.py WHO DIRECTORY PORT PORT``.
+"""A process of a JAX job that ends and begins again, with another process.
 
-``stays`` is process 0 of both jobs, ``leaves`` is process 1 of the first only, and ``comes`` of the second.
+``rejoined_jax_job.py WHO DIRECTORY PORT PORT``: ``stays`` is process 0 of both jobs, ``leaves`` is
+process 1 of the first only, and ``comes`` of the second.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, Final
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
 
-import jax  # after the flags that it reads
+import jax  # imported after setting the environment variables that it reads
 import jax.extend.backend
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -27,8 +28,11 @@ _ROWS: Final = np.arange(8, dtype=np.float32).reshape(4, 2)
 
 
 def _save_and_load(place: Path, life: int) -> None:
-    """Save over what is there twice, so that whoever counted differently would wait in vain; load it together."""
-    spec: Any = PartitionSpec  # JAX says no types here
+    """Overwrite the checkpoint twice, and load it collectively.
+
+    Processes with different counters would wait for each other until the timeout.
+    """
+    spec: Any = PartitionSpec  # untyped in JAX
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), spec("x"))
     rows = _ROWS + life
     array = jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])

@@ -1,4 +1,4 @@
-"""Abstract arrays for what a checkpoint holds: loaded with them, it is sharded as it was saved."""
+"""Abstract arrays of a checkpoint. A load with them has the stored shardings."""
 
 import json
 import os
@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import ckptcore
+import ckptcore.loading.describe
 from ckptcore.model import ArrayRecord, ArraySpec, Node, TreeMetadata
 
 CONTEXT = ckptcore.Context(durability="none")
@@ -156,7 +157,7 @@ def test_a_checkpointable_of_several_is_described_like_one(tmp_path):
     assert abstract_arrays(found["counter"]) is found["counter"].abstract is None, "files are no arrays"
 
 
-# --- what JAX did not save, and what it cannot hold
+# --- arrays of other frameworks, and dtypes that JAX lacks
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "ocdbt", "zarr3", "dcp"])
@@ -265,7 +266,8 @@ def test_a_checkpoint_of_eight_devices_loads_on_fewer(tmp_path, count):
     saved(tmp_path / "c", state)
     program = f"""
         import json, jax, numpy as np, ckptcore, ckptcore_jax
-        loaded = ckptcore.load({str(tmp_path / "c")!r}, ckptcore_jax.abstract_arrays(ckptcore.metadata({str(tmp_path / "c")!r})))
+        path = {str(tmp_path / "c")!r}
+        loaded = ckptcore.load(path, ckptcore_jax.abstract_arrays(ckptcore.metadata(path)))
         told = {{}}
         for path, leaf in jax.tree_util.tree_leaves_with_path(loaded):
             assert isinstance(leaf, jax.Array)

@@ -1,4 +1,4 @@
-"""Real processes of jax.distributed that send each other what one has read."""
+"""Real processes of jax.distributed that share data that one has read."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class TestDeviceCollectives(CollectivesTests):
 
 
 def _state() -> dict[str, Any]:
-    """What the program says is saved; it sets flags of JAX as it is imported, that are not for this process."""
+    """The state of the program, which is not imported because importing it sets JAX flags."""
     generator = np.random.default_rng(5)
     import ml_dtypes
 

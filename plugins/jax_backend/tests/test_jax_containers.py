@@ -1,4 +1,4 @@
-"""Registered containers: taken apart as JAX does, put together with what is static."""
+"""Registered containers are flattened as in JAX, and rebuilt with their static content."""
 
 import collections
 import dataclasses
@@ -240,5 +240,5 @@ def test_keys_that_are_neither_int_nor_str_are_refused(key):
 
 
 def test_keys_that_come_twice_are_refused():
-    with pytest.raises(UnsupportedKeyError, match="two children under one key"):
+    with pytest.raises(UnsupportedKeyError, match="two children with the same key"):
         HANDLER.flatten(WithKeys([DICT_KEY("a"), DICT_KEY("a")], [1, 2]))

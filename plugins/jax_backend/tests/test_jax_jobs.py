@@ -31,7 +31,7 @@ def _process(arguments: Sequence[str], errors: str) -> None:
 
 
 def run(size: int, devices: int, task: str, directory: Path) -> tuple[Sequence[int | None], str]:
-    """Run a task in a job of so many processes with so many devices each; how each ended, and what they said."""
+    """Run a task in a job of processes with devices. Return the exit status and output of each."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ckptcore_jax.key_value_coordinator", "ckptcore_testing", "ckptcore_orbax", "jax"])
     with socket.socket() as listener:

@@ -1,4 +1,4 @@
-"""The leaf handler alone: what it says of arrays, hands out of them and builds."""
+"""The leaf handler alone: records, host data and built arrays."""
 
 import dataclasses
 import gc
@@ -52,7 +52,7 @@ def numbers(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
 
 
 def aligned(array: np.ndarray) -> np.ndarray:
-    """The same elements where JAX can use them without a copy: at a multiple of 64 bytes."""
+    """Return the same elements at a multiple of 64 bytes, where JAX can use them without a copy."""
     memory = np.empty(array.nbytes + 64, np.uint8)
     start = -memory.ctypes.data % 64
     made = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -72,12 +72,12 @@ def on_host(leaf: jax.Array, handler: JaxLeafHandler = HANDLER) -> dict[Box, np.
 
 
 def on_device(number: int) -> dict[str, object]:
-    """What an array on one device notes."""
+    """Notes of an array on one device."""
     return {"sharding": {"type": "SingleDeviceSharding", "device": f"cpu:{number}"}}
 
 
 def read(array: np.ndarray, boxes) -> list[tuple[Box, np.ndarray]]:
-    """What a load hands to `build`."""
+    """Arguments that a load passes to `build`."""
     return [(box, aligned(array[box.slices])) for box in boxes]
 
 
@@ -365,7 +365,7 @@ def test_elements_are_cast_to_the_dtype_asked_for(to):
 @pytest.mark.parametrize("dtype", ["complex64", "S3", "U2", "datetime64[s]"])
 def test_what_cannot_be_cast_is_refused(dtype):
     stored = ArrayRecord(ArraySpec((2,), dtype))
-    with pytest.raises(UnsupportedLeafError, match="cannot hold"):
+    with pytest.raises(UnsupportedLeafError, match="cannot represent"):
         HANDLER.build(
             jax.ShapeDtypeStruct((2,), jnp.float32), stored, [(Box.whole((2,)), np.zeros(2, stored.spec.numpy_dtype))]
         )

@@ -1,4 +1,4 @@
-"""Plans of saves of JAX states: no transfer, no elements, shardings of devices that are there."""
+"""Plans of saves of JAX states: no transfers, no elements, shardings of existing devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plugin as it is installed."""
+"""The installed plugin."""
 
 import re
 from pathlib import Path
@@ -15,9 +15,9 @@ class TestPlugin(PluginTests):
     entry_point = "jax"
 
 
-@pytest.mark.slow  # for whoever works on this plugin alone: `tests/matrix` of the repository has all of it
+@pytest.mark.slow  # a subset for work on this plugin alone; `tests/matrix` of the repository has all
 class TestMatrix(SaveLoadMatrixTests):
-    """The matrix once more where JAX has several devices, with arrays that are sharded over them."""
+    """The matrix with several JAX devices, and with arrays sharded over them."""
 
     def frameworks(self):
         return {

@@ -1,4 +1,4 @@
-"""Who of several processes owns which box, with devices that only say that they are elsewhere."""
+"""Ownership of boxes among several processes, simulated by devices that claim to be remote."""
 
 from dataclasses import dataclass
 
@@ -108,6 +108,6 @@ def test_boxes_that_unequally_many_processes_hold_are_not_shared():
 
 
 def test_a_process_that_saves_alone_has_to_have_all():
-    with pytest.raises(UnsupportedLeafError, match="2 of 8 boxes and saves alone"):
+    with pytest.raises(UnsupportedLeafError, match="saves alone but has only 2 of 8 boxes"):
         shards_of(seen_by(1, 1), (8, 3), 0, 1)
     assert shards_of(seen_by(1, 8), (1, 3), 0, 1) == (Shard(Box((0, 0), (1, 3)), 0, 1),)

@@ -1,4 +1,4 @@
-"""Registered subclasses of Python's containers carry what they were registered with, not only their items."""
+"""Registered subclasses of Python containers keep their registered state besides their items."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import ckptcore
 
 
 class Extended(dict[str, Any]):
-    """A dict with one array beside its items."""
+    """A dict with one array besides its items."""
 
     extra: Any = None
 

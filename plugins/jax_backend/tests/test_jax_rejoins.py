@@ -1,4 +1,6 @@
-"""Processes that end a job of JAX and begin another one: each counts its exchanges from 0, as a process that is new does."""
+"""Processes that end a job of JAX and begin another one: each counts its exchanges from 0, as a
+process that is new does.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ REJOINED = Path(__file__).with_name("rejoined_jax_job.py")
 
 
 class _Client:
-    """Of a service that nobody asks."""
+    """Coordinator of an unused service."""
 
     def key_value_set_bytes(self, key: str, value: bytes, allow_overwrite: bool = False) -> None:
         raise NotImplementedError

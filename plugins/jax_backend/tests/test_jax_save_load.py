@@ -1,4 +1,4 @@
-"""JAX through ckptcore's own functions: what is saved comes back, on other devices and in other frameworks."""
+"""JAX with ckptcore's public functions: saved states load again, on other devices and in other frameworks."""
 
 import functools
 import gc
@@ -276,7 +276,7 @@ def test_nnx_modules_and_their_state_come_back(tmp_path):
 
 
 class Watching(JaxLeafHandler):
-    """Keeps what it hands out for a save."""
+    """Keeps the arrays returned for a save."""
 
     def __init__(self):
         super().__init__(copy=False)
@@ -402,13 +402,14 @@ def test_an_array_can_be_donated_in_place_once_save_async_returned(tmp_path):
 
 
 def test_a_load_takes_the_memory_of_the_state_once(tmp_path):
-    """In a process of its own: what it used at most is counted by the system."""
+    """Runs in a separate process, whose peak memory the system measures."""
     program = f"""
         import jax, jax.numpy as jnp, numpy as np, ckptcore
         def used(what):
             with open("/proc/self/status") as lines:
                 return next(int(line.split()[1]) for line in lines if line.startswith(what)) * 1024
-        sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(jax.devices()), ("a",)), jax.sharding.PartitionSpec("a"))
+        mesh = jax.sharding.Mesh(np.array(jax.devices()), ("a",))
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a"))
         small = {{"w": [jnp.ones((8, 8)), jax.device_put(jnp.ones((8, 8)), sharding)]}}
         ckptcore.save({str(tmp_path / "small")!r}, small)
         ckptcore.load({str(tmp_path / "small")!r}, small)
@@ -434,7 +435,7 @@ def test_a_load_takes_the_memory_of_the_state_once(tmp_path):
     assert float(run.stdout) < 1.3
 
 
-# --- what else
+# --- other cases
 
 
 def test_load_into_puts_arrays_where_others_were(tmp_path):
@@ -515,7 +516,7 @@ def test_a_sharding_over_an_abstract_mesh_needs_the_mesh_to_be_set(tmp_path):
     with pytest.raises(UnsupportedLeafError, match=r"no mesh is set in this thread"):
         ckptcore.load(tmp_path / "c", abstract)
     for other in (jax.make_mesh((2, 4), ("a", "b")), jax.make_mesh((4, 2), ("b", "a")), jax.make_mesh((8,), ("a",))):
-        with jax.set_mesh(other), pytest.raises(UnsupportedLeafError, match=r"the mesh that is set has"):
+        with jax.set_mesh(other), pytest.raises(UnsupportedLeafError, match=r"the current mesh has"):
             ckptcore.load(tmp_path / "c", abstract)
 
 

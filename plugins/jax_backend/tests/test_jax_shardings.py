@@ -41,7 +41,7 @@ def other_memory_kind(device) -> str:
     return next(memory.kind for memory in device.addressable_memories() if memory.kind != default)
 
 
-# --- what is noted
+# --- notes
 
 
 def test_devices_in_order_are_not_listed():

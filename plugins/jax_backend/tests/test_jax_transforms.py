@@ -1,4 +1,4 @@
-"""What transforms make is loaded as sharded arrays of JAX, and read once."""
+"""Results of transforms load as sharded JAX arrays, and each input is read once."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def _rank(file: str, address: str, rank: int, size: int, timeout_seconds: float,
 
 
 def free_port() -> int:
-    """A port that nobody listens at now."""
+    """Return an unused port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
@@ -200,5 +200,5 @@ def test_a_process_that_is_part_of_two_jobs_has_to_choose(in_job: Callable[[int]
 
 def test_only_the_leader_gives_what_is_broadcast(in_job: Callable[[int], None]) -> None:
     in_job(2)
-    with pytest.raises(PluginError, match="nobody else"):
+    with pytest.raises(PluginError, match="the leader must pass"):
         KeyValueCoordinator.of_job().broadcast("key", b"mine")

@@ -1,4 +1,4 @@
-"""Ray for the tests, started once for all of them in a process, with actors that stand for ranks."""
+"""Starts Ray once per test process, with actors as ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ context = ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, obj
 print("address", context.address_info["gcs_address"], flush=True)
 sys.stdin.read()
 """
-"""Starts Ray, and ends it when its standard input does: in the process of the tests, which may have JAX, nothing should fork."""
+"""Runs Ray until its standard input ends. A separate process, because Ray forks and JAX must not."""
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Ray actors that stand for the ranks of a job in the tests."""
+"""Ray actors that act as the ranks of a job in the tests."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Rank:
         ckptcore.save(location, state(step), context=context)
 
     def sleep(self, seconds: float) -> None:
-        """Be busy."""
+        """Block for some time."""
         time.sleep(seconds)
 
     def process(self) -> int:
@@ -74,7 +74,7 @@ class Rank:
 
 
 def state(step: int) -> dict[str, Any]:
-    """What ranks save."""
+    """State that the ranks save."""
     return {"weights": np.arange(12.0) + step, "step": step}
 
 
@@ -97,7 +97,10 @@ class Ranks:
         return self._actors[:count]
 
     def run(self, size: int, work: Callable[[Coordinator], T], *, timeout_seconds: float) -> list[T]:
-        """Do the work on every rank of a job. One job of each size is kept: ranks that join again begin anew."""
+        """Run the work on every rank of a job.
+
+        One job of each size is reused: ranks that join again begin a new incarnation.
+        """
         if size not in self._jobs:
             self._jobs[size] = make_job(new_name(), size)
         name = self._jobs[size].name

@@ -1,4 +1,4 @@
-"""Actors on hosts with disks of their own: what they take for one directory is found to be several."""
+"""Actors on hosts with separate disks: a path that is not the same directory on all of them is detected."""
 
 from __future__ import annotations
 
@@ -52,4 +52,4 @@ def test_actors_with_other_working_directories(
         assert kind is NotSharedError and "the URL of an object store" in message
         assert f"what rank 0 has in {tmp_path}/host 0/run" in message and "NotSharedError" in notes[0]
     left = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert all("owner" in path.parts for path in left), left  # the run was let go, and its record stays
+    assert all("owner" in path.parts for path in left), left  # the lock of the run was released, and its record remains

@@ -18,11 +18,11 @@ from ckptcore.policies import FixedInterval, LatestN
 from plugins.ray_coordinator.tests.ranks import Ranks, new_name
 
 ROWS = (0, 3, 4)
-"""Between which rows the ranks 1 and 2 hold their parts."""
+"""Rows of ranks 1 and 2: start and end."""
 
 
 class Worker:
-    """A rank that holds rows, saves when it is told, and owns nothing."""
+    """A rank with rows, which saves when the driver calls it."""
 
     def __init__(self, job: str, rank: int) -> None:
         from ckptcore_ray.membership import join_job
@@ -39,7 +39,7 @@ class Worker:
         return ckptcore.ShardedArray((4, 2), np.float32, [ckptcore.ArrayShard(box, elements)])
 
     def save(self, location: Path, value: float, beside: object = None) -> str | None:
-        """Save the rows and something beside them; why it failed."""
+        """Save the rows and another object. Return the error, if any."""
         try:
             ckptcore.save(location, {"rows": self.part(value), "same": np.arange(3.0), "beside": beside})
         except CheckpointError as error:
@@ -87,14 +87,14 @@ def workers(job: RayJob) -> list[Any]:
 def test_the_driver_commits_what_the_workers_wrote(led: tuple[ckptcore.Context, list[Any]], tmp_path: Path) -> None:
     context, actors = led
     saves = [actor.save.remote(tmp_path / "step", 1.0) for actor in actors]
-    assert ray.wait(saves, timeout=1)[0] == []  # nobody commits for the driver
+    assert ray.wait(saves, timeout=1)[0] == []  # no worker can commit for the driver
     assert not (tmp_path / "step").exists()
     handle = ckptcore.save_async(tmp_path / "step", {}, context=context)
     handle.result(30)
     assert handle.progress.total == 0 and ray.get(saves) == [None, None]
     loaded = ckptcore.load(tmp_path / "step")
     assert np.array_equal(loaded["rows"], np.ones((4, 2))) and np.array_equal(loaded["same"], np.arange(3.0))
-    # What the driver refuses nobody commits, and a worker's failure is the driver's.
+    # A save that the driver refuses is not committed, and the driver raises a worker's failure.
     saves = [actor.save.remote(tmp_path / "step", 2.0) for actor in actors]
     with pytest.raises(CheckpointError, match="holds a checkpoint already"):
         ckptcore.save(tmp_path / "step", {}, context=context)

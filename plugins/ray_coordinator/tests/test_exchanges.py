@@ -1,4 +1,4 @@
-"""The exchanges of an incarnation: who waits, who is told what, and that nothing stays behind."""
+"""Exchanges of an incarnation: who waits, what each rank gets, and that nothing remains."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ async def test_who_waited_in_vain_for_the_leader_may_wait_again() -> None:
 
 @in_loop
 async def test_a_dead_rank_fails_what_needs_it_and_all_who_wait() -> None:
-    """The other ranks need the verdict of a leader who needs the dead rank."""
+    """The other ranks need the decision of a leader that needs the failed rank."""
     exchanges = Exchanges(3)
     waiting = await begun(exchanges.gather(0, "key", b"", LONG), exchanges.broadcast(1, "verdict", None, LONG))
     assert exchanges.awaited() == {0, 1, 2}
@@ -150,7 +150,7 @@ async def test_progress_tells_who_waits_for_whom() -> None:
     assert (one.state, one.exchanges, one.last, one.waiting) == ("joined", 1, "save/persisted", ())
     assert (two.state, two.exchanges, two.last) == ("absent", 0, None)
     exchanges.lose(2, "killed")
-    assert (progress(exchanges).ranks[2].state, progress(exchanges).ranks[2].reason) == ("dead", "killed")
+    assert (progress(exchanges).ranks[2].state, progress(exchanges).ranks[2].reason) == ("failed", "killed")
     await asyncio.gather(*tasks)
 
 

@@ -1,4 +1,6 @@
-"""Actors that fail, die or hang in the middle of a save: the others are told who, nothing is half committed, and what comes next works."""
+"""Actors that fail or hang during a save: other ranks get an error, nothing is partially committed,
+and later saves work.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,14 @@ from plugins.ray_coordinator.tests.ranks import new_name
 End: TypeAlias = Literal["works", "raises", "dies", "hangs"]
 
 BOUNDS = {3: (0, 1, 5, 7), 2: (0, 4, 7)}
-"""By the size of the job, between which rows the ranks hold their parts."""
+"""Rows of the ranks by size of the job: start and end."""
 
 
 class Worker:
     """A rank of a job, with a part of an array."""
 
     def join(self, job: str, rank: int, size: int, timeout_seconds: float) -> None:
-        """Be a rank from now on."""
+        """Join the job."""
         self.rank, self.size = rank, size
         self.context = ckptcore.Context(
             job=ckptcore.context.JobOptions(
@@ -42,7 +44,10 @@ class Worker:
         )
 
     def save(self, location: Path, value: float, end: End) -> str | None:
-        """Save; why it failed. The end comes after this rank wrote its part, and before the others know."""
+        """Save. Return the error, if any.
+
+        The process ends after this rank wrote its part, and before the others know.
+        """
         write = stages.write_parts
 
         def written(*arguments: Any) -> Any:
@@ -78,12 +83,12 @@ class Worker:
 
 
 def join(job: RayJob, workers: Sequence[Any], timeout_seconds: float = 60.0) -> None:
-    """Let workers join as rank 0 and up."""
+    """Join the workers as ranks 0 and up."""
     ray.get([worker.join.remote(job.name, rank, job.size, timeout_seconds) for rank, worker in enumerate(workers)])
 
 
 def outcomes(workers: Sequence[Any], location: Path, value: float, ends: Sequence[End]) -> list[str]:
-    """What the ranks say that live and do not hang; the others are killed."""
+    """Return the results of ranks that run and do not hang. The others are killed."""
     saves = [worker.save.remote(location, value, end) for worker, end in zip(workers, ends, strict=True)]
     told = [save for save, end in zip(saves, ends, strict=True) if end in ("works", "raises")]
     found: list[str] = ray.get(told, timeout=60)
@@ -102,7 +107,7 @@ def _answers(worker: Any) -> bool:
 
 
 class Pool:
-    """Workers that go on to live after a test, so that only those that died in it are started anew."""
+    """Workers that survive a test, so that only the failed ones are restarted."""
 
     def __init__(self) -> None:
         self._class: Any = ray.remote(num_cpus=0)(Worker)
@@ -116,7 +121,7 @@ class Pool:
         return self._living[:count]
 
     def end(self) -> None:
-        """Let all go."""
+        """Release all."""
         for worker in self._living:
             ray.kill(worker)
 
@@ -138,15 +143,15 @@ WORKS: Final[tuple[End, ...]] = ("works", "works", "works")
         pytest.param(("works", "works", "raises"), "rank 2: MemoryError: only here", marks=pytest.mark.slow),
         pytest.param(
             ("works", "works", "hangs"),
-            r"rank 2: CoordinationTimeoutError|had not come: \[2\]",
+            r"rank 2: CoordinationTimeoutError|did not reach the exchange .*: \[2\]",
             marks=pytest.mark.slow,
         ),
-        (("dies", "works", "works"), "rank 0 of the job .* is dead"),
-        pytest.param(("works", "works", "dies"), "rank 2 of the job .* is dead", marks=pytest.mark.slow),
+        (("dies", "works", "works"), "rank 0 of the job .* failed"),
+        pytest.param(("works", "works", "dies"), "rank 2 of the job .* failed", marks=pytest.mark.slow),
         pytest.param(("raises", "works", "works"), "rank 0: MemoryError: only here", marks=pytest.mark.slow),
-        pytest.param(("hangs", "works", "works"), r"had not come: \[0\]", marks=pytest.mark.slow),
-        pytest.param(("works", "dies", "dies"), "rank [12] of the job .* is dead", marks=pytest.mark.slow),
-        pytest.param(("dies", "dies", "works"), "rank 0 of the job .* is dead", marks=pytest.mark.slow),
+        pytest.param(("hangs", "works", "works"), r"did not reach the exchange .*: \[0\]", marks=pytest.mark.slow),
+        pytest.param(("works", "dies", "dies"), "rank [12] of the job .* failed", marks=pytest.mark.slow),
+        pytest.param(("dies", "dies", "works"), "rank 0 of the job .* failed", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_ends_in_the_middle_of_a_save(ends: tuple[End, ...], expected: str, pool: Pool, tmp_path: Path) -> None:
@@ -158,7 +163,8 @@ def test_a_rank_ends_in_the_middle_of_a_save(ends: tuple[End, ...], expected: st
         for text, end in zip(told, (end for end in ends if end in ("works", "raises")), strict=True):
             assert text is not None and re.search("MemoryError: only here" if end == "raises" else expected, text)
         assert not (tmp_path / "2").exists()
-        # Others take the places of those that are gone, and all join again: what failed is made up for where it failed.
+        # New actors replace the failed ones, and all join again. A save to the location of the
+        # failed one succeeds.
         workers = pool.take(3)
         join(job, workers)
         ray.get([worker.load.remote(tmp_path / "1", 1.0) for worker in workers])
@@ -176,7 +182,7 @@ def test_two_go_on_over_what_three_left(pool: Pool, tmp_path: Path) -> None:
         saves = [worker.save.remote(tmp_path / "2", 2.0, "dies") for worker in workers]
         ray.wait(saves, num_returns=3, timeout=60)
     left = sorted(path.name for path in tmp_path.iterdir())
-    assert len(left) == 2 and left[0].startswith(".2."), left  # nobody was there to remove it
+    assert len(left) == 2 and left[0].startswith(".2."), left  # no process was left to remove it
     fewer = pool.take(2)
     with make_job(new_name(), 2) as job:
         join(job, fewer)

@@ -1,4 +1,6 @@
-"""Actors that join again after one was started anew: what they save by goes on, and old and new count alike."""
+"""Actors that join again after one was restarted: their Contexts keep working, and old and new
+ranks use equal counters.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ def test_a_context_goes_on_in_the_next_incarnation(ranks: Ranks, tmp_path: Path)
 
     with make_job(new_name(), 2) as job:
         assert all_join() == [1, 1]
-        for step in range(2):  # so that whoever goes on has counted more than who is new
+        for step in range(2):  # so that the surviving rank has counted more exchanges than the new one
             ray.get([member.save.remote(tmp_path / "one", step) for member in members])
         assert ray.get([member.open.remote(tmp_path / "run") for member in members]) == [None, None]
         ray.get([member.step.remote(1) for member in members])

@@ -22,13 +22,13 @@ from plugins.ray_coordinator.tests.ranks import Ranks, new_name, state
 
 @pytest.fixture
 def job(ranks: Ranks) -> Iterator[RayJob]:
-    """A job of two ranks of the test's own, which nobody has joined."""
+    """A job of two ranks for one test, without members."""
     with make_job(new_name(), 2) as made:
         yield made
 
 
 def join(job: RayJob, *actors: Any) -> list[int]:
-    """Let actors join as rank 0 and up; their incarnations."""
+    """Join actors as ranks 0 and up. Return their incarnations."""
     found: list[int] = ray.get([actor.join.remote(job.name, rank, job.size) for rank, actor in enumerate(actors)])
     return found
 
@@ -67,11 +67,11 @@ def test_a_dead_actor_is_noticed_before_the_deadline_and_replaced(ranks: Ranks, 
     until_waiting(job, 0)
     second.die.remote()
     with pytest.raises(
-        RankFailedError, match=r"(?s)rank 1 of the job .* is dead: its actor died: .*start an actor for it again"
+        RankFailedError, match=r"(?s)rank 1 of the job .* failed, so .*: its actor died: .*restart its actor"
     ):
         ray.get(saved, timeout=30)
     assert not (tmp_path / "step").exists()
-    assert job.progress().ranks[1].state == "dead"
+    assert job.progress().ranks[1].state == "failed"
     third = ranks.new()
     assert join(job, first, third) == [2, 2]
     ray.get([actor.save.remote(tmp_path / "step", 2) for actor in (first, third)])
@@ -101,10 +101,10 @@ def test_a_rank_that_joins_again_ends_what_the_others_were_at(ranks: Ranks, job:
     until_waiting(job, 0)
     assert ray.get(second.join.remote(job.name, 1, 2)) == 2
     with pytest.raises(
-        RankFailedError, match=r"incarnation 1 .* is over: rank 1 joined the job again, and incarnation 2 began"
+        RankFailedError, match=r"incarnation 1 .* has ended: rank 1 joined the job again, and incarnation 2 began"
     ):
         ray.get(waiting, timeout=30)
-    with pytest.raises(RankFailedError, match="is over"):  # its coordinator stays the one that it had
+    with pytest.raises(RankFailedError, match="has ended"):  # its coordinator is unchanged
         ray.get(first.broadcast.remote("verdict", b"old"))
     assert ray.get(first.join.remote(job.name, 0, 2)) == 2
     ray.get(second.gather.remote("ahead", b"new"))
@@ -114,9 +114,11 @@ def test_a_rank_that_joins_again_ends_what_the_others_were_at(ranks: Ranks, job:
 def test_a_late_rank_is_told_and_the_next_exchange_is_whole(ranks: Ranks, job: RayJob) -> None:
     first, second = ranks.first(2)
     ray.get([first.join.remote(job.name, 0, 2, 0.3), second.join.remote(job.name, 1, 2, 30.0)])
-    with pytest.raises(CoordinationTimeoutError, match=r"1 of 2 ranks of the job .* had not come: \[1\]"):
+    with pytest.raises(
+        CoordinationTimeoutError, match=r"1 of 2 ranks of the job .* did not reach the exchange .*: \[1\]"
+    ):
         ray.get(first.gather.remote("key", b"0"))
-    with pytest.raises(CoordinationTimeoutError, match=r"after the leader had given up on it"):
+    with pytest.raises(CoordinationTimeoutError, match=r"after the leader's timeout"):
         ray.get(second.gather.remote("key", b"late"))
     ray.get(second.gather.remote("key", b"next"))
     assert ray.get(first.gather.remote("key", b"0")) == [b"0", b"next"]
@@ -138,11 +140,11 @@ class Asynchronous:
     def __init__(self, job: str, rank: int) -> None:
         from ckptcore_ray.membership import join_job
 
-        join_job(job, rank, 2)  # on the loop, too: it waits for nobody
+        join_job(job, rank, 2)  # allowed on the loop: it does not wait
         self.beats = 0
 
     async def beat(self) -> int:
-        """What an actor does beside a save."""
+        """Another method that the actor runs during a save."""
         self.beats += 1
         return self.beats
 
@@ -152,11 +154,11 @@ class Asynchronous:
         await asyncio.to_thread(handle.result)
 
     async def save_on_the_loop(self, location: Path) -> None:
-        """What is refused."""
+        """Return the error of a refused call."""
         ckptcore.save(location, state(5))
 
     async def leave(self) -> int:
-        """How many processes save together after this one left."""
+        """Return the number of processes of a save after this one left the job."""
         from ckptcore_ray.membership import leave_job
 
         leave_job()
@@ -182,11 +184,11 @@ def test_asynchronous_actors_go_on_while_they_save(ranks: Ranks, job: RayJob, tm
 
 def test_ranks_that_a_job_does_not_have_are_refused(job: RayJob) -> None:
     for rank, size in ((2, 2), (-1, 2), (0, 3)):
-        with pytest.raises(PluginError, match=r"the ranks 0 to 1, size 2"):
+        with pytest.raises(PluginError, match=r"size 2 and ranks 0 to 1"):
             RayCoordinator(job.name, rank, size)
-    with pytest.raises(PluginError, match=r"there is no job 'unmade' in .* make it in the driver first"):
+    with pytest.raises(PluginError, match=r"no job 'unmade' in .* in the driver first"):
         RayCoordinator("unmade", 0, 2)
-    with pytest.raises(PluginError, match=r"stop it by find_job"):
+    with pytest.raises(PluginError, match=r"stop it with find_job"):
         make_job(job.name, 3)
     with pytest.raises(ValueError, match="at least 1 rank"):
         make_job(new_name(), 0)
@@ -198,7 +200,7 @@ def test_the_end_of_a_job_is_told(ranks: Ranks) -> None:
         join(job, first, second)
         waiting = first.gather.remote("key", b"")
         until_waiting(job, 0)
-    with pytest.raises(RankFailedError, match=r"its actor cannot be reached.*make_job"):
+    with pytest.raises(RankFailedError, match=r"the actor of the job .* cannot be reached.*make_job"):
         ray.get(waiting, timeout=30)
     with pytest.raises(RankFailedError, match="cannot be reached"):
         job.progress()

@@ -1,4 +1,4 @@
-"""Storages of fsspec do what every storage must."""
+"""The storage conformance tests on fsspec."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckptcore.protocols import StorageBackend, StorageOptions
 
 
 class TestMemory(StorageBackendTests):
-    """An object store whose objects are spooled."""
+    """An object store with spooled writes."""
 
     conditional = False
     examples = 5

@@ -1,4 +1,7 @@
-"""File systems are opened for each process, and for each thread where they must be; what others keep is not changed."""
+"""File systems are opened for each process, and for each thread if necessary.
+
+Instances of other code are not changed.
+"""
 
 from __future__ import annotations
 

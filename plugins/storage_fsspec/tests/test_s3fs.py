@@ -22,13 +22,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 
 def options_of(server: S3Server) -> dict[str, JSON]:
-    """What s3fs takes to use the server."""
+    """Options of s3fs for the server."""
     return {"key": ACCESS_KEY_ID, "secret": SECRET_ACCESS_KEY, "endpoint_url": server.server.url}
 
 
 @pytest.mark.slow
 class TestS3(StorageBackendTests):
-    """All that a storage does."""
+    """Conformance tests."""
 
     conditional = False
     examples = 3
@@ -43,7 +43,7 @@ class TestS3(StorageBackendTests):
 
 
 def test_ranges_and_parts(server: S3Server) -> None:
-    """The least of what the class above holds the storage to."""
+    """A few methods as a smoke test of the class above."""
     bucket = server.create_bucket()
     storage = open_url(f"fsspec+s3://{bucket}/directory", StorageOptions(config=options_of(server)))
     data = bytes(range(251)) * 80_000

@@ -1,4 +1,4 @@
-"""Saves through fsspec: to storages without conditions, where the Context says that one process saves at a time."""
+"""Saves through fsspec, with a Context that declares a single saving process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckptcore.errors import AtomicityError, CheckpointExistsError, CheckpointNot
 from ckptcore.model import JSON
 
 Place: TypeAlias = tuple[str, ckptcore.Context]
-"""A directory at which nothing stands, and what finds it."""
+"""An empty directory and the storage below it."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # gcsfs gives aiohttp bytes
 
@@ -63,7 +63,7 @@ PLACES: Final[Mapping[str, Callable[[Path], AbstractContextManager[Place]]]] = {
     scope="module", params=["memory", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gs", "s3"))]
 )
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    """Of each file system; its Context does not say yet what is needed."""
+    """One location for each file system. The Context lacks `without_conditions`."""
     with PLACES[request.param](tmp_path_factory.mktemp("server")) as (url, context):
         yield f"{url}/{uuid.uuid4().hex}", context
 

@@ -84,7 +84,7 @@ def test_nothing_is_there(server: tuple[str, Requests]) -> None:
 
 
 def test_saving_is_refused_before_anything(server: tuple[str, Requests], tmp_path: Path) -> None:
-    with pytest.raises(StoragePermissionError, match=r"only read.*save to another storage"):
+    with pytest.raises(StoragePermissionError, match=r"read-only.*save to another storage"):
         ckptcore.save(f"{server[0]}/step_1", STATE)
     storage = storage_at(server[0])
     with pytest.raises(StoragePermissionError):
@@ -176,7 +176,10 @@ def test_an_index_is_listed(tmp_path: Path) -> None:
 
 
 class _Failing(PlainHandler):
-    """Answers each path with the status that it names; ``/html`` with links that lead elsewhere, ``/endless/`` with a directory."""
+    """Answers each path with the status in its name.
+
+    ``/html`` has links to other places, and ``/endless/`` always has another directory.
+    """
 
     def do_GET(self) -> None:
         name = self.path.strip("/").partition("/")[0]

@@ -1,4 +1,4 @@
-"""Pieces in any order become an object, with bounded memory, and what fails leaves none."""
+"""Pieces in any order become an object, with bounded memory. Failures leave no object."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckptcore.errors import StorageError, StorageFullError
 
 
 class Collected:
-    """What a stream was given."""
+    """A stream that records its data."""
 
     def __init__(self, *, room: int | None = None) -> None:
         self.data = bytearray()
@@ -79,7 +79,7 @@ def test_bytes_that_are_missing_make_no_object(size: int | None, pieces: list[tu
     writer = InOrderWriter(sink, "it", size)
     for start, length in pieces:
         writer.write_at(start, bytes(length))
-    with pytest.raises(StorageError, match="in a row"):
+    with pytest.raises(StorageError, match="contiguous bytes"):
         writer.finish()
     assert sink.state == "open"
     writer.abort()
@@ -96,7 +96,7 @@ def test_bytes_that_cannot_be_are_refused() -> None:
             writer.write_at(offset, data)
     writer.abort()
     for call in (lambda: writer.write_at(3, b"1"), writer.finish):
-        with pytest.raises(ValueError, match="given up"):
+        with pytest.raises(ValueError, match="finished or aborted"):
             call()
 
 

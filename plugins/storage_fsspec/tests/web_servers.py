@@ -1,4 +1,6 @@
-"""Web servers for tests, each in a thread of this process: with ranges and without, with an index of directories and without."""
+"""Web servers for tests, each in a thread of this process: with ranges and without, with an index
+of directories and without.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ __all__ = ["PlainHandler", "RangesHandler", "serve_directory"]
 
 
 class PlainHandler(SimpleHTTPRequestHandler):
-    """Python's own: no ranges, and an index of each directory. Requests are remembered by the server."""
+    """Python's own: no ranges, and an index of each directory.
+
+    Requests are remembered by the server.
+    """
 
     protocol_version = "HTTP/1.1"
 
@@ -75,7 +80,7 @@ class _Server(ThreadingHTTPServer):
 def serve_directory(
     directory: Path, handler: type[SimpleHTTPRequestHandler]
 ) -> Iterator[tuple[str, list[tuple[str, str | None]]]]:
-    """The URL of a directory on a server, and what it was asked: paths, each with its range."""
+    """The URL of a directory on a server, and the list of requests: paths with ranges."""
     server = _Server(partial(handler, directory=str(directory)))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()

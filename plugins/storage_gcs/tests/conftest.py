@@ -25,6 +25,6 @@ def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
 
 @pytest.fixture(scope="session")
 def fake_gcs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
-    """The server of others, of which the tests want a second opinion."""
+    """An independent server, as a second opinion."""
     with gcs_server(tmp_path_factory.mktemp("fake-gcs-server"), "fake-gcs-server") as server:
         yield server

@@ -17,11 +17,11 @@ __all__ = ["TokenService"]
 
 
 class TokenService:
-    """Gives out tokens on 127.0.0.1, as https://oauth2.googleapis.com/token and as the metadata server of a machine.
+    """A local token service: https://oauth2.googleapis.com/token and the metadata server.
 
     Attributes:
-        answer: status and body of the answers to come.
-        asked: the paths of the requests so far.
+        answer: status and body of the next answers.
+        asked: paths of the requests so far.
     """
 
     def __init__(self, token: str) -> None:
@@ -62,7 +62,7 @@ class TokenService:
 
     @property
     def host(self) -> str:
-        """Where it answers."""
+        """URL of the service."""
         return f"127.0.0.1:{self._server.server_address[1]}"
 
     def __enter__(self) -> Self:
@@ -77,7 +77,7 @@ class TokenService:
         self._thread.join()
 
     def service_account(self, directory: Path) -> Path:
-        """The file of a service account whose tokens come from here."""
+        """A service account file whose tokens come from this service."""
         key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
         pem = key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
@@ -101,7 +101,8 @@ class TokenService:
             directory,
             {
                 "type": "external_account",
-                "audience": "//iam.googleapis.com/projects/1/locations/global/workloadIdentityPools/pool/providers/provider",
+                "audience": "//iam.googleapis.com/projects/1/locations/global/"
+                "workloadIdentityPools/pool/providers/provider",
                 "subject_token_type": "urn:ietf:params:oauth:token-type:jwt",
                 "token_url": f"http://{self.host}/token",
                 "credential_source": {"file": str(directory / "subject")},

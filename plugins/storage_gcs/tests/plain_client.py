@@ -14,7 +14,7 @@ __all__ = ["Reply", "ask", "in_two_parts"]
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a server answered; header names are in small letters."""
+    """Answer of a server. Header names are in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -26,7 +26,7 @@ class Reply:
 
 
 def ask(url: str, method: str, target: str, body: bytes = b"", **headers: str) -> Reply:
-    """Send one request; in the names of headers ``_`` stands for ``-``."""
+    """Send one request. ``_`` in header names means ``-``."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
     try:
         connection.request(

@@ -1,4 +1,4 @@
-"""Bad days: answers that are lost, a service that asks to come slower, writers that died."""
+"""Lost answers, throttling, and writers that failed."""
 
 from __future__ import annotations
 
@@ -34,9 +34,12 @@ class Losing:
         self._lock = threading.Lock()
 
     def __call__(self, request: Request, serve: Callable[[Request], Answer]) -> Answer | None:
-        """What the client gets to see."""
+        """Answer that the client receives."""
         answer = serve(request)
-        kind = f"{request.method} {'uploads' in request.query} {'uploadId' in request.query} {request.path.split('/')[1:3]}"
+        kind = (
+            f"{request.method} {'uploads' in request.query} {'uploadId' in request.query} "
+            f"{request.path.split('/')[1:3]}"
+        )
         kind += " " + next((verb for verb in ("compose", "rewriteTo", "batch") if verb in request.path), "")
         with self._lock:
             if request.method in ("GET", "HEAD") or kind in self.lost:
@@ -65,7 +68,7 @@ def test_lost_answers_change_nothing(gcs: StrictGcs, uploads: str) -> None:
     losing.lost.clear()
     storage.delete(["open_new", "open_writer", "root"])
     assert gcs.service.buckets.list("bucket", limit=9).objects == []
-    # Of an upload whose first answer was lost nobody knows the name; it is found when uploads are given up.
+    # The id of an upload is unknown if its first answer was lost; aborting by prefix finds it.
     left = len(gcs.service.buckets.part_uploads)
     assert left == (2 if uploads == "parts" else 0)
     assert storage.abort_uploads("") == left
@@ -74,7 +77,7 @@ def test_lost_answers_change_nothing(gcs: StrictGcs, uploads: str) -> None:
 
 @pytest.mark.parametrize("uploads", UPLOADS)
 def test_who_lost_is_told_so_however_often_it_asks(gcs: StrictGcs, uploads: str) -> None:
-    """An object of somebody else with the same bytes is not one's own."""
+    """An object with the same bytes by another writer is not taken for one's own."""
     storage = _open(gcs, uploads=uploads)
     storage.put("root", b"claim", condition=IF_ABSENT)
     gcs.intercept = Losing()
@@ -112,7 +115,7 @@ def test_a_service_that_is_busy_is_asked_again_and_less(gcs: StrictGcs, status: 
 
 @pytest.mark.parametrize("uploads", UPLOADS)
 def test_a_writer_that_wakes_up_too_late_replaces_nothing(gcs: StrictGcs, uploads: str) -> None:
-    """The object comes into being between everything a writer could look at and its last request."""
+    """Another writer creates the object after all checks, but before the last request."""
     storage = _open(gcs, uploads=uploads)
     writer = storage.open_new("model", len(LARGE))
     writer.write_at(0, LARGE)
@@ -134,13 +137,13 @@ def test_a_writer_that_wakes_up_too_late_replaces_nothing(gcs: StrictGcs, upload
 def test_what_a_dead_writer_left_is_found(gcs: StrictGcs, uploads: str) -> None:
     storage = _open(gcs, uploads=uploads)
     storage.put("kept", b"1")
-    dead = storage.open_new("model", len(LARGE))
-    dead.write_at(0, LARGE)
+    abandoned = storage.open_new("model", len(LARGE))
+    abandoned.write_at(0, LARGE)
     assert list(storage.list()) == ["kept"]
     assert list(storage.list_names()) == ["kept"]
     assert _open(gcs, uploads=uploads).abort_uploads("") == 1
     with pytest.raises(StorageError):
-        dead.finish()
+        abandoned.finish()
     assert [found.name for found in gcs.service.buckets.list("bucket", limit=9).objects] == ["run/kept"]
     assert gcs.service.buckets.part_uploads == {}
 

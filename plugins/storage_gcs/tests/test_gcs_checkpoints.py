@@ -58,7 +58,7 @@ def test_steps_of_a_run(place: Place) -> None:
 
 
 def test_a_commit_whose_answer_is_lost_is_one_commit(gcs: StrictGcs) -> None:
-    """Each request that changes something is done, and the client does not hear of it: one try of each in turn."""
+    """Each request that changes something succeeds, but its answer is lost: one try of each in turn."""
     context = ckptcore.Context(storage={"gs": {"endpoint": gcs.url, "anonymous": True, "part_bytes": 5 << 20}})
     state = {"w": np.arange(3_000_000, dtype=np.float32), "step": 1}
     ckptcore.save("gs://bucket/counted", state, context=context)

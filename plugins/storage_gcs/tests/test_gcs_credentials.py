@@ -1,4 +1,4 @@
-"""Credentials: found by Google's conventions, or given; and what is said where they are missing or refused."""
+"""Credentials: found by Google's conventions or given, and errors if they are missing or refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from plugins.storage_gcs.tests.identities import TokenService
 
 TOKEN = "a-token-of-the-tests"
 
-# google-auth warns who loads files that strangers may have written; this one is named by who runs the program.
+# google-auth warns about files from untrusted sources. This one is named by the user.
 pytestmark = pytest.mark.filterwarnings("ignore:The load_credentials_from_file method:DeprecationWarning")
 
 

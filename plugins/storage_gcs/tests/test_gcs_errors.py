@@ -1,4 +1,4 @@
-"""Errors of the service, in the form of either API: each is told apart, in one line with the location and what to do."""
+"""Errors of the service in both APIs: each gets its own type and a one-line message with the location and advice."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_service_that_does_not_answer() -> None:
 
 
 def test_one_of_a_batch_is_refused(gcs: StrictGcs) -> None:
-    """The others are deleted, and the refusal is told."""
+    """The other objects are deleted, and the refusal is raised."""
     storage = _open(gcs)
     for name in ("a", "b", "c"):
         storage.put(name, b"1")
@@ -176,5 +176,5 @@ def test_options_that_are_wrong(gcs: StrictGcs) -> None:
         _open(gcs, credential_file="x")
     with pytest.raises(ValueError, match="expected one of 'parts', 'composite', found 'resumable'"):
         _open(gcs, uploads="resumable")
-    with pytest.raises(InvalidLocationError, match="no URL of a service"):
+    with pytest.raises(InvalidLocationError, match="not a service URL"):
         _open(gcs, endpoint="storage.googleapis.com")

@@ -1,4 +1,4 @@
-"""What the environment says of GCS beside credentials."""
+"""Environment variables of GCS other than credentials."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GCS as a storage: what every storage must do, on two servers and with both ways to write large objects."""
+"""The storage conformance tests on GCS, with two servers and both kinds of uploads."""
 
 from __future__ import annotations
 
@@ -63,18 +63,18 @@ class TestDeletions(_OnStrictGcs, RepeatsDeletionsTests):
 
 
 class TestUploads(_OnStrictGcs, HoldsUploadsTests):
-    """Objects that nobody has finished."""
+    """Unfinished objects."""
 
 
 @pytest.mark.slow
 class TestUploadsComposed(_OnStrictGcs, HoldsUploadsTests):
-    """Objects that nobody has finished, composed of small ones."""
+    """Unfinished objects that are composed of small ones."""
 
     uploads = "composite"
 
 
 class _OnFakeGcsServer:
-    """Opens directories of one bucket of a server that others wrote; it takes conditions in one kind of upload only."""
+    """Opens directories of one bucket on fake-gcs-server, which checks conditions in only one kind of upload."""
 
     @pytest.fixture(autouse=True)
     def use_server(self, fake_gcs_server: GcsServer) -> None:
@@ -85,7 +85,7 @@ class _OnFakeGcsServer:
 
     def open(self, directory: str) -> ObjectStoreDirectory:
         """The same directory for the same name."""
-        # It answers 500 where a piece of what is to be composed is gone, which is worth few tries.
+        # fake-gcs-server answers 500 if a source of a composition is missing, so few tries suffice.
         config = {**self.server.options, "part_bytes": 5 << 20, "retries": 1}
         storage = self.plugin.open(f"gs://{self.bucket}/{directory}", StorageOptions(config=config))
         assert isinstance(storage, ObjectStoreDirectory)
@@ -93,16 +93,16 @@ class _OnFakeGcsServer:
 
 
 class TestFakeGcsServer(_OnFakeGcsServer, StorageBackendTests):
-    """On a server that others wrote."""
+    """On fake-gcs-server."""
 
     examples = 1
     threads = 4
 
 
 class TestNewObjectsOnFakeGcsServer(_OnFakeGcsServer, CreatesObjectsTests):
-    """Objects that replace nothing, on a server that others wrote."""
+    """New objects, on fake-gcs-server."""
 
 
 @pytest.mark.slow
 class TestUploadsOnFakeGcsServer(_OnFakeGcsServer, HoldsUploadsTests):
-    """Objects that nobody has finished, on a server that others wrote."""
+    """Unfinished objects, on fake-gcs-server."""

@@ -1,4 +1,4 @@
-"""Tests of the strict GCS with clients that others wrote: what they do to the real service they do to it."""
+"""Tests of the strict GCS with other clients: they behave as with the real service."""
 
 from __future__ import annotations
 
@@ -79,7 +79,10 @@ def test_obstore_lists_a_level_at_a_time_and_in_pages(store: GCSStore, gcs: Stri
 
 @pytest.fixture
 def files(gcs: StrictGcs) -> Any:
-    """The service as gcsfs sees it; its extension for zonal buckets would ask by gRPC what kind of bucket this is."""
+    """The service for gcsfs.
+
+    Its extension for zonal buckets would request the bucket's type by gRPC.
+    """
     return GCSFileSystem(token="anon", endpoint_url=gcs.url, skip_instance_cache=True)
 
 

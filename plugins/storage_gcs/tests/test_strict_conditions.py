@@ -1,4 +1,4 @@
-"""Tests of the strict GCS: no request changes an object whose condition does not hold."""
+"""Tests of the strict GCS: no request changes an object if its condition is not met."""
 
 from __future__ import annotations
 
@@ -138,8 +138,8 @@ def test_a_resumable_upload_is_compared_when_it_ends(gcs: StrictGcs) -> None:
     "header", ["x-goog-if-generation-match", "x-goog-if-metageneration-match", "if-match", "if-none-match"]
 )
 def test_an_upload_in_parts_takes_no_condition(gcs: StrictGcs, header: str) -> None:
-    # https://cloud.google.com/storage/docs/request-preconditions: "Preconditions cannot be used in XML API multipart
-    # uploads. Attempting to do so results in a 400 NotImplemented error."
+    # https://cloud.google.com/storage/docs/request-preconditions: "Preconditions cannot be used in
+    # XML API multipart uploads. Attempting to do so results in a 400 NotImplemented error."
     for target in ("/bucket/a?uploads", "/bucket/a?uploadId=1"):
         refused = ask(gcs.url, "POST", target, **{header: "0"})
         assert refused.status == 400

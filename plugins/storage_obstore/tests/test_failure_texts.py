@@ -1,4 +1,4 @@
-"""What a service answered is read from its body, and from the texts of obstore's errors."""
+"""Failures are parsed from bodies of answers and from texts of obstore errors."""
 
 from __future__ import annotations
 
@@ -6,32 +6,41 @@ import pytest
 from ckptcore_obstore.failures import FailureKind, failure_of_answer, failure_of_text
 
 NOT_FOUND = (
-    "Object at location a not found: Error performing GET http://host/bucket/a in 672.158µs - Server returned non-2xx status "
-    'code: 404 Not Found: <?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>NoSuchKey</Code><Message>The specified key does '
-    "not exist.</Message></Error>\n\nDebug source:\nNotFound {\n    path: \"a\",\n    source: RetryError(\n        kind: Timeout"
-)  # fmt: skip
+    "Object at location a not found: Error performing GET http://host/bucket/a in 672.158µs - "
+    "Server returned non-2xx status "
+    'code: 404 Not Found: <?xml version="1.0" encoding="UTF-8"?>\n'
+    "<Error><Code>NoSuchKey</Code><Message>The specified key does not exist.</Message></Error>"
+    '\n\nDebug source:\nNotFound {\n    path: "a",\n    source: '
+    "RetryError(\n        kind: Timeout"
+)
 
 
 def test_the_body_of_an_answer_is_found_in_a_text() -> None:
     found = failure_of_text(NOT_FOUND)
     assert (found.kind, found.status, found.code) == (FailureKind.MISSING, 404, "NoSuchKey")
-    assert found.told == "404 NoSuchKey: The specified key does not exist."
+    assert found.description == "404 NoSuchKey: The specified key does not exist."
 
 
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
         ("Generic S3 error: HTTP error: error sending request\n\nDebug source:\n kind: Timeout,", FailureKind.TIMEOUT),
-        ("Generic S3 error: HTTP error: error sending request\n\nDebug source:\n kind: Connect,", FailureKind.CONNECTION),
+        (
+            "Generic S3 error: HTTP error: error sending request\n\nDebug source:\n kind: Connect,",
+            FailureKind.CONNECTION,
+        ),
         ("Generic S3 error: error decoding response body", FailureKind.CONNECTION),
-        ("Received redirect without LOCATION, this normally indicates an incorrectly configured region", FailureKind.REGION),
+        (
+            "Received redirect without LOCATION, this normally indicates an incorrectly configured region",
+            FailureKind.REGION,
+        ),
         ("something that nobody has seen", FailureKind.OTHER),
     ],
-)  # fmt: skip
+)
 def test_texts_without_an_answer(text: str, kind: FailureKind) -> None:
     found = failure_of_text(text)
     assert found.kind is kind
-    assert "\n" not in found.told and "Debug" not in found.told
+    assert "\n" not in found.description and "Debug" not in found.description
 
 
 @pytest.mark.parametrize(
@@ -41,14 +50,18 @@ def test_texts_without_an_answer(text: str, kind: FailureKind) -> None:
         (403, b"<html>no XML of an error</html>", FailureKind.PERMISSION),
         (500, b"<Error><Code>SlowDown</Code></Error>", FailureKind.THROTTLED),
         (599, b"\xff\x00", FailureKind.SERVER),
-        (400, b"<Error xmlns='http://s3.amazonaws.com/doc/2006-03-01/'><Code>NoSuchUpload</Code></Error>", FailureKind.NO_UPLOAD),
+        (
+            400,
+            b"<Error xmlns='http://s3.amazonaws.com/doc/2006-03-01/'><Code>NoSuchUpload</Code></Error>",
+            FailureKind.NO_UPLOAD,
+        ),
         (418, b"<Error><Code>Teapot</Code></Error>", FailureKind.OTHER),
     ],
-)  # fmt: skip
+)
 def test_answers(status: int, body: bytes, kind: FailureKind) -> None:
     found = failure_of_answer(status, body)
     assert found.kind is kind
-    assert len(failure_of_answer(status, body * 1000).told) < 1000
+    assert len(failure_of_answer(status, body * 1000).description) < 1000
 
 
 def test_hints_of_an_answer() -> None:

@@ -1,4 +1,4 @@
-"""Children by fork: nothing that a thread of the parent held keeps them from making requests."""
+"""Forked children can make requests, whatever the threads of the parent were doing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SECONDS = 60
 
 
 def _in_a_child(work: Callable[[], object]) -> int:
-    """The exit status of a child by fork that does some work; not 0 where it fails or hangs."""
+    """Return the exit status of a forked child that runs `work`; not 0 if it fails or hangs."""
     child = os.fork()
     if child == 0:
         signal.alarm(_SECONDS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ckptcore_obstore.part_sizes import PartSizes
-from ckptcore_obstore.uploads import LEAST_PART_BYTES, MOST_PARTS
+from ckptcore_obstore.uploads import MAX_PARTS, MIN_PART_BYTES
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,10 +23,10 @@ def test_parts_follow_each_other(size: int | None, least: int, data: st.DataObje
     position = data.draw(st.integers(0, end - 1))
     part = sizes.at(position)
     assert part.start <= position < part.stop
-    assert 1 <= part.number <= MOST_PARTS
+    assert 1 <= part.number <= MAX_PARTS
     assert sizes.at(part.start) == sizes.at(part.stop - 1) == part
     if part.stop < end:
-        assert part.stop - part.start >= LEAST_PART_BYTES
+        assert part.stop - part.start >= MIN_PART_BYTES
         assert part.start % least == 0, "what is written at multiples of it is not copied"
         following = sizes.at(part.stop)
         assert (following.number, following.start) == (part.number + 1, part.stop)

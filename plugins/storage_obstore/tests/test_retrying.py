@@ -1,4 +1,4 @@
-"""Retries: how often, and what a person is told meanwhile."""
+"""Retries: their number, and the warnings meanwhile."""
 
 from __future__ import annotations
 

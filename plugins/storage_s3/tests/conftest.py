@@ -18,7 +18,7 @@ def ministack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 @pytest.fixture(scope="session")
 def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """Moto, of which the tests want a second opinion."""
+    """Moto, as a second opinion."""
     with s3_server(tmp_path_factory.mktemp("moto"), "moto") as server:
         yield server
 

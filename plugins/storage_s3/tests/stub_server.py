@@ -1,4 +1,4 @@
-"""A server that answers what a test says: for failures that no real server can be made to have."""
+"""A server whose answers a test defines, for failures that no real server produces."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["Reply", "Request", "StubServer", "error_reply", "stub_server"]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a client asks.
+    """A request of the client.
 
     Attributes:
         method, path: the path without escapes.
-        query, headers: the names of headers in small letters.
-        body: all of it.
+        query, headers: header names in lower case.
+        body: the whole body.
     """
 
     method: str
@@ -32,12 +32,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What it is answered.
+    """An answer to the client.
 
     Attributes:
         status: 0 to close the connection without an answer.
         body, headers: of the answer.
-        cut: bytes of the body that are promised and not sent.
+        cut: number of announced bytes that are not sent.
     """
 
     status: int = 200
@@ -53,7 +53,7 @@ def error_reply(status: int, code: str, message: str = "told by the service", mo
 
 
 class StubServer:
-    """Answers by a function, and remembers what was asked."""
+    """Answers with a function, and records the requests."""
 
     def __init__(self, answer: Callable[[Request], Reply]) -> None:
         self.answer = answer
@@ -68,7 +68,7 @@ class StubServer:
             return self.answer(request)
 
     def methods(self) -> Sequence[str]:
-        """The methods of what was asked."""
+        """Methods of the requests."""
         return [request.method for request in self.asked]
 
 

@@ -18,7 +18,7 @@ def bucket(ministack: S3Server) -> str:
 
 @pytest.fixture
 def context(ministack: S3Server) -> ckptcore.Context:
-    """How it is found."""
+    """Environment with the credentials."""
     return ckptcore.Context(storage={"s3": {**ministack.options, "part_bytes": 5 << 20}})
 
 

@@ -1,4 +1,7 @@
-"""A save that gives up, deletes, is told to come later, and comes when another one has committed there."""
+"""A save fails and deletes its objects.
+
+The delete is throttled, and retried after another save has committed there.
+"""
 
 from __future__ import annotations
 

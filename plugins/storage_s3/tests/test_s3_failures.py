@@ -1,4 +1,4 @@
-"""Failures of the service: each has an error of its own, in one line, and what may pass is tried again."""
+"""Failures of the service: each raises its own error with a one-line message, and transient ones are retried."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ FAILURES = [
     (403, "QuotaExceeded", StorageFullError, "quota"),
     (507, "XMinioStorageFull", StorageFullError, "quota"),
     (500, "InternalError", StorageError, "later"),
-    (501, "NotImplemented", StorageError, "cannot do this"),
+    (501, "NotImplemented", StorageError, "does not support"),
     (400, "InvalidRequest", StorageError, "endpoint"),
 ]
 
@@ -115,7 +115,7 @@ def test_no_answer() -> None:
         storage = open_stub(stub.url, timeout=0.1)
         try:
             for call in (lambda: storage.get("a"), lambda: list(storage.list())):
-                with pytest.raises(StorageTimeoutError, match="no answer came in time"):
+                with pytest.raises(StorageTimeoutError, match="the request timed out"):
                     call()
         finally:
             released.set()
@@ -193,8 +193,8 @@ def test_fewer_requests_go_out_where_the_service_throttles(caplog: pytest.LogCap
         with ThreadPoolExecutor(8) as threads:
             assert list(threads.map(lambda _: storage.get("a"), range(40))) == [b"data"] * 40
         assert storage.bucket.limit.cuts >= 1
-    assert [record.getMessage() for record in caplog.records if "too much" in record.getMessage()] == [
-        "s3://bucket has too much to do: fewer requests go out at once for a while"
+    assert [record.getMessage() for record in caplog.records if "throttles" in record.getMessage()] == [
+        "s3://bucket throttles requests: sending fewer at once for a while"
     ]
 
 
@@ -220,12 +220,13 @@ def test_lists_come_in_pages() -> None:
 
 @pytest.mark.parametrize("body", [b"", b"no XML", b"<ListBucketResult>", b"\xff"])
 def test_an_answer_that_makes_no_sense_is_an_error(body: bytes) -> None:
-    with stub_server(lambda request: Reply(200, body)) as stub, pytest.raises(StorageError, match="no XML"):
+    with stub_server(lambda request: Reply(200, body)) as stub, pytest.raises(StorageError, match="not XML"):
         list(open_stub(stub.url).list())
 
 
 def test_one_object_of_many_that_cannot_be_deleted_is_an_error() -> None:
-    body = b"<DeleteResult><Error><Key>run/b</Key><Code>AccessDenied</Code><Message>not yours</Message></Error></DeleteResult>"
+    error = b"<Error><Key>run/b</Key><Code>AccessDenied</Code><Message>not yours</Message></Error>"
+    body = b"<DeleteResult>" + error + b"</DeleteResult>"
     told = r"AccessDenied: not yours.*s3:DeleteObject"
     with stub_server(lambda request: Reply(200, body)) as stub, pytest.raises(StoragePermissionError, match=told):
         open_stub(stub.url).delete(["a", "b"])
@@ -296,7 +297,7 @@ def test_a_lost_answer_to_a_conditional_put_is_no_lost_put(conditional: str, key
 
 
 def test_tags_without_quotation_marks() -> None:
-    """As Ceph RGW 16.2 compares them."""
+    """Compare tags as Ceph RGW 16.2 does."""
     objects = Objects(bare=True)
     with stub_server(objects.answer) as stub:
         storage = open_stub(stub.url)
@@ -311,7 +312,7 @@ def test_tags_without_quotation_marks() -> None:
 
 
 class Uploads:
-    """A service with one upload in parts, whose answer to the end is lost or says an error with status 200."""
+    """A service with one upload, whose completion loses its answer or fails with status 200."""
 
     def __init__(self, *, end: str) -> None:
         self.end = end

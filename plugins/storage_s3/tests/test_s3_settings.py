@@ -1,4 +1,6 @@
-"""Settings of a bucket: options before the environment, the environment before files; and errors that list the options."""
+"""Settings of a bucket: options before the environment, the environment before files; and errors
+that list the options.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,7 @@ def test_files_of_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"endpont": "https://host"}, "there is no option 'endpont'; did you mean 'endpoint'"),
+        ({"endpont": "https://host"}, "unknown option 'endpont'; did you mean 'endpoint'"),
         ({"region": 3}, "expected str, found int"),
         ({"anonymous": "yes"}, "expected bool"),
         ({"retries": True}, "expected int"),
@@ -110,7 +112,7 @@ def test_files_of_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ({"part_bytes": 1 << 20}, "at least"),
         ({"part_bytes": (8 << 20) + 1}, "multiple of"),
         ({"addressing_style": "virtual-host"}, "'auto', 'path', 'virtual'"),
-        ({"access_key_id": "id"}, "together"),
+        ({"access_key_id": "id"}, "or neither"),
     ],
 )
 def test_a_wrong_option_is_an_error(options: dict[str, str | int | bool], message: str) -> None:
@@ -202,6 +204,6 @@ def test_a_context_does_not_show_secrets() -> None:
 
 def test_an_endpoint_has_no_password() -> None:
     for given in ({"endpoint": "https://me:hidden@host"}, {}):
-        with pytest.raises(InvalidLocationError, match="has a user or a password") as caught:
+        with pytest.raises(InvalidLocationError, match="contains a user or a password") as caught:
             settings_of("bucket", given, {**NO_FILES, "AWS_ENDPOINT_URL": "https://me:hidden@host"})
         assert "hidden" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""S3 as a storage: what every storage must do, on two servers, and uploads in parts."""
+"""The storage conformance tests on S3 with two servers, and uploads in parts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class OnMiniStack:
 
 
 class TestMiniStack(OnMiniStack, StorageBackendTests):
-    """What every storage must do."""
+    """Conformance tests."""
 
     examples = 5
 
@@ -43,7 +43,7 @@ class TestNewObjectsOnMiniStack(OnMiniStack, CreatesObjectsTests):
 
 
 class TestUploadsOnMiniStack(OnMiniStack, HoldsUploadsTests):
-    """Uploads that nobody finished."""
+    """Unfinished uploads."""
 
     upload_bytes = 11 << 20
 
@@ -54,7 +54,7 @@ class TestDeletionsOnMiniStack(OnMiniStack, RepeatsDeletionsTests):
 
 @pytest.mark.slow
 class TestMoto(StorageBackendTests):
-    """What every storage must do, on another server."""
+    """Conformance tests on another server."""
 
     examples = 3
 
@@ -71,23 +71,24 @@ class TestMoto(StorageBackendTests):
         assert isinstance(opened, ObjectStoreDirectory)
         return opened
 
-    # moto looks at a condition and puts in two steps, in threads without a lock (`moto.s3.responses`): what comes at the same time is
-    # tried on MiniStack, and here one client after the other.
+    # moto checks a condition and puts in two steps, in threads without a lock
+    # (`moto.s3.responses`). Concurrent requests are tested on MiniStack, and here one client runs
+    # after the other.
 
     def test_one_of_many_creates(self, storage: StorageBackend) -> None:
-        """As elsewhere, by one client."""
+        """With one client only."""
         self.threads = 1
         super().test_one_of_many_creates(storage)
 
     def test_conditional_puts_lose_nothing(self, storage: StorageBackend) -> None:
-        """As elsewhere, by one client."""
+        """With one client only."""
         self.threads = 1
         super().test_conditional_puts_lose_nothing(storage)
 
 
 @pytest.mark.slow
 class TestUploadsOnMoto(HoldsUploadsTests):
-    """Uploads that nobody finished, on another server."""
+    """Unfinished uploads on another server."""
 
     upload_bytes = 11 << 20
     use_server = TestMoto.use_server
@@ -103,7 +104,7 @@ class TestNewObjectsOnMoto(CreatesObjectsTests):
 
 
 class TestMore(OnMiniStack):
-    """What is true of object stores only."""
+    """Conformance tests for object stores."""
 
     def test_it_says_how_it_is_asked_best(self) -> None:
         storage = self.open("run")

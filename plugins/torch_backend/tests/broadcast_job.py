@@ -1,7 +1,8 @@
-"""A job of four processes that load one checkpoint together: what several want is read by one of them, and sent over gloo.
+"""A job of four processes that load one checkpoint together: shared data is read once and sent over gloo.
 
-``torchrun --nproc-per-node 4 broadcast_job.py DIRECTORY``, where ``DIRECTORY/saved`` is a checkpoint of `state`. Raises what is not as
-it should be, and leaves in ``DIRECTORY/RANK.json`` how many bytes of arrays each load read.
+``torchrun --nproc-per-node 4 broadcast_job.py DIRECTORY``, where ``DIRECTORY/saved`` is a
+checkpoint of `state`. Raises an error on a wrong result, and writes the number of array bytes that
+each load read to ``DIRECTORY/RANK.json``.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def state() -> dict[str, torch.Tensor]:
 
 
 class Counting(FaultyStorage):
-    """Counts bytes of arrays that are read, and fails to read some where it is told to."""
+    """Counts the bytes of arrays read, and fails selected reads."""
 
     def __init__(self, inner: StorageBackend) -> None:
         super().__init__(inner, FaultPlan())
@@ -90,7 +91,7 @@ class CountedStorage:
 
 
 def abstract(kind: str) -> dict[str, torch.Tensor]:
-    """Zeros like the state: plain tensors, those of a module under FSDP2, or over a mesh of 2 x 2."""
+    """Zeros like the state: plain tensors, a module under FSDP2, or DTensors on a mesh of 2 x 2."""
     tensors = {name: torch.zeros_like(tensor) for name, tensor in state().items()}
     if kind == "fsdp2":
         module = torch.nn.Module()
@@ -106,7 +107,7 @@ def abstract(kind: str) -> dict[str, torch.Tensor]:
 
 
 def check(found: Mapping[str, Any]) -> None:
-    """Whether everything is there, bit for bit."""
+    """Return True if all elements are equal."""
     for name, expected in state().items():
         whole = found[name].full_tensor() if isinstance(found[name], DTensor) else found[name]
         assert whole.dtype == expected.dtype and torch.equal(whole, expected), name
@@ -131,7 +132,7 @@ def check_failure(directory: Path) -> None:
 
 
 def main(directory: Path) -> None:
-    """Load in every way, and note what was read."""
+    """Load with every method, and record what was read."""
     read: dict[str, dict[str, int]] = {}
     for name, reads in READS.items():
         storage = CountedStorage()

@@ -1,4 +1,7 @@
-"""A job whose processes save and load together without a Context: ``torchrun --nproc-per-node N coordinated_job.py DIRECTORY``."""
+"""A job whose processes save and load together without a Context.
+
+``torchrun --nproc-per-node N coordinated_job.py DIRECTORY``
+"""
 
 from __future__ import annotations
 

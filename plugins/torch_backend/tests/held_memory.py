@@ -1,4 +1,4 @@
-"""What saves and loads of tensors do with memory: for tests of every layout that takes them."""
+"""Memory use of saves and loads of tensors, for tests of all layouts that support them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class State:
     """Tensors to save or to load into, over memory that can be watched: the storage of a tensor cannot."""
 
     def __init__(self, value: float = 1.0) -> None:
-        """Make large and small tensors, Parameters, and one that does not lie in order."""
+        """Make large and small tensors, Parameters, and one that is not contiguous."""
         self._watched: list[weakref.ref[Any]] = []
         self.tree: dict[str, Any] = {
             "large": self._tensor(_SIZE, value),
@@ -49,18 +49,18 @@ class State:
         return torch.from_numpy(memory)
 
     def forget(self) -> None:
-        """Let go of the tree."""
+        """Delete the tree."""
         self.tree = {}
 
     @property
     def held(self) -> int:
-        """How many tensors and storages are alive."""
+        """Return the numbers of tensors and storages in memory."""
         return sum(watched() is not None for watched in self._watched)
 
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Let only counts of references free objects: what is let go only by the collector is held for too long."""
+    """Disable the garbage collector: objects that only the collector would free are kept too long."""
     gc.collect()
     gc.disable()
     try:
@@ -84,7 +84,10 @@ class _Full:
 
 
 Operation = Callable[[Path, State, str], object]
-"""Does something with a state, at a path, in a layout; what it returns may live on, as with a user who keeps it."""
+"""Runs an operation with a state, a path and a layout.
+
+The caller keeps the result, as a user would.
+"""
 
 
 def _context(**options: Any) -> ckptcore.Context:

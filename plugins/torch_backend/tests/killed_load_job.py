@@ -1,6 +1,7 @@
-"""A process of a job that loads together, the last of which sends itself a signal amid messages: ``RANK SIZE PORT SIGNAL DIRECTORY``.
+"""A process of a collective load. The last rank sends itself a signal during the messages.
 
-``DIRECTORY/saved`` is a checkpoint of several messages. A process that was told leaves what in ``DIRECTORY/RANK.told``.
+Arguments: ``RANK SIZE PORT SIGNAL DIRECTORY``. ``DIRECTORY/saved`` is a checkpoint that takes
+several messages. A process that gets an error writes it to ``DIRECTORY/RANK.told``.
 """
 
 from __future__ import annotations
@@ -26,12 +27,17 @@ from ckptcore.loading.collective.broadcasts import Broadcasts
 
 _PATIENT_SECONDS: Final = 120
 _MESSAGE_SECONDS: Final = {signal.SIGKILL: 600, signal.SIGSTOP: 5}
-"""Who is gone is noticed at once, also by those that wait for somebody who noticed; of who hangs only the deadline tells."""
+"""A failed process is detected at once, also by ranks that wait for another one.
+
+A hanging process is detected only by the timeout.
+"""
 _BRIEF_SECONDS: Final = 2
 
 
 class BriefAfterMessages:
-    """Waits long for processes that begin late on a busy machine, and not for the one that is gone when messages were sent."""
+    """Waits long for processes that begin late on a busy machine, and not for the one that is gone
+    when messages were sent.
+    """
 
     def __init__(self) -> None:
         self._patient = StoreCoordinator.of_job(timeout_seconds=_PATIENT_SECONDS)
@@ -49,7 +55,7 @@ class BriefAfterMessages:
 
 
 def vanish_at_third_message(which: int) -> None:
-    """Send this process a signal when it has taken two messages, and others are under way."""
+    """Send this process a signal when it has received two messages and others are in flight."""
     land, taken = Broadcasts._land, 0
 
     def vanishing(self: Broadcasts, *message: Any) -> None:
@@ -78,7 +84,7 @@ def main(rank: int, size: int, port: int, which: int, directory: Path) -> None:
         raise AssertionError("a load was whole without one of its processes")
     while rank == 0 and not all((directory / f"{other}.told").exists() for other in range(size - 1)):
         time.sleep(0.05)  # the store is in this process
-    os._exit(0)  # the group would wait for who is gone
+    os._exit(0)  # the group would wait for the failed process
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""A run under ``torchrun --max-restarts 1``, of which a process dies in a save: ``restarted_job.py DIRECTORY``.
+"""A run under ``torchrun --max-restarts 1`` in which a process fails during a save.
 
-The second life has the store of the first, and goes on from the last step that was committed. Gloo takes the addresses of the dead from
-there for those of the living (torch 2.13.0) and fails now and then, so that the process group has a part of its own of the store.
+Arguments: ``restarted_job.py DIRECTORY``. The restarted run has the same store, and continues from
+the last committed step. Gloo sometimes uses addresses of failed processes from the store and fails
+(torch 2.13.0), so the process group uses its own part of the store.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def main(directory: Path, store: Any, life: int) -> None:
             loaded: Any = run.load(None, state(0))
             assert isinstance(loaded["rows"], DTensor) and bool((loaded["rows"].to_local() == 2).all())
             if rank == 0:
-                time.sleep(1)  # the others look for what is there
+                time.sleep(1)  # the others search for existing steps
             assert coordinator.broadcast("chosen", b"1" if rank == 0 else None) == b"1"
         else:
             run.save(1, state(1))
@@ -63,7 +64,7 @@ def main(directory: Path, store: Any, life: int) -> None:
                 while not (directory / "heard").exists():
                     time.sleep(0.01)
                 run.save(3, {**state(3), "deadly": Deadly()})
-            coordinator.broadcast("chosen", b"0" if rank == 0 else None)  # which the one that dies does not hear
+            coordinator.broadcast("chosen", b"0" if rank == 0 else None)  # the failing process never receives this
             if rank == 2:
                 (directory / "heard").touch()
         run.save(3, state(3))

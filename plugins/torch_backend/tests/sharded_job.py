@@ -1,6 +1,7 @@
-"""A job of two processes with models under FSDP1 or FSDP2, and with ShardedTensors, that saves and loads by torch and by ckptcore.
+"""A job of two processes with models under FSDP1 or FSDP2, and with ShardedTensors, that saves and
+loads with torch and ckptcore.
 
-``torchrun --nproc-per-node 2 sharded_job.py TASK DIRECTORY``: raises what is not as it should be.
+``torchrun --nproc-per-node 2 sharded_job.py TASK DIRECTORY``. Raises an error on a wrong result.
 """
 
 from __future__ import annotations
@@ -60,12 +61,12 @@ def losses(job: Job, seed: int) -> list[float]:
 
 
 def both_ways(make: Callable[[int], Job], directory: Path, *, torch_can: bool = True) -> None:
-    """What one library saved, the other loads, and all go on with the same losses.
+    """Each library loads what the other saved, and training continues with the same losses.
 
     Args:
         make: makes a model and its optimizer, from a seed.
         directory: for the checkpoints.
-        torch_can: whether set_state_dict can set the state of such a model at all.
+        torch_can: True if set_state_dict supports such a model.
     """
     ours, parts, theirs = directory / "ours", directory / "parts", directory / "theirs"
     job = make(0)
@@ -100,7 +101,7 @@ def both_ways(make: Callable[[int], Job], directory: Path, *, torch_can: bool = 
 
 
 def fsdp1(directory: Path) -> None:
-    """FSDP1, whose state dicts are ShardedTensors or whole tensors, with flat parameters or pieces of them."""
+    """FSDP1 with sharded or full state dicts, and with flat parameters or pieces of them."""
     cpu = torch.device("cpu")
     kinds = (StateDictType.SHARDED_STATE_DICT, StateDictType.FULL_STATE_DICT)
     for use_orig_params, kind in itertools.product((True, False), kinds):
@@ -113,13 +114,14 @@ def fsdp1(directory: Path) -> None:
             return model, optimizer_of(model, 0.05 if seed == 0 else 0.9)
 
         place = directory / f"{use_orig_params}-{kind.name}"
-        # Of flat parameters it has other names than itself, where activation checkpointing put a part into them.
+        # Its own names of flat parameters are inconsistent if activation checkpointing added a part
+        # to them.
         both_ways(make, place, torch_can=use_orig_params)
         assert list(ckptcore.load(place / "ours")["model"]) == ["0.weight", "0.bias", "2.weight"]
 
 
 def fsdp2(directory: Path) -> None:
-    """FSDP2, whose state dicts are DTensors."""
+    """FSDP2, whose state dicts have DTensors."""
 
     def make(seed: int) -> Job:
         model = layers(seed)
@@ -157,7 +159,7 @@ def sharded(whole: torch.Tensor, places: list[tuple[tuple[int, ...], tuple[int, 
 
 
 def state(*, filled: bool) -> dict[str, Any]:
-    """ShardedTensors: one shard each, uneven ones, several of a process beside each other."""
+    """ShardedTensors: one shard per process, uneven ones, and several adjacent ones per process."""
     whole = {
         "even": torch.arange(12, dtype=torch.float32).reshape(4, 3),
         "uneven": torch.arange(35).reshape(5, 7).bfloat16(),
@@ -221,6 +223,7 @@ if __name__ == "__main__":
         TASKS[sys.argv[1]](Path(sys.argv[2]))
     finally:
         dist.destroy_process_group()
-    # The interpreter is not ended: a thread of gloo that drops its last collective meanwhile needs its lock, gets none, and aborts the
-    # process (seen with torch 2.13.0: ~AsyncWork, ~ThreadLocalState).
+    # The interpreter is not ended: a thread of gloo that drops its last collective meanwhile needs
+    # its lock, gets none, and aborts the process (seen with torch 2.13.0: ~AsyncWork,
+    # ~ThreadLocalState).
     os._exit(0)

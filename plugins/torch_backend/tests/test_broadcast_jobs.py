@@ -49,7 +49,7 @@ def test_what_all_want_is_read_once_by_a_group(read: list[dict[str, dict[str, in
 
 @pytest.mark.parametrize(("reads", "times"), [("all", 4), ("broadcast", 1), ("pairs", 2)])
 def test_shards_are_read_by_who_holds_them(read: list[dict[str, dict[str, int]]], reads: str, times: int) -> None:
-    """One tensor is not sharded: that is what is sent."""
+    """One tensor is not sharded, so it is sent."""
     assert sum(rank[reads]["fsdp2"] for rank in read) == STORED - ONE_INDEX + times * ONE_INDEX
 
 

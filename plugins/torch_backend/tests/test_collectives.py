@@ -1,4 +1,4 @@
-"""The collectives of torch.distributed are what the protocol asks for: over gloo, and in two lanes through a device."""
+"""The conformance tests of collectives on torch.distributed: over gloo, and with two lanes through a device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TestGloo(CollectivesTests):
 
 
 class _Lane:
-    """A lane of a device that does everything at once, and notes what it is asked."""
+    """A lane that executes everything at once, and records the calls."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self._name = name
@@ -63,7 +63,7 @@ class _Lane:
 
 
 class _ThroughDevice(GlooCollectives):
-    """As over NCCL, but on the CPU: gloo takes what is meant for the device."""
+    """Like NCCL, but on the CPU with gloo."""
 
     log: list[str]
 
@@ -115,7 +115,7 @@ def test_a_peer_that_ends_is_an_error_that_names_the_ranks() -> None:
             channels.close()
             return ""
         with pytest.raises(RankFailedError) as caught:
-            for _ in range(100):  # what is sent may wait in the network
+            for _ in range(100):  # sent data may be buffered in the network
                 channels.broadcast(0, 0, np.zeros(1 << 20, np.uint8)).result()
         return str(caught.value)
 

@@ -1,4 +1,4 @@
-"""Which job a process is part of is found without a word from the user: by its process group, if that has other processes."""
+"""The job of a process is found automatically, from its process group."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ REJOINED = Path(__file__).with_name("rejoined_job.py")
 
 @contextmanager
 def in_group(backend: str, size: int) -> Iterator[None]:
-    """A process group, of which the processes are not there that this one is not."""
+    """A process group with missing processes."""
     store = None if backend == "fake" else dist.HashStore()
     dist.init_process_group(backend, store=store, rank=0, world_size=size)
     try:
@@ -54,7 +54,10 @@ def test_a_group_of_one_process_is_none() -> None:
 
 
 def test_a_group_without_a_store_is_told_what_to_do_where_it_has_to_agree(tmp_path: Path) -> None:
-    """The fake backend stands for mpi, of which torch seldom has a working build. Loads alone need no coordinator."""
+    """The fake backend replaces mpi, which is rarely in builds of torch.
+
+    Loads of one process need no coordinator.
+    """
     ckptcore.save(tmp_path / "c", {"w": np.ones(3)})
     with in_group("fake", 4):
         assert runtime_of(Context()).job().size == 4
@@ -74,7 +77,7 @@ def test_the_coordinator_of_a_context_comes_first() -> None:
 
 
 def test_a_group_has_one_coordinator_and_the_next_one_another() -> None:
-    """So that who goes on in the next counts the operations of that alone, as a process that is new does."""
+    """A process that stays counts only operations of the new group, like a new process."""
     counts, coordinators = ExchangeCounts(), _GroupCoordinators()
     counted = []
     for _ in range(2):

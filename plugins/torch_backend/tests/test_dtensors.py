@@ -1,4 +1,4 @@
-"""The leaf handler of DTensors is what the protocol asks for, in the one process of a job."""
+"""The conformance tests of leaf handlers on DTensors, in a job of one process."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def example(name: str, whole: torch.Tensor, *placements: Any, parameter: bool = 
 
 @pytest.mark.usefixtures("alone")
 class TestDTensorsConform(LeafHandlerTests):
-    """Of a process that has all of them."""
+    """A process with all shards."""
 
     handler = DTensorHandler()
     examples = (
@@ -78,7 +78,7 @@ class TestDTensorsConform(LeafHandlerTests):
 
     @pytest.mark.parametrize("size", [1])
     def test_shards_of_all_processes_make_up_the_array(self, array_example: LeafExample, size: int) -> None:
-        """Their mesh says who holds what: here it has one process, whatever the job is."""
+        """The mesh has one process, whatever the job is."""
         super().test_shards_of_all_processes_make_up_the_array(array_example, size)
 
 

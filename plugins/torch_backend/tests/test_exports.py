@@ -1,4 +1,4 @@
-"""One save of a model in training that writes its weights for other programs too."""
+"""A save of a model in training that also exports its weights for other programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the plugin offers, and what importing it costs."""
+"""The plugin's hooks, and the cost of importing it."""
 
 from __future__ import annotations
 

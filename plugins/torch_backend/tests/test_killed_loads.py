@@ -1,4 +1,4 @@
-"""A process that vanishes in the middle of a load that is shared: the others are told, and which load it was."""
+"""A process fails during a collective load: the others raise an error that names the load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What PyTorch expects of whoever loads a module, and leaves that ask for different things."""
+"""PyTorch's protocol for loading modules, and requests for other leaves."""
 
 from __future__ import annotations
 

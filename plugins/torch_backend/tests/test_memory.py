@@ -1,4 +1,6 @@
-"""Nothing holds a tensor after its save or load, and the memory that saves copy into is reused, and freed when asked for."""
+"""Nothing holds a tensor after its save or load, and the memory that saves copy into is reused, and
+freed when asked for.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,7 @@ def test_memory_is_not_kept_where_none_is_to_be(tmp_path: Path) -> None:
 
 
 class _OnDevice(TensorHandler):
-    """Takes tensors of the CPU for those of a device that copies as late as it can."""
+    """Treats CPU tensors like those of a device that copies as late as possible."""
 
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers

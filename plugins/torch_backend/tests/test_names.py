@@ -1,4 +1,4 @@
-"""Names of wrapped models: those of the plain one, in both directions, however wrappers are composed."""
+"""Names of wrapped models equal those of the plain model, in both directions, for all combinations of wrappers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Wrap = Callable[[Module], Module]
 
 @pytest.fixture(scope="module", autouse=True)
 def process_group() -> Iterator[None]:
-    """A job of one process, for DistributedDataParallel; and torch.compile imported, which warns of what it imports."""
+    """A job of one process, for DistributedDataParallel, with torch.compile imported, whose import warns."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         compiled(torch.nn.Identity())
@@ -50,7 +50,7 @@ class Block(torch.nn.Module):
         self.seen = seed
 
     def get_extra_state(self) -> dict[str, int]:
-        """What a checkpoint carries beside the tensors."""
+        """Content of a checkpoint besides tensors."""
         return {"seen": self.seen}
 
     def set_extra_state(self, state: dict[str, int]) -> None:
@@ -89,7 +89,7 @@ OUTER: dict[str, Wrap] = {
 
 
 def elements(module: Module) -> dict[str, Any]:
-    """What a model holds, by the names of the plain one."""
+    """Tensors of a model, by plain names."""
     state: Any = ModuleHandler().flatten(module)
     return {name: held.tolist() if isinstance(held, torch.Tensor) else held for name, held in state.items()}
 
@@ -123,7 +123,7 @@ def test_wrapped_and_plain_models_load_each_other(inner: str, outer: str, tmp_pa
 @pytest.mark.parametrize("outer", ["plain", "compiled and distributed"])  # it does not know DataParallel
 @pytest.mark.parametrize("inner", ["plain", "checkpointed", "compiled", "checkpointed and compiled"])
 def test_names_are_those_of_get_model_state_dict(inner: str, outer: str) -> None:
-    """torch decides by the text of names in places, so this model has no names that look like those of wrappers."""
+    """torch recognizes some wrappers by name, so this model has no names like those of wrappers."""
     part = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     wrapped = OUTER[outer](torch.nn.Sequential(INNER[inner](part), part[1]))
     state: Any = ModuleHandler().flatten(wrapped)
@@ -152,7 +152,7 @@ def test_a_wrapped_module_on_the_meta_device_keeps_its_ties(tmp_path: Path) -> N
 
 
 def test_a_state_dict_of_the_same_wrappers_loads_under_their_names(tmp_path: Path) -> None:
-    """As DCP has it, or a checkpoint from before: the very names of the module's own state dict."""
+    """The module's own names, as in DCP and in older checkpoints."""
     source = DataParallel(model(1, compiled))
     ckptcore.save(tmp_path / "raw", {"model": dict(source.state_dict())})
     target = DataParallel(model(2, compiled))
@@ -165,7 +165,7 @@ def test_names_of_other_wrappers_are_refused_with_the_prefix_and_what_to_do(tmp_
     ckptcore.save(tmp_path / "raw", {"model": dict(source.state_dict())})
     target = model(2)
     with pytest.raises(
-        TreeMismatchError, match=r"'module\.' of a wrapper.*wrapped as it was then.*load_into"
+        TreeMismatchError, match=r"'module\.' of a wrapper.*Wrap the module as it was then.*load_into"
     ) as caught:
         ckptcore.load_into(tmp_path / "raw", {"model": target})
     assert "'0.count' is stored as 'module.0.count'" in caught.value.differences[0]

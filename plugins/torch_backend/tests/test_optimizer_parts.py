@@ -1,4 +1,6 @@
-"""Optimizers of processes that have different parameters of one model: united by name, and taken apart in other ways."""
+"""Optimizers of processes that have different parameters of one model: united by name, and taken
+apart in other ways.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,7 @@ def by_name(value: NamedOptimizer) -> Any:
 
 
 def save_parts(location: Path, values: Sequence[NamedOptimizer], layout: str = "ocdbt") -> None:
-    """As a job in which each process has one of them."""
+    """Like a job in which each process has one of them."""
 
     def of_rank(coordinator: Coordinator) -> None:
         context = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator), durability="none")
@@ -196,7 +198,7 @@ def test_stages_that_disagree_are_named_with_their_values(rates: Any, tmp_path: 
 
 def test_what_a_part_lacks_is_named(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"o": part(("0", "1"))})
-    with pytest.raises(TreeMismatchError, match=r"layers\.2\.weight has no place in a stored group"):
+    with pytest.raises(TreeMismatchError, match=r"layers\.2\.weight is in no stored group"):
         ckptcore.load_into(tmp_path / "c", {"o": part(("1", "2"), 1, 0)})
     with pytest.raises(TreeMismatchError, match=r"layers\.0\.weight is stored and is not a parameter"):
         one = part(("1",), 1, 0)

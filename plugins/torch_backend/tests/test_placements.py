@@ -1,4 +1,4 @@
-"""Where DTensors lie: compared with how torch itself divides tensors, without a process group."""
+"""Boxes of DTensors, compared with torch's own division, without a process group."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from ckptcore_torch.placements import Placed, placed_pieces, sharding_cuts
+from ckptcore_torch.placements import DTensorPlacement, placed_pieces, sharding_cuts
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -18,8 +18,8 @@ from ckptcore.model import ArraySpec, Box
 from ckptcore.planning import cuts_of, uncovered
 
 
-def _by_torch(placed: Placed, coordinate: Sequence[int]) -> torch.Tensor:
-    """The local tensor of numbers that say where in the whole an element is."""
+def _by_torch(placed: DTensorPlacement, coordinate: Sequence[int]) -> torch.Tensor:
+    """The local tensor of a tensor whose elements are their own global indices."""
     local = torch.arange(torch.Size(placed.shape).numel()).reshape(placed.shape)
     for position, extent, placement in zip(coordinate, placed.mesh_shape, placed.placements, strict=True):
         if not isinstance(placement, Replicate):
@@ -29,18 +29,18 @@ def _by_torch(placed: Placed, coordinate: Sequence[int]) -> torch.Tensor:
 
 
 @st.composite
-def _placings(draw: st.DrawFn) -> Placed:
+def _placings(draw: st.DrawFn) -> DTensorPlacement:
     shape = tuple(draw(st.lists(st.integers(0, 13), min_size=1, max_size=3)))
     mesh_shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     axes = st.integers(0, len(shape) - 1)
     strided = st.builds(lambda axis, factor: _StridedShard(axis, split_factor=factor), axes, st.integers(1, 4))
     one = st.one_of(st.just(Replicate()), st.builds(Shard, axes), strided)
     placements: list[Placement] = [draw(one) for _ in mesh_shape]
-    return Placed(shape, mesh_shape, tuple(placements))
+    return DTensorPlacement(shape, mesh_shape, tuple(placements))
 
 
 @given(_placings())
-def test_every_process_holds_what_torch_gives_it(placed: Placed) -> None:
+def test_every_process_holds_what_torch_gives_it(placed: DTensorPlacement) -> None:
     whole = torch.arange(torch.Size(placed.shape).numel()).reshape(placed.shape)
     owned: list[Box] = []
     every: list[Box] = []
@@ -62,19 +62,19 @@ def test_every_process_holds_what_torch_gives_it(placed: Placed) -> None:
 
 def test_a_strided_shard_that_is_cut_again_is_one_box() -> None:
     """FSDP2 over tensor parallelism: the second axis of the mesh cuts the rows first."""
-    placed = Placed((8, 8), (2, 2), (_StridedShard(0, split_factor=2), Shard(0)))
+    placed = DTensorPlacement((8, 8), (2, 2), (_StridedShard(0, split_factor=2), Shard(0)))
     found = {place: tuple(placed_pieces(placed, place).boxes) for place in itertools.product(range(2), range(2))}
     rows = {(0, 0): 0, (0, 1): 4, (1, 0): 2, (1, 1): 6}
     assert found == {place: (Box((row, 0), (row + 2, 8)),) for place, row in rows.items()}
 
 
 def test_a_strided_shard_alone_is_several_boxes() -> None:
-    pieces = placed_pieces(Placed((8,), (2,), (_StridedShard(0, split_factor=2),)), (1,))
+    pieces = placed_pieces(DTensorPlacement((8,), (2,), (_StridedShard(0, split_factor=2),)), (1,))
     assert pieces.boxes == {Box((2,), (4,)): (slice(0, 2),), Box((6,), (8,)): (slice(2, 4),)}
 
 
 def test_replicas_are_numbered() -> None:
-    placed = Placed((4,), (2, 2, 3), (Replicate(), Shard(0), Replicate()))
+    placed = DTensorPlacement((4,), (2, 2, 3), (Replicate(), Shard(0), Replicate()))
     numbers = [placed_pieces(placed, (first, 0, last)).replica for first in range(2) for last in range(3)]
     assert sorted(numbers) == list(range(6))
     assert placed_pieces(placed, (0, 0, 0)).replicas == 6
@@ -82,10 +82,10 @@ def test_replicas_are_numbered() -> None:
 
 def test_partial_sums_are_refused() -> None:
     with pytest.raises(UnsupportedLeafError, match=r"partial sums.*redistribute"):
-        placed_pieces(Placed((4,), (2,), (Partial(),)), (0,))
+        placed_pieces(DTensorPlacement((4,), (2,), (Partial(),)), (0,))
 
 
 def test_large_meshes_are_cut_quickly() -> None:
-    """What one axis is cut into does not depend on the other axes of the mesh: 64 x 64 processes make 128 cuts."""
-    cuts = sharding_cuts(Placed((4096, 4096), (64, 64), (Shard(0), Shard(1))))
+    """The cuts of one axis do not depend on other axes of the mesh: 64 x 64 processes make 128 cuts."""
+    cuts = sharding_cuts(DTensorPlacement((4096, 4096), (64, 64), (Shard(0), Shard(1))))
     assert cuts is not None and [len(axis) for axis in cuts] == [63, 63]

@@ -21,7 +21,7 @@ PROCESSES = 8
 
 @pytest.fixture
 def imagined_group() -> Iterator[None]:
-    """A process group of ranks of which only this one is there."""
+    """A process group in which only this rank exists."""
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=PROCESSES)
     yield
     dist.destroy_process_group()

@@ -1,4 +1,6 @@
-"""Optimizers, schedulers and scalers that are saved, loaded into new ones and used on: bit for bit as if never saved."""
+"""Optimizers, schedulers and scalers are saved, loaded into new ones and used further: equal bit by
+bit to an uninterrupted run.
+"""
 
 from __future__ import annotations
 
@@ -177,11 +179,12 @@ def test_moments_keep_the_dtype_in_which_they_were_saved(tmp_path: Path) -> None
 
 
 class Counting(torch.optim.SGD):
-    """Keeps a state under a name, beside that of the parameters."""
+    """Has a state under a name, besides that of the parameters."""
 
     def step(self, closure: Any = None) -> Any:
         """Count."""
-        held = self.state.setdefault("all", {"steps": torch.zeros((), dtype=torch.int64), "last": None})  # type: ignore[arg-type]  # a name
+        # a name
+        held = self.state.setdefault("all", {"steps": torch.zeros((), dtype=torch.int64), "last": None})  # type: ignore[arg-type]
         held["steps"] += 1
         held["last"] = int(held["steps"])
         return super().step(closure)
@@ -202,7 +205,7 @@ def test_state_that_is_of_no_parameter_goes_along(used: int, tmp_path: Path) -> 
 
 
 def test_an_object_whose_state_grew(tmp_path: Path) -> None:
-    """What the target has and the checkpoint has not is gone: the state is that which was saved."""
+    """State that the checkpoint lacks is removed from the target."""
 
     class Records:
         """Keeps every loss in a tensor that grows."""

@@ -35,7 +35,7 @@ DTYPES = [
 
 
 def bits(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
-    """What a tensor is, exactly."""
+    """All properties of a tensor."""
     dense = torch.view_as_real(tensor) if tensor.dtype is torch.complex128 else tensor
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dense.dtype.itemsize]
     return tensor.dtype, tuple(tensor.shape), dense.detach().view(integers).contiguous().numpy().tobytes()
@@ -163,7 +163,7 @@ def test_containers_come_back_as_they_were(tmp_path: Path) -> None:
 
 
 class Tied(torch.nn.Module):
-    """A network whose first and last weights are one."""
+    """A network whose first and last weights are tied."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""Jobs of two real processes under FSDP1 and FSDP2: each library goes on from what the other saved, with the same losses."""
+"""Jobs of two processes under FSDP1 and FSDP2: each library continues from the other's checkpoint,
+with the same losses.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from ckptcore.protocols import LazyCheckpointableHandler, PerProcessHandler
 
 
 def fingerprint(state: Any) -> object:
-    """A state dict, or what has one, as something to compare."""
+    """A comparable form of a state dict or of an object with one."""
     if isinstance(state, torch.Tensor):
         detached = state.detach()
         return (
@@ -56,7 +56,7 @@ class TiedNetwork(torch.nn.Module):
         return hidden
 
     def get_extra_state(self) -> dict[str, int]:
-        """What a checkpoint carries beside the tensors."""
+        """Content of a checkpoint besides tensors."""
         return {"steps": self.steps}
 
     def set_extra_state(self, state: dict[str, int]) -> None:
@@ -262,7 +262,7 @@ def test_a_lazy_module_asks_for_the_shapes_that_are_stored() -> None:
 
 
 def _stored(optimizer: torch.optim.Optimizer) -> Any:
-    """What a checkpoint of an optimizer says of itself."""
+    """Metadata of an optimizer's checkpoint."""
 
     def abstract(node: Any) -> Any:
         if isinstance(node, torch.Tensor):

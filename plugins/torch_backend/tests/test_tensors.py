@@ -23,7 +23,7 @@ import ckptcore
 from ckptcore.errors import PluginError, TargetUndefinedError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray, ValueRecord
 
-# What PyTorch says of some kinds of tensors, whoever makes one.
+# Warnings of PyTorch about some kinds of tensors.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
     pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta"),
@@ -168,7 +168,7 @@ class Tagged(torch.Tensor):
 
 
 class Watched(torch.Tensor):
-    """A subclass that sees what is done with it."""
+    """A subclass that records operations."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -255,7 +255,7 @@ def test_nothing_holds_a_tensor_that_was_saved() -> None:
     assert gone() is None
 
 
-# --- what cannot be saved
+# --- tensors that cannot be saved
 
 
 def test_a_meta_tensor_says_what_to_load_and_cannot_be_saved() -> None:
@@ -305,7 +305,7 @@ def _fake() -> torch.Tensor:
 
 REFUSED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "masked": (lambda: masked_tensor(torch.ones(2), torch.tensor([True, False])), r"\.get_data\(\) and \.get_mask\(\)"),
-    "opaque": (lambda: Opaque((3,)), "Opaque does not give its elements .*save the tensors that it is made of"),
+    "opaque": (lambda: Opaque((3,)), "Opaque is not one array in memory .*save the tensors that it is composed of"),
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), r"\.unbind\(\)"),
     "jagged": (
         lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
@@ -314,12 +314,12 @@ REFUSED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "sparse": (lambda: torch.eye(3).to_sparse(), r"\.to_dense\(\)"),
     "csr": (lambda: torch.eye(3).to_sparse_csr(), r"\.to_dense\(\)"),
     "uninitialized": (torch.nn.UninitializedParameter, "call the module once"),
-    "fake": (_fake, "save the tensor that it stands for"),
-    "meta": (lambda: torch.ones(3, device="meta"), "Save the tensor it stands for"),
+    "fake": (_fake, "save the original tensor"),
+    "meta": (lambda: torch.ones(3, device="meta"), "Save the original tensor"),
     "zeros": (lambda: torch._efficientzerotensor((3,)), "the storage of this tensor was freed"),
 }
 ABSTRACT = ("fake", "meta", "zeros")
-"""Those that tell what to load."""
+"""Tensors that describe a load."""
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -344,7 +344,7 @@ def test_what_cannot_be_saved_is_refused_by_its_path_with_advice(kind: str, tmp_
 def test_a_functorch_wrapper_is_refused() -> None:
     def look(leaf: torch.Tensor) -> torch.Tensor:
         assert PLAIN.identity(leaf) is None
-        with pytest.raises(UnsupportedLeafError, match="without memory of its own"):
+        with pytest.raises(UnsupportedLeafError, match="without memory"):
             PLAIN.shards(leaf, 0, 1)
         return leaf
 
@@ -368,7 +368,7 @@ def test_a_wrapper_of_tensors_is_refused_by_name() -> None:
             raise NotImplementedError
 
     made = torch.Tensor._make_wrapper_subclass(Pair, (2, 2))  # type: ignore[attr-defined]  # how wrappers are made
-    with pytest.raises(UnsupportedLeafError, match=r"Pair is made of other tensors.*__tensor_flatten__"):
+    with pytest.raises(UnsupportedLeafError, match=r"Pair is composed of other tensors.*__tensor_flatten__"):
         SUBCLASSES.describe(made)
 
 
@@ -538,7 +538,7 @@ def test_build_of_another_shape_or_kind_is_a_mismatch() -> None:
         PLAIN.build(torch.empty(2), record, boxed(np.ones(3, np.float32)))
     with pytest.raises(TreeMismatchError, match="a float is stored"):
         PLAIN.build(torch.empty(()), ValueRecord("float", 1.0), ())
-    with pytest.raises(PluginError, match="came in 0 boxes"):
+    with pytest.raises(PluginError, match="read in 0 boxes"):
         PLAIN.build(torch.empty(3), record, ())
 
 

@@ -1,4 +1,7 @@
-"""Jobs of processes that save a tree like TorchTitan's. Jobs of another size resume with the same losses."""
+"""Jobs of processes that save a tree like TorchTitan's.
+
+Jobs of another size resume with the same losses.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What transforms make is loaded as tensors and shards of DTensors, which read what they take."""
+"""Results of transforms load as tensors and shards of DTensors, and only the required parts are read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RANK, RANKS = 2, 4
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    """That of one process of a job of which no other runs."""
+    """A process group in which only this process exists."""
     dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=RANKS)
     try:
         yield init_device_mesh("cpu", (RANKS,))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from ckptcore_testing import LateHostMemory
 from ckptcore_torch.tensors import TensorHandler
-from ckptcore_torch.transfers import Lane, Moment, Transfers, finish_work_on, start_copy
+from ckptcore_torch.transfers import DeviceEvent, Lane, Transfers, finish_work_on, start_copy
 
 from ckptcore.model import Box, HostArray
 
@@ -23,7 +23,7 @@ SIZE = 64
 
 
 class LateDevice:
-    """A `Lane` whose copies happen when a later moment is waited for, as late as a device could be."""
+    """A `Lane` whose copies run only when a later event is waited for, as late as a device might."""
 
     def __init__(self) -> None:
         self.queue: list[Callable[[], None]] = []
@@ -32,7 +32,7 @@ class LateDevice:
         self.inside = False
         self.broken: Exception | None = None
 
-    def now(self) -> Moment:
+    def now(self) -> DeviceEvent:
         return _LateMoment(self, 0)
 
     @contextlib.contextmanager
@@ -47,11 +47,11 @@ class LateDevice:
     def entered(self) -> AbstractContextManager[object]:
         return self._entered()
 
-    def wait_for(self, moment: Moment) -> None:
+    def wait_for(self, event: DeviceEvent) -> None:
         assert self.inside
         self.log.append("wait for the caller")
 
-    def mark(self) -> Moment:
+    def mark(self) -> DeviceEvent:
         assert self.inside
         return _LateMoment(self, len(self.queue))
 

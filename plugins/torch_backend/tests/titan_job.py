@@ -52,7 +52,7 @@ class ModelWrapper(Stateful):
 
 
 class OptimizersContainer(torch.optim.Optimizer, Stateful):
-    """An optimizer by its type, whose state is that of other optimizers, under the names of parameters."""
+    """An optimizer by type, whose state is that of other optimizers, under the names of parameters."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model

@@ -24,12 +24,13 @@ CASTS = ("float32", "bfloat16", "float16", "int8", "float64", "float8_e4m3fn")
 
 @dataclass(frozen=True)
 class Chain:
-    """A derivation.
+    """A derivation to test.
 
     Attributes:
-        derivation: what is tested.
+        derivation: the derivation.
         expected: the whole array, by NumPy.
-        origins: by element, the numbers of the stored elements that it is made of, along the last axis; -1 for none.
+        origins: by element, numbers of the stored elements that it depends on, along the last axis;
+            -1 for none.
     """
 
     derivation: DerivedArray
@@ -37,7 +38,10 @@ class Chain:
     origins: HostArray
 
     def least(self, box: Box) -> int:
-        """How many stored elements a box is made of; one that stands in two places counts twice."""
+        """Number of stored elements that a box depends on.
+
+        Repeated elements count once for each position.
+        """
         return int((self.origins[box.slices] >= 0).sum())
 
 
@@ -62,7 +66,7 @@ def chains(draw: st.DrawFn, stored: Sequence[HostArray], most: int = 5) -> Chain
 
 @st.composite
 def _step(draw: st.DrawFn, chain: Chain) -> Chain:
-    """One more step."""
+    """Apply one more step."""
     one, array, origins = chain.derivation, chain.expected, chain.origins
     step = draw(st.sampled_from(["cut", "reshape", "permute", "pad", "stack", "concatenate", "cast", "average"]))
     axes = array.ndim
@@ -123,13 +127,13 @@ def _shape_of(draw: st.DrawFn, size: int) -> tuple[int, ...]:
 
 @dataclass
 class Counted:
-    """A layout's reading, and what was asked of it."""
+    """Counts the elements that a layout reads."""
 
     opened: Checkpoint
     plans: list[ReadPlan] = field(default_factory=list)
 
     def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterable[int]:
-        """As the layout does."""
+        """Read like the layout."""
         self.plans.append(plan)
         return self.opened.layout.read(plan, buffers, store)
 
@@ -138,12 +142,13 @@ class Counted:
 
     @property
     def elements(self) -> int:
-        """How many elements were read."""
+        """Number of elements read."""
         return sum([item.box.size for plan in self.plans for item in plan.items])
 
 
 def open_counted(location: str) -> tuple[Checkpoint, Counted]:
-    """Open a checkpoint, of which is counted what is read."""
+    """Open a checkpoint whose reads are counted."""
     opened = open_checkpoint(location, Context())
     counted = Counted(opened)
-    return dataclasses.replace(opened, layout=counted), counted  # type: ignore[arg-type]  # what it lacks the layout has
+    # other attributes are the layout's
+    return dataclasses.replace(opened, layout=counted), counted  # type: ignore[arg-type]

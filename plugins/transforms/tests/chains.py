@@ -47,11 +47,12 @@ OTHER, ADAPTER = "memory://transforms/chains-other", "memory://transforms/chains
 
 @dataclass(frozen=True)
 class Part:
-    """What an array should be.
+    """The expected array.
 
     Attributes:
         elements: by NumPy.
-        origins: by element, along the last axis, the numbers of the stored elements that it is made of; -1 for none.
+        origins: by element, along the last axis, numbers of the stored elements that it depends on;
+            -1 for none.
     """
 
     elements: HostArray
@@ -70,7 +71,7 @@ class Part:
         return Part(move(self.elements), np.stack(each, -1))
 
     def made(self, elements: HostArray) -> Part:
-        """Other elements, each of which is made of the one at its place."""
+        """An elementwise operation."""
         return Part(elements, self.origins)
 
 
@@ -80,13 +81,13 @@ Tree: TypeAlias = Mapping[str, Part]
 
 @dataclass
 class Chain:
-    """Transforms, and the tree that they should make.
+    """Transforms, with the expected tree.
 
     Attributes:
-        stored: what is stored.
+        stored: the stored tree.
         transforms: in order.
-        tree: what they make.
-        beside: further checkpoints that are to be saved, by their locations.
+        tree: the expected tree.
+        beside: other checkpoints to save, by location.
     """
 
     stored: Mapping[str, HostArray]
@@ -101,12 +102,12 @@ class Chain:
         return ("new/{}" if self.names % 2 else "n.{}").format(self.names)
 
     def change(self, path: str, transform: Transform, made: Part) -> None:
-        """One array was changed."""
+        """Record the change of one array."""
         self.transforms.append(transform)
         self.tree[path] = made
 
     def replace(self, path: str, made: Mapping[str, Part], *transforms: Transform) -> None:
-        """Others are where one was."""
+        """Record the replacement of one array by others."""
         self.transforms.extend(transforms)
         del self.tree[path]
         self.tree.update(made)
@@ -122,7 +123,7 @@ def begun(stored: Mapping[str, HostArray]) -> Chain:
 
 
 def exactly(path: str) -> re.Pattern[str]:
-    """A pattern of one path, whatever is in it."""
+    """Return a template that matches one path, with special characters escaped."""
     return re.compile(re.escape(path))
 
 
@@ -165,7 +166,7 @@ def _cast(draw: st.DrawFn, chain: Chain, path: str) -> None:
         except TypeError:
             return
     if "float" in part.dtype and "float" not in dtype and not np.isfinite(part.elements.astype(np.float64)).all():
-        return  # what becomes of them is the processor's
+        return  # their overflow depends on the processor
     chain.change(path, Cast(exactly(path), dtype), part.made(elements))
 
 
@@ -250,8 +251,11 @@ def _apply(draw: st.DrawFn, chain: Chain, path: str) -> None:
     every = part.origins.reshape(-1) if part.origins.size else np.array([-1])
     of_all = np.broadcast_to(every, (*part.elements.shape, every.size))
     if draw(st.booleans()) or not part.elements.ndim:
-        chain.change(path, Apply(exactly(path), lambda array: array.reshape(-1)[::-1].reshape(array.shape)),
-                     Part(part.elements.reshape(-1)[::-1].reshape(part.elements.shape), of_all))  # fmt: skip
+        chain.change(
+            path,
+            Apply(exactly(path), lambda array: array.reshape(-1)[::-1].reshape(array.shape)),
+            Part(part.elements.reshape(-1)[::-1].reshape(part.elements.shape), of_all),
+        )
         return
     if part.elements.shape[0]:
         first = Apply(exactly(path), lambda array: array[0], lambda told: AbstractArray(told.shape[1:], told.dtype))
@@ -292,12 +296,15 @@ def _unstack(draw: st.DrawFn, chain: Chain, path: str) -> None:
     if part.elements.ndim == 1:
         made = {name: Part(part.elements[number], part.origins[number]) for number, name in enumerate(made)}
     chain.replace(
-        path, made, Rename(exactly(path), new), Unstack(new, f"{layers}.{{i}}", axis - part.elements.ndim * draw(st.integers(0, 1)))
-    )  # fmt: skip
+        path,
+        made,
+        Rename(exactly(path), new),
+        Unstack(new, f"{layers}.{{i}}", axis - part.elements.ndim * draw(st.integers(0, 1))),
+    )
 
 
 def _stack(draw: st.DrawFn, chain: Chain, path: str) -> None:
-    """What is like it goes on it; or what is like it but for an extent behind it."""
+    """Append an array of the same shape, or one with another extent along the axis."""
     part = chain.tree[path]
     stacks = draw(st.booleans()) or not part.elements.ndim
     axis = draw(st.integers(0, part.elements.ndim if stacks else part.elements.ndim - 1))
@@ -316,9 +323,13 @@ def _stack(draw: st.DrawFn, chain: Chain, path: str) -> None:
     parts = [chain.tree.pop(one) for one in chosen]
     width = max([found.origins.shape[-1] for found in parts])
     origins = [
-        np.pad(found.origins, [*[(0, 0)] * (found.origins.ndim - 1), (0, width - found.origins.shape[-1])], constant_values=-1)
+        np.pad(
+            found.origins,
+            [*[(0, 0)] * (found.origins.ndim - 1), (0, width - found.origins.shape[-1])],
+            constant_values=-1,
+        )
         for found in parts
-    ]  # fmt: skip
+    ]
     table = {one: f"{members}.{number}" for number, one in enumerate(chosen)}
     put = np.stack if stacks else np.concatenate
     chain.tree[new] = Part(put([found.elements for found in parts], axis), put(origins, axis))
@@ -354,9 +365,23 @@ def _lora(draw: st.DrawFn, chain: Chain, path: str) -> None:
 
 
 _STEPS: Sequence[Callable[[st.DrawFn, Chain, str], None]] = (
-    _rename, _drop, _default, _cast, _transpose, _reshape, _split_axis, _merge_axes, _scale, _slice, _pad, _apply, _split, _unstack,
-    _stack, _lora,
-)  # fmt: skip
+    _rename,
+    _drop,
+    _default,
+    _cast,
+    _transpose,
+    _reshape,
+    _split_axis,
+    _merge_axes,
+    _scale,
+    _slice,
+    _pad,
+    _apply,
+    _split,
+    _unstack,
+    _stack,
+    _lora,
+)
 
 
 @st.composite

@@ -1,4 +1,7 @@
-"""Every transform reads what is asked for of its result and little more: by the shards of one process, and by those of all devices."""
+"""Every transform reads the requested part of its result and little more.
+
+Parts are the shards of one process, and of all devices.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,10 @@ QUIET = Context(durability="none", io=IOOptions(checksums=False))
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """Four matrices, their adapter and as many others; without checksums, for which whole blocks would be read."""
+    """Save four matrices, their adapter, and as many others.
+
+    Without checksums, which would need reads of whole blocks.
+    """
     rng = np.random.default_rng(0)
     state = {f"l.{number}": rng.integers(0, 99, (SIDE, SIDE)).astype(np.float32) for number in range(4)}
     directory = tmp_path_factory.mktemp("bytes")
@@ -75,7 +81,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     ckptcore.save(
         directory / "quantised", {**QUANTIZED, "m.w_blocks": PACKED[0], "m.w_scales": PACKED[1]}, context=QUIET
     )
-    (directory / "quantised" / "checkpoint.json").unlink()  # what is left is what Hugging Face's tools write
+    (directory / "quantised" / "checkpoint.json").unlink()  # the other files are those of Hugging Face's tools
     config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     (directory / "quantised" / "config.json").write_text(json.dumps(config))
     return directory, state
@@ -86,37 +92,89 @@ def _stacked(state: dict[str, Any]) -> Any:
 
 
 CASES: dict[str, tuple[Any, Any, int, float, float]] = {
-    # By name: transforms that make w, what NumPy makes, along which axis w is cut, how many matrices all of w takes, and an eighth.
+    # By name: transforms that make w, the expected array, the axis of the shards, and the data read
+    # for all of w and for one eighth, in matrices.
     "rename": (lambda d: [Rename("l.0", "w")], lambda s: s["l.0"], 0, 1, 1 / 8),
     "table": (lambda d: [RenameTable({"l.0": "w", "l.1": "l.0"})], lambda s: s["l.0"], 0, 1, 1 / 8),
-    "drop": (lambda d: [Drop("l.1"), IfPresent(Drop("l.9")), Rename("l.0", "w"), Refuse("l.1")], lambda s: s["l.0"], 0, 1, 1 / 8),
+    "drop": (
+        lambda d: [Drop("l.1"), IfPresent(Drop("l.9")), Rename("l.0", "w"), Refuse("l.1")],
+        lambda s: s["l.0"],
+        0,
+        1,
+        1 / 8,
+    ),
     "default": (lambda d: [Default("w", np.ones((8, 8), np.float32))], lambda s: np.ones((8, 8), np.float32), 0, 0, 0),
     "cast": (lambda d: [Rename("l.0", "w"), Cast("w", "float64")], lambda s: s["l.0"].astype("f8"), 0, 1, 1 / 8),
     "transpose": (lambda d: [Rename("l.0", "w"), Transpose("w")], lambda s: s["l.0"].T, 1, 1, 1 / 8),
-    "reshape": (lambda d: [Rename("l.0", "w"), Reshape("w", (-1, 16, SIDE))], lambda s: s["l.0"].reshape(64, 16, SIDE), 0, 1, 1 / 8),
-    "split axis": (lambda d: [Rename("l.0", "w"), SplitAxis("w", 0, (8, -1))], lambda s: s["l.0"].reshape(8, -1, SIDE), 0, 1, 1 / 8),
-    "inner axis": (lambda d: [Rename("l.0", "w"), SplitAxis("w", 0, (8, -1))], lambda s: s["l.0"].reshape(8, -1, SIDE), 1, 1, 1 / 8),
-    "merge axes": (lambda d: [Rename("l.0", "w"), MergeAxes("w", 0, (-1, -1))], lambda s: s["l.0"].reshape(-1), 0, 1, 1 / 8),
+    "reshape": (
+        lambda d: [Rename("l.0", "w"), Reshape("w", (-1, 16, SIDE))],
+        lambda s: s["l.0"].reshape(64, 16, SIDE),
+        0,
+        1,
+        1 / 8,
+    ),
+    "split axis": (
+        lambda d: [Rename("l.0", "w"), SplitAxis("w", 0, (8, -1))],
+        lambda s: s["l.0"].reshape(8, -1, SIDE),
+        0,
+        1,
+        1 / 8,
+    ),
+    "inner axis": (
+        lambda d: [Rename("l.0", "w"), SplitAxis("w", 0, (8, -1))],
+        lambda s: s["l.0"].reshape(8, -1, SIDE),
+        1,
+        1,
+        1 / 8,
+    ),
+    "merge axes": (
+        lambda d: [Rename("l.0", "w"), MergeAxes("w", 0, (-1, -1))],
+        lambda s: s["l.0"].reshape(-1),
+        0,
+        1,
+        1 / 8,
+    ),
     "scale": (lambda d: [Rename("l.0", "w"), Scale("w", 3)], lambda s: s["l.0"] * np.float32(3), 0, 1, 1 / 8),
     "slice": (lambda d: [Rename("l.0", "w"), Slice("w", 256, 512)], lambda s: s["l.0"][256:512], 0, 1 / 4, 1 / 32),
-    "pad": (lambda d: [Rename("l.0", "w"), Pad("w", 2 * SIDE)], lambda s: np.pad(s["l.0"], ((0, SIDE), (0, 0))), 0, 1, 1 / 4),
+    "pad": (
+        lambda d: [Rename("l.0", "w"), Pad("w", 2 * SIDE)],
+        lambda s: np.pad(s["l.0"], ((0, SIDE), (0, 0))),
+        0,
+        1,
+        1 / 4,
+    ),
     "apply": (lambda d: [Rename("l.0", "w"), Apply("w", lambda w: w[::-1])], lambda s: s["l.0"][::-1], 0, 1, 1),
     "stack": (lambda d: [Stack("l.{i}", "w")], _stacked, 1, 4, 1 / 2),
     "stack last": (lambda d: [Stack("l.{i}", "w", -1)], lambda s: np.moveaxis(_stacked(s), 0, -1), 0, 4, 1 / 2),
     "unstack": (
-        lambda d: [Fuse([f"l.{i}" for i in range(4)], "x"), SplitAxis("x", 0, (2, -1)), Unstack("x", "y.{i}"), Rename("y.1", "w")],
-        lambda s: np.concatenate([s["l.2"], s["l.3"]]), 0, 2, 1 / 4,
+        lambda d: [
+            Fuse([f"l.{i}" for i in range(4)], "x"),
+            SplitAxis("x", 0, (2, -1)),
+            Unstack("x", "y.{i}"),
+            Rename("y.1", "w"),
+        ],
+        lambda s: np.concatenate([s["l.2"], s["l.3"]]),
+        0,
+        2,
+        1 / 4,
     ),
     "split": (lambda d: [Split("l.0", ["v", "w"])], lambda s: s["l.0"][512:], 0, 1 / 2, 1 / 16),
     "fuse": (lambda d: [Fuse(["l.0", "l.1"], "w")], lambda s: np.concatenate([s["l.0"], s["l.1"]]), 0, 2, 1 / 4),
     "average": (
-        lambda d: [Average([d / "other"], [3, 1]), Rename("l.0", "w")], lambda s: s["l.0"] + np.float32(0.5), 0, 2, 1 / 4,
+        lambda d: [Average([d / "other"], [3, 1]), Rename("l.0", "w")],
+        lambda s: s["l.0"] + np.float32(0.5),
+        0,
+        2,
+        1 / 4,
     ),
     "lora": (
         lambda d: [MergeLora("{n...}", "{n...}.B", "{n...}.A", 0.5, d / "adapter"), Rename("l.0", "w")],
-        lambda s: s["l.0"] + np.float32(RANK / 2), 0, 1 + 2 * RANK / SIDE, 1 / 8 + (1 + 1 / 8) * RANK / SIDE,
+        lambda s: s["l.0"] + np.float32(RANK / 2),
+        0,
+        1 + 2 * RANK / SIDE,
+        1 / 8 + (1 + 1 / 8) * RANK / SIDE,
     ),
-}  # fmt: skip
+}
 
 
 def _dequantized(state: dict[str, Any]) -> Any:
@@ -125,16 +183,27 @@ def _dequantized(state: dict[str, Any]) -> Any:
 
 CASES |= {
     "dequantize": (
-        lambda d: [Dequantize("{n...}", "{n}_scale_inv", (128, 128)), Rename("q.weight", "w")], _dequantized, 0, OF_QUANTIZED, OF_QUANTIZED / 8,
+        lambda d: [Dequantize("{n...}", "{n}_scale_inv", (128, 128)), Rename("q.weight", "w")],
+        _dequantized,
+        0,
+        OF_QUANTIZED,
+        OF_QUANTIZED / 8,
     ),
     "dequantize as configured": (
-        lambda d: [DequantizeAsConfigured(), Rename("q.weight", "w")], _dequantized, 0, OF_QUANTIZED, OF_QUANTIZED / 8,
+        lambda d: [DequantizeAsConfigured(), Rename("q.weight", "w")],
+        _dequantized,
+        0,
+        OF_QUANTIZED,
+        OF_QUANTIZED / 8,
     ),
     "dequantize mxfp4": (
         lambda d: [DequantizeMxfp4("m.{n}_blocks", "m.{n}_scales", "{n}")],
-        lambda s: np.full((SIDE, SIDE), 0.5, BFLOAT16), 0, 17 / 32 / 4, 17 / 32 / 4 / 8,
+        lambda s: np.full((SIDE, SIDE), 0.5, BFLOAT16),
+        0,
+        17 / 32 / 4,
+        17 / 32 / 4 / 8,
     ),
-}  # fmt: skip
+}
 
 
 def test_every_transform_is_counted() -> None:
@@ -152,9 +221,13 @@ def _loaded(
     report = LoadReport()
     asked = ShardedArray(whole.shape, whole.dtype, [ArrayShard(box) for box in boxes])
     loaded = ckptcore.load(
-        location, {"w": asked}, transforms=chain, report=report, matching=Matching(unexpected="ignore"),
+        location,
+        {"w": asked},
+        transforms=chain,
+        report=report,
+        matching=Matching(unexpected="ignore"),
         context=Context(memory=MemoryOptions(load_bytes=load_bytes)),
-    )  # fmt: skip
+    )
     for shard in loaded["w"].shards:
         assert np.array_equal(shard.elements, whole[shard.box.slices])
     return report
@@ -178,7 +251,10 @@ def test_bytes_are_those_that_are_needed(saved: tuple[Path, dict[str, Any]], nam
 
 @pytest.mark.parametrize("name", ["cast", "transpose", "scale", "apply", "average", "lora", "stack", "dequantize"])
 def test_devices_of_one_process_do_not_read_for_each_other_again(saved: tuple[Path, dict[str, Any]], name: str) -> None:
-    """Shards across the rows of what is stored, with memory for one of them: each by itself would read all."""
+    """Shards across the rows of stored arrays, with memory for one shard.
+
+    Separate reads would each read everything.
+    """
     directory, state = saved
     make, expected, axis, of_all, _ = CASES[name]
     whole, chain = expected(state), make(directory)
@@ -196,16 +272,20 @@ def test_casts_by_matching_do_not_read_again_either(saved: tuple[Path, dict[str,
         report = LoadReport()
         asked = ShardedArray((SIDE, SIDE), np.dtype(np.float64), [ArrayShard(box) for box in boxes])
         loaded = ckptcore.load(
-            directory / "c", {"l.0": asked}, report=report, transforms=chain, matching=Matching(unexpected="ignore", cast="safe"),
+            directory / "c",
+            {"l.0": asked},
+            report=report,
+            transforms=chain,
+            matching=Matching(unexpected="ignore", cast="safe"),
             context=Context(memory=MemoryOptions(load_bytes=1 << 20)),
-        )  # fmt: skip
+        )
         for shard in loaded["l.0"].shards:
             assert np.array_equal(shard.elements, state["l.0"][shard.box.slices] * (2 if chain else 1))
         assert report.bytes_read <= 1.1 * WHOLE
 
 
 class _Counted:
-    """A function that knows how often it was called; of a class whose objects have no hash."""
+    """A function that counts its calls. Its class has no hash."""
 
     def __init__(self) -> None:
         self.calls = 0

@@ -1,4 +1,4 @@
-"""Random chains of transforms make of random trees what NumPy makes of the whole arrays, and read no more than parts take."""
+"""Random chains of transforms of random trees equal NumPy on whole arrays, and read only required elements."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base
 
 
 def test_every_transform_is_one_of_those_in_chains() -> None:
-    """Those of quantised weights have properties of their own, in test_quantized.py and test_dequantizing_parts.py."""
+    """Transforms of quantized weights have their own property tests in test_quantized.py and
+    test_dequantizing_parts.py.
+    """
     kinds = {name for name in ckptcore_transforms.__all__ if hasattr(getattr(ckptcore_transforms, name), "inverse")}
     elsewhere = {name for name in kinds if name.startswith("Dequantize")}
     assert kinds - elsewhere - {"TreeTransform"} <= vars(plugins.transforms.tests.chains).keys(), (
@@ -46,7 +48,7 @@ def _saved(data: st.DataObject) -> Chain:
 
 
 def _check_reading(data: st.DataObject) -> None:
-    """Every array by the boxes of a random partition: what is read is counted in stored elements."""
+    """Load every array by the boxes of a random partition, and count the stored elements read."""
     chain = _saved(data)
     opened, counted = open_counted(LOCATION)
     load_bytes = data.draw(st.sampled_from([None, 1, 100]))

@@ -1,4 +1,4 @@
-"""Derived arrays are what NumPy makes of the whole ones, and read no more than they take."""
+"""Derived arrays equal NumPy on whole arrays, and read only required elements."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_large_arrays_are_made_in_pieces_with_little_memory(tmp_path: Path) -> N
     assert opened.store.bytes_read <= 1.1 * array.nbytes
     across = derive(opened, _tree([permute(one, (1, 0))]), {0: permute(one, (1, 0))}, most_bytes=16 << 20, values={})
     assert (_read(across, [(0, Box.whole(array.T.shape))])[0] == array.T).all()
-    assert opened.store.bytes_read <= 2.2 * array.nbytes  # cut along the axis that lies in runs
+    assert opened.store.bytes_read <= 2.2 * array.nbytes  # cut along the contiguous axis
 
 
 def test_a_layer_of_a_stack_that_is_too_large_is_cut_itself() -> None:
@@ -211,7 +211,7 @@ def test_pieces_are_all_of_an_array_and_no_larger_than_they_are_to_be() -> None:
 
 @pytest.mark.parametrize("merged", [False, True])
 def test_sums_are_computed_with_little_memory(merged: bool) -> None:
-    """In float32 all of an array would be twice as large as what is stored, and several of it are held at once."""
+    """In float32 a whole array would be twice as large as the stored one, and several are in memory at once."""
     shape = (4096, 2048)
     base, up, down = [
         Stored(ArraySpec(of, "bfloat16"), number) for number, of in enumerate((shape, (4096, 4), (4, 2048)))
@@ -318,7 +318,7 @@ def test_a_function_that_fails_is_named_by_its_array(location: str) -> None:
     of = Stored(ArraySpec((24, 10), "float32"), 0)
     with pytest.raises(TransformError, match=r"\[0\] could not be made.*ZeroDivisionError"):
         _made(location, computed([of], lambda array: 1 // 0, of.spec))
-    with pytest.raises(TransformError, match=r"the function gave float32\[10, 24\]"):
+    with pytest.raises(TransformError, match=r"the function returned float32\[10, 24\]"):
         _made(location, computed([of], lambda array: array.T, of.spec))
 
 

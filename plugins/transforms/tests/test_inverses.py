@@ -1,4 +1,4 @@
-"""Each transform says what it does, and is taken back or says that nothing does that."""
+"""Each transform has a description, and an inverse or an error that there is none."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _array(*shape: int) -> Any:
 
 
 def _layers() -> dict[str, Any]:
-    """As other software names them: one dict."""
+    """Names of other software in one dict."""
     named = {"embed.weight": _array(10, 4), "norm": _array(4)}
     for number in range(3):
         named[f"layers.{number}.q.weight"] = _array(4, 4) + number
@@ -143,7 +143,7 @@ def test_inverses_take_a_tree_back(picked: list[Transform]) -> None:
     location = f"memory://transforms/inverses-{next(_numbers)}"
     ckptcore.save(location, state)
     applied: list[Transform] = []
-    for transform in picked:  # those that fit where they come
+    for transform in picked:  # transforms that fit their input
         try:
             ckptcore.metadata(location, transforms=[*applied, transform])
         except TransformError:
@@ -157,7 +157,7 @@ def test_inverses_take_a_tree_back(picked: list[Transform]) -> None:
     both = ckptcore.load(location, transforms=[*applied, *inverse(applied)])
     assert_same_tree({name: both[name] for name in state}, state)
     if any(isinstance(one, Pad) for one in applied):
-        return  # what is cut off again does not tell that it was a padding
+        return  # a slice does not know that it removes a padding
     again = inverse(inverse(applied))
     assert_same_tree(ckptcore.load(location, transforms=again), made)
     assert inverse(inverse(again)) == again and len(describe(again).splitlines()) == len(applied)

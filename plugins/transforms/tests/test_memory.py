@@ -1,4 +1,4 @@
-"""What a load holds beside its result stays within the bytes that its options give, whatever it computes."""
+"""The memory of a load besides its result is within the configured limit, for every computation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOAD_BYTES = 32 * MIB
 SLACK_BYTES = 16 * MIB
 """The buffers of 4 MiB of some threads, and pieces in float32 that are computed at a time."""
 
-# In a process of its own, whose memory is nobody else's; the peak is set back before each load.
+# A separate process, so that its memory is independent. The peak is reset before each load.
 PROGRAM = """
 import gc
 import json
@@ -46,7 +46,9 @@ def loads(place):
         "cast by matching": (weights, held, {"matching": floats}),
         "scaled": (weights, None, {"transforms": [Scale("*", 0.5)]}),
         "stacked and cast": (weights, None, {"transforms": [Stack("w.{i}", "w"), Cast("w", "float32")]}),
-        "split, padded and cast": (weights, None, {"transforms": [SplitAxis("*", 0, (8, -1)), Pad("*", 12), Cast("*", "float32")]}),
+        "split, padded and cast": (
+            weights, None, {"transforms": [SplitAxis("*", 0, (8, -1)), Pad("*", 12), Cast("*", "float32")]}
+        ),
         "averaged": (weights, None, {"transforms": [Average([place + "/other"])]}),
         "merged": (weights, None, {"transforms": [lora]}),
         "dequantised": (place + "/quantised", None, {"transforms": [Dequantize("{n...}", "{n}_scale", (128, 128))]}),
@@ -89,7 +91,7 @@ def _save(directory: Path, rows: int) -> None:
 
 @pytest.mark.slow
 def test_a_load_holds_as_much_as_it_is_given_beside_its_result(tmp_path: Path) -> None:
-    """Of two arrays of 64 MiB, of which each alone is more than that."""
+    """Two arrays of 64 MiB, each larger than the limit."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:

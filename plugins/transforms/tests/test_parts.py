@@ -1,4 +1,4 @@
-"""Who asks for parts of what transforms make reads the parts of stored arrays that those take, and gets what NumPy makes of all."""
+"""Parts of results of transforms equal NumPy's, and read only the required parts of stored arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transforms and derived arrays of other packages, alone and between those of this one."""
+"""Transforms and derived arrays of other packages, alone and combined with those of this package."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Negate:
 
 
 class Loses:
-    """A transform that makes no array of what it says is there."""
+    """A transform whose result lacks a declared array."""
 
     def apply(self, tree: TransformedTree) -> TransformedTree:
         before = tree.finish()
@@ -96,6 +96,6 @@ def test_a_tree_without_its_arrays_is_refused(tmp_path: Path) -> None:
 
 def test_what_has_no_inverse_says_so() -> None:
     with pytest.raises(
-        TransformError, match="negate all arrays: this cannot be undone, for Negate has no method inverse"
+        TransformError, match="negate all arrays: this cannot be undone, because Negate has no method inverse"
     ):
         transforms.inverse([Negate()])

@@ -1,4 +1,7 @@
-"""Quantised arrays are made bit-equal to what the owners of their formats make of them whole, and of the scales that a box takes."""
+"""Dequantized arrays equal bit by bit those of the formats' own code.
+
+Parts read only the scales of their boxes.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ BFLOAT16, E4M3FN, E8M0 = (dtype_from_name(name) for name in ("bfloat16", "float8
 _OWNER = Fp8Dequantize(None)  # type: ignore[no-untyped-call]  # it has no types
 
 SCALES = [0.0, -0.0, 1.0, -3.5, 1e-45, 1.2e-38, 3e38, math.inf, -math.inf, math.nan, 0.0123, 2**-130, 7 / 3]
-"""Zero, below zero, subnormal, near the largest, none, and what rounds."""
+"""Zero, negative, subnormal, near the maximum, NaN, and values that round."""
 
 
 def _stored(array: HostArray, leaf: int = 0) -> DerivedArray:
@@ -58,7 +61,7 @@ def _read(opened: Checkpoint, box: Box) -> HostArray:
 
 
 def _made(one: DerivedArray, arrays: Sequence[HostArray]) -> HostArray:
-    """All of an array that is made of these stored ones."""
+    """Compute a whole array from these stored ones."""
     ckptcore.save("memory://derivations/made", list(arrays), overwrite="non-atomic")
     opened, _ = open_counted("memory://derivations/made")
     return _read(_derived(opened, one), Box.whole(one.spec.shape))
@@ -74,7 +77,7 @@ def _torch(array: HostArray) -> Any:
 
 
 def _assert_bits(made: HostArray, tensor: Any) -> None:
-    """Equal bit by bit; of what is not a number only that it is none."""
+    """Compare bit by bit, but treat all NaNs as equal."""
     bits = {2: np.uint16, 4: np.uint32}[made.dtype.itemsize]
     expected = tensor.contiguous().view({2: torch.int16, 4: torch.int32}[made.dtype.itemsize]).numpy().view(made.dtype)
     nan = np.isnan(expected.astype(np.float32))
@@ -179,7 +182,7 @@ def test_boxes_of_fp4_read_the_bytes_and_scales_that_they_touch(data: st.DataObj
 
 
 def test_kernels_of_convolutions_are_made_in_few_steps() -> None:
-    """Of small matrices many are computed at a time: one by one they would take a second."""
+    """Many small matrices are computed at a time. One by one they would take a second."""
     shape, rng = (256, 128, 3, 3), np.random.default_rng(4)
     codes = rng.integers(0, 127, shape, dtype=np.uint8).view(E4M3FN)
     scales = rng.normal(size=(256, 1, 1, 1)).astype(np.float32)
@@ -229,7 +232,7 @@ def test_bytes_are_read_into_their_place_as_another_dtype() -> None:
 
 
 def test_memory_is_that_of_batches() -> None:
-    """What is held beside the result are the stored bytes, in bands of as much as is allowed where these are long."""
+    """The memory besides the result is for stored bytes, read in bands of limited size."""
     rows, columns = 8192, 8192
     codes, scales = ArraySpec((rows, columns), "float8_e4m3fn"), ArraySpec((64, 64), "float32")
     one = block_scaled(Stored(codes, 0), Stored(scales, 1), (128, 128), "bfloat16")
@@ -244,20 +247,20 @@ def test_memory_is_that_of_batches() -> None:
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda v, s: block_scaled(v, s, (128, 128)), r"float32\[2, 3\], and \[2, 2\] were expected"),
-        (lambda v, s: block_scaled(v, s, None), "do not tell the blocks"),
-        (lambda v, s: block_scaled(v, s, (0, 1)), "no blocks of"),
-        (lambda v, s: block_scaled(v, s, (1, 1, 1)), "no blocks of"),
+        (lambda v, s: block_scaled(v, s, (128, 128)), r"float32\[2, 3\]; expected \[2, 2\]"),
+        (lambda v, s: block_scaled(v, s, None), "do not determine the blocks"),
+        (lambda v, s: block_scaled(v, s, (0, 1)), "cannot have blocks of"),
+        (lambda v, s: block_scaled(v, s, (1, 1, 1)), "cannot have blocks of"),
         (lambda v, s: block_scaled(v, v, (1, 1)), "scales are float8_e4m3fn"),
-        (lambda v, s: block_scaled(v, s, (128, 86), "int8"), "floats as the result"),
-        (lambda v, s: block_scaled(v, s, (128, 86), "complex64"), "floats as the result"),
-        (lambda v, s: unpack_fp4(s), "no array of bytes"),
-        (lambda v, s: unpack_fp4(constant(ArraySpec((), "uint8"), 0)), "no array of bytes"),
-        (lambda v, s: reinterpret(v, "float16"), "as many bytes"),
+        (lambda v, s: block_scaled(v, s, (128, 86), "int8"), "a float dtype"),
+        (lambda v, s: block_scaled(v, s, (128, 86), "complex64"), "a float dtype"),
+        (lambda v, s: unpack_fp4(s), "not an array of bytes"),
+        (lambda v, s: unpack_fp4(constant(ArraySpec((), "uint8"), 0)), "not an array of bytes"),
+        (lambda v, s: reinterpret(v, "float16"), "item sizes differ"),
         (lambda v, s: mxfp4(v, s), "expected 16 bytes for each scale"),
         (lambda v, s: mxfp4(v, constant(ArraySpec((), "uint8"), 0)), "expected 16 bytes for each scale"),
-        (lambda v, s: mxfp4(v, constant(ArraySpec((200, 16), "float32"), 0)), "uint8 or float8_e8m0fnu was expected"),
-        (lambda v, s: mxfp4(v, constant(ArraySpec((200, 16), "uint8"), 0)), "no array of bytes"),
+        (lambda v, s: mxfp4(v, constant(ArraySpec((200, 16), "float32"), 0)), "expected uint8 or float8_e8m0fnu"),
+        (lambda v, s: mxfp4(v, constant(ArraySpec((200, 16), "uint8"), 0)), "not an array of bytes"),
     ],
 )
 def test_what_does_not_fit_is_refused(make: Any, told: str) -> None:

@@ -1,14 +1,16 @@
-"""JAX in ckptcore: `jax.Array`, random keys, abstract arrays, and every container registered with `jax.tree_util`.
+"""The JAX plugin: `jax.Array`, random keys, abstract arrays, and containers registered with `jax.tree_util`.
 
-Nothing here has to be imported to save and load: ckptcore finds `ckptcore_jax.plugin` by its entry point. Importing
-this package does not import JAX; asking it for one of these names does:
+Saves and loads need no import: ckptcore finds `ckptcore_jax.plugin` by its entry point. Importing
+this package does not import JAX, but accessing one of these names does::
 
-    ColocatedExecutor      the workers of a single controller, reached by JAX's colocated Python
-    JaxLeafHandler         the leaf handler; ``JaxLeafHandler(copy=False)`` where no array aliases memory that changes
+    ColocatedExecutor      the workers of a single controller, called with JAX's colocated Python
+    JaxLeafHandler         the leaf handler; use ``JaxLeafHandler(copy=False)`` if no array aliases
+                           memory that changes
     RegisteredContainer    the handler of registered containers
-    KeyValueCoordinator    the coordinator of a jax.distributed job; ``KeyValueCoordinator.of_job(timeout_seconds=...)``
-    abstract_arrays        what a checkpoint holds as abstract arrays, to load it sharded as it was saved
-    sharding_from_notes    the sharding that the notes of one array tell, on the devices there are now
+    KeyValueCoordinator    the coordinator of a jax.distributed job;
+                           ``KeyValueCoordinator.of_job(timeout_seconds=...)``
+    abstract_arrays        abstract arrays of a checkpoint, with their stored shardings
+    sharding_from_notes    the sharding in the notes of an array, on the present devices
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Abstract arrays of JAX for what a checkpoint holds, sharded as it was saved."""
+"""Abstract JAX arrays of a checkpoint, with their stored shardings."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ __all__ = ["abstract_arrays"]
 def abstract_arrays(metadata: ckptcore.CheckpointMetadata, devices: Sequence[jax.Device] | None = None) -> Any:
     """Return the abstract tree of a checkpoint, with a `jax.ShapeDtypeStruct` for each array that JAX saved.
 
-    Arrays that JAX saved get the sharding, memory kind and weak type they had, and random keys are keys again. An array
-    has no sharding if the present devices do not fit (`sharding_from_notes`), or if it was on one device that is JAX's
-    default now: then it is loaded to the default device, uncommitted, so that it can be used with arrays on other
-    devices.
+    Arrays that JAX saved get the sharding, memory kind and weak type they had, and random keys are
+    keys again. An array has no sharding if the present devices do not fit (`sharding_from_notes`),
+    or if it was on one device that is JAX's default now: then it is loaded to the default device,
+    uncommitted, so that it can be used with arrays on other devices.
 
-    Other leaves stay as they are in `metadata.abstract`, and are loaded as NumPy: values, NumPy scalars, and arrays
-    that NumPy or another framework saved, which have no sharding in their notes. So do arrays that JAX cannot hold now:
-    text, dates, and dtypes of 64 bits while jax_enable_x64 is off. If other software wrote the checkpoint, every array
-    that JAX can hold gets a `jax.ShapeDtypeStruct`.
+    Other leaves stay as they are in `metadata.abstract`, and are loaded as NumPy: values, NumPy
+    scalars, and arrays that NumPy or another framework saved, which have no sharding in their
+    notes. So do arrays that JAX cannot hold now: text, dates, and dtypes of 64 bits while
+    jax_enable_x64 is off. If other software wrote the checkpoint, every array that JAX can hold
+    gets a `jax.ShapeDtypeStruct`.
 
     Args:
         metadata: of one tree: from `ckptcore.metadata`, or one of its `checkpointables`.
@@ -44,22 +45,22 @@ def abstract_arrays(metadata: ckptcore.CheckpointMetadata, devices: Sequence[jax
     """
     if metadata.abstract is None:
         return None
-    is_foreign = metadata.save_id is None  # only ckptcore notes the sharding of every array of JAX
+    is_foreign = metadata.save_id is None  # only ckptcore stores the sharding of every JAX array in the notes
     records = [record if is_foreign or _is_of_jax(record) else None for record in metadata.tree.leaves]
     return _replaced(metadata.tree.skeleton, metadata.abstract, iter(records), _Shardings(devices))
 
 
 class _Shardings:
-    """Makes shardings from notes, each once: thousands of arrays have the same few."""
+    """Cache of shardings by notes, because thousands of arrays share a few."""
 
     def __init__(self, devices: Sequence[jax.Device] | None) -> None:
         self._devices = jax.devices() if devices is None else devices
         self._made: dict[str, Sharding | None] = {}
-        # The one way in which every version of JAX tells its default device.
+        # The only way to get the default device in every version of JAX.
         self._default = jax.device_put(np.zeros((), np.bool_)).sharding
 
     def find(self, notes: Mapping[str, JSON], shape: tuple[int, ...]) -> Sharding | None:
-        """The sharding for an array of this shape; None if it is to have none."""
+        """Return the sharding of an array of this shape, or None for the default."""
         key = json.dumps([notes.get("sharding"), notes.get("memory_kind")])
         if key not in self._made:
             made = sharding_from_notes(notes, self._devices)
@@ -75,7 +76,7 @@ def _replaced(skeleton: Skeleton, abstract: Any, records: Iterator[LeafRecord | 
     if not isinstance(skeleton, Node):
         record = next(records)
         return _abstract_array(record, abstract, shardings) if _is_array(record, abstract) else abstract
-    # The children of what stands for a container are in the order of the skeleton, under whatever keys.
+    # Children have the order of the skeleton; the keys of the abstract container may differ.
     keys = list(abstract) if isinstance(abstract, dict) else range(len(abstract))
     children = [
         _replaced(child, abstract[key], records, shardings) for key, child in zip(keys, skeleton.children, strict=True)
@@ -93,27 +94,27 @@ def _abstract_array(record: Any, abstract: Any, shardings: _Shardings) -> Any:
         shape, dtype = shape[: len(shape) - len(random_keys.data_shape(keys))], keys
     elif not _holds(dtype):
         return abstract
-    make: Any = jax.ShapeDtypeStruct  # JAX leaves its constructor untyped
+    make: Any = jax.ShapeDtypeStruct  # the constructor is untyped in JAX
     weak = record.notes.get("weak_type") is True
     return make(shape, dtype, sharding=shardings.find(record.notes, shape), weak_type=weak)
 
 
 def _holds(dtype: np.dtype[Any]) -> bool:
-    """Whether arrays of JAX can be of this dtype now."""
+    """Return True if JAX supports this dtype with its present configuration."""
     known = dtype.name not in LACKING and hasattr(jnp, dtype.name)
     return known and jax.dtypes.canonicalize_dtype(dtype) == dtype
 
 
 def _fitted(sharding: Sharding | None, shape: tuple[int, ...]) -> Sharding | None:
-    """The sharding if an array of this shape can have it."""
+    """Return the sharding if it fits an array of this shape."""
     if sharding is None:
         return None
     if isinstance(sharding, NamedSharding) and len(sharding.spec) > len(shape) and not any(sharding.spec[len(shape) :]):
-        # What Orbax noted of random keys is the sharding of their data, which has an axis more.
-        spec: Any = PartitionSpec  # JAX leaves its constructor untyped
+        # For random keys, Orbax stores the sharding of their data, which has one more axis.
+        spec: Any = PartitionSpec  # the constructor is untyped in JAX
         sharding = NamedSharding(sharding.mesh, spec(*sharding.spec[: len(shape)]), memory_kind=sharding.memory_kind)
     try:
         sharding.shard_shape(shape)
-    except (ValueError, IndexError, NotImplementedError):  # other extents than the mesh, more axes, partial sums
+    except (ValueError, IndexError, NotImplementedError):  # indivisible extents, too many axes, or partial sums
         return None
     return sharding

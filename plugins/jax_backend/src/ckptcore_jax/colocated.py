@@ -1,4 +1,4 @@
-"""The executor of a single controller of JAX: its workers are the hosts of devices, reached by colocated Python."""
+"""Executor of a JAX single controller: workers are the hosts of devices, called with colocated Python."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ckptcore.errors import PluginError, RankFailedError, UnsupportedLeafError
 from ckptcore.model import ArrayRecord, Box, Pending, Shard, name_of_dtype
 from ckptcore.protocols import Fetched, Held, LeafBoxes, ReadStage, WantedLeaf, WriteStage
 from ckptcore_jax import random_keys
+from ckptcore_jax.array_creation import cast_elements, check_dtype, with_weak_type
 from ckptcore_jax.leaves import alive, is_committed, plain
 from ckptcore_jax.placements import box_of
-from ckptcore_jax.placing import cast_elements, check_dtype, with_weak_type
 from ckptcore_jax.shardings import concrete
 from ckptcore_jax.worker_links import Cuts, ReadSpecs, WorkerLink
 
@@ -28,16 +28,16 @@ __all__ = ["ColocatedExecutor", "devices_by_host"]
 T = TypeVar("T")
 
 _CACHED: Final = 1 << 14
-"""Pairs of a sharding and a shape of which it is kept which worker holds what; a model has far fewer."""
+"""Cache size for placements of a sharding and a shape. A model has far fewer."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Spread:
-    """Which worker holds what of an array with a sharding.
+    """Placement of an array on workers.
 
     Attributes:
-        boxes: by worker, each box that it holds, and the place of the first of its devices with it among all devices.
-        holders: each box, and the workers that hold it.
+        boxes: by worker, its boxes, each with the position of its first device among all devices.
+        holders: by box, the workers that hold it.
         devices: all devices in order, each with its box and its worker.
     """
 
@@ -47,7 +47,7 @@ class _Spread:
 
 
 class _HeldArrays:
-    """Arrays in the memory of a worker's host, and what of them is to be written."""
+    """Arrays in the memory of a worker's host, and their boxes to write."""
 
     def __init__(self, link: WorkerLink, arrays: Sequence[jax.Array], cuts: Cuts) -> None:
         self.arrays = arrays
@@ -55,42 +55,46 @@ class _HeldArrays:
         self._link = link
 
     def wait(self) -> None:
-        """See `Held`."""
+        """Wait for the copies. See `Held`."""
         try:
             for array in self.arrays:
                 array.block_until_ready()
         except Exception as error:
             raise RankFailedError(
-                f"the worker {self._link.name} is gone, or could not copy what it holds: {type(error).__name__}: {error}"
+                f"the worker {self._link.name} failed or could not copy its arrays: {type(error).__name__}: {error}"
             ) from error
 
     def close(self) -> None:
-        """See `Held`."""
+        """Drop the arrays. See `Held`."""
         self.arrays = ()
 
 
 class ColocatedExecutor:
-    """A `ckptcore.protocols.Executor` for `jax.Array`: a worker is a host, and does its work by `jax.experimental.colocated_python`.
+    """A `ckptcore.protocols.Executor` for `jax.Array`.
 
-    What is held is copied to the CPU device of the host, and what is read comes from there. Elements do not come to the controller,
-    except those of arrays without axes that JAX itself moves. Workers need the same installation as the controller.
+    A worker is a host, which `jax.experimental.colocated_python` calls.
 
-    Arrays that are not committed to devices are saved by the workers, and loaded by the controller: JAX makes such arrays only there.
+    Arrays are copied to the CPU device of their host, and loaded from there. Elements do not pass
+    through the controller, except scalars that JAX itself moves. Workers need the same installation
+    as the controller.
+
+    Arrays that are not committed to devices are saved by the workers but loaded by the controller,
+    because JAX creates such arrays only there.
     """
 
     def __init__(self, workers: Sequence[Sequence[jax.Device]] | None = None) -> None:
-        """Reach the workers; nothing is sent yet.
+        """Connect to the workers without sending anything.
 
         Args:
-            workers: the devices of each; None: those of each host, of all devices.
+            workers: devices of each worker; None for all devices, grouped by host.
 
         Raises:
-            PluginError: if colocated Python cannot be used here, or a device has two workers.
+            PluginError: if colocated Python is unavailable, or if a device has two workers.
         """
         found = devices_by_host(jax.devices()) if workers is None else workers
         self._worker_of = {device: number for number, devices in enumerate(found) for device in devices}
         if len(self._worker_of) != sum(map(len, found)) or not all(found):
-            raise PluginError("each worker needs devices of its own: a device has two workers, or a worker has none")
+            raise PluginError("each worker needs its own devices: a device has two workers, or a worker has none")
         leads = _cpu_devices([devices[0] for devices in found])
         self._links = tuple(
             [
@@ -102,15 +106,15 @@ class ColocatedExecutor:
 
     @property
     def workers(self) -> Sequence[str]:
-        """See `Executor`."""
+        """Names of the workers."""
         return [link.name for link in self._links]
 
     def takes(self, leaf: Any) -> bool:
-        """See `Executor`."""
+        """Return True for arrays on devices of the workers."""
         return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and self._has(leaf.sharding)
 
     def makes(self, abstract: Any) -> bool:
-        """See `Executor`."""
+        """Return True for abstract arrays that the workers can load."""
         if not isinstance(abstract, jax.Array | jax.ShapeDtypeStruct) or isinstance(abstract, jax.core.Tracer):
             return False
         sharding = concrete(abstract.sharding)
@@ -119,25 +123,25 @@ class ColocatedExecutor:
         return not random_keys.is_key(abstract.dtype) or random_keys.data_sharding(sharding) is not None
 
     def _has(self, sharding: Sharding) -> bool:
-        # Of what is spread over several processes each of them has its own part, and none controls the others.
+        # An array over several processes has parts that this controller cannot access.
         return sharding.is_fully_addressable and all(device in self._worker_of for device in sharding.device_set)
 
     def identity(self, leaf: Any) -> Hashable | None:
-        """The array object: where its elements are, only the workers know."""
+        """Return an id of the array object, because only the workers know the memory."""
         return ("jax", id(leaf)) if isinstance(leaf, jax.Array) else None
 
     def shards(self, leaf: Any, worker: int) -> Sequence[Shard]:
-        """See `Executor`."""
+        """Return the boxes of a worker."""
         whole = plain(alive(leaf))
         spread = self._spread(whole.sharding, whole.shape)
         return [Shard(box, spread.holders[box].index(worker), len(spread.holders[box])) for box in spread.boxes[worker]]
 
     def copy(self, worker: int, leaves: Sequence[LeafBoxes]) -> Held:
-        """See `Executor`."""
+        """Copy the boxes of a worker."""
         return self._hold(worker, leaves, may_alias=False)
 
     def view(self, worker: int, leaves: Sequence[LeafBoxes]) -> Held:
-        """See `Executor`."""
+        """View the boxes of a worker, without a copy if possible."""
         return self._hold(worker, leaves, may_alias=True)
 
     def _hold(self, worker: int, leaves: Sequence[LeafBoxes], *, may_alias: bool) -> Held:
@@ -152,27 +156,27 @@ class ColocatedExecutor:
                 outer, place = next((outer, place) for outer, place in held.items() if outer.contains(box))
                 if place not in numbers:
                     numbers[place] = len(parts)
-                    parts.append(whole.addressable_data(place))  # a handle: nothing is moved
+                    parts.append(whole.addressable_data(place))  # a reference: nothing is copied
                 of_leaf.append((numbers[place], box.within(outer)))
             cuts.append(of_leaf)
         link = self._links[worker]
         return _HeldArrays(link, link.take(parts, may_alias=may_alias), cuts)
 
     def write(self, worker: int, stage: WriteStage, held: Held) -> Pending[bytes]:
-        """See `Executor`."""
-        assert isinstance(held, _HeldArrays)  # given by this executor
+        """Run the stage on the worker."""
+        assert isinstance(held, _HeldArrays)  # returned by this executor
         return _begin(functools.partial(self._links[worker].write, stage, held.arrays, held.cuts))
 
     def wanted(self, abstract: Any, stored: ArrayRecord, worker: int) -> Sequence[Box]:
-        """See `Executor`."""
+        """Return the boxes that a worker must read."""
         random_keys.check(abstract.dtype, stored)
         if not random_keys.is_key(abstract.dtype):
             check_dtype(abstract.dtype)
-            cast_elements(np.empty(0, stored.spec.numpy_dtype), abstract.dtype)  # refuses what no worker could
+            cast_elements(np.empty(0, stored.spec.numpy_dtype), abstract.dtype)  # raises an error for impossible casts
         return tuple(self._spread(_plain_sharding(abstract), stored.spec.shape).boxes[worker])
 
     def read(self, stages: Mapping[int, ReadStage], leaves: Sequence[WantedLeaf]) -> Fetched:
-        """See `Executor`."""
+        """Run the stages on the workers, and assemble the leaves."""
         begun = {}
         for worker, stage in stages.items():
             specs: ReadSpecs = [
@@ -187,7 +191,7 @@ class ColocatedExecutor:
                 reports[worker], arrays = pending.result()
                 read[worker] = iter(arrays)
             except RankFailedError as error:
-                failed.append(error)  # the others are waited for
+                failed.append(error)  # wait for the other workers first
         if failed:
             raise failed[0]
         made = []
@@ -201,7 +205,7 @@ class ColocatedExecutor:
         return Fetched(reports, made)
 
     def _made(self, leaf: WantedLeaf, parts: Mapping[tuple[int, Box], jax.Array]) -> jax.Array:
-        """A leaf of its boxes in the memory of the hosts; each goes to the devices of its host that are to have it."""
+        """Assemble a leaf from boxes in the memory of the hosts, which are copied to the devices of their host."""
         sharding, shape = _plain_sharding(leaf.abstract), leaf.stored.spec.shape
         spread = self._spread(sharding, shape)
         places = [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device, _, _ in spread.devices]
@@ -218,7 +222,8 @@ class ColocatedExecutor:
         devices = []
         for place, (device, index) in enumerate(sharding.devices_indices_map(shape).items()):
             box, worker = box_of(index, shape), self._worker_of[device]
-            # `jax.Array.addressable_data` counts devices in this order; a single controller addresses all of them.
+            # Devices are in the order of `jax.Array.addressable_data`, because a single controller
+            # addresses all.
             boxes[worker].setdefault(box, place)
             found = holders.setdefault(box, [])
             if worker not in found:
@@ -228,11 +233,11 @@ class ColocatedExecutor:
 
 
 def _plain_sharding(abstract: Any) -> Sharding:
-    """That of the array which holds the elements of a leaf."""
+    """Return the sharding of the array with a leaf's elements."""
     sharding = concrete(abstract.sharding)
     of_data = random_keys.data_sharding(sharding) if random_keys.is_key(abstract.dtype) else sharding
     if of_data is None:
-        raise UnsupportedLeafError(f"random keys with {abstract.sharding} are made by the controller")
+        raise UnsupportedLeafError(f"random keys with {abstract.sharding} cannot be loaded by workers")
     return of_data
 
 
@@ -241,41 +246,41 @@ def _dtype_name(abstract: Any) -> str:
 
 
 def _cpu_devices(devices: Sequence[Any]) -> Sequence[Any]:
-    """The CPU device beside each of some devices; of a CPU device itself.
+    """Return the CPU device on the host of each device.
 
-    JAX pairs them in the order in which they are given, if a backend does not tell which are together: so it is asked about all.
+    Without other information JAX pairs devices by their order, so the request is for all devices.
     """
     if all(device.platform == "cpu" for device in devices):
         return devices
     from jax.experimental import colocated_python
 
     everything = tuple(jax.devices())
-    beside = dict(zip(everything, colocated_python.colocated_cpu_devices(everything), strict=True))
-    return [beside[device] for device in devices]
+    cpu_devices = dict(zip(everything, colocated_python.colocated_cpu_devices(everything), strict=True))
+    return [cpu_devices[device] for device in devices]
 
 
 def _begin(work: Callable[[], T]) -> Future[T]:
-    """Do something on a thread of its own: a call to a worker may wait for the worker until it returns."""
+    """Run work on a new thread, because a call to a worker can block until it returns."""
     future: Future[T] = Future()
 
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # noqa: BLE001  # raised by whoever waits for the result
+        except BaseException as error:  # noqa: BLE001  # raised to the caller of result()
             future.set_exception(error)
 
     try:
         threading.Thread(target=run, name="ckptcore-worker-call", daemon=True).start()
-    except RuntimeError:  # the program is ending, and no thread can be started
+    except RuntimeError:  # the interpreter is shutting down, and cannot start threads
         run()
     return future
 
 
 def devices_by_host(devices: Sequence[Any]) -> Sequence[Sequence[Any]]:
-    """Devices, those of one host together, in the order in which hosts come first.
+    """Group devices by host, in the order of the first device of each host.
 
-    A host is a task of a slice. Pathways tells the task as ``virtual_task_index``; for its controller all devices are of
-    one process. Elsewhere a host is a process.
+    A host is a task of a slice. Pathways has the task as ``virtual_task_index``, because all
+    devices are of one process for its controller. Elsewhere a host is a process.
     """
     hosts: dict[tuple[object, object], list[Any]] = {}
     for device in devices:

@@ -33,41 +33,46 @@ _FUNCTION_TYPES: Final = frozenset(
     }
     | ({jax.numpy.ufunc} if hasattr(jax.numpy, "ufunc") else set())
 )
-"""Types of children that are code. Exactly these: a callable module is a container, a callable array a leaf."""
+"""Types of children that are code.
+
+Exactly these: a callable module is a container, a callable array a leaf.
+"""
 
 _PYTHON_TYPES: Final = frozenset({dict, OrderedDict, defaultdict, list, tuple, type(None)})
-"""Types that `jax.tree_util` takes apart without being told, and ckptcore itself already does. Named tuples are too."""
+"""Types that `jax.tree_util` and ckptcore flatten without registration. So are named tuples."""
 
 
 class RegisteredContainer:
-    """Takes a registered container apart as JAX does: what JAX calls a child is a child, all else is static.
+    """Flattens a registered container as JAX does: JAX's children are children, everything else is static.
 
-    Functions among the children (the activation of an Equinox module) are taken as static too: they are code and
-    not state. They are not saved, and a load takes them from the abstract tree.
+    Functions among the children (the activation of an Equinox module) are static too, because they
+    are code. They are not saved, and a load takes them from the abstract tree.
 
-    A child is replaced in the container itself if the type was registered with names of attributes or keys, and the
-    container has the child under that name or key. Other containers are values, like frozen dataclasses.
+    A child can be replaced in place if the type was registered with names of attributes or keys,
+    and the container has the child under that name or key. Other containers are values, like frozen
+    dataclasses.
     """
 
     priority = Priority.REGISTERED
 
     def flatten(self, value: Any) -> Flattened:
-        """One level.
+        """Flatten one level.
 
         Raises:
-            UnsupportedKeyError: if the type was registered with a key that is neither an int, a str nor an attribute.
+            UnsupportedKeyError: if a registered key is not an int, a str or an attribute.
         """
         kept = _children(value)
         keys = tuple([_key_of(entry, value) for entry, _ in kept])
         if len(set(keys)) != len(keys):
             raise UnsupportedKeyError(
-                f"{_name_of(value)} has two children under one key, among {keys}: the function it was registered with "
-                "jax.tree_util by must give each child a key of its own. Nothing was written"
+                f"{_name_of(value)} has two children with the same key, among {keys}: its "
+                "function registered with jax.tree_util must return unique keys. Nothing was "
+                "written"
             )
         return Flattened("object", keys, [child for _, child in kept], _name_of(value))
 
     def unflatten(self, like: Any, children: Sequence[object]) -> object:
-        """A container with the static content of `like`, its functions included."""
+        """Build a container with the static content and the functions of `like`."""
         keyed, structure = _one_level(like)
         given = iter(children)
         merged = [child if type(child) in _FUNCTION_TYPES else next(given) for _, child in keyed]
@@ -108,7 +113,7 @@ class RegisteredContainer:
 
 
 class _RegisteredSubclass(RegisteredContainer):
-    """Registered subclasses of dict, list and tuple: they may carry more than their items, which ckptcore would not see."""
+    """Registered subclasses of dict, list and tuple, which can have more state than their items."""
 
     priority = Priority.EXACT + 1
 
@@ -130,7 +135,7 @@ class _FlaxVariable(_FlaxModule):
     """Variables of Flax NNX."""
 
     def replace(self, target: Any, children: Mapping[int, object]) -> None:
-        """Set the value as ``nnx.update`` does: without the hooks that see what a program sets."""
+        """Set the value without the hooks for assignments, as ``nnx.update`` does."""
         for child in children.values():
             target.set_raw_value(child)
 
@@ -143,11 +148,11 @@ _FLAX_VARIABLE_HANDLER: Final = _FlaxVariable()
 
 
 def container_handler(value_type: type, example: object) -> ContainerHandler | None:
-    """The handler for containers of a type, or None."""
+    """Return the handler of containers of a type, or None."""
     named_tuple = issubclass(value_type, tuple) and hasattr(value_type, "_fields")
     if value_type in _PYTHON_TYPES or named_tuple or tree_util.all_leaves([example]):
         return None
-    nnx = sys.modules.get("flax.nnx")  # nobody has a value of its types who did not import it
+    nnx = sys.modules.get("flax.nnx")  # values of its types exist only if it was imported
     if nnx is not None and issubclass(value_type, nnx.Variable):
         return _FLAX_VARIABLE_HANDLER
     if nnx is not None and issubclass(value_type, nnx.Pytree):
@@ -162,8 +167,8 @@ def _children(value: object) -> list[tuple[Any, Any]]:
 
 
 def _one_level(value: object) -> tuple[list[tuple[tuple[Any, ...], Any]], Any]:
-    # Older versions of JAX have no public function for one level with keys. This one takes the children as leaves, also those
-    # that are None, and gives the structure with it.
+    # Older versions of JAX lack a public function for one level with keys. This call treats the
+    # children as leaves, including None, and returns the structure.
     return tree_util.tree_flatten_with_path(value, is_leaf=lambda node: node is not value)
 
 
@@ -176,8 +181,8 @@ def _key_of(entry: object, value: object) -> Key:
     if isinstance(key, int | str) and type(key) in (int, str):
         return key
     raise UnsupportedKeyError(
-        f"{_name_of(value)} has the key {key!r} of type {type(key).__qualname__}; keys are int or str: convert it, "
-        "or register the type with jax.tree_util under such keys. Nothing was written"
+        f"{_name_of(value)} has the key {key!r} of type {type(key).__qualname__}; keys must be "
+        "int or str: convert it, or register the type with such keys. Nothing was written"
     )
 
 

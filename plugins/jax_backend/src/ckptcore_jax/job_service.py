@@ -1,4 +1,7 @@
-"""The key-value service of a jax.distributed job: the one place that reaches for what JAX keeps private."""
+"""The key-value service of a jax.distributed job.
+
+The only module that uses private names of JAX.
+"""
 
 from __future__ import annotations
 
@@ -17,36 +20,39 @@ _MODULE = "jax._src.distributed"
 
 @runtime_checkable
 class KeyValueClient(Protocol):
-    """What is used of the client of JAX's service (jaxlib: ``DistributedRuntimeClient``), in all versions since 0.4.34.
+    """The methods in use of the client of JAX's service (jaxlib: ``DistributedRuntimeClient``, all
+    versions since 0.4.34).
 
-    Keys are paths; a slash more or less makes no other key. Every method is safe in any thread, waits without the interpreter's
-    lock, and raises a RuntimeError that begins with the name of a gRPC status.
+    Keys are paths, in which repeated slashes are ignored. Every method is safe in any thread, waits
+    without the interpreter lock, and raises a RuntimeError that begins with the name of a gRPC
+    status.
     """
 
     def key_value_set_bytes(self, key: str, value: bytes, allow_overwrite: bool = False) -> None:
-        """Set a key; ALREADY_EXISTS if it is set and that is not allowed."""
+        """Set a key. ALREADY_EXISTS if it is set and overwriting is not allowed."""
         ...
 
     def blocking_key_value_get_bytes(self, key: str, timeout_in_ms: int) -> bytes:
-        """The value of a key, once it is set; DEADLINE_EXCEEDED if that takes longer."""
+        """Wait until a key is set, and return its value. DEADLINE_EXCEEDED after the timeout."""
         ...
 
     def key_value_dir_get_bytes(self, key: str) -> Sequence[tuple[str, bytes]]:
-        """The keys below a path, and their values."""
+        """Return the keys below a path, with their values."""
         ...
 
     def key_value_delete(self, key: str) -> None:
-        """Delete a key and all below it, if there are any."""
+        """Delete a key and all keys below it, if they exist."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class JobService:
-    """The service as one process of a job sees it.
+    """The service for one process of a job.
 
     Attributes:
         client: of the service.
-        rank, size: which process of how many this is, as `jax.distributed.initialize` was told.
+        rank, size: rank of this process and number of processes, as passed to
+            `jax.distributed.initialize`.
     """
 
     client: KeyValueClient
@@ -55,14 +61,16 @@ class JobService:
 
 
 def service_of_job() -> JobService | None:
-    """The service of the job for which `jax.distributed.initialize` was called; None where it was not, or was shut down.
+    """Return the service of the initialized JAX job, or None without one or after a shutdown.
 
-    Starts no backend of JAX, as `jax.process_index` and `jax.process_count` would. Any thread.
+    Any thread.
+
+    Starts no JAX backend, unlike `jax.process_index` and `jax.process_count`.
 
     Raises:
-        PluginError: this version of JAX keeps its service elsewhere.
+        PluginError: if this version of JAX is not supported.
     """
-    # JAX gives no public way to its service. Orbax goes this one, too, in multihost.py.
+    # JAX has no public access to its service. Orbax uses the same path in multihost.py.
     if sys.modules.get("jax") is None:
         return None
     try:
@@ -73,14 +81,14 @@ def service_of_job() -> JobService | None:
     if client is None:
         return None
     if not isinstance(client, KeyValueClient):
-        raise _unknown(f"its client is a {type(client).__name__} without the methods of a key-value service")
+        raise _unknown(f"its client is a {type(client).__name__} without key-value methods")
     return JobService(client, int(rank), int(size))
 
 
 def _unknown(found: str) -> PluginError:
     version = getattr(sys.modules.get("jax"), "__version__", "unknown")
     return PluginError(
-        f"jax {version} does not keep the key-value service of a job in {_MODULE}.global_state, where the versions from 0.4.34 "
-        f"have it: {found}; give Context(job=JobOptions(coordinator=...)) a coordinator of your own, or install a version of ckptcore-jax "
-        "that knows this one of JAX"
+        f"jax {version} is not supported: the key-value service of a job is not in "
+        f"{_MODULE}.global_state, as in versions since 0.4.34: {found}; upgrade ckptcore-jax, "
+        "or use Context(job=JobOptions(coordinator=...)) with another coordinator"
     )

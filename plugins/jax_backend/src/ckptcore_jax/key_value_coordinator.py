@@ -1,4 +1,7 @@
-"""The processes of a jax.distributed job agreeing through its key-value service: no collective, no device, any thread."""
+"""Coordinators of a jax.distributed job that use its key-value service.
+
+They use no collectives and no device, and work in any thread.
+"""
 
 from __future__ import annotations
 
@@ -15,28 +18,35 @@ from ckptcore_jax.job_service import JobService, KeyValueClient, service_of_job
 __all__ = ["JobCoordinator", "KeyValueCoordinator", "coordinator_of_job"]
 
 _PIECE_BYTES: Final = 1 << 20
-"""The most that is set at once. A message of the service is at most 4 MiB, value and key together (measured with jaxlib 0.4.34: a
-value of 4 MiB less 90 bytes passes, one of 4 MiB is RESOURCE_EXHAUSTED); that of 0.10.2 takes 64 MiB, and is slow to."""
+"""Maximum size of one value.
+
+A message of the service, value and key, has at most 4 MiB (measured with jaxlib 0.4.34: a value of
+4 MiB less 90 bytes is accepted, one of 4 MiB is RESOURCE_EXHAUSTED). With 0.10.2 the limit is 64
+MiB, but such messages are slow.
+"""
 _INLINE_BYTES: Final = 1 << 10
-"""Up to this size a payload stands beside its length, which saves a call and keeps a listing of a thousand ranks below 4 MiB."""
+"""Largest payload stored with its length in one value.
+
+This saves a call, and keeps a listing of a thousand ranks below 4 MiB.
+"""
 _WAIT_SECONDS: Final = 1.0
-"""How long one call waits: the interpreter sees no signal meanwhile."""
+"""Duration of one waiting call, during which the interpreter handles no signals."""
 
 
 class KeyValueCoordinator:
-    """Agrees through the service by which the processes of a JAX job found each other, which runs in process 0.
+    """Coordinator over the key-value service of a JAX job, which runs in process 0.
 
-    A payload of any size is set in pieces, and removed when the last that waits for it has it. What is left behind where ranks did
-    not come stays in the service until the job ends.
+    Payloads of any size are split into pieces. The last rank that waits for a payload removes it.
+    Keys of incomplete exchanges remain in the service until the job ends.
     """
 
     def __init__(self, client: KeyValueClient, rank: int, size: int, *, timeout_seconds: float = 600.0) -> None:
-        """Touch nothing yet.
+        """Do no I/O.
 
         Args:
             client: of the service.
-            rank, size: which process of how many this is.
-            timeout_seconds: how long an exchange waits for the others.
+            rank, size: rank of this process and number of processes.
+            timeout_seconds: timeout of an exchange.
         """
         self._client: Final = client
         self._rank: Final = rank
@@ -45,38 +55,45 @@ class KeyValueCoordinator:
 
     @classmethod
     def of_job(cls, *, timeout_seconds: float = 600.0) -> KeyValueCoordinator:
-        """The coordinator of the job for which `jax.distributed.initialize` was called, with a deadline of your choice.
+        """Return the coordinator of the initialized JAX job, with another timeout.
 
-        JAX ends every process of a job one of which is not heard of for ``heartbeat_timeout_seconds`` of
-        `jax.distributed.initialize`, 100 by default: an error that is to be seen has an earlier deadline.
+        If a process sends no heartbeat for ``heartbeat_timeout_seconds`` of
+        `jax.distributed.initialize`, 100 by default, JAX ends all processes. Use a shorter timeout
+        to get an error before.
 
         Raises:
-            PluginError: if it was not called, or this version of JAX keeps its service where this does not look.
+            PluginError: if JAX is not initialized, or if this version of JAX is not supported.
         """
         service = service_of_job()
         if service is None:
             raise PluginError(
-                "this process is part of no job of JAX: expected a call of jax.distributed.initialize() before, found none"
+                "jax.distributed is not initialized in this process: call jax.distributed.initialize() first"
             )
         return cls(service.client, service.rank, service.size, timeout_seconds=timeout_seconds)
 
     @property
     def rank(self) -> int:
-        """Which process this is, as `jax.distributed.initialize` was told; `jax.process_index` may number them otherwise."""
+        """Rank of this process, from `jax.distributed.initialize`.
+
+        `jax.process_index` can differ.
+        """
         return self._rank
 
     @property
     def size(self) -> int:
-        """How many processes there are."""
+        """Number of processes."""
         return self._size
 
     def within(self, ranks: Sequence[int], *, deadlines: int = 1) -> KeyValueCoordinator:
-        """See `ckptcore.protocols.GathersInGroups`."""
+        """Return a coordinator of some ranks. See `ckptcore.protocols.GathersInGroups`."""
         place, seconds = ranks.index(self._rank), self._timeout_seconds * deadlines
         return KeyValueCoordinator(self._client, place, len(ranks), timeout_seconds=seconds)
 
     def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
-        """See `ckptcore.protocols.Coordinator`; only the leader waits, and removes what came."""
+        """Gather payloads at the leader. See `ckptcore.protocols.Coordinator`.
+
+        Only the leader waits. It removes the payloads.
+        """
         place = f"ckptcore/gather/{quote(key, safe='')}"
         if self._rank:
             self._give(place, payload)
@@ -89,9 +106,12 @@ class KeyValueCoordinator:
             self._remove(place)
 
     def broadcast(self, key: str, payload: bytes | None) -> bytes:
-        """See `ckptcore.protocols.Coordinator`; the leader does not wait, and the last to come removes the payload."""
+        """Send the leader's payload to all. See `ckptcore.protocols.Coordinator`.
+
+        The leader does not wait. The last rank to receive the payload removes it.
+        """
         if (payload is None) == (self._rank == 0):
-            raise PluginError(f"broadcast {key!r}: the leader, and nobody else, gives the payload")
+            raise PluginError(f"broadcast {key!r}: the leader must pass a payload, and other ranks must not")
         place = f"ckptcore/broadcast/{quote(key, safe='')}"
         if payload is not None:
             if self._size > 1:
@@ -103,7 +123,7 @@ class KeyValueCoordinator:
         return received
 
     def _give(self, place: str, payload: bytes) -> None:
-        """Set this rank's payload, what says that it is there last."""
+        """Set this rank's payload. The head is set last, and announces the pieces."""
         inline = len(payload) <= _INLINE_BYTES
         starts = range(0, 0 if inline else len(payload), _PIECE_BYTES)
         try:
@@ -126,7 +146,7 @@ class KeyValueCoordinator:
                 missing = [rank for rank in ranks if rank not in heads]
                 if missing:
                     raise self._timed_out(key, missing)
-                break  # those that were waited for came just now, all of them
+                break  # the missing ranks have just arrived
             heads[rank] = head
         return [self._payload(key, place, rank, heads[rank]) for rank in ranks]
 
@@ -135,13 +155,13 @@ class KeyValueCoordinator:
         pieces = []
         for number in range(int(count)):
             piece = self._wait(_piece(place, rank, number), time.monotonic() + self._timeout_seconds)
-            if piece is None:  # it was set before the head: somebody removed it
+            if piece is None:  # removed by another process: pieces are set before the head
                 raise self._timed_out(key, [rank])
             pieces.append(piece)
         return b"".join(pieces) if pieces else inline
 
     def _wait(self, name: str, deadline: float) -> bytes | None:
-        """The value of a name; None if it was not set before the deadline."""
+        """Return the value of a name, or None if it is not set before the deadline."""
         while True:
             left = max(0.0, deadline - time.monotonic())
             try:
@@ -153,7 +173,7 @@ class KeyValueCoordinator:
                 return None
 
     def _heads(self, place: str, ranks: Sequence[int]) -> Mapping[int, bytes]:
-        """What the ranks that came have set."""
+        """Return the heads of the ranks that have set theirs."""
         try:
             found = self._client.key_value_dir_get_bytes(f"{place}/head")
         except RuntimeError as error:
@@ -162,14 +182,15 @@ class KeyValueCoordinator:
         return {names[name]: value for name, value in found if name in names}
 
     def _is_last(self, place: str) -> bool:
-        """Whether all other ranks that wait for a payload have it."""
+        """Return True if this is the last rank that receives a payload."""
         came = f"{place}/came"
         waiting = self._size - 1
         try:
             increment = getattr(self._client, "key_value_increment", None)
             if increment is not None:
                 return int(increment(came, 1)) == waiting
-            # Versions before have no counter. The service takes one call after another: who is last sees all.
+            # Older versions have no counter. The service is sequential, so the last rank sees all
+            # keys.
             self._client.key_value_set_bytes(f"{came}/{self._rank}", b"", True)
             return len(self._client.key_value_dir_get_bytes(came)) == waiting
         except RuntimeError as error:
@@ -183,47 +204,49 @@ class KeyValueCoordinator:
 
     def _timed_out(self, key: str, missing: Sequence[int]) -> CoordinationTimeoutError:
         return CoordinationTimeoutError(
-            f"after {self._timeout_seconds:g} s of the exchange {key!r}, {len(missing)} of {self._size} ranks had not come: "
-            f"{list(missing)}; look at what they were doing",
+            f"{len(missing)} of {self._size} ranks did not reach the exchange {key!r} within "
+            f"{self._timeout_seconds:g} s: {list(missing)}; check what they were doing",
             missing,
         )
 
 
 def coordinator_of_job() -> JobCoordinator | None:
-    """The coordinator of the job that this process is part of; None where it is part of none, or of one of one process.
+    """Return the coordinator of this process's job, or None without a job or for one process.
 
-    The same until `jax.distributed.shutdown`, and another one after `jax.distributed.initialize` was called again.
+    The coordinator is the same until `jax.distributed.shutdown`, and a new one after another
+    `jax.distributed.initialize`.
 
     Raises:
-        PluginError: this version of JAX keeps its service where this does not look.
+        PluginError: if this version of JAX is not supported.
     """
     return _job_coordinators().of(service_of_job())
 
 
 class JobCoordinator(KeyValueCoordinator):
-    """The coordinator of a job from `jax.distributed.initialize` to `jax.distributed.shutdown`: a `ckptcore.protocols.Rejoinable`.
+    """Coordinator of one initialized JAX job. A `ckptcore.protocols.Rejoinable`.
 
-    A program that ends its job and begins another one, with processes that it had before and others, goes on in that one.
+    A program can end its job and begin another one with some of the same processes. It then
+    continues in the new job.
     """
 
     def __init__(self, client: KeyValueClient, rank: int, size: int, *, incarnation: int) -> None:
-        """Touch nothing yet.
+        """Do no I/O.
 
         Args:
-            client, rank, size: as of `KeyValueCoordinator`.
-            incarnation: see there.
+            client, rank, size: see `KeyValueCoordinator`.
+            incarnation: number of the job in this process.
         """
         super().__init__(client, rank, size)
         self._incarnation: Final = incarnation
 
     @property
     def incarnation(self) -> int:
-        """Which one of the jobs that this process was in and saved or loaded with, one after the other, from 1."""
+        """Number of this job among those that this process has used, from 1."""
         return self._incarnation
 
 
 class _JobCoordinators:
-    """The coordinator of the job that this process is in; any thread."""
+    """The coordinator of this process's job. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -232,7 +255,11 @@ class _JobCoordinators:
         self._made = 0
 
     def of(self, service: JobService | None) -> JobCoordinator | None:
-        """That of a service, of which the last one only is known: JAX has one at a time, and a client that lives has an identity."""
+        """Return the coordinator of a service.
+
+        Only the last one is kept: JAX has one service at a time, and a live client is identified by
+        its object.
+        """
         with self._lock:
             client = None if service is None else service.client
             if client is not self._client:
@@ -259,6 +286,6 @@ def _piece(place: str, rank: int, number: int) -> str:
 
 def _failed(error: RuntimeError) -> RankFailedError:
     return RankFailedError(
-        f"the key-value service of the JAX job failed, which runs in process 0, or it says that a process is gone: {error}; look at "
-        "the logs of process 0 and of those it names"
+        "the key-value service of the JAX job, in process 0, failed or reports a failed "
+        f"process: {error}; check the logs of process 0 and of the processes it names"
     )

@@ -1,4 +1,4 @@
-"""The leaves of JAX: arrays on one device or sharded, typed random keys, and abstract arrays."""
+"""Leaf handler of JAX arrays, typed random keys, and abstract arrays."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from ckptcore.model import (
 )
 from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
 from ckptcore_jax import random_keys
+from ckptcore_jax.array_creation import create_array
 from ckptcore_jax.placements import placement_of, shards_in_process, shards_of
-from ckptcore_jax.placing import placed
 from ckptcore_jax.shardings import concrete
 
 __all__ = ["LACKING", "JaxLeafHandler", "alive", "is_committed", "leaf_handler", "plain"]
@@ -38,69 +38,73 @@ __all__ = ["LACKING", "JaxLeafHandler", "alive", "is_committed", "leaf_handler",
 _PACKED: Final = frozenset(
     np.dtype(getattr(jnp, name)) for name in ("int2", "int4", "uint2", "uint4", "float4_e2m1fn") if hasattr(jnp, name)
 )
-"""Dtypes that JAX packs on the device and that NumPy gets unpacked: there is no view of them."""
+"""Dtypes that JAX packs on the device but NumPy does not, so that there are no views."""
 
 
 LACKING: Final = frozenset({"float6_e2m3fn", "float6_e3m2fn", "int1", "uint1"})
-"""Dtypes that JAX names and cannot hold: XLA knows no float6, and takes int1 for bool in what it compiles."""
+"""Dtypes that JAX names but does not support: XLA has no float6, and treats int1 as bool."""
 
 
 @dataclass(frozen=True, slots=True)
 class JaxLeafHandler:
     """`jax.Array`, typed random keys, and `jax.ShapeDtypeStruct`.
 
-    An asynchronous save copies arrays in host memory before it returns: those of the CPU backend, and those that are
-    offloaded to the host (``memory_kind="pinned_host"``). Such an array can alias memory of NumPy or PyTorch that the
-    caller changes (`jax.device_put` of a NumPy array, also with ``may_alias=False``, `jax.dlpack.from_dlpack`,
-    `jax.make_array_from_callback`), and JAX does not expose the owner of its memory. Arrays in memory of an accelerator
-    are not copied again after the transfer to the host.
+    An asynchronous save copies arrays in host memory before it returns: those of the CPU backend,
+    and those that are offloaded to the host (``memory_kind="pinned_host"``). Such an array can
+    alias memory of NumPy or PyTorch that the caller changes (`jax.device_put` of a NumPy array,
+    also with ``may_alias=False``, `jax.dlpack.from_dlpack`, `jax.make_array_from_callback`), and
+    JAX does not expose the owner of its memory. Arrays in memory of an accelerator are not copied
+    again after the transfer to the host.
 
     Attributes:
-        copy: whether an asynchronous save copies arrays in host memory. False keeps views: only for states in which no
-            array aliases memory that changes. Arrays can be deleted and donated either way.
+        copy: whether an asynchronous save copies arrays in host memory. False keeps views: only for
+            states in which no array aliases memory that changes. Arrays can be deleted and donated
+            either way.
     """
 
     copy: bool = True
 
     @property
     def priority(self) -> int:
-        """That of a framework's own types."""
+        """Priority of a framework's own types."""
         return Priority.FRAMEWORK
 
     def describe(self, leaf: Any) -> LeafRecord:
-        """Shape, dtype and sharding; a typed random key is the array of its ``uint32`` data. Never waits.
+        """Return shape, dtype and sharding.
 
-        A deleted or donated array is described: it still says as an abstract leaf what a load is to make.
+        A typed random key is the array of its ``uint32`` data. Never waits.
+
+        Deleted and donated arrays work too, because they can be abstract leaves.
         """
         return _record_of(leaf.shape, leaf.dtype, concrete(leaf.sharding), getattr(leaf, "weak_type", False))
 
     def abstract(self, leaf: Any) -> jax.ShapeDtypeStruct:
-        """Shape, dtype, weak type and sharding, with its memory kind; no sharding where the array is not committed to its devices.
+        """Return shape, dtype, weak type and sharding with its memory kind.
 
-        A sharding over an abstract mesh becomes one over the mesh that is set in this thread.
-
-        Of keys the dtype is that of keys. An array may be deleted, donated or still be computed.
+        Uncommitted arrays get no sharding. A sharding over an abstract mesh is moved to the mesh
+        that is set in this thread. Random keys keep their dtype. The array can be deleted, donated
+        or not yet computed.
         """
-        self.describe(leaf)  # refuses what cannot be stored
+        self.describe(leaf)  # raises an error if the leaf cannot be stored
         sharding = concrete(leaf.sharding)
         if isinstance(leaf, jax.ShapeDtypeStruct) and sharding is leaf.sharding:
             return leaf
         if not is_committed(leaf):
             sharding = None
-        make: Any = jax.ShapeDtypeStruct  # JAX leaves its constructor untyped
+        make: Any = jax.ShapeDtypeStruct  # the constructor is untyped in JAX
         made: jax.ShapeDtypeStruct = make(
             leaf.shape, leaf.dtype, sharding=sharding, weak_type=getattr(leaf, "weak_type", False)
         )
         return made
 
     def identity(self, leaf: Any) -> Hashable | None:
-        """The addresses of the elements in host memory, elsewhere the array object."""
+        """Return the addresses of elements in host memory, or else an id of the array object."""
         if isinstance(leaf, jax.ShapeDtypeStruct) or leaf.is_deleted() or leaf.size == 0:
             return None
         leaf = plain(leaf)
         shape, sharding = leaf.shape, leaf.sharding
         placement = placement_of(sharding, shape)
-        if not placement.on_cpu or not placement.boxes:  # nothing of it is here to have an address
+        if not placement.on_cpu or not placement.boxes:  # this process holds no elements, so there is no address
             return ("jax", id(leaf))
         if placement.devices == 1:
             return ("jax", leaf.unsafe_buffer_pointer(), shape, leaf.dtype)
@@ -108,22 +112,24 @@ class JaxLeafHandler:
         return ("jax", tuple(pointers), shape, leaf.dtype)
 
     def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard] | None:
-        """The boxes on the devices of this process, each once; None where all its devices are in other processes.
+        """Return the boxes on the devices of this process, each once, or None if it has no device of the array.
 
         Raises:
-            UnsupportedLeafError: if the array was deleted or donated, or has no elements: it is abstract. Or if this process saves
-                alone and others have a part of it.
+            UnsupportedLeafError: if the array is abstract, deleted or donated, or if this process
+                saves alone but holds only a part.
         """
         leaf = plain(alive(leaf))
         return shards_of(leaf.sharding, leaf.shape, rank, size)
 
     def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard] | None:
-        """The boxes on the devices of a process, each once; all of it where an abstract array has no sharding.
+        """Return the boxes on the devices of a process, each once.
 
-        A process of the job is the process of JAX with the same number.
+        Without a sharding, return the whole array.
+
+        Process numbers are those of JAX.
 
         Raises:
-            UnsupportedLeafError: as `shards`, but for arrays without elements.
+            UnsupportedLeafError: see `shards`. Arrays without elements are accepted.
         """
         shape, sharding = _data_shape(leaf), _data_sharding(leaf)
         if sharding is None:
@@ -135,7 +141,7 @@ class JaxLeafHandler:
     def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
         """Return no bytes for views of arrays of the CPU backend, and those of the copies if this handler copies."""
         record = self.describe(leaf)
-        assert isinstance(record, ArrayRecord)  # what JAX has are arrays
+        assert isinstance(record, ArrayRecord)  # all JAX leaves are arrays
         dtype = record.spec.numpy_dtype
         nbytes = sum([box.size for box in boxes]) * dtype.itemsize
         sharding = _data_sharding(leaf)
@@ -144,13 +150,16 @@ class JaxLeafHandler:
         return HostBytes(0, nbytes if self.copy else 0)
 
     def replicas(self, leaf: Any, size: int) -> int:
-        """How many processes have devices that hold each box; all of them, of an array on devices of one process alone."""
+        """Return the number of processes with each box, or `size` for an array in one process."""
         sharding = concrete(leaf.sharding)
         replicas = None if sharding is None else placement_of(sharding, leaf.shape).replicas
         return size if replicas is None else replicas
 
     def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
-        """Copy arrays in host memory, or return views that keep it alive. Start all transfers from other devices."""
+        """Copy arrays in host memory, or return views that keep it alive.
+
+        Start all transfers from other devices.
+        """
         leaf = plain(alive(leaf))
         views = self.view_on_host(leaf, boxes)
         if not self.copy or leaf.dtype in _PACKED or not _may_alias(leaf.sharding, leaf.shape):
@@ -158,9 +167,9 @@ class JaxLeafHandler:
         return [memory.copy(view.result()) for view in views]
 
     def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
-        """Views that keep the memory, where the elements are in host memory; else starts all transfers from devices.
+        """Return views of host memory, which keep it alive, or start the transfers from devices.
 
-        Waits for the computation of an array in host memory, since a view is what keeps its memory.
+        Waits for the computation of arrays in host memory, because only a view keeps their memory.
         """
         leaf = plain(alive(leaf))
         shape, sharding = leaf.shape, leaf.sharding
@@ -173,8 +182,8 @@ class JaxLeafHandler:
         arriving = []
         for box in boxes:
             position, slices = _held(placement.boxes, box, leaf)
-            # JAX keeps the host's copy of an array with it for as long as the array lives. An array object of our own for
-            # the same elements takes that copy away with it.
+            # JAX caches the host copy with an array. A new array object for the same elements frees
+            # this copy with itself.
             part = leaf.addressable_data(position)
             own = jax.make_array_from_single_device_arrays(part.shape, part.sharding, [part])
             own.copy_to_host_async()
@@ -182,10 +191,10 @@ class JaxLeafHandler:
         return arriving
 
     def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
-        """The boxes on the devices of this process, each once; all of it where no sharding is asked for.
+        """Return the boxes on the devices of this process, each once, or the whole array without a sharding.
 
         Raises:
-            UnsupportedLeafError: if the stored array cannot become what is asked for.
+            UnsupportedLeafError: if the stored array cannot be converted.
         """
         random_keys.check(abstract.dtype, stored)
         sharding = concrete(abstract.sharding)
@@ -196,36 +205,38 @@ class JaxLeafHandler:
         return tuple(placement_of(sharding, stored.spec.shape).boxes)
 
     def destination(self, abstract: Any, stored: ArrayRecord, box: Box) -> HostArray | None:
-        """None: arrays are immutable."""
+        """Return None, because arrays are immutable."""
         return None
 
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
-        """An array of the dtype, weak type and sharding asked for; uncommitted where no sharding is, or none is committed.
+        """Build an array with the requested dtype, weak type and sharding.
 
-        In host memory an array may be the memory it was read into.
+        Without a committed sharding it is uncommitted.
+
+        On the CPU backend the array may use the read buffer.
 
         Raises:
-            UnsupportedLeafError: if the stored leaf cannot become what is asked for.
+            UnsupportedLeafError: if the stored leaf cannot be converted.
         """
         if isinstance(stored, ValueRecord):
             raise UnsupportedLeafError(
-                f"a {stored.kind} of Python was saved and a jax.Array is asked for; give a {stored.kind} in the "
-                "abstract tree and convert what is loaded with jnp.asarray"
+                f"stored as a Python {stored.kind}, but a jax.Array is requested; put a "
+                f"{stored.kind} in the abstract tree, and convert the result with jnp.asarray"
             )
         sharding = concrete(abstract.sharding) if is_committed(abstract) else None
         if random_keys.is_key(abstract.dtype):
             random_keys.check(abstract.dtype, stored)
-            return random_keys.built(abstract.dtype, sharding, boxes, stored.spec.shape)
-        return placed(
+            return random_keys.build_keys(abstract.dtype, sharding, boxes, stored.spec.shape)
+        return create_array(
             stored.spec.shape, abstract.dtype, sharding, boxes, weak_type=getattr(abstract, "weak_type", False)
         )
 
     def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
-        """False: arrays are immutable."""
+        """Return False, because arrays are immutable."""
         return False
 
     def memory_to_fill(self, target: Any) -> None:
-        """None: arrays are immutable."""
+        """Return None, because arrays are immutable."""
 
 
 def _may_alias(sharding: Sharding, shape: tuple[int, ...]) -> bool:
@@ -234,7 +245,7 @@ def _may_alias(sharding: Sharding, shape: tuple[int, ...]) -> bool:
 
 
 class _Arriving:
-    """A box on its way from a device. Any thread."""
+    """A running transfer of a box from a device. Any thread."""
 
     __slots__ = ("_array", "_arrived", "_slices")
 
@@ -247,23 +258,23 @@ class _Arriving:
         array = self._array
         if array is not None:
             self._arrived = np.asarray(array)[self._slices]
-            self._array = None  # lets go of the device's memory
-        assert self._arrived is not None  # set before the array was let go of
+            self._array = None  # frees the device memory
+        assert self._arrived is not None  # set before the array was dropped
         return self._arrived
 
 
 class _RefusingHandler(JaxLeafHandler):
-    """Values of JAX's that look like arrays and have no elements to store, or change under the save."""
+    """Refuses JAX values that are like arrays but have no elements, or that can change during a save."""
 
     __slots__ = ()
 
     def describe(self, leaf: Any) -> LeafRecord:
         if isinstance(leaf, jax.core.Tracer):
             raise UnsupportedLeafError(
-                f"{leaf} is a tracer: it has no elements, because it is inside jax.jit, jax.grad or another "
-                "transformation; save outside of it, with the arrays that it returns"
+                f"{leaf} is a tracer without elements, because it is inside jax.jit, jax.grad "
+                "or another transformation; save outside, with the arrays that it returns"
             )
-        raise UnsupportedLeafError(f"a {type(leaf).__name__} of JAX can change at any time; save its value: ref[...]")
+        raise UnsupportedLeafError(f"a {type(leaf).__name__} of JAX is mutable; save its value: ref[...]")
 
 
 _HANDLER: Final = JaxLeafHandler()
@@ -271,7 +282,7 @@ _REFUSING: Final = _RefusingHandler()
 
 
 def leaf_handler(leaf_type: type, example: object) -> LeafHandler | None:
-    """The handler for leaves of a type, or None."""
+    """Return the handler of leaves of a type, or None."""
     if issubclass(leaf_type, jax.core.Tracer) or (hasattr(jax, "Ref") and issubclass(leaf_type, jax.Ref)):
         return _REFUSING
     if isinstance(example, jax.Array | jax.ShapeDtypeStruct):
@@ -287,11 +298,13 @@ def _record_of(shape: tuple[int, ...], dtype: Any, sharding: Sharding | None, we
         notes["impl"] = random_keys.impl_name(dtype)
         dtype = np.dtype(np.uint32)
     elif not isinstance(dtype, np.dtype):
-        raise UnsupportedLeafError(f"an array of the extended dtype {dtype} cannot be stored; save what it is made of")
+        raise UnsupportedLeafError(
+            f"an array of the extended dtype {dtype} cannot be stored; save its component arrays"
+        )
     elif dtype.name in LACKING:
         raise UnsupportedLeafError(
-            f"an array of {dtype} cannot be stored or loaded with JAX, which names this dtype and cannot hold it; "
-            "use int8 or float8, or a NumPy array"
+            f"an array of {dtype} cannot be stored or loaded with JAX, which names this dtype "
+            "but does not support it; use int8 or float8, or a NumPy array"
         )
     if weak_type:
         notes["weak_type"] = True
@@ -306,24 +319,27 @@ def _record_of(shape: tuple[int, ...], dtype: Any, sharding: Sharding | None, we
 
 
 def is_committed(abstract: Any) -> bool:
-    """Whether a concrete array was placed on its devices on purpose. An abstract one with a sharding always is."""
+    """Return True if a concrete array is committed to its devices.
+
+    Abstract arrays with a sharding count as committed.
+    """
     committed = getattr(abstract, "committed", None)
     return bool(getattr(abstract, "_committed", True) if committed is None else committed)  # its name before 0.5
 
 
 def plain(leaf: Any) -> Any:
-    """The array that holds the elements of a leaf: itself, or the data of a random key."""
+    """Return the array with the elements of a leaf: itself, or the data of random keys."""
     return leaf if isinstance(leaf.dtype, np.dtype) else random_keys.data_of(leaf)
 
 
 def _data_shape(leaf: Any) -> tuple[int, ...]:
-    """The shape of the array that holds the elements of a leaf, which may have none."""
+    """Return the shape of the array with the elements of a leaf, which can be abstract."""
     shape: tuple[int, ...] = leaf.shape
     return shape + random_keys.data_shape(leaf.dtype) if random_keys.is_key(leaf.dtype) else shape
 
 
 def _data_sharding(leaf: Any) -> Sharding | None:
-    """The sharding of that array; None where none is said."""
+    """Return the sharding of the array with the elements of a leaf, or None."""
     sharding = concrete(leaf.sharding)
     if sharding is not None and random_keys.is_key(leaf.dtype):
         return random_keys.data_sharding(sharding)
@@ -331,13 +347,13 @@ def _data_sharding(leaf: Any) -> Sharding | None:
 
 
 def alive(leaf: Any) -> Any:
-    """The leaf itself.
+    """Return the leaf if it has elements.
 
     Raises:
-        UnsupportedLeafError: if it has no elements: it is abstract, deleted or donated.
+        UnsupportedLeafError: if it is abstract, deleted or donated.
     """
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        raise UnsupportedLeafError(f"{leaf} has no elements to save; give the array itself")
+        raise UnsupportedLeafError(f"{leaf} has no elements to save; pass the array itself")
     if leaf.is_deleted():
         raise UnsupportedLeafError(
             f"an array {leaf.dtype}{list(leaf.shape)} was deleted, or donated to a jitted function; "
@@ -354,13 +370,13 @@ def _view(leaf: Any, held: Mapping[Box, int], box: Box) -> HostArray:
 
 
 def _held(held: Mapping[Box, int], box: Box, leaf: Any) -> tuple[int, tuple[slice, ...]]:
-    """The position of a device that holds a box, and where in what it holds the box is."""
+    """Return the position of a device that holds a box, and the slices of the box within its data."""
     if (position := held.get(box)) is not None:
         return position, ()
     for outer, position in held.items():
         if outer.contains(box):
             return position, box.within(outer)
     raise UnsupportedLeafError(
-        f"{box} of an array {leaf.dtype}{list(leaf.shape)} is on no single device of this process: "
-        f"there are {len(held)} boxes, of {leaf.sharding}"
+        f"no single device of this process holds {box} of an array "
+        f"{leaf.dtype}{list(leaf.shape)}: it has {len(held)} boxes, of {leaf.sharding}"
     )

@@ -1,4 +1,4 @@
-"""The executor of Pathways, if JAX runs on it."""
+"""The executor of Pathways."""
 
 from __future__ import annotations
 
@@ -13,12 +13,18 @@ if TYPE_CHECKING:
 __all__ = ["executor_of_pathways"]
 
 _PLATFORMS: Final = frozenset({"proxy", "pathways"})
-"""What ``jax_platforms`` is on Pathways: ``proxy`` from a client, as Google's documentation of Pathways on Cloud sets it."""
+"""Values of ``jax_platforms`` for Pathways.
+
+``proxy`` is set by clients of Pathways on Cloud, as Google documents it.
+"""
 
 
 def executor_of_pathways() -> ColocatedExecutor | None:
-    """The hosts of Pathways as workers; None where JAX does not run on it. Starts no backend that was not asked for by name."""
-    config: Any = jax.config  # its options have no types
+    """Return an executor with the hosts of Pathways as workers, or None on other platforms.
+
+    Starts no backend unless it was selected by name.
+    """
+    config: Any = jax.config  # its options are untyped
     named = {name.strip() for name in (config.jax_platforms or "").split(",")}
     if not named & _PLATFORMS or jax.process_count() > 1:
         return None
@@ -27,6 +33,6 @@ def executor_of_pathways() -> ColocatedExecutor | None:
 
 @functools.lru_cache(maxsize=1)
 def _executor(devices: tuple[Any, ...]) -> ColocatedExecutor:
-    from ckptcore_jax.colocated import ColocatedExecutor, devices_by_host  # on other platforms nobody needs it
+    from ckptcore_jax.colocated import ColocatedExecutor, devices_by_host  # not needed on other platforms
 
     return ColocatedExecutor(devices_by_host(devices))

@@ -1,4 +1,4 @@
-"""Where the elements of an array with a sharding are: its boxes, and who holds them."""
+"""Placement of an array with a sharding: its boxes, and the processes that hold them."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from ckptcore_jax.shardings import notes_of
 __all__ = ["Placement", "box_of", "placement_of", "shards_in_process", "shards_of"]
 
 _CACHED = 1 << 14
-"""Pairs of a sharding and a shape for which the boxes are kept; a model has far fewer."""
+"""Cache size for boxes of a sharding and a shape. A model has far fewer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The boxes of an array with a sharding.
+    """Boxes of an array with a sharding.
 
     Attributes:
-        boxes: each box held in this process, once, and the position among this process's devices of the first
-            device that holds it.
-        holders: each box of the array, and the processes that hold it, in the order of the devices.
-        replicas: how many processes hold each box, and 1 where that differs; None of an array in one process alone, be it another: it
-            cannot be told from one that every process has for itself.
-        cuts: per axis the inner boundaries of all boxes; None where nothing is cut.
-        devices: how many devices hold the array, over all processes.
-        local: whether all of them are in this process.
-        on_cpu: whether the elements are in host memory, where NumPy can see them.
+        boxes: boxes in this process, each once, with the position of its first device among this
+            process's devices.
+        holders: all boxes, each with the processes that hold it, in the order of the devices.
+        replicas: number of processes with each box, or 1 if it varies. None for an array in one
+            process, even another one, because each process may have such an array.
+        cuts: inner boundaries of all boxes along each axis; None if nothing is cut.
+        devices: number of devices with the array, over all processes.
+        local: True if all devices are in this process.
+        on_cpu: True if the elements are in host memory, accessible by NumPy.
         notes: the sharding as JSON, see `ckptcore_jax.shardings.notes_of`.
     """
 
@@ -49,22 +49,23 @@ class Placement:
 
 @functools.lru_cache(maxsize=_CACHED)
 def placement_of(sharding: Sharding, shape: tuple[int, ...]) -> Placement:
-    """Where the elements of an array of this shape are.
+    """Return the placement of an array of this shape.
 
     Raises:
-        UnsupportedLeafError: if devices hold partial sums, or the sharding is over an abstract mesh.
+        UnsupportedLeafError: for partial sums, or for a sharding over an abstract mesh.
     """
     try:
         indices: Mapping[Any, Any] = sharding.devices_indices_map(shape)
     except NotImplementedError as error:
         raise UnsupportedLeafError(
-            f"an array of shape {shape} with {sharding} is not reduced over all axes of its mesh: its devices hold "
-            "partial sums; reshard it with jax.sharding.reshard before saving it"
+            f"cannot save an array of shape {shape} with {sharding}: it is not reduced over "
+            "all axes of its mesh, so its devices hold partial sums; reshard it with "
+            "jax.sharding.reshard first"
         ) from error
     except ValueError as error:
         raise UnsupportedLeafError(
-            f"an array of shape {shape} cannot be laid out with {sharding}: {error}; "
-            "give a sharding over concrete devices whose mesh axes divide the shape"
+            f"an array of shape {shape} cannot have {sharding}: {error}; use a sharding over "
+            "concrete devices whose mesh axes divide the shape"
         ) from error
     addressable = sharding.addressable_devices
     boxes: dict[Box, int] = {}
@@ -74,7 +75,7 @@ def placement_of(sharding: Sharding, shape: tuple[int, ...]) -> Placement:
         box = box_of(index, shape)
         holders.setdefault(box, {})[device.process_index] = None
         if device in addressable:
-            # `jax.Array.addressable_data` counts the addressable devices in this order.
+            # Addressable devices are in the order of `jax.Array.addressable_data`.
             boxes.setdefault(box, position)
             position += 1
     some_device: Any = next(iter(indices))
@@ -94,17 +95,17 @@ def placement_of(sharding: Sharding, shape: tuple[int, ...]) -> Placement:
 
 @functools.lru_cache(maxsize=_CACHED)
 def shards_of(sharding: Sharding, shape: tuple[int, ...], rank: int, size: int) -> tuple[Shard, ...] | None:
-    """The boxes held in this process, each once; None where all devices of the array are in other processes.
+    """Return the boxes in this process, each once, or None if it has no device of the array.
 
-    The replicas of a box are processes: of several devices of one process that hold a box, only one counts. An array
-    that is on devices of this process only is taken to be held by every process alike.
+    Replicas of a box are counted by process, not by device. An array on devices of this process
+    only is assumed equal on all processes.
 
     Args:
         sharding, shape: of the array.
-        rank, size: which process of how many this is; of one, it saves alone.
+        rank, size: rank of this process and number of processes; with 1, it saves alone.
 
     Raises:
-        UnsupportedLeafError: if this process saves alone and does not hold all of the array.
+        UnsupportedLeafError: if this process saves alone but does not hold the whole array.
     """
     placement = placement_of(sharding, shape)
     if placement.local:
@@ -112,10 +113,11 @@ def shards_of(sharding: Sharding, shape: tuple[int, ...], rank: int, size: int) 
     if size == 1:
         if len(placement.boxes) < len(placement.holders):
             raise UnsupportedLeafError(
-                f"of an array of shape {shape} with {sharding} this process has {len(placement.boxes)} of {len(placement.holders)} "
-                "boxes and saves alone: expected to save together with the processes that have the others; call "
-                "jax.distributed.initialize() in each, or give Context(job=JobOptions(coordinator=...)); in PerProcess(...) have arrays on "
-                "devices of one process only"
+                f"this process saves alone but has only {len(placement.boxes)} of "
+                f"{len(placement.holders)} boxes of an array of shape {shape} with {sharding}; "
+                "call jax.distributed.initialize() in every process, or use "
+                "Context(job=JobOptions(coordinator=...)); in PerProcess(...) use arrays on "
+                "devices of one process"
             )
         return tuple([Shard(box) for box in placement.boxes])
     if not placement.boxes:
@@ -130,11 +132,11 @@ def shards_of(sharding: Sharding, shape: tuple[int, ...], rank: int, size: int) 
 def shards_in_process(
     sharding: Sharding, shape: tuple[int, ...], process: int, rank: int, size: int
 ) -> tuple[Shard, ...] | None:
-    """The boxes that a process of JAX holds, each once, also where that is not this one; None where it has none of the devices.
+    """Return the boxes of any JAX process, each once, or None if it has no device of the array.
 
     Args:
-        sharding, shape, rank, size: as for `shards_of`.
-        process: which process.
+        sharding, shape, rank, size: see `shards_of`.
+        process: number of the process.
     """
     placement = placement_of(sharding, shape)
     if placement.local:
@@ -148,7 +150,7 @@ def shards_in_process(
 
 
 def box_of(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Box:
-    """The box that a tuple of slices without steps selects."""
+    """Return the box selected by slices without steps."""
     if index is None:
         return Box.whole(shape)
     ranges = [part.indices(extent) for part, extent in zip(index, shape, strict=True)]

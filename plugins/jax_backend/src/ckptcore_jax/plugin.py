@@ -1,4 +1,7 @@
-"""The hooks of the JAX plugin. Imports no JAX: before a program imported it there is no value of a type of JAX's."""
+"""Hooks of the JAX plugin, which do not import JAX.
+
+Values of its types exist only after a program imported it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ __all__ = ["ckpt_collectives", "ckpt_container_handler", "ckpt_coordinator", "ck
 
 @hookimpl
 def ckpt_leaf_handler(leaf_type: type, example: object) -> LeafHandler | None:
-    """Handles `jax.Array` and `jax.ShapeDtypeStruct`; refuses tracers and references with a reason."""
+    """Handles `jax.Array` and `jax.ShapeDtypeStruct`.
+
+    Refuses tracers and references with a reason.
+    """
     if not _has_jax():
         return None
     from ckptcore_jax.leaves import leaf_handler
@@ -22,7 +28,7 @@ def ckpt_leaf_handler(leaf_type: type, example: object) -> LeafHandler | None:
 
 @hookimpl
 def ckpt_container_handler(value_type: type, example: object) -> ContainerHandler | None:
-    """Handles every type that is registered with `jax.tree_util` and is not one of Python's own."""
+    """Handles all types registered with `jax.tree_util`, except Python's own."""
     if not _has_jax():
         return None
     from ckptcore_jax.containers import container_handler
@@ -32,7 +38,7 @@ def ckpt_container_handler(value_type: type, example: object) -> ContainerHandle
 
 @hookimpl
 def ckpt_coordinator() -> Coordinator | None:
-    """The coordinator of the job for which `jax.distributed.initialize` was called, if it has several processes."""
+    """Return the coordinator of the initialized JAX job, if it has several processes."""
     if not _has_jax():
         return None
     from ckptcore_jax.key_value_coordinator import coordinator_of_job
@@ -42,7 +48,7 @@ def ckpt_coordinator() -> Coordinator | None:
 
 @hookimpl
 def ckpt_executor() -> Executor | None:
-    """The workers of the Pathways backend, where JAX runs on it: this process is its only controller then."""
+    """Return the workers of Pathways, if JAX uses it. This process is then the only controller."""
     if not _has_jax():
         return None
     from ckptcore_jax.pathways import executor_of_pathways
@@ -52,7 +58,7 @@ def ckpt_executor() -> Executor | None:
 
 @hookimpl
 def ckpt_collectives() -> Collectives | None:
-    """The devices of the job for which `jax.distributed.initialize` was called, if it has several processes."""
+    """Return the collectives of the initialized JAX job, if it has several processes."""
     if not _has_jax():
         return None
     from ckptcore_jax.collectives import collectives_of_job
@@ -61,6 +67,6 @@ def ckpt_collectives() -> Collectives | None:
 
 
 def _has_jax() -> bool:
-    # Another thread may be half-way through importing JAX; then nobody has a value of its types yet.
+    # Another thread may still be importing JAX. Then no values of its types exist yet.
     jax = sys.modules.get("jax")
     return hasattr(jax, "Array") and hasattr(jax, "ShapeDtypeStruct") and hasattr(jax, "tree_util")

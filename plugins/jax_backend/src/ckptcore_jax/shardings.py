@@ -1,4 +1,4 @@
-"""Shardings as the notes of an array say them, and made again from there."""
+"""Conversion of shardings to notes of an array and back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckptcore.model import JSON
 __all__ = ["concrete", "notes_of", "sharding_from_notes"]
 
 _CACHED = 1 << 12
-"""Shardings of which the notes are kept; a model has far fewer."""
+"""Cache size for notes of shardings. A model has far fewer."""
 
 
 def concrete(sharding: Sharding | None) -> Sharding | None:
@@ -28,43 +28,46 @@ def concrete(sharding: Sharding | None) -> Sharding | None:
     abstract_mesh: Any = getattr(jax.sharding, "AbstractMesh", None)  # versions before 0.5 have none
     if not isinstance(sharding, NamedSharding) or abstract_mesh is None or not isinstance(sharding.mesh, abstract_mesh):
         return sharding
-    get_mesh: Any = getattr(jax.sharding, "get_mesh", None)  # versions before 0.7 do not tell it
+    get_mesh: Any = getattr(jax.sharding, "get_mesh", None)  # versions before 0.7 lack it
     mesh = None if get_mesh is None else get_mesh()
     asked = dict(sharding.mesh.shape)
     if mesh is None or mesh.empty:
         raise UnsupportedLeafError(
-            f"a sharding {sharding.spec} is over an abstract mesh with the axes {asked}, and no mesh is set in this "
-            "thread; load within `with jax.set_mesh(mesh):`, or pass ckptcore.abstract(tree) made there"
+            f"the sharding {sharding.spec} is over an abstract mesh with the axes {asked}, but "
+            "no mesh is set in this thread; load within `with jax.set_mesh(mesh):`, or pass "
+            "ckptcore.abstract(tree) made there"
         )
     if list(mesh.shape.items()) != list(asked.items()):
         raise UnsupportedLeafError(
-            f"a sharding {sharding.spec} is over an abstract mesh with the axes {asked}, and the mesh that is set has "
-            f"{dict(mesh.shape)}; set a mesh with the same axes, or make the abstract tree with the mesh that is set"
+            f"the sharding {sharding.spec} is over an abstract mesh with the axes {asked}, but "
+            f"the current mesh has {dict(mesh.shape)}; set a mesh with the same axes, or make "
+            "the abstract tree with the current mesh"
         )
     return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 
 @functools.lru_cache(maxsize=_CACHED)
 def notes_of(sharding: Sharding) -> Mapping[str, JSON]:
-    """What the notes of an array with this sharding say of it: ``sharding``, and ``memory_kind`` where it is not the default.
+    """Return the notes for a sharding: ``sharding``, and ``memory_kind`` if it is not the default.
 
     ``sharding`` is one of::
 
         {"type": "NamedSharding", "mesh": {axis: size, ...}, "spec": [None | axis | [axis, ...], ...]}
         {"type": "SingleDeviceSharding", "device": "cpu:0"}
-        {"type": name of the class, "devices": how many}
+        {"type": name of the class, "devices": number of devices}
 
-    The first may have ``devices``, the ids of the devices in the order of the mesh, its last axis fastest: absent where they are
-    0, 1, 2 and so on. And ``axis_types``, a list of ``Auto``, ``Explicit`` and ``Manual``: absent where all are ``Auto``, and
-    where JAX has none. The name of a device is as JAX prints it, which is also what Orbax keeps.
+    The first form can have ``devices``: the ids of the devices in the order of the mesh, last axis
+    fastest. It is omitted for 0, 1, 2 and so on. It can also have ``axis_types``: a list of
+    ``Auto``, ``Explicit`` and ``Manual``. It is omitted if all are ``Auto``, or if JAX has none. A
+    device has the name that JAX prints, as in Orbax.
 
-    Ids that are not in order cost about five bytes a device, for each different sharding and not for each array: a checkpoint
-    keeps notes that are equal once. Over 64 devices that is 0.3 kB, over 4096 devices 20 kB, and ten shardings there are 0.2 MB
-    of the root. Random keys keep their notes themselves. `jax.make_mesh` reorders devices on TPUs only; `jax.sharding.Mesh` over
-    `jax.devices()` as they are costs nothing.
+    Unordered ids need about five bytes per device, once for each different sharding, because a
+    checkpoint stores equal notes once. That is 0.3 kB for 64 devices, 20 kB for 4096, and 0.2 MB of
+    the root for ten shardings over 4096. Random keys store their notes separately. `jax.make_mesh`
+    reorders devices only on TPUs; `jax.sharding.Mesh` over `jax.devices()` in order costs nothing.
 
-    Of a job of several processes each notes the same: an array on devices of one process alone, which each process has for
-    itself, is noted as one on the devices of process 0 in the same places. Thread-safe; equal shardings get the same object.
+    All processes of a job return the same notes: an array on devices of one process gets the
+    devices of process 0 at the same positions. Thread-safe; equal shardings get the same object.
     """
     notes: dict[str, JSON] = {"sharding": _sharding_to_json(sharding)}
     kind = sharding.memory_kind
@@ -74,19 +77,20 @@ def notes_of(sharding: Sharding) -> Mapping[str, JSON]:
 
 
 def sharding_from_notes(notes: Mapping[str, JSON], devices: Sequence[jax.Device] | None = None) -> Sharding | None:
-    """The sharding that the notes of a record tell, on the devices there are now.
+    """Return the sharding in the notes of a record, on the present devices.
 
-    A mesh is made of the devices with the ids that were noted. If some of them are not there and there are as many devices, it is
-    made by position: of the first of `devices`, in the order that the ids had. An array on one device goes to the device of that
-    name, or to the first there is. What was on devices of one process alone goes to the devices of this process.
+    A mesh gets the devices with the stored ids. If some are missing but there are enough devices,
+    it gets the first of `devices`, in the order of the ids. An array on one device goes to the
+    device of that name, or to the first one. Devices of one process become devices of this process.
 
     Args:
-        notes: of an `ckptcore.model.ArrayRecord`; from any version and any plugin, and possibly hostile.
-        devices: to choose from; None for `jax.devices()`.
+        notes: of an `ckptcore.model.ArrayRecord`, from any version and any plugin, and possibly
+            hostile.
+        devices: available devices; None for `jax.devices()`.
 
     Returns:
-        None where there are too few devices, or where the notes tell no sharding that can be made: of another class, or malformed.
-        The memory kind is the default one where the devices lack the noted one.
+        None if there are too few devices, or if the notes are malformed or of another class. The
+            memory kind is the default if the devices lack the stored one.
     """
     noted = notes.get("sharding")
     if not isinstance(noted, Mapping):
@@ -115,7 +119,7 @@ def _sharding_to_json(sharding: Sharding) -> JSON:
     ids = [int(device.id) for device in _same_everywhere(list(mesh.devices.flat))]
     if ids != list(range(len(ids))):
         noted["devices"] = ids
-    types = getattr(mesh, "axis_types", None)  # versions before 0.6 have none, or a dict that only names Auto
+    types = getattr(mesh, "axis_types", None)  # versions before 0.6 have none, or a dict with only Auto
     if isinstance(types, tuple):
         names = [str(one.name) for one in types]
         if names != ["Auto"] * len(names):
@@ -132,26 +136,28 @@ def _axes_to_json(axes: object) -> JSON:
 
 
 def _name(device: Any) -> str:
-    # "cpu:3", "cuda:0", "TPU_2(process=0,(0,1,0,0))". Until 0.10 JAX said TFRT_CPU_3 of a CPU; Orbax takes both.
+    # Examples: "cpu:3", "cuda:0", "TPU_2(process=0,(0,1,0,0))". JAX before 0.10 wrote TFRT_CPU_3
+    # for a CPU; Orbax accepts both.
     return str(device).replace("TFRT_CPU_", "cpu:")
 
 
 def _default_memory_kind(sharding: Sharding) -> str | None:
-    # Some versions of JAX tell it of devices of this process only, and every process has to note the same.
+    # Some versions of JAX know this only for devices of this process, but all processes must return
+    # the same notes.
     device: Any = next(iter(sharding.addressable_devices), None) or jax.local_devices()[0]
     try:
         return str(device.default_memory().kind)
-    except (AttributeError, NotImplementedError, RuntimeError):  # a backend without kinds of memory
+    except (AttributeError, NotImplementedError, RuntimeError):  # a backend without memory kinds
         return None
 
 
 def _same_everywhere(devices: Sequence[Any]) -> Sequence[Any]:
-    """Devices of one process as those of process 0 in the same places: the notes of all processes have to be the same."""
+    """Replace devices of one process by those of process 0, because the notes of all processes must be equal."""
     return _in_process(devices, 0)
 
 
 def _in_process(devices: Sequence[Any], process: int) -> Sequence[Any]:
-    """Devices of one process alone as those of another in the same places; others, and where it has fewer, as they are."""
+    """Replace devices of one process by those of another at the same positions, if it has them."""
     owners = {device.process_index for device in devices}
     if owners == {process} or len(owners) != 1:
         return devices
@@ -186,7 +192,7 @@ def _named(noted: Mapping[str, JSON], memory_kind: JSON, devices: Sequence[Any])
             return None
         shape.append(size)
         count *= size
-        if count > len(devices):  # before anything is made as large as a file says
+        if count > len(devices):  # before allocating a size from a file
             return None
     chosen, spec = _chosen(noted.get("devices"), count, devices), _spec(noted.get("spec"), sizes)
     if chosen is None or spec is None:
@@ -201,25 +207,25 @@ def _named(noted: Mapping[str, JSON], memory_kind: JSON, devices: Sequence[Any])
         TypeError,
         KeyError,
         RuntimeError,
-    ):  # more axes than a mesh may have, or types that JAX does not know
+    ):  # more axes than a mesh can have, or unknown axis types
         return None
 
 
 def _spec(noted: JSON, axes: Mapping[str, JSON]) -> PartitionSpec | None:
-    """How the axes of an array are laid over those of a mesh; None if it is no list of its axes, each at most once."""
+    """Return the partition of an array over a mesh, or None if it is not a list of mesh axes without repetitions."""
     if not isinstance(noted, list | tuple):
         return None
     parts = [tuple(part) if isinstance(part, list | tuple) else part for part in noted]
     named = [axis for part in parts if part is not None for axis in (part if isinstance(part, tuple) else (part,))]
     if not all(isinstance(axis, str) and axis in axes for axis in named) or len(set(named)) != len(named):
         return None
-    partition: Any = PartitionSpec  # JAX leaves its constructor untyped
+    partition: Any = PartitionSpec  # the constructor is untyped in JAX
     spec: PartitionSpec = partition(*parts)
     return spec
 
 
 def _chosen(ids: JSON, count: int, devices: Sequence[Any]) -> Sequence[Any] | None:
-    """The devices of a mesh, in its order; None if the ids are none, or there are fewer devices than ids."""
+    """Return the devices of a mesh in order, or None for invalid ids or too few devices."""
     if ids is None:
         ids = list(range(count))
     if not isinstance(ids, list | tuple) or len(ids) != count or any(type(one) is not int for one in ids):
@@ -234,16 +240,16 @@ def _chosen(ids: JSON, count: int, devices: Sequence[Any]) -> Sequence[Any] | No
 
 
 def _axis_types(noted: JSON) -> Mapping[str, Any]:
-    """The arguments of a mesh that say the types of its axes.
+    """Return the arguments of a mesh for its axis types.
 
     Raises:
-        KeyError, TypeError: if there are none of these names.
+        KeyError, TypeError: for unknown types.
     """
     kinds: Any = getattr(jax.sharding, "AxisType", None)
-    if noted is None or kinds is None:  # versions before 0.6 have no types to give
+    if noted is None or kinds is None:  # versions before 0.6 have no axis types
         return {}
     if not isinstance(noted, list | tuple):
-        raise TypeError(f"the types of axes are a list, not {noted!r:.80}")
+        raise TypeError(f"the types of axes must be a list, not {noted!r:.80}")
     return {"axis_types": tuple([kinds[name] for name in noted])}
 
 
@@ -252,5 +258,5 @@ def _in_memory(make: Any, kind: JSON) -> Sharding:
     try:
         made = make(memory_kind=kind if isinstance(kind, str) else None)
     except ValueError:
-        made = make()  # these devices have no such memory
+        made = make()  # these devices lack the memory kind
     return made

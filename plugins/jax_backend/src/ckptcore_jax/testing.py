@@ -1,4 +1,4 @@
-"""The samples by which ckptcore's matrix of frameworks, layouts and storages tests this plugin. Imports JAX."""
+"""Samples of this plugin for the matrix of frameworks, layouts and storages. Imports JAX."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class _WithoutKeys:
 
 
 def _sharding(shape: tuple[int, ...]) -> NamedSharding:
-    """Over all devices along the first axis that they divide; the same on each where there is none."""
+    """Return a sharding over all devices along the first divisible axis, or else a replicated one."""
     mesh = Mesh(np.array(jax.devices()), ("devices",))
-    spec: Any = PartitionSpec  # JAX leaves its constructor untyped
+    spec: Any = PartitionSpec  # the constructor is untyped in JAX
     for axis, extent in enumerate(shape):
         if extent % mesh.size == 0:
             return NamedSharding(mesh, spec(*[None] * axis, "devices"))
@@ -54,20 +54,20 @@ def _make_sharded(elements: HostArray) -> Any:
 
 
 def _abstract(spec: ArraySpec, sharding: NamedSharding | None = None) -> Any:
-    make: Any = jax.ShapeDtypeStruct  # JAX leaves its constructor untyped
+    make: Any = jax.ShapeDtypeStruct  # the constructor is untyped in JAX
     return make(spec.shape, spec.numpy_dtype, sharding=sharding)
 
 
 def _session() -> Any:
-    """With dtypes of 64 bits."""
+    """Enable 64-bit dtypes."""
     import jax.experimental
 
-    place = vars(jax) if hasattr(jax, "enable_x64") else vars(jax.experimental)  # where earlier versions have it
+    place = vars(jax) if hasattr(jax, "enable_x64") else vars(jax.experimental)  # earlier versions have it there
     return place["enable_x64"](True)
 
 
 _LACKING: Final = ("float6_e2m3fn", "float6_e3m2fn", "int1", "uint1")
-"""Dtypes that JAX names and cannot hold; refused."""
+"""Dtypes that JAX names but does not support, so they are refused."""
 
 _DTYPES: Final = tuple([name for name in DTYPE_NAMES if hasattr(jnp, name) and name not in _LACKING])
 _PARTIAL: Final[Any] = jax.tree_util.Partial
@@ -103,4 +103,4 @@ SHARDED: Final = FrameworkSample(
     fills=False,
     session=_session,
 )
-"""Arrays over all devices there are."""
+"""Arrays sharded over all devices."""

@@ -1,7 +1,8 @@
-"""The link to one worker of a single controller: all that passes to it and back goes through here, by colocated Python.
+"""Link from a single controller to one worker, with colocated Python.
 
-Messages are the elements of arrays without axes: strings of any length, as JAX itself sends the specifications of what a
-colocated function returns. They hold base64, because a string of NumPy is text.
+Messages are the elements of arrays without axes: strings of any length, as JAX itself sends the
+specifications of a colocated function's results. They contain base64, because NumPy strings are
+text.
 """
 
 from __future__ import annotations
@@ -17,49 +18,47 @@ from jax.sharding import SingleDeviceSharding
 
 from ckptcore.errors import PluginError, RankFailedError
 from ckptcore.model import HostArray, dtype_from_name
-from ckptcore_jax.placing import cast_elements
+from ckptcore_jax.array_creation import cast_elements
 
 __all__ = ["Cuts", "ReadSpecs", "WorkerLink"]
 
 Cuts: TypeAlias = Sequence[Sequence[tuple[int, tuple[slice, ...]]]]
-"""For each leaf the boxes that a stage is to get: the number of an array that was sent to it, and where in that."""
+"""For each leaf, the boxes for a stage: the number of an array sent to it, and the slices."""
 
 ReadSpecs: TypeAlias = Sequence[tuple[Sequence[tuple[int, ...]], str]]
-"""For each leaf that a stage reads the shapes of its boxes, and the name of the dtype that they are to have."""
+"""For each leaf that a stage reads, the shapes of its boxes, and their dtype."""
 
 _KEPT: Final = 64
-"""Of so many different loads the compiled calls are kept."""
+"""Number of different loads whose compiled calls are cached."""
 
 
 class WorkerLink:
-    """Calls functions where the devices of a worker are. Any thread.
+    """Calls functions on the host of a worker's devices. Any thread.
 
     Attributes:
         name: of the worker.
-        lead: the CPU device of the worker's host that takes messages and arrays, and gives them.
+        lead: CPU device of the worker's host, for messages and arrays.
     """
 
     def __init__(self, name: str, lead: Any) -> None:
-        """Compile nothing yet.
+        """Compile nothing.
 
         Raises:
-            PluginError: if JAX has no colocated Python here.
+            PluginError: if colocated Python is unavailable.
         """
         self.name = name
         self.lead = lead
         self._place = SingleDeviceSharding(lead)
         if not hasattr(np.dtypes, "StringDType"):
             raise PluginError(
-                f"colocated Python needs NumPy 2, and this is {np.__version__}: install 'ckptcore-jax[colocated]'"
+                f"colocated Python needs NumPy 2, found {np.__version__}: install 'ckptcore-jax[colocated]'"
             )
         try:
-            # JAX imports it in the first call, and says less where it is not there.
+            # JAX imports it in the first call, but with a less helpful error.
             import cloudpickle  # type: ignore[import-untyped]  # noqa: F401  # it has no types
             from jax.experimental import colocated_python
         except ImportError as error:
-            raise PluginError(
-                f"colocated Python cannot be used here: {error}; install 'ckptcore-jax[colocated]'"
-            ) from error
+            raise PluginError(f"colocated Python is unavailable: {error}; install 'ckptcore-jax[colocated]'") from error
         self._text = jax.ShapeDtypeStruct((), np.dtypes.StringDType(), sharding=self._place)  # type: ignore[no-untyped-call]
         text = self._text
         self._write: Any = colocated_python.colocated_python(_write).specialize(
@@ -69,20 +68,20 @@ class WorkerLink:
         self._reads: dict[tuple[Any, ...], Any] = {}
 
     def take(self, arrays: Sequence[jax.Array], *, may_alias: bool) -> Sequence[jax.Array]:
-        """Begin to copy arrays of one device of the worker each into the memory of its host.
+        """Begin to copy arrays, each on one device of the worker, to the memory of its host.
 
         Args:
-            arrays: which.
-            may_alias: whether they may stay where they are, if that is the memory of the host.
+            arrays: the arrays.
+            may_alias: True to avoid a copy of arrays in host memory.
         """
         taken: Sequence[jax.Array] = jax.device_put(list(arrays), self._place, may_alias=may_alias)
         return taken
 
     def write(self, stage: object, arrays: Sequence[jax.Array], cuts: Cuts) -> bytes:
-        """Run a stage on arrays that were taken; returns its report.
+        """Run a stage on copied arrays. Return its report.
 
         Raises:
-            RankFailedError: if the worker is gone, or could not.
+            RankFailedError: if the worker failed.
         """
         message = pickle.dumps((stage, cuts))
         try:
@@ -91,10 +90,12 @@ class WorkerLink:
             raise self._failed(error) from error
 
     def read(self, stage: object, specs: ReadSpecs) -> tuple[bytes, Sequence[jax.Array]]:
-        """Run a stage that reads; returns its report, and the boxes that it read in the memory of the worker's host.
+        """Run a stage that reads.
+
+        Return its report and the boxes, in the memory of the worker's host.
 
         Raises:
-            RankFailedError: if the worker is gone, or could not.
+            RankFailedError: if the worker failed.
         """
         message = pickle.dumps((stage, specs))
         try:
@@ -104,7 +105,7 @@ class WorkerLink:
             raise self._failed(error) from error
 
     def _read_call(self, specs: ReadSpecs) -> Any:
-        # JAX keeps what it compiled of a function for good, so one load after the other must not make new ones.
+        # JAX keeps compiled functions forever, so repeated loads must reuse them.
         key = tuple([(tuple(shapes), dtype) for shapes, dtype in specs])
         found = self._reads.get(key)
         if found is None:
@@ -118,13 +119,11 @@ class WorkerLink:
         return found
 
     def _failed(self, error: Exception) -> RankFailedError:
-        return RankFailedError(
-            f"the worker {self.name} is gone, or did not do what it was asked: {type(error).__name__}: {error}"
-        )
+        return RankFailedError(f"the worker {self.name} failed: {type(error).__name__}: {error}")
 
 
 def _write(message: jax.Array, *arrays: jax.Array) -> jax.Array:
-    """At a worker: run a stage on the elements of arrays."""
+    """Run a stage on the elements of arrays. Runs at a worker."""
     stage, cuts = pickle.loads(_decoded(message))
     elements = [np.asarray(array) for array in arrays]
     report = stage([[elements[number][slices] for number, slices in boxes] for boxes in cuts])
@@ -132,7 +131,7 @@ def _write(message: jax.Array, *arrays: jax.Array) -> jax.Array:
 
 
 def _read(message: jax.Array) -> list[jax.Array]:
-    """At a worker: run a stage, and give what it read as arrays; zeros where it failed."""
+    """Run a stage, and return what it read as arrays, or zeros if it failed. Runs at a worker."""
     stage, specs = pickle.loads(_decoded(message))
     report, read = stage()
     elements: list[HostArray] = []
@@ -143,7 +142,7 @@ def _read(message: jax.Array) -> list[jax.Array]:
         else:
             elements += [np.zeros(shape, dtype) for shape in shapes]
     device = _device_of(message)
-    with jax.enable_x64(True):  # the controller has asked for these dtypes, whatever this process is set to
+    with jax.enable_x64(True):  # the controller requested these dtypes, whatever the setting of this process
         arrays = jax.device_put(elements, device)
     return [_encoded(report, device), *arrays]
 

@@ -1,14 +1,14 @@
-"""Ray for ckptcore: the hook. Importing this imports no Ray; the modules that do are imported on first use.
+"""The Ray plugin: the hook. Importing it does not import Ray.
 
 ::
 
-    jobs          make_job and find_job: what the driver has of a job, RayJob
+    jobs          make_job and find_job: RayJob, the job as seen by the driver
     coordinator   RayCoordinator: one rank of a job
-    membership    join_job: the rank that this process is, for the hook
-    job_actor     the actor that the ranks of a job agree through
+    membership    join_job: sets the rank of this process, for the hook
+    job_actor     the actor through which the ranks of a job communicate
     exchanges     the exchanges of one incarnation of a job, without Ray
-    outcomes      how an exchange ends
-    progress      what the driver is told of the ranks
+    outcomes      results of an exchange
+    progress      progress of the ranks, for the driver
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ __all__ = ["ckpt_coordinator"]
 
 @hookimpl
 def ckpt_coordinator() -> Coordinator | None:
-    """The coordinator with which this process joined a job by `ckptcore_ray.membership.join_job`."""
-    # A process that joined has imported the module, all of it: the function is looked for, too.
+    """Return the coordinator of the job that this process joined with `ckptcore_ray.membership.join_job`."""
+    # Check for the function too: another thread may still be importing the module.
     if not hasattr(sys.modules.get("ckptcore_ray.membership"), "joined_coordinator"):
         return None
     from ckptcore_ray.membership import joined_coordinator

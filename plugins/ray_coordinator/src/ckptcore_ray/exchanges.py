@@ -1,4 +1,4 @@
-"""The exchanges of one incarnation of a job, on one event loop. Nothing of Ray is here."""
+"""Exchanges of one incarnation of a job, on one event loop. Independent of Ray."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ _Kind: TypeAlias = Literal["gather", "broadcast"]
 
 @dataclass(slots=True, eq=False)
 class _Exchange:
-    """One exchange that not every rank is through with.
+    """An exchange that some ranks have not finished.
 
     Attributes:
         key: of the exchange.
-        needed: the ranks whose payloads are waited for.
-        came: the ranks that came to it.
-        done: those of them that want nothing more of it.
-        payloads: what was given and not fetched, by rank.
-        given_up: whether the leader stopped waiting for what it gathers.
-        waiting: by rank that waits, what tells it and since when it waits.
+        needed: ranks whose payloads are required.
+        entered: ranks that entered the exchange.
+        done: ranks that left the exchange.
+        payloads: payloads not yet delivered, by rank.
+        abandoned: True if the leader of a gather stopped waiting.
+        waiting: by waiting rank, its future and the start of the wait.
     """
 
     key: str
     needed: frozenset[int]
-    came: set[int] = field(default_factory=set)
+    entered: set[int] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
     payloads: dict[int, bytes] = field(default_factory=dict)
-    given_up: bool = False
+    abandoned: bool = False
     waiting: dict[int, tuple[asyncio.Future[Outcome], float]] = field(default_factory=dict)
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """The ranks whose payloads are not here."""
+        """Ranks whose payloads are missing."""
         return tuple(sorted(self.needed - self.payloads.keys()))
 
     def delivered(self) -> Delivered:
-        """What they gave, in order of rank; none is missing."""
+        """Return the payloads, sorted by rank. All must be present."""
         return Delivered(tuple(self.payloads[rank] for rank in sorted(self.needed)))
 
-    def tell(self, outcome: Outcome) -> None:
-        """Let everyone who waits go."""
+    def finish(self, outcome: Outcome) -> None:
+        """Wake all waiting ranks."""
         for future, _ in self.waiting.values():
             if not future.done():
                 future.set_result(outcome)
@@ -58,111 +58,116 @@ class _Exchange:
 class Exchanges:
     """Gathers and broadcasts among the ranks of one incarnation. Rank 0 leads.
 
-    A key may come again: the ranks' first uses of it are one exchange, their second ones the next. What a rank gives to an
-    exchange on which the leader has given up reaches no later one. A rank that waited in vain for a broadcast and comes again waits
-    for the same; if it does not come, what the leader gave is held until the incarnation ends.
+    A key can be used again: the ranks' first uses form one exchange, their second uses the next. A
+    payload for a gather on which the leader timed out is not used in a later one. A rank that timed
+    out in a broadcast and tries again waits for the same broadcast; if it does not, the leader's
+    payload is kept until the incarnation ends.
 
-    Not thread-safe: everything is called on one event loop.
+    Not thread-safe: all calls must be on one event loop.
     """
 
     def __init__(self, size: int) -> None:
-        """Begin without any exchange.
+        """Start without exchanges.
 
         Args:
-            size: how many ranks there are.
+            size: number of ranks.
         """
         self._size = size
         self._open: dict[tuple[_Kind, str], deque[_Exchange]] = {}
-        self._dead: dict[int, str] = {}
+        self._failed: dict[int, str] = {}
         self._over: Outcome | None = None
         self._counts = dict.fromkeys(range(size), 0)
         self._last: dict[int, str] = {}
 
     async def gather(self, rank: int, key: str, payload: bytes, seconds: float) -> Outcome:
-        """Give a payload, or as the leader, which gives none, wait for those of all others.
+        """Gather: a rank gives its payload; the leader waits for those of all others.
 
         Args:
-            rank: who comes.
+            rank: the calling rank.
             key: of the exchange.
-            payload: what the rank gives; the leader keeps its own to itself.
-            seconds: how long the leader waits.
+            payload: of the rank; ignored for the leader.
+            seconds: timeout of the leader.
         """
-        exchange = self._come("gather", rank, key, frozenset(range(1, self._size)))
+        exchange = self._enter("gather", rank, key, frozenset(range(1, self._size)))
         try:
             if rank == 0:
                 return await self._wait(exchange, rank, seconds)
-            if exchange.given_up:
+            if exchange.abandoned:
                 return Missing((rank,))
             if self._over is not None:
                 return self._over
             exchange.payloads[rank] = payload
             if not exchange.missing:
-                exchange.tell(Delivered())
+                exchange.finish(Delivered())
             return Delivered()
         finally:
             if rank == 0:
-                exchange.given_up = True
+                exchange.abandoned = True
                 exchange.payloads.clear()
             self._leave("gather", exchange, rank)
 
     async def broadcast(self, rank: int, key: str, payload: bytes | None, seconds: float) -> Outcome:
-        """As the leader, give a payload; as another, wait for it.
+        """Broadcast: the leader gives a payload; the other ranks wait for it.
 
         Args:
-            rank: who comes.
+            rank: the calling rank.
             key: of the exchange.
-            payload: what the leader gives; None from the others.
-            seconds: how long the others wait.
+            payload: of the leader; None for other ranks.
+            seconds: timeout of the other ranks.
         """
-        exchange = self._come("broadcast", rank, key, frozenset({0}))
+        exchange = self._enter("broadcast", rank, key, frozenset({0}))
         try:
             if payload is None:
                 outcome = await self._wait(exchange, rank, seconds)
                 if isinstance(outcome, Missing):
-                    exchange.came.remove(rank)  # it may wait once more: the leader can be a deadline later than it
+                    # The rank may try again, because the leader can be late by one timeout.
+                    exchange.entered.remove(rank)
                 return outcome
             if self._over is not None:
                 return self._over
             exchange.payloads[0] = payload
-            exchange.tell(Delivered())
+            exchange.finish(Delivered())
             return Delivered()
         finally:
-            if rank in exchange.came:
+            if rank in exchange.entered:
                 self._leave("broadcast", exchange, rank)
 
     def lose(self, rank: int, reason: str) -> None:
-        """A rank is dead: who waits for it is told so, and with them all who wait.
+        """Record that a rank failed. If a rank waits for it, end all exchanges.
 
-        What was given is still handed out, so that who is late learns of a commit that took place. An exchange that does
-        not need the dead rank goes on until somebody needs it.
+        Payloads already given are still delivered, so that late ranks learn about a completed
+        commit. Exchanges that do not need the failed rank continue.
         """
-        self._dead.setdefault(rank, reason)
+        self._failed.setdefault(rank, reason)
         if rank in self.awaited():
-            self.end(Lost(rank, self._dead[rank]))
+            self.end(Lost(rank, self._failed[rank]))
 
     def end(self, outcome: Outcome) -> None:
-        """Let everyone who waits, and whoever still comes, go with an outcome; the first one stays."""
+        """End all exchanges, present and future, with an outcome.
+
+        Only the first call has an effect.
+        """
         if self._over is None:
             self._over = outcome
         for exchange in self._exchanges():
-            exchange.tell(self._over)
+            exchange.finish(self._over)
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more can be agreed on."""
+        """True if all exchanges have ended."""
         return self._over is not None
 
     def awaited(self) -> frozenset[int]:
-        """The ranks that others wait for now."""
+        """Ranks for which others wait now."""
         return frozenset(rank for exchange in self._exchanges() if exchange.waiting for rank in exchange.missing)
 
     def progress(self, name: str, incarnation: int, joined: frozenset[int]) -> JobProgress:
-        """Where the ranks are.
+        """Return the progress of the ranks.
 
         Args:
             name: of the job.
-            incarnation: which one this is.
-            joined: the ranks that have joined it.
+            incarnation: number of this incarnation.
+            joined: ranks that have joined it.
         """
         now = time.monotonic()
         return JobProgress(
@@ -171,8 +176,8 @@ class Exchanges:
             tuple(
                 RankProgress(
                     rank,
-                    "dead" if rank in self._dead else "joined" if rank in joined else "absent",
-                    self._dead.get(rank, ""),
+                    "failed" if rank in self._failed else "joined" if rank in joined else "absent",
+                    self._failed.get(rank, ""),
                     self._counts[rank],
                     self._last.get(rank),
                     tuple(self._waits_of(rank, now)),
@@ -190,20 +195,20 @@ class Exchanges:
     def _exchanges(self) -> list[_Exchange]:
         return [exchange for queue in self._open.values() for exchange in queue]
 
-    def _come(self, kind: _Kind, rank: int, key: str, needed: frozenset[int]) -> _Exchange:
-        """The exchange that the rank's use of a key belongs to: the first to which it has not come."""
+    def _enter(self, kind: _Kind, rank: int, key: str, needed: frozenset[int]) -> _Exchange:
+        """Return the exchange for the rank's next use of a key: the first that the rank has not entered."""
         queue = self._open.setdefault((kind, key), deque())
-        exchange = next((exchange for exchange in queue if rank not in exchange.came), None)
+        exchange = next((exchange for exchange in queue if rank not in exchange.entered), None)
         if exchange is None:
             exchange = _Exchange(key, needed)
             queue.append(exchange)
-        exchange.came.add(rank)
+        exchange.entered.add(rank)
         self._counts[rank] += 1
         self._last[rank] = key
         return exchange
 
     def _leave(self, kind: _Kind, exchange: _Exchange, rank: int) -> None:
-        """A rank wants nothing more of an exchange; the last one frees what it holds."""
+        """Record that a rank has left an exchange. The last rank to leave removes the exchange."""
         exchange.done.add(rank)
         if len(exchange.done) == self._size:
             queue = self._open[kind, exchange.key]
@@ -212,11 +217,11 @@ class Exchanges:
                 del self._open[kind, exchange.key]
 
     async def _wait(self, exchange: _Exchange, rank: int, seconds: float) -> Outcome:
-        """Wait until the payloads are there; give them."""
+        """Wait for the payloads, and return them."""
         if exchange.missing and self._over is None:
-            dead = next((missing for missing in exchange.missing if missing in self._dead), None)
-            if dead is not None:
-                self.end(Lost(dead, self._dead[dead]))
+            failed = next((missing for missing in exchange.missing if missing in self._failed), None)
+            if failed is not None:
+                self.end(Lost(failed, self._failed[failed]))
         if not exchange.missing:
             return exchange.delivered()
         if self._over is not None:

@@ -1,4 +1,4 @@
-"""The actor through which the ranks of a job agree: it seats them, holds their exchanges, and looks after those awaited."""
+"""The actor of a job: assigns ranks, runs their exchanges, and checks that awaited ranks are alive."""
 
 from __future__ import annotations
 
@@ -10,40 +10,45 @@ from typing import Any, Final
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from ckptcore_ray.exchanges import Exchanges
-from ckptcore_ray.outcomes import Outcome, Over, Seat
+from ckptcore_ray.outcomes import Outcome, Over, RankMembership
 from ckptcore_ray.progress import JobProgress
 
 __all__ = ["JobActor", "process_token"]
 
-_LOOK_SECONDS: Final = 0.5
-"""How often the actor looks whether ranks that are waited for live."""
+_POLL_SECONDS: Final = 0.5
+"""Interval of the checks of awaited ranks."""
 
 
 @functools.cache
 def process_token() -> str:
-    """A name of this process that no other has, nor the one that Ray starts in its place."""
+    """Return an id of this process. A restarted actor has another one."""
     return uuid.uuid4().hex
 
 
-def _ask_for_token(member: object) -> str:
-    """What a member's actor carries out between its own methods."""
+def _return_token(member: object) -> str:
+    """Return the token of a rank's process.
+
+    Ray runs this in the rank's actor, between its own methods.
+    """
     return process_token()
 
 
 class JobActor:
-    """The ranks of one job, as an asynchronous Ray actor. Its methods are for `RayCoordinator` and `RayJob`.
+    """Asynchronous Ray actor for the ranks of one job.
 
-    A job has one incarnation at a time. A rank that joins and is in it already was started again, or begins again: the
-    next incarnation begins with it, and the exchanges of the former one end. So nothing that a former process of a rank,
-    or one that does not know yet, still says can reach the exchanges of the new one.
+    `RayCoordinator` and `RayJob` call its methods.
+
+    A job has one incarnation at a time. If a rank joins that is already a member, it was restarted:
+    the next incarnation begins, and all exchanges of the previous one end. Therefore messages of
+    earlier processes never reach the exchanges of the new incarnation.
     """
 
     def __init__(self, name: str, size: int) -> None:
-        """Wait for ranks.
+        """Start without ranks.
 
         Args:
             name: of the job.
-            size: how many ranks it has.
+            size: number of ranks.
         """
         self._name = name
         self._size = size
@@ -51,71 +56,71 @@ class JobActor:
         self._ended = "no rank has joined"
         self._exchanges = Exchanges(size)
         self._members: dict[int, tuple[Any, str]] = {}
-        self._asked: dict[int, asyncio.Task[None]] = {}
-        self._looking: asyncio.Task[None] | None = None
+        self._probes: dict[int, asyncio.Task[None]] = {}
+        self._polling: asyncio.Task[None] | None = None
 
     async def size(self) -> int:
-        """How many ranks the job has."""
+        """Number of ranks."""
         return self._size
 
-    async def join(self, rank: int, member: Any, token: str) -> Seat:
-        """Give a rank a place.
+    async def join(self, rank: int, member: Any, token: str) -> RankMembership:
+        """Add a rank.
 
         Args:
-            rank: which.
-            member: the handle of the actor that it is; None if it is none.
-            token: the `process_token` of its process.
+            rank: number of the rank.
+            member: handle of its actor; None if it is not an actor.
+            token: `process_token` of its process.
         """
         if self._incarnation == 0 or rank in self._members or self._exchanges.is_over:
             self._begin(f"rank {rank} joined the job again")
         self._members[rank] = member, token
-        if self._looking is None:
-            self._looking = asyncio.create_task(self._look())
-        return Seat(rank, self._incarnation)
+        if self._polling is None:
+            self._polling = asyncio.create_task(self._poll_ranks())
+        return RankMembership(rank, self._incarnation)
 
-    async def gather(self, seat: Seat, key: str, payload: bytes, seconds: float) -> Outcome:
+    async def gather(self, membership: RankMembership, key: str, payload: bytes, seconds: float) -> Outcome:
         """See `Exchanges.gather`."""
-        return self._refused(seat) or await self._exchanges.gather(seat.rank, key, payload, seconds)
+        return self._refused(membership) or await self._exchanges.gather(membership.rank, key, payload, seconds)
 
-    async def broadcast(self, seat: Seat, key: str, payload: bytes | None, seconds: float) -> Outcome:
+    async def broadcast(self, membership: RankMembership, key: str, payload: bytes | None, seconds: float) -> Outcome:
         """See `Exchanges.broadcast`."""
-        return self._refused(seat) or await self._exchanges.broadcast(seat.rank, key, payload, seconds)
+        return self._refused(membership) or await self._exchanges.broadcast(membership.rank, key, payload, seconds)
 
     async def progress(self) -> JobProgress:
-        """Where the ranks are."""
+        """Progress of the ranks."""
         return self._exchanges.progress(self._name, self._incarnation, frozenset(self._members))
 
     def _begin(self, reason: str) -> None:
-        """The next incarnation, of which nobody is a member."""
+        """Begin the next incarnation, without members."""
         self._incarnation += 1
         self._ended = reason
         self._exchanges.end(Over(self._incarnation, reason))
         self._exchanges = Exchanges(self._size)
         self._members = {}
-        self._asked = {}
+        self._probes = {}
 
-    def _refused(self, seat: Seat) -> Over | None:
-        return None if seat.incarnation == self._incarnation else Over(self._incarnation, self._ended)
+    def _refused(self, membership: RankMembership) -> Over | None:
+        return None if membership.incarnation == self._incarnation else Over(self._incarnation, self._ended)
 
-    async def _look(self) -> None:
-        """Ask the actors that are waited for whether they live, each once at a time: while one works, its answer waits."""
+    async def _poll_ranks(self) -> None:
+        """Probe the awaited actors, each with one call at a time, because a busy actor answers late."""
         while True:
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
             for rank in self._exchanges.awaited() & self._members.keys():
                 member, token = self._members[rank]
-                if member is not None and (rank not in self._asked or self._asked[rank].done()):
-                    self._asked[rank] = asyncio.create_task(self._ask(self._exchanges, rank, member, token))
+                if member is not None and (rank not in self._probes or self._probes[rank].done()):
+                    self._probes[rank] = asyncio.create_task(self._probe(self._exchanges, rank, member, token))
 
-    async def _ask(self, exchanges: Exchanges, rank: int, member: Any, token: str) -> None:
-        """Ask an actor once; if it is dead, or another process by now, its rank is lost."""
+    async def _probe(self, exchanges: Exchanges, rank: int, member: Any, token: str) -> None:
+        """Probe an actor once. Its rank is lost if the actor failed or runs in another process."""
         try:
-            found = await member.__ray_call__.remote(_ask_for_token)
+            found = await member.__ray_call__.remote(_return_token)
         except ActorUnavailableError:
-            return  # Ray cannot tell: it restarts, or cannot be reached; the next answer tells
+            return  # restarting or unreachable; the next probe decides
         except RayActorError as error:
             exchanges.lose(rank, f"its actor died: {' '.join(str(error).split())}")
         except RayError:
-            return  # the question failed there, and not the actor; the deadline is what is left
+            return  # the call failed, but not the actor; the timeout still applies
         else:
             if found != token:
                 exchanges.lose(rank, "its actor died and was restarted by Ray")

@@ -1,4 +1,4 @@
-"""What the driver has of a job: it makes it, follows it and stops it."""
+"""`RayJob`: creates, observes and stops a job, for the driver."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from ckptcore.errors import PluginError, RankFailedError
 from ckptcore_ray.job_actor import JobActor
 from ckptcore_ray.progress import JobProgress
 
-__all__ = ["RayJob", "find_job", "gone", "make_job"]
+__all__ = ["RayJob", "find_job", "lost_job_message", "make_job"]
 
 _WAITS_PER_RANK: Final = 64
-"""How many exchanges of one rank can be open at once: each thread that saves has one."""
+"""Exchanges that one rank can have open at once: one for each thread that saves."""
 
 
 @dataclass(frozen=True, slots=True)
 class RayJob:
-    """A job of several ranks. `make_job` gives it; as a context manager it stops the job at the end.
+    """A job of several ranks. As a context manager it stops the job at the end.
 
-    The driver keeps it: the job's actor ends when nobody has the one that `make_job` gave, as Ray's actors do.
+    The driver must keep it: Ray ends the job's actor when the handle returned by `make_job` is
+    deleted.
 
     Attributes:
         name: of the job.
-        size: how many ranks it has.
-        namespace: that of its actor; None: that of the driver's Ray job.
-        actor: Ray's handle of the actor through which the ranks agree.
+        size: number of ranks.
+        namespace: Ray namespace of its actor; None for that of the driver.
+        actor: handle of the actor through which the ranks communicate.
     """
 
     name: str
@@ -39,19 +40,19 @@ class RayJob:
     actor: Any
 
     def progress(self) -> JobProgress:
-        """Where the ranks are: who has joined, who is in which exchange of which save, who is dead. Blocks shortly.
+        """Return the progress of the ranks: joined, waiting or failed. Blocks briefly.
 
         Raises:
-            RankFailedError: if the job's actor is gone.
+            RankFailedError: if the job's actor has failed.
         """
         try:
-            told: JobProgress = self.actor.progress.remote().future().result()
+            progress: JobProgress = self.actor.progress.remote().future().result()
         except RayError as error:
-            raise RankFailedError(gone(self.name, self.size, error)) from error
-        return told
+            raise RankFailedError(lost_job_message(self.name, self.size, error)) from error
+        return progress
 
     def stop(self) -> None:
-        """End the job: ranks that wait, or come later, are told so."""
+        """Stop the job. Waiting and later ranks get an error."""
         ray.kill(self.actor)
 
     def __enter__(self) -> Self:
@@ -64,18 +65,21 @@ class RayJob:
 
 
 def make_job(name: str, size: int, *, namespace: str | None = None) -> RayJob:
-    """Make a job that actors can join. For the driver, which needs nothing of what they work with; returns once it is there.
+    """Create a job that actors can join.
 
-    It takes no CPU in Ray's count, and runs on the driver's node if it can.
+    Call this in the driver; it blocks until the job's actor runs.
+
+    The actor uses no CPU in Ray's count, and runs on the driver's node if possible. The driver
+    needs no accelerator.
 
     Args:
-        name: of the job, one at a time of this name.
-        size: how many ranks it has.
-        namespace: Ray's namespace for it; None: that of the driver, where its own actors find it.
+        name: name of the job, unique in the namespace.
+        size: number of ranks.
+        namespace: Ray namespace of the job; None for that of the driver.
 
     Raises:
-        PluginError: if there is a job of this name.
-        ValueError: if a job cannot have this size.
+        PluginError: if a job of this name exists.
+        ValueError: if the size is less than 1.
     """
     if size < 1:
         raise ValueError(f"make_job({name!r}, size={size}): expected at least 1 rank")
@@ -91,52 +95,52 @@ def make_job(name: str, size: int, *, namespace: str | None = None) -> RayJob:
         actor = options.remote(name, size)
     except ValueError as error:
         raise PluginError(
-            f"make_job({name!r}): Ray refused its actor: {error}; if there is a job of this name, stop it by "
-            f"find_job({name!r}).stop(), or take another name"
+            f"make_job({name!r}): Ray refused its actor: {error}; if a job of this name "
+            f"exists, stop it with find_job({name!r}).stop(), or use another name"
         ) from error
     try:
         actor.size.remote().future().result()
     except RayError as error:
         raise PluginError(
-            f"make_job({name!r}): its actor did not start: {error}; ckptcore-ray must be installed on every node"
+            f"make_job({name!r}): its actor did not start: {error}; install ckptcore-ray on every node"
         ) from error
     return RayJob(name, size, namespace, actor)
 
 
 def find_job(name: str, *, namespace: str | None = None) -> RayJob:
-    """The job of this name, from any process of Ray. Holding it does not keep the job.
+    """Return the job of this name, in any process of Ray. It does not keep the job alive.
 
     Args:
-        name: that `make_job` was given.
-        namespace: that `make_job` was given.
+        name, namespace: those passed to `make_job`.
 
     Raises:
-        PluginError: if there is none.
-        RankFailedError: if its actor is gone.
+        PluginError: if there is no such job.
+        RankFailedError: if its actor has failed.
     """
     try:
         actor: Any = ray.get_actor(_actor_name(name), namespace)
     except ValueError as error:
         where = "this process's namespace" if namespace is None else f"the namespace {namespace!r}"
         raise PluginError(
-            f"there is no job {name!r} in {where} of Ray: make it in the driver first, job = make_job({name!r}, size), and keep "
-            "what that gives as long as the job lasts"
+            f"no job {name!r} in {where} of Ray: call job = make_job({name!r}, size) in the "
+            "driver first, and keep the result while the job runs"
         ) from error
     try:
         size: int = actor.size.remote().future().result()
     except RayError as error:
-        raise RankFailedError(gone(name, None, error)) from error
+        raise RankFailedError(lost_job_message(name, None, error)) from error
     return RayJob(name, size, namespace, actor)
 
 
 def _actor_name(job: str) -> str:
-    """The name of a job's actor in Ray."""
+    """Return the name of a job's actor in Ray."""
     return f"ckptcore job {job}"
 
 
-def gone(job: str, size: int | None, error: Exception) -> str:
-    """What to say where the actor of a job is gone: the text of an error."""
+def lost_job_message(job: str, size: int | None, error: Exception) -> str:
+    """Return the error message for a job whose actor has failed."""
     return (
-        f"the job {job!r} is over, as its actor cannot be reached: {' '.join(str(error).split())}; let the driver make it again, "
-        f"make_job({job!r}, {'size' if size is None else size}), and every rank join it again"
+        f"the actor of the job {job!r} cannot be reached: {' '.join(str(error).split())}; call "
+        f"make_job({job!r}, {'size' if size is None else size}) in the driver again, and join "
+        "again on every rank"
     )

@@ -1,4 +1,4 @@
-"""Which job this process joined, so that saves and loads without a Context find it."""
+"""The job of this process, for saves and loads without a coordinator in their Context."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["join_job", "joined_coordinator", "leave_job"]
 
 
 class _Membership:
-    """The coordinator that this process joined with last; any thread."""
+    """The coordinator that this process joined with last. Any thread."""
 
     def __init__(self) -> None:
         self.coordinator: RayCoordinator | None = None
@@ -24,16 +24,16 @@ def _membership() -> _Membership:
 def join_job(
     job: str, rank: int, size: int, *, timeout_seconds: float = 600.0, namespace: str | None = None
 ) -> RayCoordinator:
-    """Be a rank of a job from now on: what this process saves and loads without a coordinator, the job does together.
+    """Join a job as a rank. Saves and loads without a coordinator then run on the whole job.
 
-    Joining again takes the place of the former time: after the rank that died was started anew, every rank joins again. Contexts without a
-    coordinator go on in the new incarnation of the job; a Checkpointer belongs to the former one, and a new one takes its place.
+    After a rank was restarted, every rank joins again. Contexts without a coordinator then use the
+    new incarnation of the job. A Checkpointer belongs to one incarnation and must be replaced.
 
     Args:
-        job, rank, size, timeout_seconds, namespace: those of `RayCoordinator`.
+        job, rank, size, timeout_seconds, namespace: see `RayCoordinator`.
 
     Raises:
-        PluginError, RankFailedError: as `RayCoordinator` does.
+        PluginError, RankFailedError: see `RayCoordinator`.
     """
     membership = _membership()
     membership.coordinator = None
@@ -43,10 +43,13 @@ def join_job(
 
 
 def leave_job() -> None:
-    """Save and load alone again. The job goes on with the rank as it is: the others wait for it where they need it."""
+    """Save and load without the job again.
+
+    The job keeps the rank, so the others still wait for it.
+    """
     _membership().coordinator = None
 
 
 def joined_coordinator() -> RayCoordinator | None:
-    """The coordinator of the job that this process joined, the same until it joins again; None where it joined none."""
+    """Return the coordinator of the job that this process joined last, or None."""
     return _membership().coordinator

@@ -1,20 +1,20 @@
-"""How an exchange ends for a rank, as the job's actor tells it."""
+"""Results of an exchange for one rank."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = ["Delivered", "Lost", "Missing", "Outcome", "Over", "Seat"]
+__all__ = ["Delivered", "Lost", "Missing", "Outcome", "Over", "RankMembership"]
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """A rank's place in a job. Every join of a rank gives it another.
+class RankMembership:
+    """Membership of a rank in one incarnation. Each join returns a new one.
 
     Attributes:
-        rank: which rank.
-        incarnation: which one of the job's, from 1.
+        rank: number of the rank.
+        incarnation: of the job, from 1.
     """
 
     rank: int
@@ -23,11 +23,11 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """The exchange took place.
+    """The exchange completed.
 
     Attributes:
-        payloads: those that the rank gets: the leader of a gather those of ranks 1 and up, in their order; who waited for a
-            broadcast the leader's; else none.
+        payloads: for the leader of a gather, those of ranks 1 and up in order; for other ranks of a
+            broadcast, the leader's; otherwise empty.
     """
 
     payloads: tuple[bytes, ...] = ()
@@ -35,10 +35,10 @@ class Delivered:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Ranks did not come before the deadline.
+    """Ranks missed the timeout.
 
     Attributes:
-        ranks: which, in their order.
+        ranks: in order.
     """
 
     ranks: tuple[int, ...]
@@ -46,11 +46,11 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A rank that is waited for has died, and with it this incarnation.
+    """A required rank failed, which ended this incarnation.
 
     Attributes:
-        rank: which.
-        reason: what Ray says of its actor.
+        rank: the failed rank.
+        reason: Ray's message about its actor.
     """
 
     rank: int
@@ -59,11 +59,11 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """The rank's place is not in the job's present incarnation.
+    """The rank belongs to an earlier incarnation.
 
     Attributes:
-        incarnation: the present one.
-        reason: why the rank's own one ended.
+        incarnation: the current one.
+        reason: why the rank's incarnation ended.
     """
 
     incarnation: int
@@ -71,4 +71,4 @@ class Over:
 
 
 Outcome: TypeAlias = Delivered | Missing | Lost | Over
-"""What an exchange ends with."""
+"""Result of an exchange."""

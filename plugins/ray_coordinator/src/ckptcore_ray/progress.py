@@ -1,4 +1,4 @@
-"""What the driver of a job is told of its ranks."""
+"""Progress of a job's ranks, for the driver."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Literal, TypeAlias
 
 __all__ = ["JobProgress", "RankProgress", "RankState", "Waiting"]
 
-RankState: TypeAlias = Literal["absent", "joined", "dead"]
-"""A rank has not joined the incarnation, has joined it, or was found dead while others waited for it."""
+RankState: TypeAlias = Literal["absent", "joined", "failed"]
+"""State of a rank in the incarnation: not joined, joined, or failed while others waited for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,9 +16,9 @@ class Waiting:
     """An exchange in which a rank waits for others.
 
     Attributes:
-        key: of the exchange. Those of a save begin with its location, and end with the stage that it is in.
-        for_ranks: the ranks that have not come.
-        seconds: how long it has waited.
+        key: of the exchange. For a save it begins with the location and ends with the stage.
+        for_ranks: ranks that have not reached it.
+        seconds: duration of the wait.
     """
 
     key: str
@@ -28,15 +28,15 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class RankProgress:
-    """Where one rank is.
+    """Progress of one rank.
 
     Attributes:
-        rank: which.
-        state: whether it is there.
-        reason: what Ray says of its death; else empty.
-        exchanges: how many exchanges it has come to.
-        last: the key of the newest of them; None before the first.
-        waiting: those that it is in now, the oldest first.
+        rank: number of the rank.
+        state: of the rank.
+        reason: Ray's message if it failed; else empty.
+        exchanges: number of exchanges that it has entered.
+        last: key of the latest exchange; None before the first.
+        waiting: exchanges in which it waits, oldest first.
     """
 
     rank: int
@@ -49,13 +49,13 @@ class RankProgress:
 
 @dataclass(frozen=True, slots=True)
 class JobProgress:
-    """Where the ranks of a job are.
+    """Progress of the ranks of a job.
 
     Attributes:
         name: of the job.
-        incarnation: how many times the job was begun, by ranks that joined it again; 0 before the first joined.
-        ranks: one after the other.
-        held_bytes: payloads that are still to be fetched.
+        incarnation: number of the incarnation; 0 before the first rank joined.
+        ranks: in order.
+        held_bytes: size of payloads not yet delivered.
     """
 
     name: str

@@ -1,18 +1,20 @@
-"""fsspec for ckptcore: storages for the URLs that no other plugin opens. Importing this imports no fsspec.
+"""The fsspec plugin: storages for URLs that no other plugin opens.
+
+Importing it does not import fsspec.
 
 ::
 
     plugin         the hook
-    opening        a URL and options, as a storage
-    file_systems   the file systems of fsspec that are open in this process
-    storage        the objects below a path of a file system
-    places         how a file system is given an object: streamed, spooled, or renamed
-    ranges         buffers that are filled from ranges of one object
-    writing        pieces in any order, in the order of the bytes
-    read_only      a storage that takes nothing
+    opening        opens a storage from a URL and options
+    file_systems   cache of fsspec file systems in this process
+    storage        objects below a path of a file system
+    write_methods  writing of objects: streamed, spooled, or renamed
+    ranges         reads of several ranges of one object
+    writing        puts pieces in the order of their bytes
+    read_only      a read-only storage
     web            http:// and https://
-    requests       what is asked of a web server
-    failures       errors of file systems, as those of ckptcore
+    requests       requests to a web server
+    failures       conversion of errors
 """
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""Errors of file systems, as those of ckptcore."""
+"""Conversion of file system errors to ckptcore errors."""
 
 from __future__ import annotations
 
@@ -19,30 +19,31 @@ from ckptcore.errors import (
 )
 from ckptcore.redaction import chainable, redacted
 
-__all__ = ["NOT_THERE", "failure", "first_line", "telling"]
+__all__ = ["MISSING_OBJECT_ERRORS", "converted_errors", "failure", "first_line"]
 
-NOT_THERE: Final = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-"""What file systems raise where there is no such object."""
+MISSING_OBJECT_ERRORS: Final = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+"""Exceptions that file systems raise for a missing object."""
 
 _LONGEST: Final = 300
-"""Characters of an error that are told."""
+"""Maximum length of an error message."""
 
 _STATUS_NAMES: Final = ("status", "status_code", "code")
-"""Where errors of aiohttp, Azure, httpx, requests and gcsfs keep the status of an answer."""
+"""Attributes with the HTTP status, in errors of aiohttp, Azure, httpx, requests and gcsfs."""
 
 
 def first_line(error: BaseException) -> str:
-    """An error in one line: its type, and the beginning of what it says."""
-    text = redacted(" ".join(str(error).split()))  # before it is cut, which could end a URL in its password
+    """Return the type and the start of the message of an error, in one line."""
+    # redact before cutting, which could hide the end of a password in a URL
+    text = redacted(" ".join(str(error).split()))
     return f"{type(error).__name__}: {text[:_LONGEST]}" if text else type(error).__name__
 
 
 @contextmanager
-def telling(what: str) -> Iterator[None]:
-    """Raise errors of a file system as those of ckptcore; its own pass.
+def converted_errors(what: str) -> Iterator[None]:
+    """Convert file system errors to ckptcore errors. Those of ckptcore pass unchanged.
 
     Args:
-        what: what is done, and where: ``cannot read ...``.
+        what: operation and location: ``cannot read ...``.
 
     Raises:
         StorageError
@@ -51,40 +52,41 @@ def telling(what: str) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except Exception as error:  # noqa: BLE001  # it is raised again, as one of ours
+    except Exception as error:  # noqa: BLE001  # raised again as a ckptcore error
         raise failure(error, what) from chainable(error)
 
 
 def failure(error: BaseException, what: str) -> StorageError:
-    """The error of ckptcore for one of a file system.
+    """Return the ckptcore error for a file system error.
 
     Args:
-        error: of fsspec, or of what a file system is made with; they agree on builtin errors and the status of answers only.
-        what: what was done, and where: ``cannot read ...``.
+        error: an error of fsspec or of the library below it. These share only builtin errors and
+            status codes.
+        what: operation and location: ``cannot read ...``.
     """
     found = first_line(error)
     status = _status(error)
-    if isinstance(error, NOT_THERE) or status in (404, 410):
-        return ObjectNotFoundError(f"{what}: there is no such object ({found})")
+    if isinstance(error, MISSING_OBJECT_ERRORS) or status in (404, 410):
+        return ObjectNotFoundError(f"{what}: the object does not exist ({found})")
     if status == 401 or type(error).__name__ in (
         "NoCredentialsError",
         "DefaultCredentialsError",
         "ClientAuthenticationError",
     ):
-        return StorageCredentialsError(f"{what}: {found}; give credentials as this storage expects them, or new ones")
+        return StorageCredentialsError(f"{what}: {found}; provide valid credentials for this storage")
     if isinstance(error, PermissionError) or status == 403:
-        return StoragePermissionError(f"{what}: {found}; give credentials that allow it, or have it allowed")
+        return StoragePermissionError(f"{what}: {found}; use other credentials, or grant the permission")
     if status in (429, 503):
-        return StorageThrottledError(f"{what}: {found}; let fewer processes use the storage at once, and try again")
+        return StorageThrottledError(f"{what}: {found}; use fewer processes at once, and try again")
     if isinstance(error, TimeoutError) or status in (408, 504):
-        return StorageTimeoutError(f"{what}: {found}; look whether the storage can be reached, and try again")
+        return StorageTimeoutError(f"{what}: {found}; check the connection to the storage, and try again")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return StorageFullError(f"{what}: {found}; make room, or save elsewhere")
+        return StorageFullError(f"{what}: {found}; free some space, or save elsewhere")
     return StorageError(f"{what}: {found}")
 
 
 def _status(error: BaseException) -> int | None:
-    """The status of the answer that an error is about."""
+    """Return the HTTP status of an error, or None."""
     for holder in (error, getattr(error, "response", None)):
         for name in _STATUS_NAMES:
             value = getattr(holder, name, None)

@@ -1,4 +1,4 @@
-"""The file systems of fsspec that are open in this process."""
+"""Cache of fsspec file systems in this process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ __all__ = ["Connection", "FileSystem"]
 
 
 class FileSystem(Protocol):
-    """What is used of `fsspec.AbstractFileSystem`, which has no types. Paths are without a scheme, but on the web."""
+    """The methods of `fsspec.AbstractFileSystem` in use. fsspec has no types.
+
+    Paths have no scheme, except on the web.
+    """
 
     async_impl: bool
     loop: AbstractEventLoop
@@ -43,28 +46,29 @@ class FileSystem(Protocol):
 
 
 class Connection:
-    """One file system, with its options; any thread and any process that was forked has it open for itself.
+    """One file system with its options. Any thread.
 
-    fsspec's own file systems are not to be used after a fork, and those that are not asynchronous may not bear several threads.
+    Each process opens it again, because fsspec file systems must not be used after a fork. Each
+    thread opens its own file system if that is not asynchronous, because it may not be thread-safe.
     """
 
     def __init__(self, protocol: str, url: str, options: Mapping[str, JSON]) -> None:
-        """Connect to what a URL names; nothing is asked of it yet.
+        """Prepare a file system, without a request.
 
         Args:
-            protocol: as fsspec knows it.
+            protocol: protocol name of fsspec.
             url: with this protocol.
             options: of the class of the file system, by name.
 
         Raises:
-            InvalidLocationError: the URL is none of this protocol.
-            UnknownPluginError: what the protocol needs is not installed.
+            InvalidLocationError: if the URL is invalid for this protocol.
+            UnknownPluginError: if a package for the protocol is not installed.
         """
         try:
             self._type = fsspec.get_filesystem_class(protocol)
         except ImportError as error:
             raise UnknownPluginError(
-                f"fsspec opens {protocol}:// with a package that is not installed: {first_line(error)}"
+                f"cannot open {protocol}://: a package that fsspec needs is not installed: {first_line(error)}"
             ) from error
         try:
             self.path = str(self._type._strip_protocol(url))
@@ -72,15 +76,15 @@ class Connection:
         except Exception as error:  # noqa: BLE001  # it is raised again, as one of ours
             # The message may contain a part of an unescaped password.
             raise InvalidLocationError(
-                f"fsspec finds no path in {url!r} ({type(error).__name__}); write characters such as / and @ in a "
-                "password as %2F and %40"
+                f"cannot parse the path in {url!r} ({type(error).__name__}); write characters "
+                "such as / and @ in a password as %2F and %40"
             ) from None
         named.pop("path", None)
         self.protocol = protocol
         self._options = json.dumps({**named, **options}, sort_keys=True)
 
     def get(self) -> FileSystem:
-        """The file system, for this thread.
+        """Return the file system for this thread.
 
         Raises:
             StorageError
@@ -95,14 +99,17 @@ class Connection:
     def _open(self) -> FileSystem:
         options = json.loads(self._options)
         try:
-            # An instance of our own: others rely on the listings that theirs keeps, and ours must keep none.
+            # Bypass fsspec's instance cache: other code relies on cached listings, and this
+            # instance must not cache any.
             system = self._type(**options, skip_instance_cache=True)
         except CheckpointError:
             raise
         except TypeError as error:
             raise PluginError(
-                f"fsspec's {self._type.__name__} does not take the options {sorted(options)}: {first_line(error)}; "
-                f"Context(storage={{{self.protocol!r}: {{...}}}}) gives what its documentation names"
+                f"fsspec's {self._type.__name__} does not accept the options "
+                f"{sorted(options)}: {first_line(error)}; set "
+                f"Context(storage={{{self.protocol!r}: {{...}}}}) to options in its "
+                "documentation"
             ) from chainable(error)
         except Exception as error:  # noqa: BLE001  # it is raised again, as one of ours
             raise failure(error, f"cannot open {self.protocol}://") from chainable(error)
@@ -113,7 +120,7 @@ class Connection:
 
 @functools.lru_cache(maxsize=1)
 def _shared(process: int) -> dict[tuple[str, str], FileSystem]:
-    """Those that every thread of a process may use; of an earlier process nothing is kept."""
+    """File systems shared by all threads of a process. Those of a parent process are dropped."""
     return {}
 
 

@@ -1,4 +1,4 @@
-"""A URL and options, as a storage."""
+"""Opens a storage from a URL and options."""
 
 from __future__ import annotations
 
@@ -17,40 +17,42 @@ from ckptcore_fsspec.web import WebStorage
 __all__ = ["PREFIX", "open_url", "opens"]
 
 PREFIX: Final = "fsspec+"
-"""Before a scheme: fsspec opens it, also where another plugin opens the scheme itself."""
+"""Prefix of a scheme that selects fsspec even if another plugin opens the scheme."""
 
 _WEB: Final = ("http", "https")
 
 _READ_ONLY: Final = ("data", "git", "github", "gist", "hf")
-"""File systems that take nothing, or each object as a version of the whole."""
+"""File systems that are read-only, or that store each object as a version of the whole."""
 
 
 def opens(scheme: str) -> bool:
-    """Whether fsspec knows what opens a scheme; it may need a package that is not installed."""
+    """Return True if fsspec knows a scheme. Its package may be missing."""
     return scheme.removeprefix(PREFIX) in fsspec.available_protocols()
 
 
 def open_url(url: str, options: StorageOptions) -> StorageBackend:
-    """Open a directory by fsspec; nothing is asked of the file system yet.
+    """Open a directory with fsspec, without a request.
 
     Args:
-        url: ``SCHEME://...`` or ``fsspec+SCHEME://...``; what follows is as fsspec has it, without escapes but on the web.
-        options: its `config` holds the ``storage_options`` of fsspec.
+        url: ``SCHEME://...`` or ``fsspec+SCHEME://...``. The rest has fsspec's form, without
+            escapes except on the web.
+        options: its `config` contains fsspec's ``storage_options``.
 
     Raises:
-        InvalidLocationError: the URL names no directory, or the options are no JSON.
-        UnknownPluginError: what the scheme needs is not installed.
+        InvalidLocationError: if the URL is invalid, or the options are not JSON.
+        UnknownPluginError: if a package for the scheme is not installed.
     """
     scheme, separator, rest = url.partition("://")
     protocol = scheme.lower().removeprefix(PREFIX)
     if not separator or "::" in url:
         raise InvalidLocationError(
-            f"expected a URL such as {PREFIX}memory://directory, found {url!r}; URLs that are chained with '::' name single files"
+            f"cannot open {url!r}: expected a URL such as {PREFIX}memory://directory; chained "
+            "URLs with '::' are not supported"
         )
     try:
         json.dumps(dict(options.config))
     except (TypeError, ValueError) as error:
-        raise InvalidLocationError(f"the options for {scheme}:// are no JSON: {error}") from error
+        raise InvalidLocationError(f"the options of {scheme}:// are not JSON: {error}") from error
     connection = Connection(protocol, f"{protocol}://{rest}", options.config)
     if protocol in _WEB:
         return WebStorage(connection, url)

@@ -1,4 +1,4 @@
-"""The hook of the plugin. fsspec is imported when it is first asked about a scheme that no plugin names."""
+"""Hook of the plugin. fsspec is imported for the first scheme that no other plugin opens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["ckpt_storage_for"]
 
 @hookimpl
 def ckpt_storage_for(scheme: str) -> StorageOpener | None:
-    """What opens URLs of a scheme that fsspec knows, or of ``fsspec+`` and such a scheme."""
+    """Return the opener of a scheme that fsspec knows, with or without ``fsspec+``."""
     from ckptcore_fsspec.opening import open_url, opens
 
     return open_url if opens(scheme) else None

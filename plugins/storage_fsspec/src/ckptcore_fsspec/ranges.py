@@ -1,4 +1,4 @@
-"""Buffers that are filled from ranges of one object, with few requests."""
+"""Reads several ranges of one object into buffers, with few requests."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ckptcore.errors import CorruptCheckpointError
 
 __all__ = ["fill"]
 
-_NEAR_BYTES: Final = 64 << 10
-"""Bytes between two ranges that are read in vain rather than by a request of its own."""
+_MAX_GAP_BYTES: Final = 64 << 10
+"""Largest gap between two ranges that one request reads."""
 
-_RUN_BYTES: Final = 16 << 20
-"""The most that one request asks for: fsspec returns it in memory of its own."""
+_REQUEST_BYTES: Final = 16 << 20
+"""Maximum size of a request, because fsspec allocates memory for the result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,29 +34,30 @@ def fill(
     read: Callable[[int, int], bytes],
     size: Callable[[], int],
 ) -> None:
-    """Fill each buffer from its offset on; ranges near each other are read together.
+    """Fill each buffer from its offset. Near ranges are read together.
 
     Args:
-        key, url: the object and the directory that it is in, for errors.
+        key, url: the object and its directory, for errors.
         ranges: offsets and buffers.
-        read: gives a range; fewer bytes where the object ends before.
-        size: of the object in bytes; asked where nothing is read, and where something is missing.
+        read: reads a range; returns fewer bytes at the end of the object.
+        size: returns the size of the object in bytes. Called if there is nothing to read, or if
+            bytes are missing.
 
     Raises:
-        CorruptCheckpointError: the object ends before a buffer is full.
+        CorruptCheckpointError: if the object is too short.
     """
     pieces = [piece for offset, buffer in ranges for piece in _cut(offset, buffer)]
     if not pieces:
         size()
-    for run in _runs(pieces):
+    for run in _requests(pieces):
         start = run[0].start
         data = memoryview(read(start, max(piece.stop for piece in run)))
         for piece in run:
             if piece.stop > start + len(data):
                 found = start + len(data) if len(data) else size()
                 raise CorruptCheckpointError(
-                    f"the object {key!r} in {url} is too short: expected bytes {piece.start} to {piece.stop}, found {found} bytes "
-                    "in all. Load another checkpoint",
+                    f"the object {key!r} in {url} is too short: expected bytes {piece.start} "
+                    f"to {piece.stop}, found {found} bytes in total. Load another checkpoint",
                     key=key,
                     start=min(piece.start, found),
                     stop=piece.stop,
@@ -65,16 +66,16 @@ def fill(
 
 
 def _cut(offset: int, buffer: memoryview) -> Iterator[_Piece]:
-    for start in range(0, len(buffer), _RUN_BYTES):
-        yield _Piece(offset + start, buffer[start : start + _RUN_BYTES])
+    for start in range(0, len(buffer), _REQUEST_BYTES):
+        yield _Piece(offset + start, buffer[start : start + _REQUEST_BYTES])
 
 
-def _runs(pieces: Sequence[_Piece]) -> Iterator[Sequence[_Piece]]:
-    """What is read by one request each, in the order of the offsets."""
+def _requests(pieces: Sequence[_Piece]) -> Iterator[Sequence[_Piece]]:
+    """Group pieces into requests, sorted by offset."""
     run: list[_Piece] = []
     stop = 0
     for piece in sorted(pieces, key=lambda piece: piece.start):
-        if run and (piece.start > stop + _NEAR_BYTES or piece.stop > run[0].start + _RUN_BYTES):
+        if run and (piece.start > stop + _MAX_GAP_BYTES or piece.stop > run[0].start + _REQUEST_BYTES):
             yield run
             run = []
         stop = max(stop, piece.stop) if run else piece.stop

@@ -1,4 +1,4 @@
-"""A storage that takes nothing."""
+"""A read-only storage."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ __all__ = ["ReadOnlyStorage"]
 
 
 class ReadOnlyStorage(FsspecStorage):
-    """The objects below a path of a file system that is only read. Any thread."""
+    """Objects below a path of a read-only file system. Any thread."""
 
     def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
-        """Refused, and nothing was asked of the storage."""
+        """Raise an error without a request."""
         raise self._refusal(key)
 
     def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
-        """Refused, and nothing was asked of the storage."""
+        """Raise an error without a request."""
         raise self._refusal(key)
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Refused where there is anything to delete."""
+        """Raise an error if there are keys."""
         for key in keys:
             raise self._refusal(key)
 
     def _refusal(self, key: str) -> StoragePermissionError:
         self._path(key)
         return StoragePermissionError(
-            f"{self._url} is only read, and {key!r} would change it: checkpoints are loaded from {self._scheme}:// and not saved; "
-            "save to another storage"
+            f"cannot change {key!r} in {self._url}: {self._scheme}:// is read-only; save to another storage"
         )

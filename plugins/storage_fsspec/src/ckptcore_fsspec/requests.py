@@ -1,7 +1,8 @@
-"""What is asked of a web server.
+"""Requests to a web server.
 
-fsspec's own requests do not tell a part from the whole, which servers send that take no ranges (Python's ``http.server``), nor
-a server that cannot be reached from an object that is not there. These go out over its session, with what it was opened with.
+fsspec's own requests confuse a range with the whole object, which servers without range support
+send (Python's ``http.server``), and an unreachable server with a missing object. These requests use
+fsspec's session and options.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ _CONTENT_RANGE: Final = re.compile(r"bytes (?:(\d{1,19})-(\d{1,19})|\*)/(\d{1,19
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a server sent.
+    """An answer of a server.
 
     Attributes:
-        data: the bytes that were asked for; fewer where the object ends before.
-        size: of the whole object in bytes, or None where the server does not say.
-        takes_ranges: whether it sent the range only; False where it sent all, and the rest was left.
-        version: the strong ETag of the object, which a later request can insist on, or None.
+        data: the requested bytes, or fewer at the end of the object.
+        size: size of the object in bytes; None if unknown.
+        takes_ranges: True if the server sent the range only; False if it sent the whole object, of
+            which the rest was not read.
+        version: strong ETag for later conditional requests, or None.
     """
 
     data: bytes
@@ -43,18 +45,18 @@ class Answer:
 
 
 def fetch(system: FileSystem, url: str, start: int, stop: int | None, version: str | None = None) -> Answer:
-    """Bytes `start` to `stop` of what a URL names; with a version, of that one or none. Blocks.
+    """Read bytes `start` to `stop` of a URL, optionally of one version only. Blocks.
 
     Raises:
-        FileNotFoundError: there is nothing, or a directory.
-        StorageError: the server sent other bytes than were asked for.
+        FileNotFoundError: for a missing object or a directory.
+        StorageError: if the server sent a different range.
     """
     answer: Answer = sync(system.loop, _fetch, system, url, start, stop, version, None)
     return answer
 
 
 def fetch_to_file(system: FileSystem, url: str, file: IO[bytes]) -> Answer:
-    """Write all of what a URL names to a file. Blocks; raises what `fetch` does."""
+    """Copy the object at a URL to a file. Blocks. Raises the same errors as `fetch`."""
     answer: Answer = sync(system.loop, _fetch, system, url, 0, None, None, file)
     return answer
 
@@ -65,7 +67,7 @@ async def _fetch(
     import aiohttp
 
     options = dict(system.kwargs)
-    # What is compressed on the way has other ranges.
+    # Ranges of a compressed answer would be different.
     headers = {**options.pop("headers", {}), "Accept-Encoding": "identity"}
     if start or stop is not None:
         headers["Range"] = f"bytes={start}-{'' if stop is None else stop - 1}"
@@ -77,28 +79,26 @@ async def _fetch(
         if response.status in (404, 410):
             raise FileNotFoundError(url)
         if response.url.path.endswith("/"):
-            raise FileNotFoundError(f"{url} is a directory")  # servers lead from its name to its index
+            raise FileNotFoundError(f"{url} is a directory")  # servers redirect the name of a directory to its index
         given = _content_range(response.headers)
         if response.status == 416:
             return Answer(b"", given[1], True, _version(response.headers))
         response.raise_for_status()
         if response.status == 206:
             if given[0] != start:
-                raise StorageError(
-                    f"the server of {url} sent a range from {given[0]}, where one from {start} was asked for"
-                )
+                raise StorageError(f"{url}: the server sent a range from byte {given[0]} instead of {start}")
             size, skipped = given[1], 0
         elif response.status == 200:
             size, skipped = response.content_length, start
         else:
-            raise StorageError(f"the server of {url} answered {response.status}, where 200 or 206 is expected")
+            raise StorageError(f"{url}: the server answered with status {response.status} instead of 200 or 206")
         await _skip(response.content, skipped)
         data = await _read(response.content, None if stop is None else stop - start, file)
         return Answer(data, size, response.status == 206, _version(response.headers))
 
 
 def _content_range(headers: Mapping[str, str]) -> tuple[int | None, int | None]:
-    """Where the bytes sent begin, and the size of the whole; None for what is not said."""
+    """Return the start of the range and the size of the object; None if unknown."""
     matched = _CONTENT_RANGE.fullmatch(headers.get("Content-Range", "").strip())
     if matched is None:
         return None, None
@@ -110,7 +110,7 @@ def _content_range(headers: Mapping[str, str]) -> tuple[int | None, int | None]:
 
 def _version(headers: Mapping[str, str]) -> str | None:
     tag = headers.get("ETag", "")
-    return tag if tag.startswith('"') else None  # a weak one says nothing of bytes
+    return tag if tag.startswith('"') else None  # a weak ETag does not identify bytes
 
 
 async def _skip(content: Any, nbytes: int) -> None:
@@ -122,7 +122,7 @@ async def _skip(content: Any, nbytes: int) -> None:
 
 
 async def _read(content: Any, limit: int | None, file: IO[bytes] | None) -> bytes:
-    """The next bytes, to the end or a limit; to a file where there is one."""
+    """Read up to the end or a limit, and return the data or write it to a file."""
     pieces: list[bytes] = []
     left = limit
     while left is None or left:

@@ -1,4 +1,4 @@
-"""The objects below a path of a file system of fsspec."""
+"""Objects below a path of an fsspec file system."""
 
 from __future__ import annotations
 
@@ -13,29 +13,32 @@ from ckptcore.errors import AtomicityError, ObjectNotFoundError, StorageError
 from ckptcore.model import check_directory_key, check_key
 from ckptcore.protocols import ObjectWriter, PutCondition, StorageAddress
 from ckptcore.redaction import chainable, redacted
-from ckptcore_fsspec.failures import NOT_THERE, failure, telling
+from ckptcore_fsspec.failures import MISSING_OBJECT_ERRORS, converted_errors, failure
 from ckptcore_fsspec.file_systems import Connection, FileSystem
-from ckptcore_fsspec.places import Places, places_of
 from ckptcore_fsspec.ranges import fill
+from ckptcore_fsspec.write_methods import WriteMethod, write_method_of
 from ckptcore_fsspec.writing import InOrderWriter
 
 __all__ = ["FsspecStorage"]
 
 
-_UNASKED_BYTES: Final = 64 << 20
-"""The longest range that is read without a look at how much there is."""
+_UNSIZED_READ_BYTES: Final = 64 << 20
+"""Largest range that is read without knowing the size of the object."""
 
 
 class FsspecStorage:
-    """Objects by key. No file system of fsspec offers conditional puts by a tag: `put` refuses conditions. Any thread."""
+    """Objects by key. Any thread.
+
+    `put` refuses conditions, because fsspec has no conditional puts by a tag.
+    """
 
     request_bytes: ClassVar[int] = 4 << 20
     concurrency: ClassVar[int] = 8
-    part_bytes: ClassVar[int] = 1  # fsspec collects what it sends itself
+    part_bytes: ClassVar[int] = 1  # fsspec does its own buffering
 
     def __init__(self, connection: Connection, url: str) -> None:
         self._connection = connection
-        self._url = redacted(url)  # for errors, logs and people
+        self._url = redacted(url)  # for errors and logs
         self._scheme = url.partition("://")[0]
         self._root = connection.path.rstrip("/")
 
@@ -44,111 +47,113 @@ class FsspecStorage:
 
     @property
     def address(self) -> StorageAddress | None:
-        """None: what native I/O would find there, with which credentials, fsspec does not tell."""
+        """None: fsspec does not expose the address and credentials that native I/O needs."""
         return None
 
     # --- reading
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Bytes `start` to `stop` of an object; fewer where it ends before."""
+        """Read bytes `start` to `stop` of an object, or fewer at its end."""
         path = self._path(key)
         if stop is not None and start >= stop:
             self.size(key)
             return b""
-        if stop is not None and stop - start > _UNASKED_BYTES:
-            stop = max(start, min(stop, self.size(key)))  # local files would be given memory for all of it
-        # Without a range where there need be none: an empty object has no byte for one.
+        if stop is not None and stop - start > _UNSIZED_READ_BYTES:
+            stop = max(start, min(stop, self.size(key)))  # local files allocate memory for the whole range
+        # Read an empty object without a range: a range needs at least one byte.
         first = start if start or stop is not None else None
         system = self._connection.get()
         try:
             data = system.cat_file(path, start=first, end=stop)
-        except NOT_THERE as error:
+        except MISSING_OBJECT_ERRORS as error:
             raise failure(error, f"cannot read {key!r} in {self._url}") from chainable(error)
-        except Exception as error:  # noqa: BLE001  # it is raised again, as one of ours
-            # Most services call it an error where a range begins behind the end.
+        except Exception as error:  # noqa: BLE001  # raised again as a ckptcore error
+            # Most services fail if a range starts after the end.
             if first is not None and self.size(key) <= start:
                 return b""
             raise failure(error, f"cannot read {key!r} in {self._url}") from chainable(error)
         return bytes(data if stop is None else data[: stop - start])
 
     def get_with_tag(self, key: str) -> tuple[bytes, str]:
-        """An object whole, and its tag: a digest of its bytes."""
+        """Read an object. Return its data and its tag, a digest of the data."""
         data = self.get(key)
         return data, _tag(data)
 
     def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Fill each buffer from its offset on; ranges near each other are read together."""
+        """Fill each buffer from its offset. Near ranges are read together."""
         fill(key, self._url, ranges, lambda start, stop: self.get(key, start, stop), lambda: self.size(key))
 
     def size(self, key: str) -> int:
-        """Bytes of an object."""
+        """Return the size of an object in bytes."""
         path = self._path(key)
-        with telling(f"cannot look for {key!r} in {self._url}"):
+        with converted_errors(f"cannot find {key!r} in {self._url}"):
             system = self._connection.get()
             found = system.info(path)
         if found.get("type") == "directory":
-            raise ObjectNotFoundError(f"{key!r} in {self._url} is a directory, no object")
+            raise ObjectNotFoundError(f"{key!r} in {self._url} is a directory")
         size = found.get("size")
         if type(size) is not int:
             raise StorageError(
-                f"{self._scheme}:// does not tell how large {key!r} in {self._url} is; copy it elsewhere"
+                f"cannot load {key!r} in {self._url}: {self._scheme}:// does not provide its "
+                "size; copy the checkpoint elsewhere"
             )
         return size
 
     # --- writing
 
     def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
-        """Write an object whole or not at all, replacing what is there; returns its new tag.
+        """Write an object completely or not at all, replacing an existing one. Return its new tag.
 
         Raises:
-            AtomicityError: with any condition; nothing was changed.
+            AtomicityError: for any condition; nothing is changed.
         """
         path = self._path(key)
         if condition is not None:
             raise AtomicityError(
-                f"cannot put {key!r} in {self._url} on a condition: fsspec has no puts that depend on what is there. "
-                "Save to a storage with a plugin of its own (file, s3, gs), or allow it: Context(io=IOOptions(without_conditions='marker'))"
+                f"cannot put {key!r} in {self._url} on a condition: fsspec has no conditional "
+                "puts. Save to a storage with its own plugin (file, s3, gs), or allow it with "
+                "Context(io=IOOptions(without_conditions='marker'))"
             )
         data = bytes(data)
-        with telling(f"cannot write {key!r} in {self._url}"):
-            self._places().put(path, data)
+        with converted_errors(f"cannot write {key!r} in {self._url}"):
+            self._write_method().put(path, data)
         return _tag(data)
 
     def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
-        """Begin an object that is written in pieces; it is there from `finish` on."""
+        """Begin an object that is written in pieces. It exists after `finish`."""
         path = self._path(key)
         where = f"{key!r} in {self._url}"
-        with telling(f"cannot begin {where}"):
-            return InOrderWriter(self._places().begin(path), where, size)
+        with converted_errors(f"cannot create {where}"):
+            return InOrderWriter(self._write_method().begin(path), where, size)
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects; one that is not there is no error."""
+        """Delete objects. A missing object is not an error."""
         paths = [self._path(key) for key in keys]
-        with telling(f"cannot delete from {self._url}"):
-            self._places().delete(paths)
+        with converted_errors(f"cannot delete from {self._url}"):
+            self._write_method().delete(paths)
 
     def sync(self, keys: Sequence[str]) -> None:
-        """Nothing but a look whether the objects are there: fsspec has no more to offer."""
+        """Check only that the objects exist: fsspec has no sync."""
         for key in keys:
             self.size(key)
 
     # --- looking around
 
     def list(self, prefix: str = "") -> Iterator[str]:
-        """Keys of all objects below a directory, sorted."""
+        """List the keys of all objects in a directory, sorted."""
         below = self._directory(prefix)
         system = self._connection.get()
-        with telling(f"cannot list {self._url}"):
+        with converted_errors(f"cannot list {self._url}"):
             system.invalidate_cache(below)
             found = _found(system, below) if _lists_at_once(system) else _walked(system, below)
-            keys = {path[len(self._root) + 1 :] for path in found}  # which asks the file system
+            keys = {path[len(self._root) + 1 :] for path in found}  # sends the requests
         return iter(sorted(keys))
 
     def list_names(self, prefix: str = "") -> Sequence[str]:
-        """Names one level below a directory, sorted; those of directories end in ``/``."""
+        """List the names in a directory, sorted. Names of directories end in ``/``."""
         below = self._directory(prefix)
         system = self._connection.get()
-        with telling(f"cannot list {self._url}"):
+        with converted_errors(f"cannot list {self._url}"):
             system.invalidate_cache(below)
             entries = _entries(system, below)
             names = {path[len(below) + 1 :] + ("/" if is_directory else "") for path, is_directory in entries}
@@ -157,16 +162,16 @@ class FsspecStorage:
     # --- paths
 
     def _path(self, key: str) -> str:
-        """The path of an object."""
+        """Return the path of an object."""
         return f"{self._root}/{check_key(key)}"
 
     def _directory(self, prefix: str) -> str:
-        """The path of a directory, without ``/`` at its end."""
+        """Return the path of a directory, without ``/`` at the end."""
         directory = check_directory_key(prefix)
         return f"{self._root}/{directory}" if directory else self._root
 
-    def _places(self) -> Places:
-        return places_of(self._connection.get(), self._root)
+    def _write_method(self) -> WriteMethod:
+        return write_method_of(self._connection.get(), self._root)
 
 
 def _tag(data: bytes) -> str:
@@ -174,9 +179,10 @@ def _tag(data: bytes) -> str:
 
 
 def _lists_at_once(system: FileSystem) -> bool:
-    """Whether a file system lists all below a path by itself, not directory by directory.
+    """Return True if a file system lists recursively by itself.
 
-    fsspec's own walk leaves out what it cannot list, and who lists must know: what is not seen would not be deleted.
+    fsspec's own walk skips directories that it cannot list. This must be an error, because missing
+    keys would not be deleted.
     """
     own: Any = type(system)
     if system.async_impl:
@@ -187,10 +193,10 @@ def _lists_at_once(system: FileSystem) -> bool:
 def _found(system: FileSystem, below: str) -> Iterator[str]:
     try:
         found = system.find(below, detail=True)
-    except NOT_THERE:
+    except MISSING_OBJECT_ERRORS:
         return
     for path, entry in found.items():
-        # Some stores have objects that stand for directories.
+        # Some stores use objects as directory markers.
         if path.startswith(f"{below}/") and not path.endswith("/") and entry.get("type") != "directory":
             yield path
 
@@ -204,10 +210,10 @@ def _walked(system: FileSystem, below: str) -> Iterator[str]:
 
 
 def _entries(system: FileSystem, below: str) -> Iterator[tuple[str, bool]]:
-    """What is one level below a directory: paths, and whether each is a directory."""
+    """List a directory: paths, and True for directories."""
     try:
         listed = system.ls(below, detail=True)
-    except NOT_THERE:
+    except MISSING_OBJECT_ERRORS:
         return
     for entry in listed:
         path = str(entry["name"]).rstrip("/")

@@ -1,4 +1,4 @@
-"""The sample that puts fsspec into the matrix of all storages: its memory."""
+"""Storage sample of fsspec's memory file system for the matrix of all storages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _open_memory(directory: Path) -> Iterator[str]:
 SAMPLE: Final = StorageSample(
     scheme="fsspec+memory",
     open=_open_memory,
-    costly=True,  # tests of its own try it, so that the first framework is enough in the quick ones
+    costly=True,  # fsspec has its own tests, so the quick tests use only the first framework
     without_conditions="marker",
 )
-"""The memory of this process, through fsspec: a storage without conditional puts."""
+"""The memory file system of fsspec, which has no conditional puts."""

@@ -1,4 +1,4 @@
-"""``http://`` and ``https://``: what a web server has, also one that takes no ranges."""
+"""Storage of ``http://`` and ``https://`` URLs, with or without range requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from urllib.parse import quote, unquote
 from ckptcore.errors import InvalidLocationError, StorageError
 from ckptcore.model import check_directory_key, check_key
 from ckptcore.protocols import RangeReader
-from ckptcore_fsspec.failures import telling
+from ckptcore_fsspec.failures import converted_errors
 from ckptcore_fsspec.file_systems import Connection
 from ckptcore_fsspec.ranges import fill
 from ckptcore_fsspec.read_only import ReadOnlyStorage
@@ -23,43 +23,49 @@ __all__ = ["WebStorage"]
 
 logger = logging.getLogger("ckptcore_fsspec.web")
 
-_MOST_DIRECTORIES: Final = 10_000
-"""A server can show directories in directories for ever."""
+_MAX_DIRECTORIES: Final = 10_000
+"""Limit of directories, because a server can generate them endlessly."""
 
 
 class WebStorage(ReadOnlyStorage):
-    """What a web server has below a URL. Any thread.
+    """Objects below a URL. Any thread.
 
-    Listing needs a server that shows an index of a directory as a page with links; loading a checkpoint of ckptcore does not list.
+    Listing needs a server that shows directories as pages with links. Loading a ckptcore checkpoint
+    does not list.
     """
 
     def __init__(self, connection: Connection, url: str) -> None:
-        """Read below a URL.
+        """Open a URL.
 
         Raises:
-            InvalidLocationError: it has a query or a fragment, below which nothing lies.
+            InvalidLocationError: if the URL has a query or a fragment.
         """
         super().__init__(connection, url)
         if {"?", "#"} & set(self._root):
             raise InvalidLocationError(
-                f"{url!r} has a query or a fragment, and nothing lies below those; write %3F and %23 for ? and # in names, and give "
-                f"what a query would as Context(storage={{{self._scheme!r}: {{'headers': {{...}}}}}})"
+                f"cannot open {url!r}: it has a query or a fragment; write %3F and %23 for ? "
+                f"and # in names, and pass credentials as Context(storage={{{self._scheme!r}: "
+                "{'headers': {...}}})"
             )
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Bytes `start` to `stop` of an object; fewer where it ends before."""
+        """Read bytes `start` to `stop` of an object, or fewer at its end."""
         if stop is not None and start >= stop:
             self.size(key)
             return b""
         return self._fetch(key, start, stop).data
 
     def size(self, key: str) -> int:
-        """Bytes of an object."""
+        """Return the size of an object in bytes."""
         answer = self._fetch(key, 0, 1)
         return len(self._fetch(key, 0, None).data) if answer.size is None else answer.size
 
     def open_reader(self, key: str) -> RangeReader:
-        """Open an object; of a server that takes no ranges it is fetched whole, to a file on this machine that has no name."""
+        """Open an object.
+
+        If the server does not support ranges, the whole object is copied to an anonymous local
+        file.
+        """
         answer = self._fetch(key, 0, 1)
         if answer.takes_ranges:
             return _RangedObject(
@@ -68,26 +74,26 @@ class WebStorage(ReadOnlyStorage):
                 lambda start, stop: self._fetch(key, start, stop, answer.version),
                 lambda: self.size(key),
             )
-        file = tempfile.TemporaryFile(prefix="ckptcore-")  # noqa: SIM115  # it is closed with the reader
+        file = tempfile.TemporaryFile(prefix="ckptcore-")  # noqa: SIM115  # closed with the reader
         try:
-            with telling(f"cannot read {key!r} in {self._url}"):
+            with converted_errors(f"cannot read {key!r} in {self._url}"):
                 fetch_to_file(self._connection.get(), self._path(key), file)
                 file.flush()
         except BaseException:
             file.close()
             raise
-        logger.info("the server of %s takes no ranges: %s was fetched whole", self._url, key)
+        logger.info("the server of %s does not support ranges: read all of %s", self._url, key)
         return _FetchedObject(key, self._url, file)
 
     def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Fill each buffer from its offset on."""
+        """Fill each buffer from its offset."""
         self.open_reader(key).get_into(ranges)
 
     def list(self, prefix: str = "") -> Iterator[str]:
-        """Keys of all objects below a directory, sorted, of a server that shows them."""
+        """List the keys of all objects in a directory, sorted. The server must show directories."""
         left = [check_directory_key(prefix)]
         found: list[str] = []
-        for looked_into in range(_MOST_DIRECTORIES + 1):
+        for looked_into in range(_MAX_DIRECTORIES + 1):
             if not left:
                 return iter(sorted(found))
             directory = left.pop()
@@ -95,18 +101,18 @@ class WebStorage(ReadOnlyStorage):
                 key = f"{directory}/{name}" if directory else name
                 (left if name.endswith("/") else found).append(key.removesuffix("/"))
         raise StorageError(
-            f"the server of {self._url} shows more than {looked_into} directories; give the one to load from"
+            f"{self._url}: the server shows more than {looked_into} directories; load from a subdirectory"
         )
 
     def list_names(self, prefix: str = "") -> Sequence[str]:
-        """Names one level below a directory, sorted, of a server that shows them."""
+        """List the names in a directory, sorted. The server must show directories."""
         names = set()
         for name in super().list_names(prefix):
             plain = unquote(name, errors="surrogateescape")
             try:
                 check_directory_key(plain)
             except InvalidLocationError:
-                continue  # a link that is no name
+                continue  # a link that is not a name
             if "/" not in plain.removesuffix("/") and not {"?", "#"} & set(name):
                 names.add(plain)
         return sorted(names)
@@ -120,12 +126,15 @@ class WebStorage(ReadOnlyStorage):
 
     def _fetch(self, key: str, start: int, stop: int | None, version: str | None = None) -> Answer:
         path = self._path(key)
-        with telling(f"cannot read {key!r} in {self._url}"):
+        with converted_errors(f"cannot read {key!r} in {self._url}"):
             return fetch(self._connection.get(), path, start, stop, version)
 
 
 class _RangedObject:
-    """An object of a server that takes ranges, of one version where the server tells them apart. Any thread."""
+    """An object on a server with range requests. Any thread.
+
+    All reads are of one version if the server has ETags.
+    """
 
     def __init__(self, key: str, url: str, read: Callable[[int, int], Answer], size: Callable[[], int]) -> None:
         self._key = key
@@ -134,21 +143,21 @@ class _RangedObject:
         self._size = size
 
     def get_into(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Fill each buffer from its offset on."""
+        """Fill each buffer from its offset."""
         fill(self._key, self._url, ranges, lambda start, stop: self._read(start, stop).data, self._size)
 
 
 class _FetchedObject:
-    """An object in a file on this machine. Any thread."""
+    """An object in a local file. Any thread."""
 
     def __init__(self, key: str, url: str, file: IO[bytes]) -> None:
         self._key = key
         self._url = url
         self._file = file
-        weakref.finalize(self, file.close)  # readers are not closed, they are forgotten
+        weakref.finalize(self, file.close)  # readers have no close method
 
     def get_into(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Fill each buffer from its offset on."""
+        """Fill each buffer from its offset."""
         descriptor = self._file.fileno()
         fill(
             self._key,

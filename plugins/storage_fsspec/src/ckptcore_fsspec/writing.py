@@ -1,4 +1,4 @@
-"""Pieces in any order, in the order of the bytes."""
+"""A writer that passes pieces on in the order of their bytes."""
 
 from __future__ import annotations
 
@@ -10,40 +10,41 @@ from typing import IO, Final
 
 from ckptcore.errors import StorageError
 from ckptcore.protocols import Buffer
-from ckptcore_fsspec.failures import first_line, telling
-from ckptcore_fsspec.places import Sink
+from ckptcore_fsspec.failures import converted_errors, first_line
+from ckptcore_fsspec.write_methods import Sink
 
 __all__ = ["InOrderWriter"]
 
 logger = logging.getLogger("ckptcore_fsspec.writing")
 
 _HELD_BYTES: Final = 32 << 20
-"""Bytes of pieces that came before their turn which one writer keeps in memory; more go to a file."""
+"""Memory limit for early pieces of one writer. More go to a file."""
 
 _COPIED_BYTES: Final = 1 << 20
 
 
 class InOrderWriter:
-    """Gives a stream the pieces of an object in the order of its bytes. Any thread.
+    """Writes pieces of an object to a stream in the order of their bytes. Any thread.
 
-    A piece whose turn it is goes to the stream at once; one that came early is kept until then, in memory up to a bound and
-    beyond that in a file on this machine. Who writes while another thread does waits: the pieces of waiting threads are theirs.
+    The next piece goes to the stream at once. Early pieces are kept until their turn, in memory up
+    to a limit and then in a local file. A thread that writes blocks others, whose pieces therefore
+    need no copies.
     """
 
     def __init__(self, sink: Sink, where: str, size: int | None) -> None:
         """Write an object.
 
         Args:
-            sink: takes its bytes.
+            sink: receives the bytes.
             where: the object, for errors.
-            size: of the object in bytes, where it is known.
+            size: of the object in bytes; None if unknown.
         """
         self._sink: Sink | None = sink
         self._where = where
         self._size = size
         self._lock = threading.Lock()
         self._position = 0
-        self._early: dict[int, bytes | int] = {}  # by offset: the piece, or how long it is in the file
+        self._early: dict[int, bytes | int] = {}  # by offset: the piece, or its length in the file
         self._held = 0
         self._file: IO[bytes] | None = None
 
@@ -51,20 +52,21 @@ class InOrderWriter:
         """Write bytes at an offset.
 
         Raises:
-            StorageError: the stream failed.
-            ValueError: outside the object's size, where something is written already, or after `finish` or `abort`.
+            StorageError: if the stream failed.
+            ValueError: outside the object's size, for a range already written, or after `finish` or
+                `abort`.
         """
         stop = offset + len(data)
         if offset < 0 or (self._size is not None and stop > self._size):
-            raise ValueError(f"cannot write bytes {offset} to {stop} of {self._where}: it has {self._size}")
+            raise ValueError(f"cannot write bytes {offset} to {stop} of {self._where}: its size is {self._size}")
         with self._lock:
             if (sink := self._sink) is None:
-                raise ValueError(f"{self._where} is complete or given up; nothing more can be written")
+                raise ValueError(f"cannot write to {self._where}: the writer is finished or aborted")
             if not len(data):
                 return
             if offset < self._position or offset in self._early:
-                raise ValueError(f"bytes {offset} to {stop} of {self._where} are written already")
-            with telling(f"cannot write {self._where}"):
+                raise ValueError(f"cannot write bytes {offset} to {stop} of {self._where}: they are already written")
+            with converted_errors(f"cannot write {self._where}"):
                 if offset > self._position:
                     self._keep(offset, data)
                     return
@@ -78,14 +80,14 @@ class InOrderWriter:
             self._held += len(data)
             return
         if self._file is None:
-            self._file = tempfile.TemporaryFile(prefix="ckptcore-")  # noqa: SIM115  # it is closed with the writer
+            self._file = tempfile.TemporaryFile(prefix="ckptcore-")  # noqa: SIM115  # closed with the writer
         written = 0
         while written < len(data):
             written += os.pwrite(self._file.fileno(), memoryview(data)[written:], offset + written)
         self._early[offset] = len(data)
 
     def _write_kept(self, sink: Sink) -> None:
-        """Write the pieces whose turn has come."""
+        """Write the early pieces that are next."""
         while (piece := self._early.pop(self._position, None)) is not None:
             if isinstance(piece, bytes):
                 self._held -= len(piece)
@@ -100,34 +102,34 @@ class InOrderWriter:
                 self._position += len(copied)
 
     def finish(self) -> None:
-        """Make the object.
+        """Complete the object.
 
         Raises:
-            StorageError: bytes are missing, or the storage failed.
+            StorageError: if bytes are missing, or the storage failed.
             ValueError: after `finish` or `abort`.
         """
         with self._lock:
             if (sink := self._sink) is None:
-                raise ValueError(f"{self._where} is complete or given up already")
+                raise ValueError(f"cannot finish {self._where}: the writer is finished or aborted")
             if self._early or (self._size is not None and self._position != self._size):
                 expected = max((offset for offset in self._early), default=self._size)
                 raise StorageError(
-                    f"cannot complete {self._where}: expected {expected} bytes in a row, found {self._position} written"
+                    f"cannot complete {self._where}: expected {expected} contiguous bytes, found {self._position}"
                 )
-            with telling(f"cannot complete {self._where}"):
+            with converted_errors(f"cannot complete {self._where}"):
                 sink.finish()
             self._forget()
 
     def abort(self) -> None:
-        """Give up; nothing is there of what was written, or what is cannot be taken for an object."""
+        """Abort. No complete object remains of the written data."""
         with self._lock:
             sink = self._sink
             self._forget()
         if sink is not None:
             try:
                 sink.discard()
-            except Exception as error:  # noqa: BLE001  # giving up never raises
-                logger.warning("what was written of %s may still take room: %s", self._where, first_line(error))
+            except Exception as error:  # noqa: BLE001  # abort never raises
+                logger.warning("cannot remove the written data of %s: %s", self._where, first_line(error))
 
     def _forget(self) -> None:
         self._sink = None

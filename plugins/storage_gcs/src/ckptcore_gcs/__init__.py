@@ -1,5 +1,5 @@
-"""Checkpoints in Google Cloud Storage: locations such as ``gs://bucket/runs/step_1``.
+"""Store checkpoints in Google Cloud Storage, at locations such as ``gs://bucket/runs/step_1``.
 
-Nothing here has to be imported: ckptcore finds `ckptcore_gcs.plugin` by its entry point. Options are those of
+Programs need no import: ckptcore finds `ckptcore_gcs.plugin` by its entry point. Set options with
 ``Context(storage={"gs": {...}})``; `ckptcore_gcs.settings` lists them.
 """

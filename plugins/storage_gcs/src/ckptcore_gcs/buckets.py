@@ -1,4 +1,4 @@
-"""Buckets: what Google Cloud Storage does in ways of its own, beside what all object stores share."""
+"""A GCS bucket: the operations that differ from other object stores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckptcore_obstore.listing import list_objects
 from ckptcore_obstore.uploads import PartUpload
 
 from ckptcore.protocols import PutCondition
-from ckptcore_gcs.json_requests import MOST_IN_A_BATCH, JsonRequests
+from ckptcore_gcs.json_requests import MAX_BATCH_SIZE, JsonRequests
 from ckptcore_gcs.service import GcsService
 from ckptcore_gcs.uploads import CompositeUpload, NewObjectUpload, temporary_mark
 
@@ -29,7 +29,7 @@ class GcsBucket(Bucket):
         self.json = JsonRequests(self, service.settings)
 
     def run(self, request: Callable[[], T], check: Callable[[], None] = lambda: None) -> T:
-        """Send a request, again where its failure may pass."""
+        """Send a request. Retry transient failures, with a valid token for each try."""
 
         def with_token() -> T:
             self._gcs.prepare()
@@ -43,7 +43,7 @@ class GcsBucket(Bucket):
         return self.json.put(key, data, condition, mark)
 
     def begin_upload(self, key: str, *, if_absent: bool) -> PartUpload:
-        """Begin an object that comes in parts."""
+        """Begin an upload in parts, as the option ``uploads`` says."""
         if self._gcs.settings.uploads == "composite":
             return CompositeUpload(self, self.json, key)
         if if_absent:
@@ -51,17 +51,20 @@ class GcsBucket(Bucket):
         return super().begin_upload(key, if_absent=False)
 
     def abort_uploads(self, prefix: str) -> int:
-        """Give up every upload to a key that begins with a prefix, and the objects that were only pieces of one."""
+        """Abort all uploads to keys with a prefix, and delete the temporary objects of composite uploads."""
         count = super().abort_uploads(prefix)
         pieces = [key for page in list_objects(self, prefix) for key in page.keys if self.is_temporary(key)]
         self.delete(pieces)
         return count + len({temporary_mark(key) for key in pieces})
 
     def is_temporary(self, key: str) -> bool:
-        """Whether an object is only a piece of one that is being written."""
+        """Return True for the temporary objects of an unfinished upload."""
         return temporary_mark(key) is not None
 
     def delete(self, keys: Sequence[str], check: Callable[[], None] = lambda: None) -> None:
-        """Delete objects, a hundred by one request; one that is not there is no error. `check` is called before each try."""
-        for start in range(0, len(keys), MOST_IN_A_BATCH):
-            self.json.delete(keys[start : start + MOST_IN_A_BATCH], check)
+        """Delete objects in batches. A missing object is not an error.
+
+        `check` is called before each try.
+        """
+        for start in range(0, len(keys), MAX_BATCH_SIZE):
+            self.json.delete(keys[start : start + MAX_BATCH_SIZE], check)

@@ -1,4 +1,4 @@
-"""Credentials: tokens that were given, or those that Google's own conventions find."""
+"""Credentials: a configured token, or Google's application default credentials."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ckptcore_obstore.forks import renew_in_children
 if TYPE_CHECKING:
     from google.auth.exceptions import GoogleAuthError
 
-__all__ = ["DefaultTokens", "GivenToken", "Token", "TokenSource"]
+__all__ = ["DefaultTokens", "FixedToken", "Token", "TokenSource"]
 
 _SCOPES: Final = ("https://www.googleapis.com/auth/devstorage.read_write",)
 
-_MOST_TOLD: Final = 300
+_MAX_MESSAGE_LENGTH: Final = 300
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """What a request bears.
+    """An OAuth 2.0 token, sent with requests.
 
     Attributes:
-        text: the secret itself.
-        expires: when a new one is to be asked for; None: nobody knows.
+        text: the token itself, a secret.
+        expires: time from which a new token is needed; None if unknown.
     """
 
     text: str = field(repr=False)
@@ -35,49 +35,54 @@ class Token:
 
 
 class TokenSource(Protocol):
-    """Where tokens come from. Any thread."""
+    """A source of tokens. Any thread."""
 
     def get(self) -> Token:
-        """One to send now.
+        """Return a valid token.
 
         Raises:
-            RequestFailed: of kind CREDENTIALS where there is none, CLOCK where there would be one at another time, CONNECTION
-                where whoever gives them out did not answer, and may a little later.
+            RequestFailed: with kind CREDENTIALS if there is no token, CLOCK if the clock of this
+                machine is wrong, or CONNECTION if the token service does not answer, which may be
+                transient.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class GivenToken:
-    """A token that stays the same; empty for no token."""
+class FixedToken:
+    """A fixed token. An empty one means anonymous requests."""
 
     text: str = field(repr=False)
 
     def get(self) -> Token:
-        """Itself."""
+        """Return the token."""
         return Token(self.text)
 
 
 class DefaultTokens:
-    """What google-auth finds and refreshes: a file, ``GOOGLE_APPLICATION_CREDENTIALS``, gcloud's login, the metadata server.
+    """Application default credentials, found and refreshed by google-auth.
 
-    Files can be those of service accounts, of users, of identities that are federated from other clouds, and of
-    impersonation.
+    google-auth looks at ``GOOGLE_APPLICATION_CREDENTIALS``, the gcloud login and the metadata
+    server, or reads the given file. A file can hold a service account, a user, a federated identity
+    or an impersonated account.
     """
 
     def __init__(self, file: str | None) -> None:
-        """Look for nothing yet, and do not import google-auth."""
+        """Do no I/O, and do not import google-auth."""
         self._file = file
         self.renew()
         renew_in_children(self)
 
     def renew(self) -> None:
-        """Look for them anew: in a child by fork, whose parent may be asking for them just now."""
+        """Discard the credentials.
+
+        Called in a forked child, because the parent may hold the lock.
+        """
         self._lock = threading.Lock()
         self._found: Any = None
 
     def get(self) -> Token:
-        """One to send now; the first call may ask the metadata server of a machine."""
+        """Return a valid token. The first call may send a request to the metadata server."""
         from google.auth.exceptions import GoogleAuthError
 
         with self._lock:
@@ -97,16 +102,17 @@ class DefaultTokens:
         if self._file is None:
             return google.auth.default(scopes=_SCOPES)[0]
         try:
-            # It warns of files that strangers may have written (DeprecationWarning): who runs the program has named this one.
+            # google-auth warns about files from untrusted sources (DeprecationWarning). This file
+            # was named by the user of the program.
             found: tuple[Any, Any] = google.auth.load_credentials_from_file(self._file, scopes=_SCOPES)  # type: ignore[no-untyped-call]
         except OSError as error:
-            told = f"the file {self._file!r} of the option 'credentials_file' cannot be read: {error.strerror}"
-            raise RequestFailed(Failure(FailureKind.CREDENTIALS, None, "", told)) from error
+            message = f"cannot read the file {self._file!r} of the option 'credentials_file': {error.strerror}"
+            raise RequestFailed(Failure(FailureKind.CREDENTIALS, None, "", message)) from error
         return found[0]
 
 
 def _connection() -> Any:
-    """What google-auth asks the token service by; proxies are those of the environment."""
+    """Return the transport of token requests. Proxies are taken from the environment."""
     import urllib3
     from google.auth.transport.urllib3 import Request
 
@@ -115,13 +121,14 @@ def _connection() -> Any:
 
 
 def _failure_of(error: GoogleAuthError) -> Failure:
-    """The failure that an error of google-auth tells."""
+    """Convert an error of google-auth."""
     from google.auth.exceptions import TransportError
 
-    told = " ".join(str(error).split())[:_MOST_TOLD]
-    # The words of the token service: "Token must be a short-lived token (60 minutes) and in a reasonable timeframe."
-    if "reasonable timeframe" in told:
-        return Failure(FailureKind.CLOCK, None, "", told)
+    message = " ".join(str(error).split())[:_MAX_MESSAGE_LENGTH]
+    # The message of the token service is "Token must be a short-lived token (60 minutes) and in a
+    # reasonable timeframe."
+    if "reasonable timeframe" in message:
+        return Failure(FailureKind.CLOCK, None, "", message)
     if isinstance(error, TransportError) or error.retryable:
-        return Failure(FailureKind.CONNECTION, None, "", f"no token could be had: {told}")
-    return Failure(FailureKind.CREDENTIALS, None, "", told)
+        return Failure(FailureKind.CONNECTION, None, "", f"cannot get a token: {message}")
+    return Failure(FailureKind.CREDENTIALS, None, "", message)

@@ -1,4 +1,7 @@
-"""Requests of the JSON API, for what the XML API cannot do (https://cloud.google.com/storage/docs/json_api/v1)."""
+"""Requests of the JSON API, for operations that the XML API lacks.
+
+See https://cloud.google.com/storage/docs/json_api/v1.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +20,22 @@ from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failu
 from ckptcore.protocols import IfAbsent, PutCondition
 from ckptcore_gcs.settings import Settings
 
-__all__ = ["MOST_COMPONENTS", "MOST_IN_A_BATCH", "JsonRequests"]
+__all__ = ["MAX_BATCH_SIZE", "MAX_COMPONENTS", "JsonRequests"]
 
-MOST_IN_A_BATCH: Final = 100
-"""https://cloud.google.com/storage/docs/batch"""
+MAX_BATCH_SIZE: Final = 100
+"""Maximum number of requests in a batch: https://cloud.google.com/storage/docs/batch"""
 
-MOST_COMPONENTS: Final = 32
-"""https://cloud.google.com/storage/docs/composite-objects"""
+MAX_COMPONENTS: Final = 32
+"""Maximum number of sources of a composition: https://cloud.google.com/storage/docs/composite-objects"""
 
 _RESPONSE: Final = re.compile(r"response-(\d{1,3})>")
 
 
 class JsonRequests:
-    """Requests to one bucket. Any thread; every method but `put` tries again and raises `RequestFailed`."""
+    """JSON API requests to one bucket. Any thread.
+
+    Every method except `put` retries transient failures and raises `RequestFailed`.
+    """
 
     def __init__(self, bucket: BucketRequests, settings: Settings) -> None:
         """Make no request."""
@@ -41,9 +47,10 @@ class JsonRequests:
         self._batches = f"{settings.endpoint}/batch/storage/v1"
 
     def put(self, key: str, data: bytes | memoryview, condition: PutCondition | None, mark: str) -> str:
-        """Put an object by one request, without trying again; its generation.
+        """Put an object in one request, without retries. Return its generation.
 
-        Its properties go with the bytes, in one body of two parts: the upload that enforces conditions everywhere.
+        Uses a multipart upload, with metadata and data in one body, because all servers enforce
+        conditions on it.
         """
         boundary = uuid.uuid4().hex
         resource = json.dumps({"name": key, **_properties(mark)})
@@ -58,7 +65,7 @@ class JsonRequests:
         return str(_parsed(answer.body).get("generation", ""))
 
     def compose(self, key: str, sources: Sequence[str], condition: PutCondition | None, mark: str) -> None:
-        """Make an object of up to `MOST_COMPONENTS` others, which stay."""
+        """Compose an object of up to `MAX_COMPONENTS` objects. The sources are kept."""
         resource: dict[str, Any] = {
             "kind": "storage#composeRequest",
             "sourceObjects": [{"name": source} for source in sources],
@@ -67,11 +74,12 @@ class JsonRequests:
         self._change(f"{self._objects}/{quote(key, safe='')}/compose", _condition(condition), resource, key, mark)
 
     def copy(self, source: str, key: str, condition: PutCondition | None, mark: str) -> None:
-        """Make an object of another one, which stays; within a bucket no byte is moved."""
+        """Copy an object inside the service. The source is kept."""
         url = f"{self._objects}/{quote(source, safe='')}/rewriteTo/b/{self._name}/o/{quote(key, safe='')}"
         query = _condition(condition)
         while True:
-            # A copy that takes long comes in steps: https://cloud.google.com/storage/docs/json_api/v1/objects/rewrite
+            # A long rewrite takes several requests:
+            # https://cloud.google.com/storage/docs/json_api/v1/objects/rewrite
             answer = self._change(url, query, _properties(mark), key, mark)
             if answer.get("done", True) or "rewriteToken" not in answer:
                 return
@@ -86,14 +94,17 @@ class JsonRequests:
         try:
             answer = self._bucket.run(lambda: plain.send_to("POST", url, query=query, headers=headers, body=body))
         except RequestFailed as error:
-            # An earlier try may have done it though its answer was lost.
-            if error.failure.kind is not FailureKind.CONDITION or self._bucket.mine(key, mark) is None:
+            # An earlier try may have succeeded although its answer was lost.
+            if error.failure.kind is not FailureKind.CONDITION or self._bucket.own_tag(key, mark) is None:
                 raise
             return {}
         return _parsed(answer.body)
 
     def delete(self, keys: Sequence[str], check: Callable[[], None] = lambda: None) -> None:
-        """Delete up to `MOST_IN_A_BATCH` objects by one request; one that is not there is no error. `check` is called before each try."""
+        """Delete up to `MAX_BATCH_SIZE` objects in one request. A missing object is not an error.
+
+        `check` is called before each try.
+        """
         left = list(keys)
 
         def request() -> None:
@@ -103,7 +114,8 @@ class JsonRequests:
                 return
             failures = self._send_batch(left)
             left = [key for key, failure in zip(left, failures, strict=True) if failure is not None]
-            # What may pass is tried again, with the whole of what is left; what may not ends it.
+            # Permanent failures come first in this order and end the loop. Otherwise all remaining
+            # deletions are retried.
             refused = [failure for failure in failures if failure is not None]
             for failure in sorted(refused, key=lambda found: found.kind.may_pass):
                 raise RequestFailed(failure)
@@ -119,7 +131,7 @@ class JsonRequests:
                 raise
 
     def _send_batch(self, keys: Sequence[str]) -> list[Failure | None]:
-        """Delete objects by one request; for each why it failed, or None."""
+        """Delete objects in one request. Return the failure of each, or None."""
         boundary = uuid.uuid4().hex
         parts = [
             f"--{boundary}\r\nContent-Type: application/http\r\nContent-ID: <{number}>\r\n\r\n"
@@ -131,8 +143,8 @@ class JsonRequests:
         answer = self._bucket.plain.send_to("POST", self._batches, headers=headers, body=body)
         answers = _batch_answers(answer.headers.get("content-type", ""), answer.body)
         if sorted(answers) != list(range(len(keys))):
-            told = f"{len(answers)} answers came to a batch of {len(keys)} requests"
-            raise RequestFailed(Failure(FailureKind.SERVER, None, "", told))
+            message = f"received {len(answers)} answers to a batch of {len(keys)} requests"
+            raise RequestFailed(Failure(FailureKind.SERVER, None, "", message))
         statuses = [answers[number] for number in range(len(keys))]
         found = [None if status < 300 else failure_of_answer(status, words) for status, words in statuses]
         return [None if failure is None or failure.kind is FailureKind.MISSING else failure for failure in found]
@@ -149,24 +161,27 @@ def _condition(condition: PutCondition | None) -> dict[str, str]:
 
 
 def _parsed(body: bytes) -> dict[str, Any]:
-    """The JSON object of an answer.
+    """Parse the JSON object of an answer.
 
     Raises:
-        RequestFailed: if it is none.
+        RequestFailed: if the body is not a JSON object.
     """
     try:
         value = json.loads(body)
     except ValueError as error:
         raise RequestFailed(
-            Failure(FailureKind.OTHER, None, "", f"the answer is no JSON ({error}): {body[:100]!r}")
+            Failure(FailureKind.OTHER, None, "", f"the answer is not JSON ({error}): {body[:100]!r}")
         ) from error
     if not isinstance(value, dict):
-        raise RequestFailed(Failure(FailureKind.OTHER, None, "", f"the answer is no JSON object: {body[:100]!r}"))
+        raise RequestFailed(Failure(FailureKind.OTHER, None, "", f"the answer is not a JSON object: {body[:100]!r}"))
     return value
 
 
 def _batch_answers(content_type: str, body: bytes) -> dict[int, tuple[int, bytes]]:
-    """The status and body of each answer in a batch's, by the number of the request that its ``Content-ID`` names."""
+    """Return the status and body of each answer in a batch.
+
+    Keys are request numbers, from the ``Content-ID`` header of each part.
+    """
     message = email.parser.BytesParser(policy=email.policy.HTTP).parsebytes(
         b"Content-Type: " + content_type.encode() + b"\r\n\r\n" + body
     )
@@ -176,8 +191,8 @@ def _batch_answers(content_type: str, body: bytes) -> dict[int, tuple[int, bytes
         text = part.get_payload(decode=True)
         line, _, rest = (text if isinstance(text, bytes) else b"").lstrip().partition(b"\n")
         status = line.split(b" ")[1:2]
-        # Before the body stand headers and an empty line; of the headers there may be none.
-        told = (b"\n" + rest.replace(b"\r\n", b"\n")).partition(b"\n\n")[2]
+        # The body follows the headers, which may be missing, and an empty line.
+        content = (b"\n" + rest.replace(b"\r\n", b"\n")).partition(b"\n\n")[2]
         number = position if named is None else int(named[1])
-        answers[number] = (int(status[0]) if status and status[0].isdigit() else 500, told)
+        answers[number] = (int(status[0]) if status and status[0].isdigit() else 500, content)
     return answers

@@ -1,4 +1,4 @@
-"""Opening: from a URL and options to a directory of a bucket; what is open is shared by all that name the same bucket so."""
+"""Opening of URLs. Locations with the same bucket and settings share one `GcsBucket`."""
 
 from __future__ import annotations
 
@@ -19,25 +19,27 @@ _SCHEMES: Final = ("gs", "gcs")
 
 
 class GcsBuckets:
-    """The buckets that this process used last, by their settings. Any thread."""
+    """Cache of the buckets that this process used last, by settings. Any thread."""
 
     def __init__(self) -> None:
         """Open nothing."""
         self._buckets = OpenBuckets[Settings, GcsBucket]()
 
     def open(self, url: str, options: StorageOptions) -> ObjectStoreDirectory:
-        """Open ``gs://BUCKET`` or ``gs://BUCKET/DIRECTORY``; creates nothing and makes no request.
+        """Open ``gs://BUCKET`` or ``gs://BUCKET/DIRECTORY``. Creates nothing and makes no request.
 
         Raises:
             InvalidLocationError
-            ValueError: for an option that is not known or of another type.
+            ValueError: for an unknown option or a wrong type.
         """
         scheme, separator, path = url.partition("://")
         if not separator or scheme.lower() not in _SCHEMES:
-            raise InvalidLocationError(f"expected a URL such as gs://bucket/directory, found {url!r}")
+            raise InvalidLocationError(f"cannot open {url!r}: expected a URL such as gs://bucket/directory")
         name, _, directory = path.partition("/")
         if not name or not name.isascii() or not all(one.isalnum() or one in ".-_" for one in name):
-            raise InvalidLocationError(f"the URL {url!r} names no bucket; expected one such as gs://bucket/directory")
+            raise InvalidLocationError(
+                f"cannot open {url!r}: invalid bucket name; expected a URL such as gs://bucket/directory"
+            )
         settings = settings_of(name, options.config)
         bucket = self._buckets.get(settings, lambda: GcsBucket(GcsService(settings)))
         return ObjectStoreDirectory(bucket, directory.rstrip("/"))

@@ -1,4 +1,4 @@
-"""The hooks of the GCS plugin. Imports neither obstore nor google-auth: only a bucket that is used needs them."""
+"""Hooks of the GCS plugin. obstore and google-auth are imported when a bucket is first used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["PLUGIN", "GcsPlugin"]
 
 
 class GcsPlugin:
-    """Offers locations such as ``gs://bucket/runs/step_1``; fsspec's ``gcs://`` names the same. Any thread."""
+    """Opens ``gs://bucket/directory``, and fsspec's spelling ``gcs://``. Any thread."""
 
     def __init__(self) -> None:
         """Open nothing."""
@@ -23,11 +23,11 @@ class GcsPlugin:
 
     @hookimpl
     def ckpt_storages(self) -> Mapping[str, StorageOpener]:
-        """By scheme."""
+        """Openers by scheme."""
         return {"gs": self.open, "gcs": self.open}
 
     def open(self, url: str, options: StorageOptions) -> StorageBackend:
-        """Open a directory of a bucket; makes no request."""
+        """Open a directory of a bucket. Makes no request."""
         from ckptcore_gcs.opening import GcsBuckets
 
         if self._buckets is None:
@@ -36,4 +36,4 @@ class GcsPlugin:
 
 
 PLUGIN: Final = GcsPlugin()
-"""What the entry point names; it keeps connections for as long as the process lives."""
+"""The entry point. It keeps connections open while the process lives."""

@@ -1,4 +1,4 @@
-"""The service: a bucket of Google Cloud Storage, as the shared code asks for it."""
+"""`GcsService`: implements the `Service` protocol of ckptcore_obstore for one bucket."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckptcore_obstore.failures import Failure, FailureKind
 from ckptcore_obstore.services import Tuning
 
 from ckptcore.protocols import IfAbsent, PutCondition, StorageAddress
-from ckptcore_gcs.credentials import DefaultTokens, GivenToken, TokenSource
+from ckptcore_gcs.credentials import DefaultTokens, FixedToken, TokenSource
 from ckptcore_gcs.settings import Settings
 
 if TYPE_CHECKING:
@@ -23,20 +23,20 @@ __all__ = ["GcsService"]
 _REMEDIES: Final = {
     FailureKind.MISSING: "Check the path",
     FailureKind.NO_BUCKET: "Check the name of the bucket, or create it",
-    FailureKind.CONDITION: "Someone changed it meanwhile",
-    FailureKind.CREDENTIALS: "Check GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`; for a public "
-    "bucket set Context(storage={'gs': {'anonymous': True}})",
+    FailureKind.CONDITION: "Another process changed it",
+    FailureKind.CREDENTIALS: "Check GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`; "
+    "for a public bucket set Context(storage={'gs': {'anonymous': True}})",
     FailureKind.PERMISSION: "Give the account the role Storage Object User on the bucket (storage.objects.* and "
     "storage.multipartUploads.*)",
     FailureKind.CLOCK: "Set the clock of this machine (NTP)",
-    FailureKind.FULL: "Delete something, or raise the quota",
-    FailureKind.THROTTLED: "Use fewer processes or a lower 'concurrency', or spread the names over more prefixes; one object "
-    "can be replaced about once a second",
+    FailureKind.FULL: "Delete data, or raise the quota",
+    FailureKind.THROTTLED: "Use fewer processes or a lower 'concurrency', or spread the names over more prefixes; "
+    "one object can be replaced about once a second",
     FailureKind.SERVER: "Try again later",
-    FailureKind.TIMEOUT: "Look at the network and the endpoint, or raise the option 'timeout'",
-    FailureKind.CONNECTION: "Look at the network and the endpoint; http:// must be written out in the endpoint",
-    FailureKind.UNSUPPORTED: "Set the option 'uploads' to 'composite' for a service without uploads in parts of the XML API, or "
-    "use another location",
+    FailureKind.TIMEOUT: "Check the network and the endpoint, or raise the option 'timeout'",
+    FailureKind.CONNECTION: "Check the network and the endpoint; plain HTTP needs http:// in the endpoint",
+    FailureKind.UNSUPPORTED: "Set the option 'uploads' to 'composite' if the service lacks uploads in parts of the XML "
+    "API, or use another location",
 }
 
 
@@ -48,38 +48,38 @@ class GcsService:
     upload_headers: Final[Mapping[str, str]] = {}
 
     def __init__(self, settings: Settings) -> None:
-        """Make no request and look for no credentials."""
+        """Make no request and load no credentials."""
         self._settings = settings
         self._source: TokenSource
         if settings.anonymous:
-            self._source = GivenToken("")
+            self._source = FixedToken("")
         elif settings.access_token is not None:
-            self._source = GivenToken(settings.access_token)
+            self._source = FixedToken(settings.access_token)
         else:
             self._source = DefaultTokens(settings.credentials_file)
 
     @property
     def settings(self) -> Settings:
-        """What it was made of."""
+        """Settings of the bucket."""
         return self._settings
 
     @property
     def url(self) -> str:
-        """The bucket as users name it."""
+        """URL of the bucket, for messages."""
         return f"gs://{self._settings.bucket}"
 
     @property
     def bucket_url(self) -> str:
-        """Where the XML API has the bucket."""
+        """URL of the bucket in the XML API."""
         return f"{self._settings.endpoint}/{self._settings.bucket}"
 
     @property
     def tuning(self) -> Tuning:
-        """How requests are made."""
+        """Tuning of requests."""
         return self._settings.tuning
 
     def open_store(self) -> ObjectStore:
-        """The bucket as obstore knows it; nothing of it is left to the environment."""
+        """Return the bucket as an obstore store. The environment does not affect it."""
         from obstore.store import GCSStore
 
         settings, tuning = self._settings, self.tuning
@@ -94,7 +94,8 @@ class GcsService:
         if tuning.ca_bundle:
             with open(tuning.ca_bundle, "rb") as file:
                 client["root_certificate"] = file.read()
-        # With a key of its own obstore looks for none in the environment, where it might be of a kind that it cannot read.
+        # With this key obstore does not search the environment, where it may find a key it cannot
+        # read.
         key = {
             "gcs_base_url": settings.endpoint,
             "disable_oauth": True,
@@ -111,12 +112,12 @@ class GcsService:
         )
 
     def _for_obstore(self) -> dict[str, Any]:
-        """A token as obstore asks for it; it asks again when that has expired."""
+        """Return a token in obstore's form. obstore calls this again after it expires."""
         token = self._source.get()
         return {"token": token.text, "expires_at": token.expires}
 
     def sign(self, method: str, url: str, headers: Mapping[str, str]) -> Mapping[str, str]:
-        """All headers to send with a request."""
+        """Return all headers of a request, with the token."""
         sent = dict(headers)
         token = self._source.get().text
         if token:
@@ -126,11 +127,11 @@ class GcsService:
         return sent
 
     def prepare(self) -> None:
-        """See that there is a token: what goes wrong with it obstore could only report in words of its own."""
+        """Get a token first, because obstore reports credential errors without details."""
         self._source.get()
 
     def address(self, directory: str) -> StorageAddress:
-        """Where tensorstore and others find a directory; without secrets."""
+        """Return the address for tensorstore and others, without secrets."""
         settings = self._settings
         kind = "anonymous" if settings.anonymous else "token" if settings.access_token else "default"
         options: dict[str, Any] = {"endpoint": settings.endpoint, "credentials": kind}
@@ -141,23 +142,26 @@ class GcsService:
         return StorageAddress(f"gs://{settings.bucket}/{quote(directory)}", options)
 
     def tag(self, e_tag: str | None, version: str | None) -> str:
-        """The generation: no two objects of one name ever have the same."""
+        """The generation, which is unique among all versions of an object."""
         return version or ""
 
     def put_mode(self, condition: PutCondition) -> Any:
-        """``create``, or the generation that must be there."""
+        """Return ``create``, or the required generation."""
         if isinstance(condition, IfAbsent):
             return "create"
         return {"e_tag": "", "version": condition.tag}
 
     def condition_headers(self, condition: PutCondition) -> Mapping[str, str]:
-        """https://cloud.google.com/storage/docs/request-preconditions; generation 0 is that of no object."""
+        """Return headers of a condition. Generation 0 means no object.
+
+        See https://cloud.google.com/storage/docs/request-preconditions.
+        """
         return {"x-goog-if-generation-match": "0" if isinstance(condition, IfAbsent) else condition.tag}
 
     def remedy(self, failure: Failure) -> str:
-        """What to do about a failure."""
+        """Return advice for a failure."""
         if failure.code == "UserProjectMissing":
             return "Set the option 'user_project' to the project that pays: the bucket's owner does not"
         if failure.kind in (FailureKind.OTHER, FailureKind.REGION):
-            return f"Look at the endpoint {self._settings.endpoint} and at what it says"
+            return f"Check the endpoint {self._settings.endpoint} and its answer"
         return _REMEDIES.get(failure.kind, "Try again")

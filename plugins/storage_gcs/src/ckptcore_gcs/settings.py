@@ -1,4 +1,4 @@
-"""Settings of a bucket: what the Context and the environment say, by the conventions of Google Cloud."""
+"""Settings of a bucket, from the Context and from Google's environment variables."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ckptcore.model import JSON
 __all__ = ["OPTIONS", "Settings", "settings_of"]
 
 OPTIONS: Final[Mapping[str, Option]] = {
-    "endpoint": text("URL of the service; http:// only where it is given here or by STORAGE_EMULATOR_HOST"),
+    "endpoint": text("URL of the service; plain HTTP needs http:// here or in STORAGE_EMULATOR_HOST"),
     "credentials_file": text("file of credentials: a service account, a federated identity, a user"),
-    "access_token": text("an OAuth 2.0 token that somebody else refreshes"),
+    "access_token": text("an OAuth 2.0 token; it is not refreshed"),
     "anonymous": flag("make requests without credentials, for public buckets and emulators"),
-    "user_project": text("project that pays for the requests, and whose quota they count against"),
+    "user_project": text("project that requests are billed to, and whose quota they use"),
     "uploads": choice(
-        "how objects of several parts are written: by uploads in parts of the XML API, or composed of objects by the JSON API",
+        "upload of large objects: in parts by the XML API, or composed of small objects by the JSON API",
         "parts",
         "composite",
     ),
@@ -34,18 +34,18 @@ OPTIONS: Final[Mapping[str, Option]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What requests to a bucket need to know.
+    """Settings of a bucket.
 
     Attributes:
         bucket: its name.
         endpoint: URL of the service, without ``/`` at the end.
-        emulator: whether the environment said that the endpoint is an emulator.
-        credentials_file: if one was given; else Google's conventions find credentials.
-        access_token: if one was given.
-        anonymous: whether requests bear no token.
-        user_project: which project pays; empty for the one of the credentials.
-        uploads: how objects of several parts are written.
-        tuning: how requests are made.
+        emulator: True if the environment names an emulator as endpoint.
+        credentials_file: file of credentials; None for Google's default credentials.
+        access_token: a fixed token, or None.
+        anonymous: True to send no token.
+        user_project: project that requests are billed to; empty for the project of the credentials.
+        uploads: method of uploading large objects.
+        tuning: tuning of requests.
     """
 
     bucket: str
@@ -60,17 +60,18 @@ class Settings:
 
 
 def settings_of(bucket: str, config: Mapping[str, JSON], environment: Mapping[str, str] = os.environ) -> Settings:
-    """The settings of a bucket; makes no request and reads no file.
+    """Return the settings of a bucket. Makes no request and reads no file.
 
-    Options come before the environment. As for Google's own libraries, ``STORAGE_EMULATOR_HOST`` names an emulator, which is
-    asked without credentials unless an option gives some, ``GOOGLE_CLOUD_UNIVERSE_DOMAIN`` another cloud than the public one,
-    and ``GOOGLE_CLOUD_QUOTA_PROJECT`` the project that requests count against. ``CKPTCORE_GCS_UPLOADS`` is the option ``uploads`` for
-    programs that give none: most emulators have no uploads in parts.
+    Options take precedence over the environment. As in Google's libraries,
+    ``STORAGE_EMULATOR_HOST`` names an emulator, ``GOOGLE_CLOUD_UNIVERSE_DOMAIN`` a cloud other than
+    the public one, and ``GOOGLE_CLOUD_QUOTA_PROJECT`` the project billed. Requests to an emulator
+    are anonymous unless an option sets credentials. ``CKPTCORE_GCS_UPLOADS`` is the default of the
+    option ``uploads``: most emulators lack uploads in parts.
 
     Raises:
-        InvalidLocationError: for an endpoint that is no URL.
-        ValueError: for an option that is not known or of another type, several kinds of credentials, or a variable of the
-            environment that names no kind of uploads.
+        InvalidLocationError: for an invalid endpoint.
+        ValueError: for an unknown option or a wrong type, for several kinds of credentials, or for
+            an invalid ``CKPTCORE_GCS_UPLOADS``.
     """
     given: Mapping[str, Any] = check_options("gs", config, OPTIONS)
     uploads: Any = given.get("uploads") or environment.get("CKPTCORE_GCS_UPLOADS") or "parts"
@@ -78,7 +79,7 @@ def settings_of(bucket: str, config: Mapping[str, JSON], environment: Mapping[st
         raise ValueError(f"CKPTCORE_GCS_UPLOADS in the environment: expected parts or composite, found {uploads!r}")
     kinds = [name for name in ("credentials_file", "access_token", "anonymous") if given.get(name)]
     if len(kinds) > 1:
-        raise ValueError(f"Context(storage={{'gs': ...}}): give one of {', '.join(kinds)}, not several")
+        raise ValueError(f"Context(storage={{'gs': ...}}): set only one of {', '.join(kinds)}")
     host = environment.get("STORAGE_EMULATOR_HOST", "")
     emulator = bool(host) and not given.get("endpoint")
     domain = environment.get("GOOGLE_CLOUD_UNIVERSE_DOMAIN") or "googleapis.com"
@@ -86,17 +87,15 @@ def settings_of(bucket: str, config: Mapping[str, JSON], environment: Mapping[st
     endpoint = (endpoint or f"https://storage.{domain}").rstrip("/")
     parts = urlsplit(endpoint)
     if "@" in parts.netloc:
-        # It would stand in errors and in addresses; what it is is not shown here either.
-        raise InvalidLocationError(
-            "the endpoint has a user or a password in it; give credentials by options of their own"
-        )
+        # Errors and addresses would show the password, and neither does this message.
+        raise InvalidLocationError("the endpoint contains a user or a password; set credentials with their own options")
     if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
         raise InvalidLocationError(
-            f"the endpoint {endpoint!r} is no URL of a service; expected one such as https://storage.googleapis.com"
+            f"the endpoint {endpoint!r} is not a service URL; expected one such as https://storage.googleapis.com"
         )
     anonymous = given.get("anonymous", False) or (emulator and not kinds)
     project = given.get("user_project") or ""
-    if not project and not anonymous:  # what nobody in particular asks for counts against no project
+    if not project and not anonymous:  # anonymous requests have no quota project
         project = environment.get("GOOGLE_CLOUD_QUOTA_PROJECT") or ""
     return Settings(
         bucket=bucket,

@@ -1,4 +1,4 @@
-"""The samples of GCS: servers that are started with the first location. The strict one is in the matrix of all storages."""
+"""Storage samples for the matrix of all storages. The first location starts the server."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ckptcore_testing.shared_buckets import SharedBucket
 __all__ = ["FAKE_GCS_SERVER", "SAMPLE"]
 
 SAMPLE: Final = StorageSample(scheme="gs", open=SharedBucket("gs", gcs_server).open, costly=True, aliases=("gcs",))
-"""GCS on the strict server."""
+"""GCS on the strict server of ckptcore-testing."""
 
 FAKE_GCS_SERVER: Final = StorageSample(
     scheme="gs", open=SharedBucket("gs", functools.partial(gcs_server, kind="fake-gcs-server")).open, costly=True
 )
-"""GCS on a server that others wrote."""
+"""GCS on fake-gcs-server, an independent implementation."""

@@ -1,8 +1,9 @@
-"""Uploads to Google Cloud Storage: what is there at the end replaces nothing where that is asked for.
+"""Uploads of large objects, with a condition on the final object.
 
-The XML API's uploads in parts take no precondition ("Preconditions are not supported in the requests",
-https://cloud.google.com/storage/docs/multipart-uploads#considerations). So a new object is uploaded under a temporary name, and
-gets its own by a copy inside the service that does take one; no byte is moved for that.
+Uploads in parts of the XML API take no precondition ("Preconditions are not supported in the
+requests", https://cloud.google.com/storage/docs/multipart-uploads#considerations). A new object is
+therefore uploaded under a temporary name and then copied inside the service, with a condition. The
+copy moves no data.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
 from ckptcore_obstore.uploads import Upload
 
 from ckptcore.protocols import IF_ABSENT, Buffer
-from ckptcore_gcs.json_requests import MOST_COMPONENTS, JsonRequests
+from ckptcore_gcs.json_requests import MAX_COMPONENTS, JsonRequests
 
 __all__ = ["CompositeUpload", "NewObjectUpload", "temporary_mark"]
 
@@ -26,16 +27,19 @@ _TEMPORARY: Final = re.compile(r"\.ckptcore-upload-([0-9a-f]{32})[^/]*$")
 
 
 def temporary_mark(key: str) -> str | None:
-    """The mark of the upload that an object is only a piece of; None for any other object."""
+    """Return the upload id in the key of a temporary object, or None for any other key."""
     found = _TEMPORARY.search(key)
     return None if found is None else found[1]
 
 
 class NewObjectUpload:
-    """A new object by the XML API: parts become an object with a temporary name, which is then copied. Any thread."""
+    """A conditional upload by the XML API. Any thread.
+
+    Parts become a temporary object, which is then copied.
+    """
 
     def __init__(self, bucket: Bucket, json: JsonRequests, key: str) -> None:
-        """Begin it."""
+        """Begin the upload."""
         self._bucket = bucket
         self._json = json
         self._key = key
@@ -45,11 +49,15 @@ class NewObjectUpload:
         self._is_whole = False
 
     def put_part(self, number: int, data: Buffer) -> str:
-        """Upload a part, counted from 1; returns its tag."""
+        """Upload a part, counted from 1. Return its tag."""
         return self._upload.put_part(number, data)
 
     def complete(self, tags: Mapping[int, str], *, if_absent: bool) -> None:
-        """Make the object; one that is there stays, and the failure is of kind CONDITION: then this can be called again."""
+        """Create the object.
+
+        If the object exists, it stays, the failure has kind CONDITION, and this can be called
+        again.
+        """
         if not self._is_whole:
             self._upload.complete(tags, if_absent=False)
             self._is_whole = True
@@ -57,21 +65,22 @@ class NewObjectUpload:
         self._bucket.delete([self._temporary])
 
     def abort(self) -> None:
-        """Give it up."""
+        """Abort the upload and delete the temporary object."""
         if not self._is_whole:
             self._upload.abort()
         self._bucket.delete([self._temporary])
 
 
 class CompositeUpload:
-    """An object that is composed of objects with temporary names, by the JSON API. Any thread.
+    """An object composed of temporary objects by the JSON API. Any thread.
 
-    A composition takes a condition, and up to 32 objects: more of them are composed in several steps. Emulators that pass over
-    the condition are the reason that it also looks right before.
+    A composition takes a condition and at most 32 sources, so larger numbers are composed in
+    several levels. Some emulators ignore the condition, so the upload also checks that the object
+    is absent.
     """
 
     def __init__(self, bucket: Bucket, json: JsonRequests, key: str) -> None:
-        """Begin nothing: the first part is the first request."""
+        """Make no request. The first part is the first request."""
         self._bucket = bucket
         self._json = json
         self._key = key
@@ -79,30 +88,30 @@ class CompositeUpload:
         self._pieces: set[str] = set()
 
     def put_part(self, number: int, data: Buffer) -> str:
-        """Upload a part, counted from 1; returns its name."""
+        """Upload a part, counted from 1. Return its name."""
         name = self._named(f"0-{number:05d}")
         self._bucket.put(name, data if isinstance(data, bytes) else memoryview(data), None)
         return name
 
     def complete(self, tags: Mapping[int, str], *, if_absent: bool) -> None:
-        """Make the object of its parts."""
+        """Compose the object of its parts."""
         if if_absent and self._is_there():
-            raise RequestFailed(Failure(FailureKind.CONDITION, None, "", "there is an object of the name"))
+            raise RequestFailed(Failure(FailureKind.CONDITION, None, "", "the object exists"))
         pieces: Sequence[str] = [name for _, name in sorted(tags.items())]
         level = 0
-        while len(pieces) > MOST_COMPONENTS:
+        while len(pieces) > MAX_COMPONENTS:
             level += 1
             composed = []
-            for number, start in enumerate(range(0, len(pieces), MOST_COMPONENTS), 1):
+            for number, start in enumerate(range(0, len(pieces), MAX_COMPONENTS), 1):
                 name = self._named(f"{level}-{number:05d}")
-                self._json.compose(name, pieces[start : start + MOST_COMPONENTS], None, self._mark)
+                self._json.compose(name, pieces[start : start + MAX_COMPONENTS], None, self._mark)
                 composed.append(name)
             pieces = composed
         self._json.compose(self._key, pieces, IF_ABSENT if if_absent else None, self._mark)
         self._bucket.delete(sorted(self._pieces))
 
     def abort(self) -> None:
-        """Give it up."""
+        """Delete the temporary objects."""
         self._bucket.delete(sorted(self._pieces))
 
     def _is_there(self) -> bool:

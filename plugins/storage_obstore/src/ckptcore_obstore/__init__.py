@@ -1,20 +1,20 @@
-"""What the object stores of ckptcore share. No plugin by itself: ckptcore-s3 and ckptcore-gcs are built on it.
+"""Shared code of the object store plugins ckptcore-s3 and ckptcore-gcs. Not a plugin itself.
 
 ::
 
     storage         a directory of a bucket as a ckptcore storage
-    writer          objects in pieces, uploaded in parts
-    buckets         the requests of this process to one bucket
-    open_buckets    those that a process used last
-    part_sizes      where each part of an upload begins
+    writer          objects written in pieces and uploaded in parts
+    buckets         operations on the objects of one bucket
+    open_buckets    a cache of buckets
+    part_sizes      the division of an object into parts
     uploads         uploads in parts
     listing         lists of keys
-    plain_requests  HTTP for what obstore has no call
+    plain_requests  HTTP requests that obstore lacks
     retrying        retries, with backoff and jitter
-    limits          the adaptive limit of requests at once
+    limits          the adaptive limit of concurrent requests
     runtimes        the process that obstore runs in
-    options         the options of a storage, checked
-    failures        what a service answered, told apart
-    translating     the errors that users see
-    services        what a cloud tells the rest
+    options         validation of storage options
+    failures        classification of failed requests
+    storage_errors  conversion of failures to ckptcore errors
+    services        the protocol that each cloud implements
 """

@@ -1,4 +1,4 @@
-"""Requests to one bucket, with the connections, retries and limit that they share."""
+"""Requests to one bucket, which share connections, retries and a limit."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from ckptcore_obstore.plain_requests import PlainRequests
 from ckptcore_obstore.retrying import try_request
 from ckptcore_obstore.services import Service
 
-__all__ = ["MARK", "BucketRequests", "Seen"]
+__all__ = ["MARK", "BucketRequests", "ObjectState"]
 
 T = TypeVar("T")
 
 MARK: Final = "ckptcore-put"
-"""Metadata of an object: which put wrote it. Tells who asks again after a lost answer that the object is its own."""
+"""Metadata key with the id of the put that wrote an object.
+
+If an answer was lost, the id shows whether the put succeeded.
+"""
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """An object that is there.
+class ObjectState:
+    """State of an existing object.
 
     Attributes:
-        tag: what a condition can name.
-        mark: of the put that wrote it; empty where it has none.
+        tag: value for conditions.
+        mark: id of the put that wrote the object; empty if unknown.
     """
 
     tag: str
@@ -36,12 +39,12 @@ class Seen:
 
 
 class BucketRequests:
-    """Requests of this process to one bucket, tried again where a failure may pass. Any thread.
+    """Requests of this process to one bucket, with retries. Any thread.
 
     Attributes:
-        service: where the bucket is.
-        limit: of requests under way at a time.
-        plain: single requests by HTTP; give them to `run`.
+        service: the bucket's service.
+        limit: limit of concurrent requests.
+        plain: single HTTP requests, to be sent with `run`.
     """
 
     def __init__(self, service: Service) -> None:
@@ -51,40 +54,41 @@ class BucketRequests:
         self.plain = PlainRequests(service)
 
     def run(self, request: Callable[[], T], check: Callable[[], None] = lambda: None) -> T:
-        """Send a request by obstore or HTTP, again where its failure may pass; see `try_request`."""
+        """Send a request of obstore or HTTP, and retry transient failures; see `try_request`."""
         self.service.prepare()
         policy = self.service.tuning.retries
         try:
             return try_request(lambda: _translated(request), policy, self.limit, check)
         except RequestFailed as error:
             if error.failure.kind is FailureKind.REGION and not error.failure.code:
-                # obstore does not tell what came with a redirection; the same answer comes to any request.
+                # obstore drops the details of a redirection. Any other request gets the same
+                # answer, so send one by HTTP.
                 try_request(
                     lambda: self.plain.send("GET", query={"list-type": "2", "max-keys": "1"}), policy, self.limit
                 )
             raise
 
-    def look(self, key: str) -> Seen | None:
-        """The tag of an object and who put it; None if there is none."""
+    def head(self, key: str) -> ObjectState | None:
+        """Return the tag and put id of an object, or None if it does not exist."""
         try:
             headers = self.run(lambda: self.plain.send("HEAD", key)).headers
         except RequestFailed as error:
             if error.failure.kind is FailureKind.MISSING:
                 return None
             raise
-        return Seen(self._tag(headers), headers.get(self.service.metadata_prefix + MARK, ""))
+        return ObjectState(self._tag(headers), headers.get(self.service.metadata_prefix + MARK, ""))
 
     def _tag(self, headers: Mapping[str, str]) -> str:
         return self.service.tag(headers.get("etag"), headers.get("x-goog-generation"))
 
-    def mine(self, key: str, mark: str) -> str | None:
-        """The tag of an object if the put with this mark wrote it, else None."""
-        there = self.look(key)
+    def own_tag(self, key: str, mark: str) -> str | None:
+        """Return the tag of an object if the put with this id wrote it, else None."""
+        there = self.head(key)
         return there.tag if there is not None and there.mark == mark else None
 
 
 def _translated(request: Callable[[], T]) -> T:
-    """Run a request of obstore; its errors become `RequestFailed`."""
+    """Run a request of obstore, and convert its errors to `RequestFailed`."""
     from obstore.exceptions import BaseError
 
     try:

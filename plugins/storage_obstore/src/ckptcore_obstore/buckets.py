@@ -1,4 +1,4 @@
-"""Buckets: objects by their whole keys, read and written by obstore or by HTTP."""
+"""Buckets: objects by full key, read and written by obstore or HTTP."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Bucket", "Found"]
 
-_DELETED_AT_ONCE: Final = 1000
-"""Keys that one request deletes: https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html"""
+_MAX_DELETED_KEYS: Final = 1000
+"""Maximum number of keys in one delete request.
+
+See https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html.
+"""
 
 _CONTENT_RANGE: Final = re.compile(r"bytes (\d{1,19})-")
 """RFC 9110, section 14.4."""
@@ -30,11 +33,11 @@ _CONTENT_RANGE: Final = re.compile(r"bytes (\d{1,19})-")
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """An object, or a part of one, as it was read.
+    """Data read from an object.
 
     Attributes:
         data: the bytes.
-        tag: what a condition can name.
+        tag: value for conditions.
     """
 
     data: memoryview
@@ -42,9 +45,9 @@ class Found:
 
 
 class Bucket(BucketRequests):
-    """The objects of a bucket by their whole keys. Any thread of one process.
+    """Objects of a bucket by full key. Any thread of one process.
 
-    Every method raises `RequestFailed` once it has tried as often as the service's tuning says.
+    Every method retries transient failures and then raises `RequestFailed`.
     """
 
     def __init__(self, service: Service) -> None:
@@ -55,8 +58,8 @@ class Bucket(BucketRequests):
         self._bare_tags = False
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> Found:
-        """Bytes `start` to `stop` of an object, of which at least one is there."""
-        if not _takes(key):
+        """Read bytes `start` to `stop` of an object, at least one of which must exist."""
+        if not _obstore_accepts(key):
             return self.run(lambda: self._read_plain(key, start, stop))
         return self.run(lambda: self._read(key, start, stop))
 
@@ -79,51 +82,52 @@ class Bucket(BucketRequests):
             headers["range"] = f"bytes={start}-{'' if stop is None else stop - 1}"
         answer = self.plain.send("GET", key, headers=headers)
         if is_part:
-            # As obstore does: there are services that send everything, or what a cache has.
-            told = answer.headers.get("content-range", "")
-            sent = _CONTENT_RANGE.match(told) if answer.status == 206 else None
+            # Check the range as obstore does: some services and caches send the whole object.
+            content_range = answer.headers.get("content-range", "")
+            sent = _CONTENT_RANGE.match(content_range) if answer.status == 206 else None
             nbytes = len(answer.body)
             if sent is None or int(sent[1]) != start or nbytes > (stop or start + nbytes) - start:
-                words = f"asked for {headers['range']}, it sent {nbytes} bytes ({told or 'all of them'})"
+                words = f"the answer to {headers['range']} has {nbytes} bytes ({content_range or 'the whole object'})"
                 raise RequestFailed(Failure(FailureKind.OTHER, answer.status, "", words))
         return Found(memoryview(answer.body), self._tag(answer.headers))
 
     def size(self, key: str) -> int:
-        """Bytes of an object."""
+        """Return the size of an object in bytes."""
         try:
             return self.run(lambda: self._size(key))
         except RequestFailed as error:
             if error.failure.kind is not FailureKind.MISSING and not error.failure.code:
-                self.read(key, 0, 1)  # the answer to a HEAD has no body: that to a GET says why
+                self.read(key, 0, 1)  # a HEAD answer has no body with the reason, but a GET answer has
             raise
 
     def _size(self, key: str) -> int:
-        if not _takes(key):
+        if not _obstore_accepts(key):
             return int(self.plain.send("HEAD", key).headers["content-length"])
         import obstore
 
         return obstore.head(self._obstore(), key)["size"]
 
     def put(self, key: str, data: bytes | memoryview, condition: PutCondition | None) -> str:
-        """Put an object by one request; its new tag."""
+        """Put an object in one request. Return its new tag."""
         mark = uuid.uuid4().hex
         try:
             return self.run(lambda: self._put(key, data, condition, mark))
         except RequestFailed as error:
             if isinstance(condition, IfTag) and error.failure.kind is FailureKind.MISSING:
-                # S3 answers 404 where the object that should have a tag is gone.
+                # S3 answers 404 if the object that should have the tag is missing.
                 error.failure = replace(error.failure, kind=FailureKind.CONDITION)
             if condition is None or error.failure.kind is not FailureKind.CONDITION:
                 raise
-            # An earlier try, or the same one that the network sent twice, may have put it though its answer was lost.
-            there = self.look(key)
+            # An earlier try, or a duplicate sent by the network, may have succeeded although its
+            # answer was lost.
+            there = self.head(key)
             if there is not None and there.mark == mark:
                 return there.tag
             if there is None or not isinstance(condition, IfTag) or there.tag != condition.tag:
                 raise
             if self._bare_tags or not condition.tag.startswith('"'):
                 raise
-            # The object has this very tag: the service compares it with what it keeps, which has no quotation marks.
+            # The object has the expected tag: the service compares tags without quotation marks.
             tag = self.run(lambda: self._put(key, data, IfTag(condition.tag.strip('"')), mark))
             self._bare_tags = True
             return tag
@@ -132,7 +136,7 @@ class Bucket(BucketRequests):
         service = self.service
         if self._bare_tags and isinstance(condition, IfTag):
             condition = IfTag(condition.tag.strip('"'))
-        if not _takes(key):
+        if not _obstore_accepts(key):
             headers = {} if condition is None else dict(service.condition_headers(condition))
             headers |= service.upload_headers
             headers[service.metadata_prefix + MARK] = mark
@@ -145,11 +149,17 @@ class Bucket(BucketRequests):
         return service.tag(result["e_tag"], result["version"])
 
     def begin_upload(self, key: str, *, if_absent: bool) -> PartUpload:
-        """Begin an object that comes in parts; `if_absent`: what its `complete` will be asked for."""
+        """Begin an upload in parts.
+
+        `if_absent` is the value that `complete` will get.
+        """
         return Upload.begin(self, key)
 
     def abort_uploads(self, prefix: str) -> int:
-        """Give up every upload in parts to a key that begins with a prefix, so that its end fails; how many there were."""
+        """Abort all uploads in parts to keys with a prefix, so that completing them fails.
+
+        Return the number of uploads.
+        """
         count = 0
         for upload in list(list_uploads(self, prefix)):
             upload.abort()
@@ -157,23 +167,26 @@ class Bucket(BucketRequests):
         return count
 
     def is_temporary(self, key: str) -> bool:
-        """Whether an object is only a piece of one that is being written, which lists leave out."""
+        """Return True for the temporary objects of an unfinished upload, which lists omit."""
         return False
 
     def delete(self, keys: Sequence[str], check: Callable[[], None] = lambda: None) -> None:
-        """Delete objects; one that is not there is no error. `check` is called before each try."""
-        taken = [key for key in keys if _takes(key)]
-        for start in range(0, len(taken), _DELETED_AT_ONCE):
-            some = taken[start : start + _DELETED_AT_ONCE]
+        """Delete objects. A missing object is not an error.
+
+        `check` is called before each try.
+        """
+        taken = [key for key in keys if _obstore_accepts(key)]
+        for start in range(0, len(taken), _MAX_DELETED_KEYS):
+            some = taken[start : start + _MAX_DELETED_KEYS]
             try:
                 self.run(partial(self._delete, some), check)
             except RequestFailed as error:
                 if error.failure.kind is not FailureKind.UNSUPPORTED:
                     raise
-                for key in some:  # not every service deletes several objects by one request
+                for key in some:  # not all services can delete several objects in one request
                     self.run(partial(self._delete_plain, key), check)
         for key in keys:
-            if not _takes(key):
+            if not _obstore_accepts(key):
                 self.run(partial(self._delete_plain, key), check)
 
     def _delete(self, keys: list[str]) -> None:
@@ -199,10 +212,11 @@ class Bucket(BucketRequests):
             return self._store
 
 
-def _takes(key: str) -> bool:
-    """Whether obstore takes a key in this process.
+def _obstore_accepts(key: str) -> bool:
+    """Return True if obstore accepts a key in this process.
 
-    No part of it may have an ASCII control character (`object_store::path::PathPart::parse`).
+    Parts of a key must not contain ASCII control characters
+    (`object_store::path::PathPart::parse`).
     """
     from ckptcore_obstore.runtimes import runs_here
 

@@ -1,4 +1,4 @@
-"""Failures of requests: what a service answered, told apart by what has to be done about it."""
+"""Failures of requests, classified by the remedy."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ __all__ = ["Failure", "FailureKind", "RequestFailed", "Tried", "failure_of_answe
 
 
 class FailureKind(enum.Enum):
-    """What kind of failure a request met."""
+    """Kind of a failure, with its text in errors."""
 
-    MISSING = "the object is not there"
-    NO_BUCKET = "the bucket is not there"
-    NO_UPLOAD = "the upload in parts is not there"
-    CONDITION = "the condition of the request does not hold"
-    RANGE = "the object ends before the range that was asked for"
-    CREDENTIALS = "the credentials are missing or not known"
+    MISSING = "the object does not exist"
+    NO_BUCKET = "the bucket does not exist"
+    NO_UPLOAD = "the upload does not exist"
+    CONDITION = "the condition of the request is not met"
+    RANGE = "the object ends before the requested range"
+    CREDENTIALS = "the credentials are missing or invalid"
     PERMISSION = "the credentials do not allow it"
     REGION = "the bucket is in another region"
     CLOCK = "the clock of this machine is wrong"
-    FULL = "a quota is used up"
-    THROTTLED = "the service asks to come slower"
+    FULL = "a quota is exceeded"
+    THROTTLED = "the service throttles requests"
     SERVER = "the service failed"
-    TIMEOUT = "no answer came in time"
+    TIMEOUT = "the request timed out"
     CONNECTION = "the connection failed"
-    UNSUPPORTED = "the service cannot do this"
-    OTHER = "the service refused"
+    UNSUPPORTED = "the service does not support the request"
+    OTHER = "the service refused the request"
 
     @property
     def may_pass(self) -> bool:
-        """Whether the same request may succeed a little later."""
+        """True if a retry may succeed."""
         return self in _PASSING
 
 
@@ -80,11 +80,11 @@ _KINDS_BY_CODE: Final = {
     "RequestLimitExceeded": FailureKind.THROTTLED,
     "TooManyRequests": FailureKind.THROTTLED,
     "BandwidthLimitExceeded": FailureKind.THROTTLED,
-    "RequestTimeout": FailureKind.TIMEOUT,  # the service did not get the body in time
+    "RequestTimeout": FailureKind.TIMEOUT,  # the service did not receive the body in time
     "InternalError": FailureKind.SERVER,
     "ServiceUnavailable": FailureKind.THROTTLED,
     "OperationAborted": FailureKind.SERVER,
-    "ConditionalRequestConflict": FailureKind.SERVER,  # two conditional requests at once: to be tried again
+    "ConditionalRequestConflict": FailureKind.SERVER,  # two concurrent conditional requests; can be retried
     "IncompleteBody": FailureKind.CONNECTION,
     "BadDigest": FailureKind.CONNECTION,
     "NotImplemented": FailureKind.UNSUPPORTED,
@@ -123,20 +123,20 @@ _KINDS_BY_STATUS: Final = {
     507: FailureKind.FULL,
 }
 
-_MOST_TOLD: Final = 300
-"""Characters of a service's own words that go into an error."""
+_MAX_MESSAGE_LENGTH: Final = 300
+"""Maximum length of a service's message in an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a request failed.
+    """A failed request.
 
     Attributes:
-        kind: what has to be done about it.
-        status: of the answer; None where none came.
-        code: by which the service names it; empty where it gave none.
-        message: the service's words, or those of the connection, in one line.
-        hints: what the service added, such as the right region, by name.
+        kind: kind of failure, which determines the remedy.
+        status: HTTP status; None if there was no answer.
+        code: error code of the service; may be empty.
+        message: message of the service or the connection, in one line.
+        hints: further fields of the answer by name, such as the right region.
     """
 
     kind: FailureKind
@@ -146,21 +146,21 @@ class Failure:
     hints: tuple[tuple[str, str], ...] = ()
 
     @property
-    def told(self) -> str:
-        """What was found, in one line."""
+    def description(self) -> str:
+        """Status, code and message in one line."""
         status = "" if self.status is None else str(self.status)
         named = " ".join(part for part in (status, self.code) if part)
-        return ": ".join(part for part in (named, self.message) if part) or "no reason was given"
+        return ": ".join(part for part in (named, self.message) if part) or "no reason given"
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What was done about a request that was given up.
+    """Tries of a request that failed.
 
     Attributes:
-        tries: how often it was sent.
-        seconds: from the first try to the end.
-        may_be_done: whether a try before the last one failed so that the service may have done it, or may do it yet.
+        tries: number of tries.
+        seconds: time from the first try to the last failure.
+        may_be_done: True if an earlier try may have succeeded, or may still succeed.
     """
 
     tries: int = 1
@@ -169,21 +169,24 @@ class Tried:
 
 
 class RequestFailed(Exception):
-    """A request that failed; inside the plugins only.
+    """A failed request. Plugins convert it before it reaches users.
 
     Attributes:
-        failure: why.
-        tried: what was done about it.
+        failure: the last failure.
+        tried: the tries.
     """
 
     def __init__(self, failure: Failure) -> None:
-        super().__init__(redacted(failure.told))
+        super().__init__(redacted(failure.description))
         self.failure = failure
         self.tried = Tried()
 
 
 def failure_of_answer(status: int, body: bytes, region: str = "") -> Failure:
-    """The failure that an answer with such a status and body, XML or JSON, tells, and the region that it names in a header."""
+    """Classify an answer with an error in XML or JSON.
+
+    `region` is the bucket's region from the headers.
+    """
     code, message, hints = _read_json(body) or _read_xml(body)
     if region and "Region" not in dict(hints):
         hints = (*hints, ("Region", region))
@@ -194,25 +197,26 @@ _STATUS: Final = re.compile(r"status code: (\d{3})")
 _XML: Final = re.compile(r"<(\w+:)?Error\b.*</(\w+:)?Error>", re.DOTALL)
 _JSON: Final = re.compile(r"\{\s*\"error\".*\}", re.DOTALL)
 _OF_A_KEY: Final = re.compile(r"DeleteObjects request failed for key \S+: (.*) \(code: (\w+)\)", re.DOTALL)
-"""One of several objects that one request was to delete."""
+"""Message for one object of a request that deletes several."""
 
 _DEBUG: Final = re.compile(r"\n+Debug source:.*", re.DOTALL)
 
 
 def failure_of_text(text: str) -> Failure:
-    """The failure that the text of an obstore error tells.
+    """Classify the text of an obstore error.
 
-    object_store words an answer as ``... Server returned non-2xx status code: 404 Not Found: BODY``; obstore adds a dump of
-    Rust structures, which is cut off here but for the kind of what happened to a connection.
+    object_store formats an answer as ``... Server returned non-2xx status code: 404 Not Found:
+    BODY``. obstore appends a dump of Rust structures; only the kind of a connection error is taken
+    from it.
     """
-    told = _DEBUG.sub("", text)
-    status = _STATUS.search(told)
+    cleaned = _DEBUG.sub("", text)
+    status = _STATUS.search(cleaned)
     if status is not None:
-        body = _XML.search(told) or _JSON.search(told)
+        body = _XML.search(cleaned) or _JSON.search(cleaned)
         return failure_of_answer(int(status[1]), body[0].encode() if body else b"")
-    if "redirect without LOCATION" in told:  # object_store's words for a bucket in another region
-        return Failure(FailureKind.REGION, 301, "", "the service redirects elsewhere")
-    if (one := _OF_A_KEY.search(told)) is not None:
+    if "redirect without LOCATION" in cleaned:  # object_store's text for a bucket in another region
+        return Failure(FailureKind.REGION, 301, "", "the service redirects to another region")
+    if (one := _OF_A_KEY.search(cleaned)) is not None:
         return Failure(_kind(200, one[2]), None, one[2], _one_line(one[1]))
     kind = FailureKind.OTHER
     if "kind: Timeout" in text or "operation timed out" in text or "TimedOut" in text:
@@ -220,7 +224,7 @@ def failure_of_text(text: str) -> Failure:
     elif re.search(r"kind: (Connect|Request|Interrupted|Decode|Unknown)\b|HTTP error|error (sending|decoding)", text):
         kind = FailureKind.CONNECTION
     causes = re.findall(r"(?:ConnectionRefused|ConnectionReset|dns error|certificate[^\n\"]*|tcp connect error)", text)
-    message = _one_line(told)
+    message = _one_line(cleaned)
     if causes:
         message = f"{message} ({', '.join(dict.fromkeys(causes))})"
     return Failure(kind, None, "", message)
@@ -236,14 +240,18 @@ def _kind(status: int, code: str) -> FailureKind:
 
 
 def _read_json(body: bytes) -> tuple[str, str, tuple[tuple[str, str], ...]] | None:
-    """The reason and message of an error in JSON as Google words it; None where the body is none."""
+    """Parse an error in Google's JSON form.
+
+    Return its reason and message, or None for another form.
+    """
     if not body.startswith(b"{"):
         return None
     try:
         error = json.loads(body)["error"]
         reasons = [str(found["reason"]) for found in error.get("errors") or [] if "reason" in found]
         reason, message = (reasons or [""])[0], str(error.get("message", ""))
-        # One reason for whatever is missing; the words tell which: "The specified bucket does not exist."
+        # "notFound" covers objects and buckets. Only the message differs: "The specified bucket
+        # does not exist."
         if reason == "notFound" and "specified bucket" in message:
             reason = "NoSuchBucket"
         return reason, message, ()
@@ -252,11 +260,11 @@ def _read_json(body: bytes) -> tuple[str, str, tuple[tuple[str, str], ...]] | No
 
 
 def _read_xml(body: bytes) -> tuple[str, str, tuple[tuple[str, str], ...]]:
-    """The code, message and hints of an error in XML; empty where the body is none."""
+    """Parse the code, message and hints of an error in XML. Return empty ones for another form."""
     try:
         root = ElementTree.fromstring(body)
     except ElementTree.ParseError:
-        return "", body[:_MOST_TOLD].decode("utf-8", "replace"), ()
+        return "", body[:_MAX_MESSAGE_LENGTH].decode("utf-8", "replace"), ()
     found = {child.tag.rpartition("}")[2]: (child.text or "").strip() for child in root}
     hints = tuple((name, found[name]) for name in ("Region", "Endpoint", "ServerTime", "Details") if found.get(name))
     return found.get("Code", ""), found.get("Message", ""), hints
@@ -264,4 +272,4 @@ def _read_xml(body: bytes) -> tuple[str, str, tuple[tuple[str, str], ...]]:
 
 def _one_line(text: str) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= _MOST_TOLD else line[: _MOST_TOLD - 3] + "..."
+    return line if len(line) <= _MAX_MESSAGE_LENGTH else line[: _MAX_MESSAGE_LENGTH - 3] + "..."

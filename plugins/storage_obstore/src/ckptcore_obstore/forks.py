@@ -1,4 +1,7 @@
-"""Children by fork: what holds locks and counts requests begins anew there, where the threads that hold them are not."""
+"""Reset of objects in forked children.
+
+A forked child inherits locks and counters, but not the threads that use them.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,18 @@ __all__ = ["renew_in_children"]
 
 
 class _Renewable(Protocol):
-    """An object that can begin anew."""
+    """An object that can be reset."""
 
     def renew(self) -> None:
-        """Become as at first, without using a lock: one that another thread of the parent held stays locked for ever."""
+        """Return to the initial state without acquiring a lock: a parent's thread may have held it."""
         ...
 
 
 def renew_in_children(thing: _Renewable) -> None:
-    """Have `thing` renewed in every child that is forked while it lives; does not keep it alive. For things that are few."""
+    """Call `renew` of `thing` in every child forked during its lifetime.
+
+    Only a weak reference is kept. Callbacks are never unregistered, so use this for few objects.
+    """
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=functools.partial(_renew, weakref.ref(thing)))
 

@@ -1,4 +1,4 @@
-"""The limit of requests at once: fewer when the service asks to come slower, more again when it does not."""
+"""An adaptive limit of concurrent requests: lower while the service throttles."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ __all__ = ["AdaptiveLimit"]
 
 _LOG: Final = logging.getLogger("ckptcore.storage")
 
-_LEAST: Final = 1
+_MIN_LIMIT: Final = 1
 _SECONDS_BETWEEN_CUTS: Final = 1.0
-"""All the requests that were under way together meet the same burst: it counts once."""
+"""Concurrent requests fail in the same burst, which counts once."""
 
 
 class AdaptiveLimit:
-    """How many requests to one bucket may be under way in this process: additive increase, multiplicative decrease. Any thread."""
+    """Limit of concurrent requests to one bucket in this process. Any thread.
+
+    Uses additive increase and multiplicative decrease.
+    """
 
     def __init__(self, most: int, name: str, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin with the most.
+        """Start with the maximum.
 
         Args:
-            most: requests at once where nothing is throttled.
-            name: of the bucket, for the log.
-            clock: seconds that never go back.
+            most: maximum number of concurrent requests.
+            name: name of the bucket, for the log.
+            clock: monotonic time in seconds.
         """
         self._most = most
         self.name: Final = name
@@ -38,7 +41,7 @@ class AdaptiveLimit:
         renew_in_children(self)
 
     def renew(self) -> None:
-        """Begin with the most again: a child by fork has none of the requests that are under way."""
+        """Reset to the maximum. A forked child has none of its parent's requests."""
         self._allowed = float(self._most)
         self._under_way = 0
         self._changed = threading.Condition()
@@ -47,17 +50,17 @@ class AdaptiveLimit:
 
     @property
     def allowed(self) -> int:
-        """Requests that may be under way at once now."""
-        return max(_LEAST, int(self._allowed))
+        """Current limit."""
+        return max(_MIN_LIMIT, int(self._allowed))
 
     @property
     def cuts(self) -> int:
-        """How often it was lowered."""
+        """Number of times the limit was lowered."""
         return self._cuts
 
     @contextmanager
     def place(self) -> Iterator[None]:
-        """Wait for a place, and hold it for one request."""
+        """Wait for a slot, and occupy it for one request."""
         with self._changed:
             while self._under_way >= self.allowed:
                 self._changed.wait()
@@ -70,7 +73,7 @@ class AdaptiveLimit:
                 self._changed.notify()
 
     def succeeded(self) -> None:
-        """Count a request that the service answered: about one place more for each round of requests."""
+        """Count an answered request. The limit grows by about one per round of requests."""
         if self._allowed >= self._most:
             return
         with self._changed:
@@ -78,14 +81,14 @@ class AdaptiveLimit:
             self._changed.notify()
 
     def throttled(self) -> None:
-        """Halve the limit, once for each burst."""
+        """Halve the limit, at most once per burst."""
         with self._changed:
             now = self._clock()
             if now < self._cut_at + _SECONDS_BETWEEN_CUTS:
                 return
             self._cut_at = now
-            self._allowed = max(_LEAST, self._allowed / 2)
+            self._allowed = max(_MIN_LIMIT, self._allowed / 2)
             self._cuts += 1
             first = self._cuts == 1
         if first:
-            _LOG.warning("%s has too much to do: fewer requests go out at once for a while", self.name)
+            _LOG.warning("%s throttles requests: sending fewer at once for a while", self.name)

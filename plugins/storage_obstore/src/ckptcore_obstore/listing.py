@@ -1,4 +1,4 @@
-"""Lists of keys: what S3's ListObjectsV2 answers, which GCS answers too, page by page."""
+"""Lists of keys, one page at a time: ListObjectsV2 of S3, which GCS supports too."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Listed:
     """One page of a list.
 
     Attributes:
-        keys: of objects, whole.
-        prefixes: up to the delimiter, where one was given.
+        keys: full keys of objects.
+        prefixes: common prefixes up to the delimiter, if there is one.
     """
 
     keys: tuple[str, ...]
@@ -28,9 +28,10 @@ class Listed:
 
 
 def list_objects(bucket: BucketRequests, prefix: str, delimiter: str = "") -> Iterator[Listed]:
-    """The objects whose keys begin with a prefix.
+    """List the objects whose keys have a prefix.
 
-    Keys come with escapes (``encoding-type=url``): XML has no way to write some of their characters.
+    Keys are requested with escapes (``encoding-type=url``), because XML cannot represent some
+    characters.
 
     Raises:
         RequestFailed
@@ -50,37 +51,41 @@ def list_objects(bucket: BucketRequests, prefix: str, delimiter: str = "") -> It
         if text_of(root, "IsTruncated").lower() != "true":
             return
         if not token:
-            # Of a service that knows the first version of this request only. Who lists must know: what is not seen is not deleted.
+            # The service supports only the first version of this request. Fail, because an
+            # incomplete list would leave objects undeleted.
             raise RequestFailed(
                 Failure(
                     FailureKind.UNSUPPORTED,
                     None,
                     "",
-                    "the list goes on, and the service does not say where (list-type=2)",
+                    "the list is truncated, but has no continuation token (list-type=2)",
                 )
             )
         query = {**query, "continuation-token": token}
 
 
 def parse_answer(body: bytes) -> ElementTree.Element:
-    """The XML of an answer.
+    """Parse the XML of an answer.
 
     Raises:
-        RequestFailed: if it is none.
+        RequestFailed: if the body is not XML.
     """
     try:
         return ElementTree.fromstring(body)
     except ElementTree.ParseError as error:
         raise RequestFailed(
-            Failure(FailureKind.OTHER, None, "", f"the answer is no XML ({error}): {body[:100]!r}")
+            Failure(FailureKind.OTHER, None, "", f"the answer is not XML ({error}): {body[:100]!r}")
         ) from error
 
 
 def spelling_of(root: ElementTree.Element) -> Callable[[str], str]:
-    """How keys in an answer are to be read: with escapes where it says so; then S3 writes ``+`` for a space, and %2B for ``+``."""
+    """Return the decoder of keys in an answer.
+
+    If keys are escaped, S3 writes ``+`` for a space and ``%2B`` for ``+``.
+    """
     return unquote_plus if text_of(root, "EncodingType") == "url" else str
 
 
 def text_of(element: ElementTree.Element, name: str) -> str:
-    """The text of a child, in any namespace; empty where there is none."""
+    """Return the text of a child in any namespace, empty if there is none."""
     return element.findtext(f"{{*}}{name}") or ""

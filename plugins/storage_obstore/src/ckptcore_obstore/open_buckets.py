@@ -1,4 +1,4 @@
-"""Open buckets: those that a process used last, by their settings, so that the next location in one finds its connections."""
+"""A cache of open buckets by settings, so that locations in one bucket share connections."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _MOST: Final = 64
 
 
 class OpenBuckets(Generic[K, B]):
-    """Buckets that stay open, up to a number of them. Any thread.
+    """A bounded cache of buckets. Any thread.
 
-    Settings have credentials, and a process that runs for long may be given others every hour, or for every user: what was used
-    longest ago is no longer kept. Directories that have it go on with it.
+    Settings contain credentials, and a long process may get new ones every hour or for each user,
+    so the least recently used bucket is dropped. Directories that use it keep working.
     """
 
     def __init__(self, most: int = _MOST) -> None:
-        """Open nothing; keep at most so many."""
+        """Open nothing."""
         self._most = most
         self._lock = threading.Lock()
         self._kept: OrderedDict[K, B] = OrderedDict()
 
     def get(self, settings: K, open_bucket: Callable[[], B]) -> B:
-        """The bucket of some settings, opened where none is kept; `open_bucket` makes no request."""
+        """Return the bucket for these settings. Open it if needed, without a request."""
         with self._lock:
             bucket = self._kept.get(settings)
             if bucket is None:

@@ -1,4 +1,4 @@
-"""Options of a storage: their names and types, checked, with an error that lists the right ones."""
+"""Validation of storage options. Errors list the valid options."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _MIB: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An option.
+    """A storage option.
 
     Attributes:
-        meaning: in a few words.
-        type: of its value.
-        choices: the values it can have; empty for any.
-        least: the least number; None where it is none.
-        step: what a number is a multiple of.
+        meaning: short description.
+        type: type of the value.
+        choices: valid values; empty for any.
+        least: smallest valid number; None for no limit.
+        step: required divisor of an integer.
     """
 
     meaning: str
@@ -35,7 +35,7 @@ class Option:
     step: int = 1
 
     def check(self, value: JSON) -> str | None:
-        """What is wrong with a value; None if nothing is."""
+        """Return what is wrong with a value, or None."""
         fits = isinstance(value, self.type) and not (isinstance(value, bool) and self.type is not bool)
         if self.type is float:
             fits = isinstance(value, int | float) and not isinstance(value, bool)
@@ -51,22 +51,22 @@ class Option:
 
 
 def text(meaning: str) -> Option:
-    """An option that is a text."""
+    """A string option."""
     return Option(meaning, str)
 
 
 def flag(meaning: str) -> Option:
-    """An option that is true or false."""
+    """A boolean option."""
     return Option(meaning, bool)
 
 
 def choice(meaning: str, *choices: str) -> Option:
-    """An option that is one of some texts."""
+    """A string option with fixed choices."""
     return Option(meaning, str, choices)
 
 
 def number(meaning: str, least: float) -> Option:
-    """An option that is a number of seconds."""
+    """An option in seconds."""
     return Option(meaning, float, (), least)
 
 
@@ -75,10 +75,11 @@ def _count(meaning: str, least: int, step: int = 1) -> Option:
 
 
 def check_options(scheme: str, given: Mapping[str, JSON], options: Mapping[str, Option]) -> Mapping[str, Any]:
-    """The options that were given, if they are known and of their types.
+    """Check names and types of options.
 
     Raises:
-        ValueError: naming the wrong one, and all that there are. Values are not shown where they may be secret.
+        ValueError: for an unknown or invalid option. Values are not shown, because they can be
+            secrets.
     """
     for name, value in given.items():
         option = options.get(name)
@@ -86,38 +87,34 @@ def check_options(scheme: str, given: Mapping[str, JSON], options: Mapping[str, 
             known = ";\n".join([f"  {name}: {option.meaning}" for name, option in sorted(options.items())])
             near = difflib.get_close_matches(name, options, 1)
             meant = f"; did you mean {near[0]!r}?" if near else "."
-            raise ValueError(
-                f"Context(storage={{{scheme!r}: ...}}): there is no option {name!r}{meant} There are\n{known}"
-            )
+            raise ValueError(f"Context(storage={{{scheme!r}: ...}}): unknown option {name!r}{meant} Options:\n{known}")
         if (wrong := option.check(value)) is not None:
             raise ValueError(f"Context(storage={{{scheme!r}: {{{name!r}: ...}}}}): {wrong} ({option.meaning})")
     return given
 
 
 def tuning_options() -> Mapping[str, Option]:
-    """The options that all object stores have."""
+    """Options of all object stores."""
     return {
-        "concurrency": _count("requests at once, at most", 1),
-        "request_bytes": _count("bytes that one read asks for", 1),
-        "part_bytes": _count("bytes that one part of an upload carries: whole MiB, at least 5", 5 * _MIB, _MIB),
-        "gap_bytes": _count("bytes between two ranges up to which one request reads both", 0),
-        "retries": _count("tries of a request after the first one", 0),
-        "first_wait": number(
-            "seconds that are waited before the second try, at most; twice as long before each after it", 0
-        ),
-        "deadline": number("seconds after which a request is not tried again", 0),
-        "timeout": number("seconds without a byte from the service, after which a request is tried again", 0.001),
-        "connect_timeout": number("seconds for a connection, and for the service to take each MiB", 0.001),
-        "ca_bundle": text("a file of certificates to trust"),
+        "concurrency": _count("maximum number of concurrent requests", 1),
+        "request_bytes": _count("bytes of one read request", 1),
+        "part_bytes": _count("bytes of one part of an upload: whole MiB, at least 5", 5 * _MIB, _MIB),
+        "gap_bytes": _count("largest gap between two ranges that one request reads", 0),
+        "retries": _count("number of retries of a request", 0),
+        "first_wait": number("maximum wait in seconds before the first retry; doubled for each further one", 0),
+        "deadline": number("seconds after which a request is not retried", 0),
+        "timeout": number("seconds without data from the service after which a request is retried", 0.001),
+        "connect_timeout": number("seconds to connect, and to send each MiB", 0.001),
+        "ca_bundle": text("file of trusted certificates"),
     }
 
 
 def tuning_of(given: Mapping[str, Any], *, ca_bundle: str | None = None) -> Tuning:
-    """How requests are made, by options that were checked.
+    """Return the tuning for validated options.
 
     Args:
         given: the options.
-        ca_bundle: certificates to trust where the options name none.
+        ca_bundle: default of the option ``ca_bundle``.
     """
     default = Tuning()
     retries = RetryPolicy(

@@ -1,25 +1,29 @@
-"""Sizes of parts: where each part of an upload begins, so that no object needs more of them than a service takes."""
+"""Division of an object into parts, at most as many as a service accepts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final
 
-from ckptcore_obstore.uploads import MOST_PARTS
+from ckptcore_obstore.uploads import MAX_PARTS
 
 __all__ = ["Part", "PartSizes"]
 
 _PARTS_OF_A_SIZE: Final = 1000
-"""Of an object whose size is not known each thousand parts are twice as large as the thousand before: ten thousand are the most."""
+"""Parts of equal size in an object of unknown size.
+
+After each thousand parts the size doubles, because ten thousand parts are the limit.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of an object.
+    """Part of an object.
 
     Attributes:
         number: counted from 1.
-        start, stop: its bytes; where the size of the object is not known the last part may end before.
+        start, stop: byte range. If the size of the object is unknown, the last part may end
+            earlier.
     """
 
     number: int
@@ -28,25 +32,25 @@ class Part:
 
 
 class PartSizes:
-    """How an object is cut into parts."""
+    """Division of an object into parts."""
 
     def __init__(self, size: int | None, least: int) -> None:
-        """Cut an object.
+        """Divide an object.
 
         Args:
-            size: in bytes, where it is known.
-            least: bytes of a part where that is enough, else a multiple of it.
+            size: in bytes; None if unknown.
+            least: smallest part size in bytes. Larger parts are multiples of it.
         """
         self._size = size
-        self._bytes = least * max(1, -(-(size or 0) // (MOST_PARTS * least)))
+        self._bytes = least * max(1, -(-(size or 0) // (MAX_PARTS * least)))
 
     @property
     def is_one(self) -> bool:
-        """Whether the object is known to fit one part."""
+        """True if the object is known to fit in one part."""
         return self._size is not None and self._size <= self._bytes
 
     def at(self, position: int) -> Part:
-        """The part that has a byte."""
+        """Return the part that contains a byte."""
         size = self._bytes
         if self._size is not None:
             index = position // size

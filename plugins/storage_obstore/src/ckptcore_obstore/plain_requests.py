@@ -1,4 +1,4 @@
-"""Requests by HTTP of our own: for what obstore has no call: uploads in parts, lists of them, keys that it cannot name."""
+"""HTTP requests that obstore lacks: uploads in parts, lists of them, and keys it rejects."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 __all__ = ["Answer", "PlainRequests"]
 
 _SEND_BYTES: Final = 1 << 20
-"""Sent in one step, so that the time limit is one for each of them, not for the whole body."""
+"""Bytes sent in one step. The timeout applies to each step, not to the whole body."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a service answered.
+    """A successful answer.
 
     Attributes:
         status: below 300.
-        headers: by names in small letters.
-        body: all of it.
+        headers: by lower-case names.
+        body: the whole body.
     """
 
     status: int
@@ -39,7 +39,10 @@ class Answer:
 
 
 class PlainRequests:
-    """Single requests to one bucket, without retries. Any thread, and after a fork too: connections belong to one process."""
+    """Single requests to one bucket, without retries. Any thread.
+
+    A forked child opens its own connections.
+    """
 
     def __init__(self, service: Service) -> None:
         """Make no request."""
@@ -48,7 +51,7 @@ class PlainRequests:
         renew_in_children(self)
 
     def renew(self) -> None:
-        """Have no connections: in a child by fork, which must not write to those of its parent."""
+        """Drop all connections. A forked child must not write to those of its parent."""
         self._lock = threading.Lock()
         self._pools: urllib3.PoolManager | None = None
 
@@ -61,16 +64,16 @@ class PlainRequests:
         headers: Mapping[str, str] | None = None,
         body: Buffer = b"",
     ) -> Answer:
-        """Send one request, and wait for the whole answer.
+        """Send one request, and read the whole answer.
 
         Args:
-            method: in capitals.
-            key: of an object; empty for the bucket.
-            query, headers: of the request; names of headers in small letters.
+            method: in upper case.
+            key: key of an object; empty for the bucket.
+            query, headers: of the request; header names in lower case.
             body: contiguous bytes; not copied.
 
         Raises:
-            RequestFailed: also for answers that are none of success.
+            RequestFailed: also for an answer with an error status.
         """
         return self.send_to(
             method, f"{self._service.bucket_url}/{quote(key, safe='/-_.~')}", query=query, headers=headers, body=body
@@ -85,7 +88,10 @@ class PlainRequests:
         headers: Mapping[str, str] | None = None,
         body: Buffer = b"",
     ) -> Answer:
-        """As `send`, to a URL of the service that is not below the bucket's; it has its escapes and no query."""
+        """Send one request to any URL of the service.
+
+        See `send`. The URL must be escaped and have no query.
+        """
         import urllib3
 
         if query:
@@ -95,11 +101,11 @@ class PlainRequests:
         if body or method in ("PUT", "POST"):
             sent["content-length"] = str(len(body))
         try:
-            pieces: Any = _pieces(body) if body else None  # urllib3's annotations know no memoryview
+            pieces: Any = _pieces(body) if body else None  # urllib3's annotations lack memoryview
             response = self._connections().request(
                 method, url, body=pieces, headers=sent, redirect=False, retries=False
             )
-        except urllib3.exceptions.NewConnectionError as error:  # which is one of TimeoutError too
+        except urllib3.exceptions.NewConnectionError as error:  # a subclass of TimeoutError
             raise RequestFailed(Failure(FailureKind.CONNECTION, None, "", _words(error))) from chainable(error)
         except urllib3.exceptions.TimeoutError as error:
             raise RequestFailed(Failure(FailureKind.TIMEOUT, None, "", _words(error))) from chainable(error)
@@ -143,7 +149,7 @@ def _pieces(body: Buffer) -> Iterator[memoryview]:
 
 
 def _words(error: BaseException) -> str:
-    """What a connection met, without the objects of the library that it is worded with."""
+    """Return the message of a connection error, without the repr of urllib3 objects."""
     reason = getattr(error, "reason", None)
     cause = reason if isinstance(reason, BaseException) else error
     text = " ".join(str(cause).split())

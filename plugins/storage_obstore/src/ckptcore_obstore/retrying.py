@@ -1,4 +1,4 @@
-"""Retries: the same request again after a failure that may pass, later each time, until a deadline."""
+"""Retries of transient failures, with growing waits, until a deadline."""
 
 from __future__ import annotations
 
@@ -19,18 +19,21 @@ T = TypeVar("T")
 _LOG: Final = logging.getLogger("ckptcore.storage")
 
 _TRIES_IN_SILENCE: Final = 3
-"""One failure or two are the life of a network; whoever waits longer wants to know for what."""
+"""Tries before a warning.
+
+A failure or two are normal in a network, but a long wait needs a reason.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often and how long a request is tried.
+    """Limits of retries.
 
     Attributes:
-        retries: tries after the first one.
-        deadline_seconds: from the first try on, after which no other one begins.
-        first_wait_seconds: the most that is waited before the second try; doubled for each one after it.
-        most_wait_seconds: the most that is waited before any.
+        retries: maximum number of retries.
+        deadline_seconds: time after the first try when retries stop.
+        first_wait_seconds: maximum wait before the first retry; doubled for each further one.
+        most_wait_seconds: maximum wait before any retry.
     """
 
     retries: int = 10
@@ -42,13 +45,14 @@ class RetryPolicy:
 def try_request(
     request: Callable[[], T], policy: RetryPolicy, limit: AdaptiveLimit, check: Callable[[], None] = lambda: None
 ) -> T:
-    """Send a request, again where its failure may pass, each time with a place of the limit.
+    """Send a request and retry transient failures. Each try occupies a slot of the limit.
 
-    Waits between tries are random up to a bound that doubles ("full jitter": what failed together does not come back together).
-    `check` is called before each try, without a place, so that it can send requests; what it raises ends this.
+    Waits are random up to a bound that doubles ("full jitter"), so that concurrent failures do not
+    retry together. `check` is called before each try, without a slot, so that it can send requests.
+    Its exceptions end the retries.
 
     Raises:
-        RequestFailed: the last failure; its `tried` says what was done.
+        RequestFailed: the last failure, with the number of tries.
     """
     begun = time.monotonic()
     tries = 0
@@ -64,7 +68,8 @@ def try_request(
             else:
                 limit.succeeded()
                 return answer
-        # One failure of the service is an accident; when the same request meets another, the service may have too much to do.
+        # A single server failure can be an accident. If the same request fails again, the service
+        # may be overloaded.
         if failed.failure.kind is FailureKind.THROTTLED or (failed.failure.kind is FailureKind.SERVER and tries > 1):
             limit.throttled()
         elif failed.failure.status is not None and not failed.failure.kind.may_pass:
@@ -77,7 +82,8 @@ def try_request(
         may_be_done = True
         if tries == _TRIES_IN_SILENCE:
             _LOG.warning(
-                "%s: %d tries of a request failed, the last one with: %s. It is tried again for up to %.0f seconds",
+                "%s: %d tries of a request failed, the last one with: %s. Retrying for up to "
+                    "%.0f seconds",
                 limit.name, tries, failed, policy.deadline_seconds,
             )  # fmt: skip
         time.sleep(wait)

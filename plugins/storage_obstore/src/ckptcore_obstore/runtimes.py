@@ -1,4 +1,7 @@
-"""The process that obstore runs in: its threads are Rust's, and a child by fork has none of them; there a call would hang."""
+"""The process that obstore runs in.
+
+obstore uses Rust threads, which a forked child lacks, so a call there would hang.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ from typing import Final
 __all__ = ["runs_here"]
 
 _IMPORTED_IN: Final = os.getpid()
-"""The process of the first request: this module is imported with it."""
+"""Process of the first request, which imports this module."""
 
 
 def runs_here() -> bool:
-    """Whether obstore can be used: not in a child by fork of a process that used it."""
+    """Return False in a forked child of the process that imported obstore."""
     return os.getpid() == _IMPORTED_IN

@@ -1,4 +1,4 @@
-"""Services: what the shared code has to be told of a cloud's object store."""
+"""The interface between the shared code and one cloud's object store."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["Service", "Tuning"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """How requests are made.
+    """Tuning of requests.
 
     Attributes:
-        concurrency: requests that are worth having under way at once.
-        request_bytes: what one read should ask for.
-        part_bytes: what one part of an upload carries; an object up to this size is put by one request.
-        gap_bytes: what lies between two ranges that are read by one request is read in vain; up to so many bytes.
-        timeout_seconds: without a byte from the service, after which a request is given up and tried again.
-        connect_timeout_seconds: for a connection, and for the service to take each MiB.
-        retries: when requests are tried again.
-        ca_bundle: a file of certificates to trust.
+        concurrency: useful number of concurrent requests.
+        request_bytes: size of one read.
+        part_bytes: size of one part of an upload. Smaller objects are put in one request.
+        gap_bytes: largest gap between two ranges that are read by one request.
+        timeout_seconds: time without data from the service after which a request is retried.
+        connect_timeout_seconds: time to connect, and to send each MiB.
+        retries: limits of retries.
+        ca_bundle: file of trusted certificates.
     """
 
     concurrency: int = 16
@@ -42,74 +42,74 @@ class Tuning:
 
 
 class Service(Protocol):
-    """A bucket of a cloud's object store. Any thread; opening one makes no request."""
+    """A bucket of one cloud. Any thread. Opening it makes no request."""
 
     @property
     def url(self) -> str:
-        """The bucket as users name it, such as ``s3://bucket``."""
+        """URL of the bucket for messages, such as ``s3://bucket``."""
         ...
 
     @property
     def bucket_url(self) -> str:
-        """Where HTTP finds the bucket, without ``/`` at the end."""
+        """URL of the bucket for requests, without ``/`` at the end."""
         ...
 
     @property
     def tuning(self) -> Tuning:
-        """How requests are made."""
+        """Tuning of requests."""
         ...
 
     @property
     def metadata_prefix(self) -> str:
-        """What the header of an object's own metadata begins with, such as ``x-amz-meta-``."""
+        """Prefix of metadata headers, such as ``x-amz-meta-``."""
         ...
 
     @property
     def upload_headers(self) -> Mapping[str, str]:
-        """Headers of a request that begins an upload in parts: encryption, a storage class."""
+        """Headers that begin an upload, such as encryption or a storage class."""
         ...
 
     def open_store(self) -> ObjectStore:
-        """The bucket as obstore knows it, made without a request and without retries of its own."""
+        """Return the bucket as an obstore store, without a request and without obstore's retries."""
         ...
 
     def sign(self, method: str, url: str, headers: Mapping[str, str]) -> Mapping[str, str]:
-        """All headers to send with a request, those that show who asks included; the body is not signed.
+        """Return all headers of a request, with its authorization. The body is not signed.
 
         Args:
-            method: in capitals.
-            url: whole, with escapes, its query sorted by name.
-            headers: of the request, by names in small letters.
+            method: in upper case.
+            url: full URL, escaped, with the query sorted by name.
+            headers: of the request, by lower-case names.
 
         Raises:
-            StorageCredentialsError: if there are none.
+            StorageCredentialsError: if there are no credentials.
         """
         ...
 
     def prepare(self) -> None:
-        """See that requests can be signed: what is wrong with credentials obstore could only report in words of its own.
+        """Check the credentials first, because obstore reports credential errors without details.
 
         Raises:
-            StorageCredentialsError: if there are none.
+            StorageCredentialsError: if there are no credentials.
         """
         ...
 
     def address(self, directory: str) -> StorageAddress:
-        """Where native I/O finds a directory; the key ends in ``/`` or is empty."""
+        """Return the address of a directory for native I/O. The key ends in ``/`` or is empty."""
         ...
 
     def tag(self, e_tag: str | None, version: str | None) -> str:
-        """The tag of an object that a condition can name."""
+        """Return the tag of an object for conditions."""
         ...
 
     def put_mode(self, condition: PutCondition) -> Any:
-        """A condition as `obstore.put` takes it."""
+        """Return a condition in the form of `obstore.put`."""
         ...
 
     def condition_headers(self, condition: PutCondition) -> Mapping[str, str]:
-        """A condition as headers of a request."""
+        """Return a condition as headers."""
         ...
 
     def remedy(self, failure: Failure) -> str:
-        """What to do about a failure, as the end of a sentence."""
+        """Return advice for a failure, as a sentence without the full stop."""
         ...

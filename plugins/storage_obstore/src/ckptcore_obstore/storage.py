@@ -1,4 +1,4 @@
-"""Storages: a directory of a bucket as ckptcore's storage."""
+"""`ObjectStoreDirectory`: a directory of a bucket as a ckptcore storage."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from ckptcore.protocols import PutCondition, StorageAddress
 from ckptcore_obstore.buckets import Bucket
 from ckptcore_obstore.failures import FailureKind, RequestFailed
 from ckptcore_obstore.listing import list_objects
-from ckptcore_obstore.translating import error_of, telling
+from ckptcore_obstore.storage_errors import converted_errors, error_of
 from ckptcore_obstore.writer import PartWriter
 
 __all__ = ["ObjectStoreDirectory"]
 
 
 class ObjectStoreDirectory:
-    """The objects below a directory of a bucket. Any thread."""
+    """Objects in a directory of a bucket. Any thread."""
 
     def __init__(self, bucket: Bucket, directory: str) -> None:
-        """Make no request; `directory` is a key without ``/`` at its end, or empty for the bucket."""
+        """Make no request.
+
+        `directory` is a key without ``/`` at the end, or empty for the whole bucket.
+        """
         self._bucket = bucket
         self._service = bucket.service
         self._prefix = _spelled(check_directory_key(directory)) + "/" if directory else ""
@@ -33,34 +36,34 @@ class ObjectStoreDirectory:
 
     @property
     def bucket(self) -> Bucket:
-        """With the requests of this process to it."""
+        """The bucket, for further requests."""
         return self._bucket
 
     @property
     def request_bytes(self) -> int:
-        """Bytes that one read should ask for."""
+        """Preferred size of a read in bytes."""
         return self._service.tuning.request_bytes
 
     @property
     def concurrency(self) -> int:
-        """Requests that are worth having under way at once."""
+        """Useful number of concurrent requests."""
         return self._service.tuning.concurrency
 
     @property
     def part_bytes(self) -> int:
-        """What one request of an upload carries."""
+        """Preferred size of a write in bytes."""
         return self._service.tuning.part_bytes
 
     @property
     def address(self) -> StorageAddress | None:
-        """For native I/O."""
+        """Address for native I/O."""
         return self._service.address(self._prefix)
 
     def _whole(self, key: str) -> str:
         return self._prefix + _spelled(check_key(key))
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Bytes `start` to `stop` of an object; fewer where it ends before."""
+        """Read bytes `start` to `stop` of an object, or fewer at its end."""
         whole = self._whole(key)
         if stop is not None and stop <= start:
             self.size(key)
@@ -73,14 +76,14 @@ class ObjectStoreDirectory:
             raise self._error(failed, "read", key) from failed
 
     def get_with_tag(self, key: str) -> tuple[bytes, str]:
-        """A small object whole, and the tag that a conditional put can name."""
+        """Read a small object. Return its data and its tag for conditional puts."""
         whole = self._whole(key)
-        with telling(self._service, f"read {self._url}{key}"):
+        with converted_errors(self._service, f"read {self._url}{key}"):
             found = self._bucket.read(whole)
         return bytes(found.data), found.tag
 
     def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Fill each buffer from its offset on; ranges that are near to each other come by one request."""
+        """Fill each buffer from its offset. Near ranges are read by one request."""
         whole = self._whole(key)
         wanted = sorted([one for one in ranges if len(one[1])], key=lambda one: one[0])
         if not wanted:
@@ -90,7 +93,7 @@ class ObjectStoreDirectory:
             self._fill(key, whole, group)
 
     def _grouped(self, ranges: Sequence[tuple[int, memoryview]]) -> Iterator[Sequence[tuple[int, memoryview]]]:
-        """Ranges in order, those together that one request reads."""
+        """Group sorted ranges that one request reads."""
         tuning = self._service.tuning
         group = [ranges[0]]
         first, end = ranges[0][0], ranges[0][0] + len(ranges[0][1])
@@ -116,8 +119,8 @@ class ObjectStoreDirectory:
             there = first + len(data) if len(data) else min(first, self.size(key))
             start, short = next((start, buffer) for start, buffer in group if start + len(buffer) > there)
             raise CorruptCheckpointError(
-                f"{self._url}{key} is too short: expected bytes {start} to {start + len(short)}, found {there} bytes in all. "
-                "Load another checkpoint",
+                f"{self._url}{key} is too short: expected bytes {start} to "
+                f"{start + len(short)}, found {there} bytes in total. Load another checkpoint",
                 key=key,
                 start=min(start, there),
                 stop=start + len(short),
@@ -127,7 +130,7 @@ class ObjectStoreDirectory:
             np.frombuffer(buffer, np.uint8)[:] = source[start - first : start - first + len(buffer)]
 
     def size(self, key: str) -> int:
-        """Bytes of an object."""
+        """Return the size of an object in bytes."""
         whole = self._whole(key)
         try:
             return self._bucket.size(whole)
@@ -135,63 +138,70 @@ class ObjectStoreDirectory:
             raise self._error(failed, "find", key) from failed
 
     def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
-        """Write an object by one request; returns its new tag."""
+        """Write an object in one request. Return its new tag."""
         whole = self._whole(key)
         try:
             return self._bucket.put(whole, data, condition)
         except RequestFailed as failed:
             error = self._error(failed, "put", key)
             if failed.tried.may_be_done and isinstance(error, StorageFullError | PermissionError):
-                # Such an error says that nothing was changed, and nothing will be.
-                raise StorageError(f"{error} An earlier try may have been done, or be on its way") from failed
+                # Callers take these types as proof that nothing was written, which is uncertain
+                # here.
+                raise StorageError(f"{error}. An earlier try may have succeeded") from failed
             raise error from failed
 
     def open_writer(self, key: str, size: int | None = None) -> PartWriter:
-        """Begin an object that is written in pieces; no request is made before a part is whole."""
+        """Begin an object that is written in pieces.
+
+        No request is made until a part is complete.
+        """
         return PartWriter(self._bucket, self._whole(key), size, only_new=False)
 
     def open_new(self, key: str, size: int | None = None) -> PartWriter:
-        """As `open_writer`; `finish` fails where an object is there by then."""
+        """Begin an object that must not exist: `finish` fails if it does. See `open_writer`."""
         return PartWriter(self._bucket, self._whole(key), size, only_new=True)
 
     def list(self, prefix: str = "") -> Iterator[str]:
-        """Keys of all objects below a directory, sorted."""
+        """List the keys of all objects in a directory, sorted."""
         below = self._below(prefix)
         keys = []
-        with telling(self._service, f"list {self._service.url}/{below}"):
+        with converted_errors(self._service, f"list {self._service.url}/{below}"):
             for page in list_objects(self._bucket, below):
                 keys += [key[len(self._prefix) :] for key in page.keys]
         return iter(sorted([key for key in keys if self._is_shown(key)]))
 
     def list_names(self, prefix: str = "") -> Sequence[str]:
-        """Names one level below a directory, sorted; those of directories end in ``/``."""
+        """List the names in a directory, sorted. Names of directories end in ``/``."""
         below = self._below(prefix)
         names: set[str] = set()
-        with telling(self._service, f"list {self._service.url}/{below}"):
+        with converted_errors(self._service, f"list {self._service.url}/{below}"):
             for page in list_objects(self._bucket, below, "/"):
                 names.update([key[len(below) :] for key in page.keys])
                 names.update([key[len(below) :] for key in page.prefixes])
         return sorted([name for name in names if self._is_shown(name.removesuffix("/"))])
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects, a thousand by one request; one that is not there is no error."""
+        """Delete objects, up to a thousand per request. A missing object is not an error."""
         self.delete_while(keys, lambda: None)
 
     def delete_while(self, keys: Sequence[str], check: Callable[[], None]) -> None:
-        """As `delete`; `check` is called before each request, also where it is sent again."""
+        """Delete objects, and call `check` before each try of a request. See `delete`."""
         whole = [self._whole(key) for key in keys]
         if whole:
-            with telling(self._service, f"delete from {self._url}"):
+            with converted_errors(self._service, f"delete from {self._url}"):
                 self._bucket.delete(whole, check)
 
     def abort_uploads(self, prefix: str = "") -> int:
-        """Give up every unfinished upload in parts below a directory, so that its end fails; returns how many there were."""
+        """Abort all unfinished uploads in a directory, so that completing them fails.
+
+        Return the number of uploads.
+        """
         below = self._below(prefix)
-        with telling(self._service, f"give up uploads to {self._service.url}/{below}"):
+        with converted_errors(self._service, f"abort uploads to {self._service.url}/{below}"):
             return self._bucket.abort_uploads(below)
 
     def sync(self, keys: Sequence[str]) -> None:
-        """Nothing: a service is as durable as it will be once it has answered, whoever asked."""
+        """Do nothing: an answered put is durable."""
         for key in keys:
             check_key(key)
 
@@ -207,7 +217,7 @@ class ObjectStoreDirectory:
 
 
 def _spelled(key: str) -> str:
-    """The key itself, if it can be written in UTF-8, as the keys of object stores are.
+    """Return the key if it can be encoded in UTF-8, as object stores require.
 
     Raises:
         InvalidLocationError
@@ -216,12 +226,12 @@ def _spelled(key: str) -> str:
         key.encode()
     except UnicodeEncodeError as error:
         raise InvalidLocationError(
-            f"the key {key[:200]!r} has a character that is not in UTF-8, which keys of object stores are in"
+            f"invalid key {key[:200]!r}: object stores need keys in UTF-8; rename the file or array"
         ) from error
     return key
 
 
 def _is_ours(key: str) -> bool:
-    """Whether a key that other software may have made is one that this storage can name."""
+    """Return False for keys of other software that this storage cannot represent."""
     parts = key.split("/")
     return not ({"", ".", ".."} & set(parts) or "\0" in key)

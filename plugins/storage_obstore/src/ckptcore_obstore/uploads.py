@@ -1,4 +1,4 @@
-"""Uploads in parts: the multipart protocol of S3, which the XML API of GCS speaks too."""
+"""Uploads in parts: the multipart protocol of S3, which the XML API of GCS supports too."""
 
 from __future__ import annotations
 
@@ -13,42 +13,45 @@ from ckptcore_obstore.bucket_requests import MARK, BucketRequests
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_answer
 from ckptcore_obstore.listing import parse_answer, spelling_of, text_of
 
-__all__ = ["LEAST_PART_BYTES", "MOST_PARTS", "PartUpload", "Upload", "list_uploads"]
+__all__ = ["MAX_PARTS", "MIN_PART_BYTES", "PartUpload", "Upload", "list_uploads"]
 
-MOST_PARTS: Final = 10_000
-LEAST_PART_BYTES: Final = 5 << 20
-"""https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html; the last part may be smaller."""
+MAX_PARTS: Final = 10_000
+MIN_PART_BYTES: Final = 5 << 20
+"""Limits of S3. The last part may be smaller than the minimum.
+
+See https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html.
+"""
 
 
 class PartUpload(Protocol):
-    """An object whose parts are on their way, however the service takes them. Any thread; methods raise `RequestFailed`."""
+    """An unfinished upload in parts. Any thread. Methods raise `RequestFailed`."""
 
     def put_part(self, number: int, data: Buffer) -> str:
-        """Upload a part, counted from 1; returns its tag. The same part can be put again."""
+        """Upload a part, counted from 1. Return its tag. A part can be put again."""
         ...
 
     def complete(self, tags: Mapping[int, str], *, if_absent: bool) -> None:
-        """Make the object of its parts.
+        """Create the object from its parts.
 
         Args:
-            tags: of all parts, by number.
-            if_absent: fail where there is an object by then, as far as the service looks.
+            tags: tags of all parts, by number.
+            if_absent: fail if the object exists, as far as the service checks.
 
         Raises:
-            RequestFailed: of kind CONDITION where one is there.
+            RequestFailed: with kind CONDITION if the object exists.
         """
         ...
 
     def abort(self) -> None:
-        """Give it up; what was uploaded is deleted. One that is gone is no error."""
+        """Abort the upload and delete its parts. A missing upload is not an error."""
         ...
 
 
 class Upload:
-    """An object whose parts are on their way. Any thread; every method raises `RequestFailed`."""
+    """An upload by the multipart protocol. Any thread. Every method raises `RequestFailed`."""
 
     def __init__(self, bucket: BucketRequests, key: str, identifier: str, mark: str = "") -> None:
-        """Name an upload that has begun."""
+        """Refer to an existing upload."""
         self._bucket = bucket
         self._key = key
         self._identifier = identifier
@@ -56,7 +59,10 @@ class Upload:
 
     @classmethod
     def begin(cls, bucket: BucketRequests, key: str) -> Upload:
-        """Begin an upload. An answer that is lost leaves one behind, that nobody completes; `list_uploads` finds it."""
+        """Begin an upload.
+
+        If the answer is lost, an unfinished upload remains, which `list_uploads` finds.
+        """
         mark = uuid.uuid4().hex
         headers = {**bucket.service.upload_headers, bucket.service.metadata_prefix + MARK: mark}
         answer = bucket.run(lambda: bucket.plain.send("POST", key, query={"uploads": ""}, headers=headers))
@@ -64,20 +70,20 @@ class Upload:
         return cls(bucket, key, identifier, mark)
 
     def put_part(self, number: int, data: Buffer) -> str:
-        """Upload a part, counted from 1; returns its tag. The same part can be put again."""
+        """Upload a part, counted from 1. Return its tag. A part can be put again."""
         query = {"partNumber": str(number), "uploadId": self._identifier}
         answer = self._bucket.run(lambda: self._bucket.plain.send("PUT", self._key, query=query, body=data))
         return answer.headers.get("etag", "")
 
     def complete(self, tags: Mapping[int, str], *, if_absent: bool) -> None:
-        """Make the object of its parts.
+        """Create the object from its parts.
 
         Args:
-            tags: of all parts, by number.
-            if_absent: fail where there is an object by then, as far as the service looks.
+            tags: tags of all parts, by number.
+            if_absent: fail if the object exists, as far as the service checks.
 
         Raises:
-            RequestFailed: of kind CONDITION where one is there.
+            RequestFailed: with kind CONDITION if the object exists.
         """
         parts = "".join(
             [
@@ -89,27 +95,28 @@ class Upload:
         headers = {"content-type": "application/xml"}
         if if_absent:
             headers |= self._bucket.service.condition_headers(IF_ABSENT)
-            if self._bucket.look(self._key) is not None:  # not every service looks at the condition of this request
-                raise RequestFailed(Failure(FailureKind.CONDITION, None, "", "an object is there"))
+            if self._bucket.head(self._key) is not None:  # not all services check the condition of this request
+                raise RequestFailed(Failure(FailureKind.CONDITION, None, "", "the object exists"))
         query = {"uploadId": self._identifier}
 
         def request() -> None:
             answer = self._bucket.plain.send("POST", self._key, query=query, headers=headers, body=body)
-            # The service may begin to answer before it knows whether it can: the body tells.
+            # A service may send status 200 before it knows the outcome, so check the body.
             if b"<Error>" in answer.body or text_of(parse_answer(answer.body), "Code"):
                 raise RequestFailed(failure_of_answer(answer.status, answer.body))
 
         try:
             self._bucket.run(request)
         except RequestFailed as error:
-            # An earlier try may have completed it though its answer was lost; then the upload is gone and the object there.
+            # An earlier try may have completed the upload although its answer was lost. Then the
+            # upload is missing and the object exists.
             if error.failure.kind not in (FailureKind.NO_UPLOAD, FailureKind.CONDITION, FailureKind.MISSING):
                 raise
-            if self._bucket.mine(self._key, self._mark) is None:
+            if self._bucket.own_tag(self._key, self._mark) is None:
                 raise
 
     def abort(self) -> None:
-        """Give it up; what was uploaded is deleted. One that is gone is no error."""
+        """Abort the upload and delete its parts. A missing upload is not an error."""
         query = {"uploadId": self._identifier}
         try:
             self._bucket.run(lambda: self._bucket.plain.send("DELETE", self._key, query=query))
@@ -119,7 +126,7 @@ class Upload:
 
 
 def list_uploads(bucket: BucketRequests, prefix: str) -> Iterator[Upload]:
-    """The uploads under way to keys that begin with a prefix, whoever began them.
+    """List the unfinished uploads to keys with a prefix, of all clients.
 
     Raises:
         RequestFailed

@@ -1,4 +1,4 @@
-"""Writers: an object in pieces, whose parts are uploaded while later ones are still written."""
+"""Writers: objects written in pieces and uploaded in parts at the same time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptcore.protocols import IF_ABSENT, Buffer
 from ckptcore_obstore.buckets import Bucket
 from ckptcore_obstore.failures import RequestFailed
 from ckptcore_obstore.part_sizes import Part, PartSizes
-from ckptcore_obstore.translating import telling
+from ckptcore_obstore.storage_errors import converted_errors
 from ckptcore_obstore.uploads import PartUpload
 
 __all__ = ["PartWriter"]
@@ -22,8 +22,8 @@ __all__ = ["PartWriter"]
 _LOG: Final = logging.getLogger("ckptcore.storage")
 
 
-class _Filling:
-    """A part that is not whole yet."""
+class _PartBuffer:
+    """Buffer of an incomplete part."""
 
     __slots__ = ("data", "filled")
 
@@ -33,20 +33,21 @@ class _Filling:
 
 
 class PartWriter:
-    """Writes one object. Any thread.
+    """Writer of one object. Any thread.
 
-    A piece that covers a part is uploaded from where it lies, by the thread that writes it, while others write on. Other pieces
-    are copied into parts, and the thread that fills one uploads it: what is held are the parts that have a part of their
-    bytes. An object that fits one part is put by one request.
+    A piece that covers a whole part is uploaded directly from the caller's memory, by the calling
+    thread. Other pieces are copied into part buffers, and the thread that completes a part uploads
+    it. Memory is used only for incomplete parts. An object that fits in one part is put in one
+    request.
     """
 
     def __init__(self, bucket: Bucket, key: str, size: int | None, *, only_new: bool) -> None:
-        """Begin nothing yet.
+        """Make no request.
 
         Args:
             bucket, key: of the object.
-            size: in bytes, where it is known.
-            only_new: fail at the end where there is an object by then.
+            size: in bytes; None if unknown.
+            only_new: fail in `finish` if the object exists.
         """
         self._bucket = bucket
         self._key = key
@@ -55,7 +56,7 @@ class PartWriter:
         self._sizes = PartSizes(size, bucket.service.tuning.part_bytes)
         self._lock = threading.Lock()
         self._upload_lock = threading.Lock()
-        self._parts: dict[int, _Filling] = {}
+        self._parts: dict[int, _PartBuffer] = {}
         self._tags: dict[int, str] = {}
         self._upload: PartUpload | None = None
         self._written = 0
@@ -65,12 +66,12 @@ class PartWriter:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of memory that hold parts which are not whole yet."""
+        """Memory of incomplete parts, in bytes."""
         with self._lock:
             return sum([part.data.nbytes for part in self._parts.values()])
 
     def write_at(self, offset: int, data: Buffer) -> None:
-        """Write bytes at an offset; the memory can be reused when this returns.
+        """Write bytes at an offset. The memory can be reused afterwards.
 
         Raises:
             ValueError: outside the object's size, or after `finish` or `abort`.
@@ -78,9 +79,9 @@ class PartWriter:
         """
         stop = offset + len(data)
         if offset < 0 or (self._size is not None and stop > self._size):
-            raise ValueError(f"cannot write bytes {offset} to {stop} of {self._url}: it has {self._size}")
+            raise ValueError(f"cannot write bytes {offset} to {stop} of {self._url}: its size is {self._size}")
         if self._done:
-            raise ValueError(f"{self._url} is complete or given up; nothing more can be written")
+            raise ValueError(f"cannot write to {self._url}: the writer is finished or aborted")
         view = memoryview(data)
         position = offset
         while position < stop:
@@ -97,37 +98,35 @@ class PartWriter:
             self._end = max(self._end, stop)
 
     def finish(self) -> None:
-        """Upload what is left, and make the object of its parts.
+        """Upload the remaining data, and create the object.
 
         Raises:
-            ConditionFailedError: if an object is there and only a new one was to be written.
+            ConditionFailedError: if the object exists but must be new.
             StorageError: also if bytes are missing.
             ValueError: after `finish` or `abort`.
         """
         if self._done:
-            raise ValueError(f"{self._url} is complete or given up already")
+            raise ValueError(f"cannot finish {self._url}: the writer is finished or aborted")
         size = self._end if self._size is None else self._size
         if self._written != size:
-            raise StorageError(
-                f"cannot complete {self._url}: expected {size} bytes, found {self._written} written. Save again"
-            )
+            raise StorageError(f"cannot complete {self._url}: {self._written} of {size} bytes were written. Save again")
         if self._upload is None and len(self._parts) <= 1:
             part = self._parts.get(1)
             data = b"" if part is None else part.data[:size].data
-            with telling(self._bucket.service, f"write {self._url}"):
+            with converted_errors(self._bucket.service, f"write {self._url}"):
                 self._bucket.put(self._key, data, IF_ABSENT if self._only_new else None)
         else:
             for number in sorted(self._parts):
                 self._put_part(number, self._parts[number].data[: self._parts[number].filled].data)
-                del self._parts[number]  # it is there when this is called again
+                del self._parts[number]  # already uploaded if finish is called again
             upload = self._begun()
-            with telling(self._bucket.service, f"complete {self._url}"):
+            with converted_errors(self._bucket.service, f"complete {self._url}"):
                 upload.complete(self._tags, if_absent=self._only_new)
         self._done = True
         self._parts.clear()
 
     def abort(self) -> None:
-        """Give up: nothing is left of it at the service, unless that cannot be reached."""
+        """Abort the upload. Nothing remains in the bucket, unless the service cannot be reached."""
         with self._upload_lock:
             upload, self._upload = self._upload, None
         if self._done:
@@ -138,35 +137,35 @@ class PartWriter:
             try:
                 upload.abort()
             except (RequestFailed, StorageError) as error:
-                # Nobody can do anything about it here: the next save at this place gives up what is left.
-                _LOG.info("an upload to %s is left over: %s", self._url, error)
+                # The next save at this location aborts the upload.
+                _LOG.info("cannot abort an upload to %s: %s", self._url, error)
 
     def _fill(self, part: Part, start: int, piece: memoryview) -> memoryview | None:
-        """Copy bytes into a part; the part if it is whole now and to be uploaded."""
+        """Copy bytes into a part. Return its data if it is now complete and must be uploaded."""
         size = part.stop - part.start
         with self._lock:
-            filling = self._parts.get(part.number)
-            if filling is None:
-                filling = self._parts[part.number] = _Filling(size)
-        # Without the lock: every byte is written once, so no two threads copy to one place.
-        filling.data[start : start + len(piece)] = np.frombuffer(piece, np.uint8)
+            buffer = self._parts.get(part.number)
+            if buffer is None:
+                buffer = self._parts[part.number] = _PartBuffer(size)
+        # No lock: every byte is written once, so threads do not copy to the same place.
+        buffer.data[start : start + len(piece)] = np.frombuffer(piece, np.uint8)
         with self._lock:
-            filling.filled += len(piece)
-            if filling.filled < size or self._sizes.is_one:
+            buffer.filled += len(piece)
+            if buffer.filled < size or self._sizes.is_one:
                 return None
             del self._parts[part.number]
-        return filling.data.data
+        return buffer.data.data
 
     def _put_part(self, number: int, data: Buffer) -> None:
         upload = self._begun()
-        with telling(self._bucket.service, f"write {self._url}"):
+        with converted_errors(self._bucket.service, f"write {self._url}"):
             self._tags[number] = upload.put_part(number, data)
 
     def _begun(self) -> PartUpload:
         with self._upload_lock:
             if self._upload is None:
                 if self._done:
-                    raise ValueError(f"{self._url} is given up; nothing more can be written")
-                with telling(self._bucket.service, f"begin to write {self._url}"):
+                    raise ValueError(f"cannot write to {self._url}: the writer is aborted")
+                with converted_errors(self._bucket.service, f"begin an upload to {self._url}"):
                     self._upload = self._bucket.begin_upload(self._key, if_absent=self._only_new)
             return self._upload

@@ -1,4 +1,4 @@
-"""Credentials: those that were given, or what AWS' own conventions find."""
+"""Credentials: configured ones, or those found by the AWS credential chain."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from ckptcore_obstore.forks import renew_in_children
 
 from ckptcore.errors import StorageCredentialsError
 
-__all__ = ["ChainCredentials", "CredentialSource", "Credentials", "GivenCredentials", "environment_credentials"]
+__all__ = ["ChainCredentials", "CredentialSource", "Credentials", "FixedCredentials", "environment_credentials"]
 
 _KEPT_SECONDS: Final = 60.0
-"""How long credentials are used before their source, which refreshes them, is asked again."""
+"""Time for which credentials are reused before the chain is asked, which refreshes them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What requests are signed with; nothing of it is shown.
+    """Credentials that sign requests. No field is shown by `repr`.
 
     Attributes:
-        access_key_id: names the secret.
-        secret_access_key: signs.
-        token: of a session; empty for keys that last.
+        access_key_id: id of the secret key.
+        secret_access_key: the secret key.
+        token: session token; empty for permanent keys.
     """
 
     access_key_id: str = field(repr=False)
@@ -34,10 +34,10 @@ class Credentials:
 
 
 class CredentialSource(Protocol):
-    """Where credentials come from. Any thread."""
+    """A source of credentials. Any thread."""
 
     def get(self) -> Credentials:
-        """Those to sign with now.
+        """Return valid credentials.
 
         Raises:
             StorageCredentialsError: if there are none.
@@ -46,33 +46,42 @@ class CredentialSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class GivenCredentials:
-    """Credentials that stay the same."""
+class FixedCredentials:
+    """Fixed credentials."""
 
     credentials: Credentials
 
     def get(self) -> Credentials:
-        """They themselves."""
+        """Return the credentials."""
         return self.credentials
 
 
 class ChainCredentials:
-    """What boto3 finds: profiles, SSO, processes, web identity, containers, instances. It refreshes what expires."""
+    """Credentials of the AWS credential chain, found and refreshed by boto3.
+
+    The chain covers profiles, SSO, credential processes, web identity, containers and instances.
+    """
 
     def __init__(self, profile: str | None) -> None:
-        """Look for nothing yet, and do not import boto3."""
+        """Do no I/O, and do not import boto3."""
         self._profile = profile
         self.renew()
         renew_in_children(self)
 
     def renew(self) -> None:
-        """Look for them anew: in a child by fork, whose parent may be asking for them just now."""
+        """Discard the credentials.
+
+        Called in a forked child, because the parent may hold the lock.
+        """
         self._lock = threading.Lock()
         self._found: Any = None
         self._kept: tuple[datetime, Credentials] | None = None
 
     def get(self) -> Credentials:
-        """Those to sign with now; the first call may ask the metadata service of an instance."""
+        """Return valid credentials.
+
+        The first call may send a request to the instance metadata service.
+        """
         with self._lock:
             now = datetime.now(UTC)
             if self._kept is not None and now < self._kept[0]:
@@ -81,10 +90,11 @@ class ChainCredentials:
                 self._found = self._find()
             try:
                 frozen = self._found.get_frozen_credentials()
-            except Exception as error:  # botocore raises what its many sources do
+            except Exception as error:  # botocore's providers raise many types
                 raise StorageCredentialsError(
-                    f"the AWS credentials could not be refreshed: {' '.join(str(error).split())[:300]}. Sign in again, or look "
-                    "at the source of the profile"
+                    "cannot refresh the AWS credentials: "
+                    f"{' '.join(str(error).split())[:300]}. Sign in again, or check the source "
+                    "of the profile"
                 ) from error
             credentials = Credentials(frozen.access_key, frozen.secret_key, frozen.token or "")
             self._kept = now + timedelta(seconds=_KEPT_SECONDS), credentials
@@ -98,20 +108,21 @@ class ChainCredentials:
             found = boto3.Session(profile_name=self._profile).get_credentials()
         except BotoCoreError as error:
             raise StorageCredentialsError(
-                f"no AWS credentials were found: {' '.join(str(error).split())[:300]}. Look at the variables AWS_... of the "
-                "environment, at ~/.aws/config, and at the option 'profile'"
+                f"cannot find AWS credentials: {' '.join(str(error).split())[:300]}. Check the "
+                "environment variables AWS_..., ~/.aws/config, and the option 'profile'"
             ) from error
         if found is None:
             raise StorageCredentialsError(
-                "no AWS credentials were found: looked at the options, AWS_ACCESS_KEY_ID, the profiles in ~/.aws, web identity, "
-                "and the metadata of containers and instances. Set one of them, or Context(storage={'s3': {'anonymous': True}}) "
-                "for a public bucket"
+                "cannot find AWS credentials in the options, AWS_ACCESS_KEY_ID, the profiles "
+                "in ~/.aws, web identity, or the metadata of containers and instances. Set "
+                "one of them, or Context(storage={'s3': {'anonymous': True}}) for a public "
+                "bucket"
             )
         return found
 
 
 def environment_credentials(environment: Mapping[str, str]) -> Credentials | None:
-    """What AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN say, if they do."""
+    """Return credentials from AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, or None."""
     key, secret = environment.get("AWS_ACCESS_KEY_ID"), environment.get("AWS_SECRET_ACCESS_KEY")
     if not key or not secret:
         return None

@@ -1,4 +1,4 @@
-"""Opening: from a URL and options to a directory of a bucket; what is open is shared by all that name the same bucket so."""
+"""Opening of URLs. Locations with the same bucket and settings share one `Bucket`."""
 
 from __future__ import annotations
 
@@ -20,25 +20,27 @@ _SCHEME: Final = "s3://"
 
 
 class S3Buckets:
-    """The buckets that this process used last, by their settings. Any thread."""
+    """Cache of the buckets that this process used last, by settings. Any thread."""
 
     def __init__(self) -> None:
         """Open nothing."""
         self._buckets = OpenBuckets[tuple[int, Settings], Bucket]()
 
     def open(self, url: str, options: StorageOptions) -> ObjectStoreDirectory:
-        """Open ``s3://BUCKET`` or ``s3://BUCKET/DIRECTORY``; creates nothing and makes no request.
+        """Open ``s3://BUCKET`` or ``s3://BUCKET/DIRECTORY``. Creates nothing and makes no request.
 
         Raises:
             InvalidLocationError
-            ValueError: for an option that is not known or of another type.
+            ValueError: for an unknown option or a wrong type.
         """
         if url[: len(_SCHEME)].lower() != _SCHEME:
-            raise InvalidLocationError(f"expected a URL such as s3://bucket/directory, found {url!r}")
+            raise InvalidLocationError(f"cannot open {url!r}: expected a URL such as s3://bucket/directory")
         name, _, directory = url[len(_SCHEME) :].partition("/")
         if not name or not name.isascii() or not all(one.isalnum() or one in ".-_" for one in name):
-            raise InvalidLocationError(f"the URL {url!r} names no bucket; expected one such as s3://bucket/directory")
+            raise InvalidLocationError(
+                f"cannot open {url!r}: invalid bucket name; expected a URL such as s3://bucket/directory"
+            )
         settings = settings_of(name, options.config)
-        place = os.getpid(), settings  # connections and locks are of one process, not of its children by fork
+        place = os.getpid(), settings  # A forked child cannot use the connections and locks of its parent.
         bucket = self._buckets.get(place, lambda: Bucket(S3Service(settings)))
         return ObjectStoreDirectory(bucket, directory.rstrip("/"))

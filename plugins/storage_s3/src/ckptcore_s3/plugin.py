@@ -1,4 +1,4 @@
-"""The hooks of the S3 plugin. Imports neither obstore nor boto3: only a bucket that is used needs them."""
+"""Hooks of the S3 plugin. obstore and boto3 are imported when a bucket is first used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["PLUGIN", "S3Plugin"]
 
 
 class S3Plugin:
-    """Offers locations such as ``s3://bucket/runs/step_1``. Any thread."""
+    """Opens ``s3://bucket/directory``. Any thread."""
 
     def __init__(self) -> None:
         """Open nothing."""
@@ -23,11 +23,11 @@ class S3Plugin:
 
     @hookimpl
     def ckpt_storages(self) -> Mapping[str, StorageOpener]:
-        """By scheme."""
+        """Openers by scheme."""
         return {"s3": self.open}
 
     def open(self, url: str, options: StorageOptions) -> StorageBackend:
-        """Open a directory of a bucket; makes no request."""
+        """Open a directory of a bucket. Makes no request."""
         from ckptcore_s3.opening import S3Buckets
 
         if self._buckets is None:
@@ -36,4 +36,4 @@ class S3Plugin:
 
 
 PLUGIN: Final = S3Plugin()
-"""What the entry point names; it keeps connections for as long as the process lives."""
+"""The entry point. It keeps connections open while the process lives."""

@@ -1,4 +1,4 @@
-"""The service: a bucket of S3, or of what speaks its protocol, as the shared code asks for it."""
+"""`S3Service`: implements the `Service` protocol of ckptcore_obstore for one bucket."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptcore_obstore.services import Tuning
 
 from ckptcore.model import JSON
 from ckptcore.protocols import IfAbsent, PutCondition, StorageAddress
-from ckptcore_s3.credentials import ChainCredentials, CredentialSource, GivenCredentials, environment_credentials
+from ckptcore_s3.credentials import ChainCredentials, CredentialSource, FixedCredentials, environment_credentials
 from ckptcore_s3.settings import Settings
 from ckptcore_s3.signing import signed_headers
 
@@ -25,17 +25,19 @@ __all__ = ["S3Service"]
 _REMEDIES: Final = {
     FailureKind.MISSING: "Check the path",
     FailureKind.NO_BUCKET: "Check the name of the bucket and the endpoint, or create it",
-    FailureKind.CONDITION: "Someone changed it meanwhile",
+    FailureKind.CONDITION: "Another process changed it",
     FailureKind.CREDENTIALS: "Check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, the profile, or sign in again",
-    FailureKind.PERMISSION: "Allow it in the policies of the user or role and of the bucket: s3:GetObject, s3:PutObject, "
-    "s3:DeleteObject, s3:ListBucket, s3:AbortMultipartUpload, s3:ListBucketMultipartUploads",
+    FailureKind.PERMISSION: "Allow it in the policies of the user or role and of the bucket: "
+    "s3:GetObject, s3:PutObject, s3:DeleteObject, "
+    "s3:ListBucket, s3:AbortMultipartUpload, s3:ListBucketMultipartUploads",
     FailureKind.CLOCK: "Set the clock of this machine (NTP)",
-    FailureKind.FULL: "Delete something, or raise the quota",
+    FailureKind.FULL: "Delete data, or raise the quota",
     FailureKind.THROTTLED: "Use fewer processes or a lower 'concurrency', or spread the names over more prefixes",
     FailureKind.SERVER: "Try again later",
-    FailureKind.TIMEOUT: "Look at the network and the endpoint, or raise the option 'timeout'",
-    FailureKind.CONNECTION: "Look at the network, the endpoint and the option 'region'; http:// must be written out in the endpoint",
-    FailureKind.UNSUPPORTED: "Use a service that can, or another location",
+    FailureKind.TIMEOUT: "Check the network and the endpoint, or raise the option 'timeout'",
+    FailureKind.CONNECTION: "Check the network, the endpoint and the option 'region'; plain HTTP needs http:// in the "
+    "endpoint",
+    FailureKind.UNSUPPORTED: "Use another service or location",
 }
 
 
@@ -45,30 +47,30 @@ class S3Service:
     metadata_prefix: Final = "x-amz-meta-"
 
     def __init__(self, settings: Settings) -> None:
-        """Make no request and look for no credentials."""
+        """Make no request and load no credentials."""
         self._settings = settings
         self._source: CredentialSource = (
-            GivenCredentials(settings.credentials) if settings.credentials else ChainCredentials(settings.profile)
+            FixedCredentials(settings.credentials) if settings.credentials else ChainCredentials(settings.profile)
         )
 
     @property
     def url(self) -> str:
-        """The bucket as users name it."""
+        """URL of the bucket, for messages."""
         return f"s3://{self._settings.bucket}"
 
     @property
     def bucket_url(self) -> str:
-        """Where HTTP finds the bucket."""
+        """URL of the bucket, for requests."""
         return self._settings.bucket_url
 
     @property
     def tuning(self) -> Tuning:
-        """How requests are made."""
+        """Tuning of requests."""
         return self._settings.tuning
 
     @property
     def upload_headers(self) -> Mapping[str, str]:
-        """Headers that ask for encryption."""
+        """Headers that request encryption."""
         headers = {}
         if self._settings.sse:
             headers["x-amz-server-side-encryption"] = self._settings.sse
@@ -77,14 +79,14 @@ class S3Service:
         return headers
 
     def open_store(self) -> ObjectStore:
-        """The bucket as obstore knows it; nothing of it is left to the environment."""
+        """Return the bucket as an obstore store. The environment does not affect it."""
         from obstore.store import S3Store
 
         settings, tuning = self._settings, self.tuning
         endpoint = settings.bucket_url if settings.virtual else settings.endpoint
         config: dict[str, Any] = {
             "endpoint": endpoint,
-            "aws_endpoint_url_s3": endpoint,  # which comes before the other, and may be in the environment
+            "aws_endpoint_url_s3": endpoint,  # overrides "endpoint", and may be set in the environment
             "region": settings.region,
             "virtual_hosted_style_request": settings.virtual,
             "skip_signature": settings.anonymous,
@@ -105,7 +107,7 @@ class S3Service:
         if tuning.ca_bundle:
             with open(tuning.ca_bundle, "rb") as file:
                 client["root_certificate"] = file.read()
-        # Given keys too: a token that only the environment has would be sent with them.
+        # Needed for given keys too: otherwise obstore adds a session token from the environment.
         provider = None if settings.anonymous else self._for_obstore
         return S3Store(
             settings.bucket,
@@ -116,19 +118,19 @@ class S3Service:
         )
 
     def _for_obstore(self) -> dict[str, Any]:
-        """Credentials as obstore asks for them; it asks again when they have expired."""
+        """Return credentials in obstore's form. obstore calls this again after they expire."""
         found = self._source.get()
         return {
             "access_key_id": found.access_key_id,
             "secret_access_key": found.secret_access_key,
             "token": found.token or None,
             "expires_at": None
-            if isinstance(self._source, GivenCredentials)
+            if isinstance(self._source, FixedCredentials)
             else datetime.now(UTC) + timedelta(minutes=1),
         }
 
     def sign(self, method: str, url: str, headers: Mapping[str, str]) -> Mapping[str, str]:
-        """All headers to send with a request."""
+        """Return all headers of a request, with the signature."""
         sent = dict(headers)
         if self._settings.requester_pays:
             sent["x-amz-request-payer"] = "requester"
@@ -137,18 +139,19 @@ class S3Service:
         return signed_headers(method, url, sent, self._source.get(), self._settings.region)
 
     def prepare(self) -> None:
-        """See that there are credentials."""
+        """Check that there are credentials."""
         if not self._settings.anonymous:
             self._source.get()
 
     def address(self, directory: str) -> StorageAddress:
-        """Where tensorstore and others find a directory; without secrets."""
+        """Return the address for tensorstore and others, without secrets."""
         settings = self._settings
         options: dict[str, JSON] = {"endpoint": settings.endpoint, "region": settings.region}
         if settings.anonymous:
             options["credentials"] = "anonymous"
         elif settings.credentials is not None:
-            # Those of a Context are in no address, and native I/O has to do without.
+            # An address has no secrets, so native I/O cannot use credentials that only the Context
+            # has.
             known = settings.credentials == environment_credentials(os.environ)
             options["credentials"] = "environment" if known else "given"
         elif settings.profile:
@@ -166,19 +169,22 @@ class S3Service:
         return e_tag or ""
 
     def put_mode(self, condition: PutCondition) -> Any:
-        """``create``, or the tag that must be there."""
+        """Return ``create``, or the required tag."""
         return "create" if isinstance(condition, IfAbsent) else {"e_tag": condition.tag}
 
     def condition_headers(self, condition: PutCondition) -> Mapping[str, str]:
-        """https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html."""
+        """Return headers of a condition.
+
+        See https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html.
+        """
         return {"if-none-match": "*"} if isinstance(condition, IfAbsent) else {"if-match": condition.tag}
 
     def remedy(self, failure: Failure) -> str:
-        """What to do about a failure."""
+        """Return advice for a failure."""
         if failure.kind is FailureKind.REGION:
             region = dict(failure.hints).get("Region")
             named = f"'{region}'" if region else "the region of the bucket"
-            return f"Set the option 'region' or AWS_REGION to {named}; {self._settings.region!r} was asked"
+            return f"Set the option 'region' or AWS_REGION to {named}; the request used {self._settings.region!r}"
         if failure.kind is FailureKind.OTHER:
-            return f"Look at the endpoint {self._settings.endpoint} and at what it says"
+            return f"Check the endpoint {self._settings.endpoint} and its answer"
         return _REMEDIES.get(failure.kind, "Try again")

@@ -1,4 +1,4 @@
-"""Settings of a bucket: what the Context and the environment say, by the conventions of AWS."""
+"""Settings of a bucket, from the Context and from AWS environment variables and files."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from ckptcore_s3.credentials import Credentials, environment_credentials
 __all__ = ["OPTIONS", "Settings", "settings_of"]
 
 OPTIONS: Final[Mapping[str, Option]] = {
-    "endpoint": text("URL of the service; http:// only where it is given here or by AWS_ENDPOINT_URL(_S3)"),
+    "endpoint": text("URL of the service; plain HTTP needs http:// here or in AWS_ENDPOINT_URL(_S3)"),
     "region": text("region of the bucket"),
     "profile": text("profile in ~/.aws/config and ~/.aws/credentials"),
-    "access_key_id": text("with secret_access_key: credentials"),
-    "secret_access_key": text("with access_key_id: credentials"),
-    "session_token": text("of temporary credentials"),
+    "access_key_id": text("access key; requires secret_access_key"),
+    "secret_access_key": text("secret key; requires access_key_id"),
+    "session_token": text("session token of temporary credentials"),
     "anonymous": flag("make requests without credentials, for public buckets"),
-    "addressing_style": choice("where the bucket is in a URL", "auto", "path", "virtual"),
-    "sse": choice("encryption by the service", "AES256", "aws:kms", "aws:kms:dsse"),
-    "sse_kms_key_id": text("key for the encryption by aws:kms"),
-    "requester_pays": flag("pay for requests to buckets of others"),
+    "addressing_style": choice("position of the bucket name in URLs", "auto", "path", "virtual"),
+    "sse": choice("server-side encryption", "AES256", "aws:kms", "aws:kms:dsse"),
+    "sse_kms_key_id": text("KMS key for server-side encryption"),
+    "requester_pays": flag("pay for requests to buckets of other accounts"),
     **tuning_options(),
 }
 """The options of ``Context(storage={"s3": {...}})`` by name."""
@@ -37,20 +37,20 @@ OPTIONS: Final[Mapping[str, Option]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What requests to a bucket need to know.
+    """Settings of a bucket.
 
     Attributes:
         bucket: its name.
         endpoint: URL of the service, without the bucket.
-        bucket_url: of the bucket.
-        region: to sign for.
-        profile: for credentials; None: the default one.
-        credentials: if they were given or are in the environment.
-        anonymous: whether no request is signed.
-        virtual: whether the bucket is in the name of the host.
-        sse, sse_kms_key_id: encryption; empty for the bucket's own.
-        requester_pays: whether who asks pays.
-        tuning: how requests are made.
+        bucket_url: URL of the bucket.
+        region: region used in signatures.
+        profile: profile with credentials; None for the default profile.
+        credentials: credentials from the options or the environment; None for those of the profile.
+        anonymous: True to send unsigned requests.
+        virtual: True if the bucket is part of the host name.
+        sse, sse_kms_key_id: server-side encryption; empty for the bucket's default.
+        requester_pays: True to pay for requests.
+        tuning: tuning of requests.
     """
 
     bucket: str
@@ -68,15 +68,15 @@ class Settings:
 
 
 def settings_of(bucket: str, config: Mapping[str, JSON], environment: Mapping[str, str] = os.environ) -> Settings:
-    """The settings of a bucket; makes no request.
+    """Return the settings of a bucket. Makes no request.
 
-    Options come before the environment, and the environment before the files in ``~/.aws``, which only boto3 reads: it is
-    imported where they may say something that nothing before them does.
+    Options take precedence over the environment, and the environment over the files in ``~/.aws``.
+    boto3 reads these files; it is imported only if options and environment leave a setting open.
 
     Raises:
-        InvalidLocationError: for a name that no bucket has, or an endpoint that is no URL.
-        StorageCredentialsError: for a profile that is not there.
-        ValueError: for an option that is not known or of another type.
+        InvalidLocationError: for an invalid endpoint.
+        StorageCredentialsError: for an unknown profile.
+        ValueError: for an unknown option or a wrong type.
     """
     given: Mapping[str, Any] = check_options("s3", config, OPTIONS)
     profile = given.get("profile") or environment.get("AWS_PROFILE") or environment.get("AWS_DEFAULT_PROFILE") or None
@@ -93,13 +93,11 @@ def settings_of(bucket: str, config: Mapping[str, JSON], environment: Mapping[st
         endpoint = f"https://s3.{region}.amazonaws.com" + (".cn" if region.startswith("cn-") else "")
     parts = urlsplit(endpoint)
     if "@" in parts.netloc:
-        # It would stand in errors and in addresses; what it is is not shown here either.
-        raise InvalidLocationError(
-            "the endpoint has a user or a password in it; give credentials by options of their own"
-        )
+        # Errors and addresses would show the password, and neither does this message.
+        raise InvalidLocationError("the endpoint contains a user or a password; set credentials with their own options")
     if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
         raise InvalidLocationError(
-            f"the endpoint {endpoint!r} is no URL of a service; expected one such as https://host:9000"
+            f"the endpoint {endpoint!r} is not a service URL; expected one such as https://host:9000"
         )
     style = given.get("addressing_style", "auto")
     virtual = style == "virtual" or (style == "auto" and not own and "." not in bucket)
@@ -108,9 +106,7 @@ def settings_of(bucket: str, config: Mapping[str, JSON], environment: Mapping[st
     credentials = None
     if given.get("access_key_id") or given.get("secret_access_key"):
         if not (given.get("access_key_id") and given.get("secret_access_key")):
-            raise ValueError(
-                "Context(storage={'s3': ...}): access_key_id and secret_access_key are given together or not at all"
-            )
+            raise ValueError("Context(storage={'s3': ...}): set both access_key_id and secret_access_key, or neither")
         credentials = Credentials(given["access_key_id"], given["secret_access_key"], given.get("session_token", ""))
     elif not given.get("profile"):
         credentials = environment_credentials(environment)
@@ -135,7 +131,7 @@ def _has_config(environment: Mapping[str, str]) -> bool:
 
 
 def _configured(profile: str | None) -> tuple[str, str]:
-    """The region and the endpoint of a profile; empty where it has none."""
+    """Return the region and endpoint of a profile, empty if not set."""
     import botocore.session  # type: ignore[import-untyped]  # it has no annotations
     from botocore.exceptions import ProfileNotFound  # type: ignore[import-untyped]
 
@@ -144,7 +140,7 @@ def _configured(profile: str | None) -> tuple[str, str]:
         scoped = session.get_scoped_config()
     except ProfileNotFound as error:
         raise StorageCredentialsError(
-            f"no AWS credentials were found: {error}. Look at ~/.aws/config, AWS_PROFILE and the option 'profile'"
+            f"cannot find AWS credentials: {error}. Check ~/.aws/config, AWS_PROFILE and the option 'profile'"
         ) from error
     services = session.full_config.get("services", {}).get(scoped.get("services", ""), {})
     own = services.get("s3", {}) if isinstance(services, dict) else {}

@@ -1,6 +1,6 @@
-"""Signatures of requests: AWS Signature Version 4, with the body left unsigned.
+"""Request signatures: AWS Signature Version 4, with an unsigned body.
 
-https://docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-header-based-auth.html
+See https://docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-header-based-auth.html.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ def signed_headers(
     *,
     now: datetime | None = None,
 ) -> dict[str, str]:
-    """The headers of a request with those that sign it.
+    """Return the headers of a request, with the signature.
 
     Args:
-        method: in capitals.
-        url: whole, with escapes, its query sorted by name.
-        headers: of the request, by names in small letters.
-        credentials: whose request it is.
+        method: in upper case.
+        url: full URL, escaped, with the query sorted by name.
+        headers: headers to sign, by lower-case names.
+        credentials: credentials to sign with.
         region: of the bucket.
-        now: the time to sign with; None: the clock's.
+        now: time of the signature; None for the current time.
     """
     at = now or datetime.now(UTC)
     parts = urlsplit(url)

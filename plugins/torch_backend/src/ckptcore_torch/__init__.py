@@ -1,26 +1,28 @@
-"""PyTorch for ckptcore: the hooks. Importing this imports no PyTorch; the modules that do are imported on first use.
+"""The PyTorch plugin: the hooks. Importing it does not import PyTorch.
 
 ::
 
-    dtypes             every torch dtype and how it is carried as a NumPy one, or why not
-    conversions        from tensors to NumPy arrays over the same memory and back, casts
-    tensors            leaf handlers: plain tensors and Parameters; subclasses of them
-    dtensors           the leaf handler of DTensors; placements says where their elements are
-    sharded_tensors    the leaf handler of ShardedTensors
-    transfers          from device memory to host memory through pinned staging buffers
-    stateful           checkpointables: schedulers, gradient scalers, data loaders, random generators; handlers by type.
-                       data_loaders checks whether the state of a torchdata loader has the order of its sampler
-    modules            the checkpointable handler of modules, under the names of the plain one, which names finds
-    optimizers         the checkpointable handler of optimizers, by the numbers of their parameters
-    named_optimizers   NamedOptimizer: optimizers by the names of parameters, and NamedOptimizerPart, of those that one process has;
-                       optimizer_names finds the names in one optimizer, fsdp_optimizers under FSDP1; stored_groups and
-                       flattened_states know the forms in which groups are stored
-    abstracts          abstract tensors for what is stored
-    sizes              the container torch.Size
-    store_coordinator  the coordinator of a torch.distributed job: store_meetings keeps former lives of the job apart, watched_stores
-                       ends what a store does not answer
-    collectives        how processes of such a job send each other what one has read, over group_channels
-    adapters           LoRA adapters as PEFT keeps them, saved and loaded by name
+    dtypes             torch dtypes and the NumPy dtypes that carry them
+    conversions        tensors as NumPy arrays over the same memory, and casts
+    tensors            leaf handlers of plain tensors, Parameters and their subclasses
+    dtensors           leaf handler of DTensors; placements computes their boxes
+    sharded_tensors    leaf handler of ShardedTensors
+    transfers          copies between device and host through pinned staging buffers
+    stateful           handlers of schedulers, gradient scalers, data loaders and random generators;
+                       data_loaders detects torchdata loaders that lose the order of their sampler
+    modules            checkpointable handler of modules, under the names of the plain model;
+                       names computes these
+    optimizers         checkpointable handler of optimizers, by the numbers of their parameters
+    named_optimizers   NamedOptimizer: optimizers by names of parameters, and NamedOptimizerPart for
+                       the parameters of one process; optimizer_names names the state of one
+                       optimizer, fsdp_optimizers under FSDP1; stored_groups and flattened_states
+                       convert the stored forms of groups
+    abstracts          abstract tensors for stored arrays
+    sizes              container handler of torch.Size
+    store_coordinator  coordinator of a torch.distributed job; store_handshakes separates restarts of
+                       the job, watched_stores limits waits for the store
+    collectives        sends bytes between processes of such a job, with group_channels
+    adapters           saves and loads LoRA adapters in the format of PEFT
     testing            the sample for the matrix of ckptcore_testing
 """
 
@@ -41,13 +43,13 @@ __all__ = [
 
 
 def _is_torch_imported() -> bool:
-    # The class is looked for, too: the module is there, and empty, while another thread still imports it.
+    # Check for the class too: another thread may still be importing the module.
     return hasattr(sys.modules.get("torch"), "Tensor")
 
 
 @hookimpl
 def ckpt_leaf_handler(leaf_type: type) -> LeafHandler | None:
-    """The handler of tensors."""
+    """Return the leaf handler of tensors."""
     if not _is_torch_imported():
         return None
     from ckptcore_torch.leaf_handlers import handler_of_type
@@ -57,7 +59,7 @@ def ckpt_leaf_handler(leaf_type: type) -> LeafHandler | None:
 
 @hookimpl
 def ckpt_container_handler(value_type: type) -> ContainerHandler | None:
-    """The handler of torch.Size."""
+    """Return the container handler of torch.Size."""
     if not _is_torch_imported():
         return None
     from ckptcore_torch.sizes import handler_of_type
@@ -67,7 +69,7 @@ def ckpt_container_handler(value_type: type) -> ContainerHandler | None:
 
 @hookimpl
 def ckpt_checkpointable_handler(value_type: type) -> CheckpointableHandler | None:
-    """The handler of modules, optimizers and what else has a state dict in PyTorch."""
+    """Return the handler of modules, optimizers and other PyTorch objects with a state dict."""
     if not _is_torch_imported():
         return None
     from ckptcore_torch.stateful import handler_of_type
@@ -77,8 +79,9 @@ def ckpt_checkpointable_handler(value_type: type) -> CheckpointableHandler | Non
 
 @hookimpl
 def ckpt_coordinator() -> Coordinator | None:
-    """The coordinator of the job whose process group was initialized, if it has several processes."""
-    # The function is looked for, too: a torch that was built without torch.distributed has the module without it.
+    """Return the coordinator of the initialized process group, if it has several processes."""
+    # Check for the function too: without torch.distributed in the build, the module exists but
+    # lacks it.
     if not hasattr(sys.modules.get("torch.distributed"), "init_process_group"):
         return None
     from ckptcore_torch.store_coordinator import coordinator_of_job
@@ -88,7 +91,7 @@ def ckpt_coordinator() -> Coordinator | None:
 
 @hookimpl
 def ckpt_collectives() -> Collectives | None:
-    """Process groups of their own between the processes of the job whose process group was initialized, if it has several."""
+    """Return collectives over separate process groups, if the initialized one has several processes."""
     if not hasattr(sys.modules.get("torch.distributed"), "init_process_group"):
         return None
     from ckptcore_torch.collectives import collectives_of_job

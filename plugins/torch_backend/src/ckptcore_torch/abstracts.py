@@ -1,7 +1,8 @@
-"""Abstract tensors: of tensors that are there, and for what is stored.
+"""Abstract tensors: of live tensors, and for stored arrays.
 
-A tensor on the meta device asks for one on the CPU. What asks for another device is a FakeTensor: PyTorch's own tensor that has a device
-and no elements, which needs no such device to be there until it is loaded.
+A tensor on the meta device requests a tensor on the CPU. Other devices are requested with a
+FakeTensor, PyTorch's tensor with a device but without elements. The device need not exist until the
+load.
 """
 
 from __future__ import annotations
@@ -16,21 +17,29 @@ from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import PLAIN_ARRAY, AbstractArray
 from ckptcore_torch.dtypes import encoding_of_stored
 
-__all__ = ["abstract_beside", "abstract_like", "abstract_subclass", "abstract_tensor", "empty_tensor", "expect_device"]
+__all__ = [
+    "abstract_like",
+    "abstract_state_like",
+    "abstract_subclass",
+    "abstract_tensor",
+    "empty_tensor",
+    "expect_device",
+]
 
 
 def abstract_tensor(stored: AbstractArray) -> object:
-    """A tensor on the meta device; `stored` itself where PyTorch has no such dtype."""
+    """Return a tensor on the meta device, or `stored` itself if PyTorch lacks the dtype."""
     encoding = encoding_of_stored(stored.dtype.name, PLAIN_ARRAY)
     return stored if encoding is None else torch.empty(stored.shape, dtype=encoding.dtype, device="meta")
 
 
-def abstract_beside(parameter: torch.Tensor, stored: AbstractArray) -> object:
-    """A tensor for the state of a parameter: where that is a DTensor and of the same shape, one with its mesh and placements.
+def abstract_state_like(parameter: torch.Tensor, stored: AbstractArray) -> object:
+    """Return an abstract tensor for the state of a parameter.
 
-    Anything else, such as a count of steps, is a plain tensor that every process has.
+    If the parameter is a DTensor of the same shape, the result has its mesh and placements.
+    Anything else, such as a step count, is a plain tensor on every process.
     """
-    distributed = sys.modules.get("torch.distributed.tensor")  # nobody has a DTensor who did not import it
+    distributed = sys.modules.get("torch.distributed.tensor")  # A DTensor exists only if its module was imported.
     if distributed is None or not isinstance(parameter, distributed.DTensor) or tuple(parameter.shape) != stored.shape:
         return abstract_tensor(stored)
     encoding = encoding_of_stored(stored.dtype.name, PLAIN_ARRAY)
@@ -40,7 +49,10 @@ def abstract_beside(parameter: torch.Tensor, stored: AbstractArray) -> object:
 
 
 def abstract_like(tensor: torch.Tensor) -> torch.Tensor:
-    """A plain tensor or Parameter as `tensor` is one: of its shape, dtype and device, requiring gradients as it does. Contiguous."""
+    """Return an abstract plain tensor or Parameter like `tensor`. Contiguous.
+
+    It has the shape, dtype, device and `requires_grad` of `tensor`.
+    """
     made = empty_tensor(tensor.shape, tensor.dtype, None if tensor.device.type in ("cpu", "meta") else tensor.device)
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
@@ -48,19 +60,19 @@ def abstract_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def abstract_subclass(plain: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A tensor on the meta device of the class of another, with its attributes.
+    """Return a tensor on the meta device with the class and attributes of another.
 
     Args:
         plain: `like` as a plain tensor.
-        like: of a subclass that lies over plain memory.
+        like: an instance of a subclass over plain memory.
 
     Raises:
-        UnsupportedLeafError: if it is on a device: what says so without elements has a class of its own.
+        UnsupportedLeafError: if it is on a device, because a FakeTensor has a class of its own.
     """
     if plain.device.type not in ("cpu", "meta"):
         raise UnsupportedLeafError(
-            f"nothing without elements says that a {type(like).__qualname__} is to be on {plain.device}: ask for it by the tensor "
-            "itself, or by tensor.as_subclass(torch.Tensor)"
+            f"cannot make an abstract {type(like).__qualname__} on {plain.device}: pass the "
+            "tensor itself, or tensor.as_subclass(torch.Tensor)"
         )
     with torch._C.DisableTorchFunctionSubclass():
         made: Any = torch.empty(plain.shape, dtype=plain.dtype, device="meta").as_subclass(type(like))
@@ -70,7 +82,7 @@ def abstract_subclass(plain: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def empty_tensor(shape: torch.Size, dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
-    """A tensor without elements: on the meta device if `device` is None, else one that says it is there."""
+    """Return a tensor without elements: on the meta device if `device` is None, else a FakeTensor."""
     meta = torch.empty(shape, dtype=dtype, device="meta")
     if device is None:
         return meta
@@ -80,15 +92,15 @@ def empty_tensor(shape: torch.Size, dtype: torch.dtype, device: torch.device | N
 
 
 def expect_device(device: torch.device) -> None:
-    """Refuse a device that an abstract tensor asks for and that this process has not.
+    """Check that this process has the device that an abstract tensor requests.
 
     Raises:
         UnsupportedLeafError
     """
     if not _is_here(device):
         raise UnsupportedLeafError(
-            f"a tensor on {device} is asked for, and this process has no such device; ask for one on the CPU, by a tensor on the device "
-            "meta, or on a device that is here"
+            f"cannot load a tensor to {device}: this process has no such device; request one "
+            "on the CPU with a tensor on the meta device, or use an available device"
         )
 
 
@@ -98,14 +110,17 @@ def _is_here(device: torch.device) -> bool:
         return True
     try:
         module = torch.get_device_module(device.type)
-    except RuntimeError:  # of a backend that is not installed
+    except RuntimeError:  # the backend is not installed
         return False
     return bool(module.is_available()) and (device.index or 0) < module.device_count()
 
 
 @functools.cache
 def _fakes() -> tuple[Any, Any]:
-    """PyTorch's module of FakeTensors, and the mode that all of ours belong to. Costs about a second to import."""
+    """Return PyTorch's module of FakeTensors, and the mode that ours share.
+
+    Importing takes about a second.
+    """
     import torch._subclasses.fake_tensor as fakes
 
     return fakes, fakes.FakeTensorMode()

@@ -1,4 +1,4 @@
-"""Configs of adapters: the JSON of ``adapter_config.json``, which says how PEFT makes the modules that arrays go into."""
+"""Adapter configs: the JSON of ``adapter_config.json``, from which PEFT builds the modules of an adapter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckptcore.model import JSON
 __all__ = ["AdapterConfig", "SupportsToDict", "config_json", "stored_config"]
 
 AdapterConfig: TypeAlias = Mapping[str, JSON]
-"""What stands in ``adapter_config.json``."""
+"""Fields of ``adapter_config.json``."""
 
 _LORA: Final = "LORA"
 _MOST_DEPTH: Final = 64
@@ -26,23 +26,24 @@ class SupportsToDict(Protocol):
     """A config of PEFT."""
 
     def to_dict(self) -> dict[str, object]:
-        """Its fields."""
+        """Return its fields."""
         ...
 
 
 def config_json(config: object) -> dict[str, JSON]:
-    """A config as JSON: sets are sorted lists and enumerations their values, as PEFT writes them.
+    """Convert a config to JSON. As in PEFT, sets become sorted lists and enumerations their values.
 
     Args:
         config: a mapping, or a config of PEFT.
 
     Raises:
-        ValueError, TypeError: for what is no config, with what is wrong. Nothing was written.
+        ValueError, TypeError: for an invalid config. Nothing is written.
     """
     fields = config.to_dict() if isinstance(config, SupportsToDict) else config
     if not isinstance(fields, Mapping):
         raise TypeError(
-            f"config={str(config)[:200]!r}: expected a config of PEFT, or a mapping as it stands in adapter_config.json"
+            f"config={str(config)[:200]!r}: expected a config of PEFT, or a mapping with the "
+            "fields of adapter_config.json"
         )
     plain = {name: _plain(value, f"config[{name!r}]", 0) for name, value in fields.items()}
     if wrong := _wrong(plain):
@@ -50,20 +51,21 @@ def config_json(config: object) -> dict[str, JSON]:
     try:
         json.dumps(plain, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"config has text that is no Unicode: {error}. Nothing was written") from error
+        raise ValueError(f"config has text that is not valid Unicode: {error}. Nothing was written") from error
     return plain
 
 
 def stored_config(stored: JSON, location: object) -> dict[str, JSON]:
-    """A config that was read.
+    """Validate a stored config.
 
     Raises:
-        CorruptCheckpointError: if it is none.
+        CorruptCheckpointError: if it is invalid.
     """
     if not isinstance(stored, dict) or (wrong := _wrong(stored)):
-        what = "it is no JSON object" if not isinstance(stored, dict) else wrong
+        what = "it is not a JSON object" if not isinstance(stored, dict) else wrong
         raise CorruptCheckpointError(
-            f"the adapter_config.json of {location} is none of PEFT: {what}; mend it, or load the arrays alone with ckptcore.load",
+            f"{location}: adapter_config.json is not a config of PEFT: {what}; repair it, or "
+            "load only the arrays with ckptcore.load",
             key="adapter_config.json",
         )
     return dict(stored)
@@ -82,7 +84,7 @@ def _plain(value: object, where: str, depth: int) -> JSON:
         return value
     if isinstance(value, Mapping):
         if wrong := [key for key in value if not isinstance(key, str | int) or isinstance(key, bool)]:
-            raise TypeError(f"{where} has the key {wrong[0]!r}; JSON has texts as keys. Nothing was written")
+            raise TypeError(f"{where} has the key {wrong[0]!r}; JSON keys must be strings. Nothing was written")
         return {str(key): _plain(child, f"{where}[{key!r}]", depth + 1) for key, child in value.items()}
     if isinstance(value, AbstractSet):
         plain = [_plain(child, where, depth + 1) for child in value]
@@ -93,23 +95,26 @@ def _plain(value: object, where: str, depth: int) -> JSON:
 
 
 def _wrong(config: Mapping[str, JSON]) -> str | None:
-    """What is wrong with a config; None if nothing is. Fields of methods other than LoRA are PEFT's own affair."""
+    """Return what is wrong with a config, or None.
+
+    Fields of methods other than LoRA are not checked.
+    """
     kind = config.get("peft_type")
     if not isinstance(kind, str):
-        return f"peft_type is {str(kind)[:80]!r}, where the name of a method is expected, such as 'LORA'"
+        return f"peft_type is {str(kind)[:80]!r}; expected the name of a method, such as 'LORA'"
     if kind != _LORA:
         return None
     rank = config.get("r", 8)
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        return f"r is {str(rank)[:80]!r}, where a whole number from 1 on is expected"
+        return f"r is {str(rank)[:80]!r}; expected a positive integer"
     alpha = config.get("lora_alpha", 8)
     if not isinstance(alpha, int | float) or isinstance(alpha, bool):
-        return f"lora_alpha is {str(alpha)[:80]!r}, where a number is expected"
+        return f"lora_alpha is {str(alpha)[:80]!r}; expected a number"
     if config.get("bias", "none") not in ("none", "all", "lora_only"):
-        return f"bias is {str(config['bias'])[:80]!r}, where 'none', 'all' or 'lora_only' is expected"
+        return f"bias is {str(config['bias'])[:80]!r}; expected 'none', 'all' or 'lora_only'"
     for name in ("target_modules", "modules_to_save", "target_parameters"):
         value = config.get(name)
         listed = isinstance(value, list) and all(isinstance(child, str) for child in value)
         if not (value is None or listed or (isinstance(value, str) and name == "target_modules")):
-            return f"{name} is {str(value)[:80]!r}, where a list of texts is expected"
+            return f"{name} is {str(value)[:80]!r}; expected a list of strings"
     return None

@@ -1,8 +1,9 @@
-"""Names of LoRA parameters: what they are called in a model, and in a file of PEFT.
+"""Names of LoRA parameters, in a model and in a file of PEFT.
 
-In a model that PEFT made, the name of the adapter stands in the name of each parameter, so that there can be several:
-``base_model.model.q_proj.lora_A.default.weight``. In a file it does not: ``base_model.model.q_proj.lora_A.weight`` (peft 0.21.2,
-``get_peft_model_state_dict``). Other programs have no adapter names, no prefix, or hold the matrix itself as ``lora_A``.
+In a model of PEFT, the name of each parameter contains the name of its adapter, because there can
+be several: ``base_model.model.q_proj.lora_A.default.weight``. In a file it does not:
+``base_model.model.q_proj.lora_A.weight`` (peft 0.21.2, ``get_peft_model_state_dict``). Other
+programs omit the adapter name or the prefix, or have the matrix itself as ``lora_A``.
 """
 
 from __future__ import annotations
@@ -16,30 +17,30 @@ from ckptcore.errors import NameCollisionError, TreeMismatchError
 __all__ = ["PREFIX", "AdapterNames", "Biases", "LoraName", "check_stored_name", "names_of_adapter", "plain_name"]
 
 PREFIX: Final = "base_model.model."
-"""How the names in a file of PEFT begin."""
+"""Prefix of the names in a file of PEFT."""
 
 Biases: TypeAlias = Literal["none", "all", "lora_only"]
-"""Which biases of the base model belong to an adapter: what ``bias`` says in the config of PEFT."""
+"""Biases of the base model that belong to an adapter: ``bias`` in the config of PEFT."""
 
 _WRAPPERS: Final = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""What torch.compile, FSDP and activation checkpointing put into names."""
+"""Name parts added by torch.compile, FSDP and activation checkpointing."""
 
 _LINEAR: Final = frozenset({"lora_A", "lora_B"})
-"""Modules: what is in them is a ``weight``, or a ``bias``."""
+"""Modules that contain a ``weight`` or a ``bias``."""
 _ALONE: Final = frozenset({"lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "trainable_tokens_delta"})
-"""Arrays: in a file nothing stands behind these names, also where the model has a ``weight`` in them."""
+"""Arrays whose names in a file have no suffix, even if the model has a ``weight`` below them."""
 _COPIES: Final = "modules_to_save"
 _PARAMETERS: Final = frozenset({"weight", "bias"})
 
 
 @dataclass(frozen=True, slots=True)
 class LoraName:
-    """The name of a parameter of an adapter.
+    """Name of an adapter's parameter.
 
     Attributes:
-        stored: in a file.
-        adapter: of which adapter it is; None where the name does not say.
-        is_bare: whether the model has the matrix itself under ``lora_A`` or ``lora_B``.
+        stored: name in a file.
+        adapter: name of the adapter; None if the name has none.
+        is_bare: True if ``lora_A`` or ``lora_B`` is the matrix itself.
     """
 
     stored: str
@@ -48,7 +49,10 @@ class LoraName:
 
     @classmethod
     def of(cls, name: str) -> LoraName | None:
-        """What the name of a parameter of a model says; None for a parameter of the base model."""
+        """Parse the name of a parameter in a model.
+
+        Return None for a parameter of the base model.
+        """
         segments = _segments(name)
         for number, segment in enumerate(segments):
             before, rest = segments[: number + 1], segments[number + 1 :]
@@ -65,11 +69,11 @@ class LoraName:
 
 @dataclass(frozen=True, slots=True)
 class AdapterNames:
-    """The names of what belongs to an adapter.
+    """Names of the parameters of an adapter.
 
     Attributes:
-        by_stored: by the name in a file, the name in the model.
-        bare: the names in files of what the model has as matrices without a module around them.
+        by_stored: name in the model, by name in a file.
+        bare: file names of matrices that have no module around them in the model.
     """
 
     by_stored: Mapping[str, str]
@@ -77,12 +81,12 @@ class AdapterNames:
 
 
 def names_of_adapter(names: Iterable[str], adapter_name: str, biases: Biases = "none") -> AdapterNames:
-    """Choose what belongs to an adapter among the names of all parameters of a model.
+    """Select the parameters of an adapter among the names of all parameters of a model.
 
-    What is of no adapter by its name is of each.
+    Names without an adapter name belong to every adapter.
 
     Raises:
-        TreeMismatchError: if nothing does.
+        TreeMismatchError: if the adapter has no parameters.
         NameCollisionError: if two parameters would get one name.
     """
     by_stored: dict[str, str] = {}
@@ -100,11 +104,12 @@ def names_of_adapter(names: Iterable[str], adapter_name: str, biases: Biases = "
             if found.is_bare:
                 bare.add(found.stored)
     if not by_stored:
-        there = f"; there are the adapters {', '.join(others)}" if others else ""
+        there = f"; the model has the adapters {', '.join(others)}" if others else ""
         raise TreeMismatchError(
-            f"the model has no parameters of the adapter {adapter_name!r}: no name has lora_A, lora_B, lora_embedding_A, "
-            f"lora_magnitude_vector, trainable_tokens_delta or modules_to_save with it{there}; give adapter_name=, or the model "
-            "that the adapter is in",
+            f"the model has no parameters of the adapter {adapter_name!r}: no name contains it "
+            "with lora_A, lora_B, lora_embedding_A, lora_magnitude_vector, "
+            f"trainable_tokens_delta or modules_to_save{there}; set adapter_name=, or pass the "
+            "model that has the adapter",
             [f"no parameters of {adapter_name!r}"],
         )
     if biases != "none":
@@ -118,12 +123,12 @@ def names_of_adapter(names: Iterable[str], adapter_name: str, biases: Biases = "
 
 
 def plain_name(name: str) -> str:
-    """What PEFT calls a parameter of the base model in a file: without what wraps modules, behind its prefix."""
+    """Return the name in a PEFT file of a parameter of the base model: without wrappers, with PEFT's prefix."""
     return _joined(_segments(name))
 
 
 def check_stored_name(name: str) -> None:
-    """Do nothing if PEFT would find a parameter of LoRA under this name.
+    """Check that PEFT would find a LoRA parameter under this name.
 
     Raises:
         TreeMismatchError
@@ -134,14 +139,14 @@ def check_stored_name(name: str) -> None:
         expected = found.stored
     if name != expected:
         raise TreeMismatchError(
-            f"{name[:200]!r} is no name that PEFT looks for; expected {expected[:200]!r}: pass the model, what adapter_state gives "
-            "for it, or arrays under the names that PEFT writes",
+            f"PEFT does not use the name {name[:200]!r}; expected {expected[:200]!r}: pass the "
+            "model, the result of adapter_state, or arrays under the names that PEFT writes",
             [f"{name}: expected {expected}"],
         )
 
 
 def _segments(name: str) -> list[str]:
-    """The parts of a name in the order of modules, without wrappers and PEFT's prefix."""
+    """Split a name into parts, without wrappers and PEFT's prefix."""
     segments = [segment for segment in name.split(".") if segment not in _WRAPPERS]
     return segments[2:] if segments[:2] == ["base_model", "model"] and len(segments) > 2 else segments
 
@@ -151,7 +156,7 @@ def _joined(segments: Iterable[str]) -> str:
 
 
 def _adapter(rest: list[str]) -> tuple[str | None, list[str]]:
-    """What stands behind the name of a LoRA module: the name of an adapter, where there is one, and what it has."""
+    """Split the parts after a LoRA module into the adapter's name, if there is one, and the rest."""
     if not rest or (len(rest) == 1 and rest[0] in _PARAMETERS):
         return None, rest
     return rest[0], rest[1:]
@@ -160,7 +165,7 @@ def _adapter(rest: list[str]) -> tuple[str | None, list[str]]:
 def _add(by_stored: dict[str, str], stored: str, name: str) -> None:
     if stored in by_stored:
         raise NameCollisionError(
-            f"{by_stored[stored]!r} and {name!r} would both be stored as {stored!r}; PEFT tells them apart by nothing either: "
-            "rename a module of the model"
+            f"{by_stored[stored]!r} and {name!r} would both be stored as {stored!r}, also by "
+            "PEFT: rename a module of the model"
         )
     by_stored[stored] = name

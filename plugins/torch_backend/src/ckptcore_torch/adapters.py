@@ -1,8 +1,8 @@
-"""LoRA adapters as PEFT keeps them: a directory with ``adapter_model.safetensors`` and ``adapter_config.json``.
+"""LoRA adapters in the format of PEFT: ``adapter_model.safetensors`` and ``adapter_config.json``.
 
-PEFT loads what is saved here (``PeftModel.from_pretrained``), and what it saved (``save_pretrained``) is loaded; of either file the
-bytes of elements and the JSON are the same. A save is one of ckptcore's: atomic, with checksums, of both files. The names and
-the config follow peft 0.21.2. PEFT itself is not needed.
+PEFT loads adapters saved here (``PeftModel.from_pretrained``), and adapters saved by PEFT
+(``save_pretrained``) load here. Elements and JSON are equal. Both files are saved as one atomic
+checkpoint with checksums. Names and config follow peft 0.21.2. PEFT need not be installed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["Adapter", "AdapterLayout", "adapter_state", "load_adapter", "load_ad
 
 _CONFIG_FILE: Final = "adapter_config.json"
 _CONFIG: Final = "adapter_config"
-"""The name of the config in the metadata of a checkpoint: that of a directory of PEFT has it there as well."""
+"""Name of the config in the metadata of a checkpoint, also of a directory of PEFT."""
 _ATTEMPTS: Final = 20
 
 Loaded = TypeVar("Loaded")
@@ -41,11 +41,11 @@ Loaded = TypeVar("Loaded")
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter that was loaded.
+    """A loaded adapter.
 
     Attributes:
-        arrays: NumPy arrays by the names that PEFT writes.
-        config: what its ``adapter_config.json`` says.
+        arrays: NumPy arrays by PEFT's names.
+        config: fields of its ``adapter_config.json``.
     """
 
     arrays: Mapping[str, Any]
@@ -54,16 +54,16 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class AdapterLayout(ckptcore.SafetensorsLayout):
-    """The layout safetensors in the one file that PEFT looks for, and the config beside it.
+    """The safetensors layout with the single file that PEFT loads, and the config.
 
     Attributes:
-        max_file_bytes: no bound: PEFT reads one file.
-        stem: of the name of the file.
-        config: what goes into ``adapter_config.json``. Who saves with this layout otherwise than by `save_adapter` gives it as
-            ``metadata={"adapter_config": config}`` as well, for `load_adapter`.
+        max_file_bytes: unlimited, because PEFT reads one file.
+        stem: stem of the file name.
+        config: content of ``adapter_config.json``. A save without `save_adapter` must also pass it
+            as ``metadata={"adapter_config": config}``, for `load_adapter`.
 
     Raises:
-        ValueError, TypeError: for what is no config.
+        ValueError, TypeError: for an invalid config.
     """
 
     max_file_bytes: int = sys.maxsize
@@ -71,22 +71,24 @@ class AdapterLayout(ckptcore.SafetensorsLayout):
     config: AdapterConfig = field(kw_only=True, hash=False)
 
     def __post_init__(self) -> None:
-        ckptcore.SafetensorsLayout.__post_init__(self)  # a class with slots is made anew: super() would not know it
+        ckptcore.SafetensorsLayout.__post_init__(self)  # a dataclass with slots is a new class, which breaks super()
         object.__setattr__(self, "config", config_json(self.config))
 
     def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
-        """Write the one file; PEFT knows no slices.
+        """Write the file.
 
         Raises:
-            AtomicityError: if this process holds a part of the adapter only.
+            AtomicityError: if this process holds only a part of the adapter, because PEFT has no
+                slices.
         """
         plan = snapshot.plan
         arrays = sum(len(leaves) for leaves in self.arrays_by_object(plan.tree))
         for item in plan.items:
             if sum(box.size for box in item.boxes) != item.spec.size or len(plan.items) != arrays:
                 raise AtomicityError(
-                    f"process {plan.rank} holds a part of the adapter only, and PEFT reads it out of one file; gather it first, as "
-                    "DTensor.full_tensor does, in every process"
+                    f"process {plan.rank} holds only a part of the adapter, but PEFT reads it "
+                    "from one file; gather it first in every process, for example with "
+                    "DTensor.full_tensor"
                 )
         return ckptcore.SafetensorsLayout.write(self, snapshot, store)
 
@@ -94,12 +96,13 @@ class AdapterLayout(ckptcore.SafetensorsLayout):
         """Write the config.
 
         Raises:
-            CompositeCheckpointError: for a checkpoint of several checkpointables: its config would stand beside the wrong directory.
+            CompositeCheckpointError: for several checkpointables, because the config would be in
+                the wrong directory.
         """
         if about.members:
             raise CompositeCheckpointError(
-                f"an adapter is one tree, and {', '.join(about.members)} were to be saved together: save each by itself, at a location of "
-                "its own. Nothing was committed",
+                f"cannot save {', '.join(about.members)} together as an adapter: an adapter is "
+                "one tree. Save each to its own location. Nothing was committed",
                 list(about.members),
             )
         store.put(_CONFIG_FILE, json.dumps(self.config, indent=2, sort_keys=True).encode())
@@ -108,19 +111,20 @@ class AdapterLayout(ckptcore.SafetensorsLayout):
 def adapter_state(
     model: torch.nn.Module, adapter_name: str = "default", *, biases: Biases | None = None
 ) -> dict[str, torch.Tensor]:
-    """What belongs to an adapter in a model, by the names that PEFT writes: its LoRA matrices, magnitudes, trained modules.
+    """Return the tensors of an adapter by PEFT's names: LoRA matrices, magnitudes, trained modules.
 
-    The tensors are the model's own, not copies. The model need not be one of PEFT; what has no adapter name belongs to each. The
-    base model is left out: of embeddings that were resized, which PEFT saves in whole, add the entries yourself.
+    The tensors are the model's own, not copies. The model need not be one of PEFT; parameters
+    without an adapter name belong to every adapter. The base model is omitted, so add resized
+    embeddings yourself, which PEFT saves completely.
 
     Args:
-        model: the model; also compiled, or in DistributedDataParallel.
-        adapter_name: which adapter.
-        biases: which biases of the base model belong to it; None: as a model of PEFT says, else none.
+        model: the model, also compiled or in DistributedDataParallel.
+        adapter_name: name of the adapter.
+        biases: biases of the base model to include; None: as in the config of PEFT, or none.
 
     Raises:
-        TreeMismatchError: if there is no such adapter, or matrices that have no module of their own are the other way round.
-        NameCollisionError: if PEFT would have one name for two parameters.
+        TreeMismatchError: if there is no such adapter, or if bare matrices are transposed.
+        NameCollisionError: if two parameters have the same PEFT name.
     """
     model = _unwrapped(model)
     own = model.state_dict()
@@ -137,20 +141,23 @@ def save_adapter(
     metadata: Mapping[str, JSON] | None = None,
     context: ckptcore.Context | None = None,
 ) -> None:
-    """Save an adapter and return once it is committed.
+    """Save an adapter, and return after the commit.
 
     Args:
-        location: a path or URL; a directory is made there.
-        model_or_state: the model, of which the adapter is taken; or arrays of any framework by the names that PEFT writes.
-        config: what PEFT is to make of it, as its config or as JSON; None: as the model of PEFT has it.
-        adapter_name: which adapter of the model.
-        overwrite, metadata, context: as for `ckptcore.save`; the metadata gets the config as ``adapter_config``.
+        location: a path or URL, where a directory is created.
+        model_or_state: a model with the adapter, or arrays of any framework by PEFT's names.
+        config: config of PEFT, or its JSON; None: the config in the model.
+        adapter_name: name of the adapter in the model.
+        overwrite, metadata, context: see `ckptcore.save`. The metadata gets the config as
+            ``adapter_config``.
 
     Raises:
-        ValueError, TypeError: for what is no config, no array, or no metadata; nothing was written.
-        TreeMismatchError: for names that PEFT would not look for, or if there is no such adapter; nothing was written.
-        AtomicityError: if this process holds a part of an array only: gather it first, as `DTensor.full_tensor` does, in every process.
-        What `ckptcore.save` does.
+        ValueError, TypeError: for an invalid config, array or metadata; nothing is written.
+        TreeMismatchError: for names that PEFT does not use, or if there is no such adapter; nothing
+            is written.
+        AtomicityError: if this process holds only a part of an array. Gather it first in every
+            process, for example with `DTensor.full_tensor`.
+        CheckpointError: see `ckptcore.save`.
     """
     if isinstance(model_or_state, torch.nn.Module):
         model = _unwrapped(model_or_state)
@@ -159,14 +166,12 @@ def save_adapter(
         biases: Any = fields.get("bias", "none")  # one of `Biases` in a config of LoRA
         state: Mapping[str, Any] = _state(own, _names(model, own, adapter_name, biases))
     elif config is None:
-        raise TypeError("config=None: arrays say nothing of it; pass what is to stand in adapter_config.json")
+        raise TypeError("config=None: arrays have no config; pass the content of adapter_config.json")
     else:
         fields = config_json(config)
         state = _checked_state(model_or_state, is_lora=fields["peft_type"] == "LORA")
     if metadata is not None and _CONFIG in metadata:
-        raise ValueError(
-            f"metadata= has {_CONFIG!r}, which is the config's own; choose another name. Nothing was written"
-        )
+        raise ValueError(f"metadata= has the reserved key {_CONFIG!r}; choose another name. Nothing was written")
     ckptcore.save(
         location,
         state,
@@ -178,10 +183,10 @@ def save_adapter(
 
 
 def load_adapter(location: str | os.PathLike[str], *, context: ckptcore.Context | None = None) -> Adapter:
-    """Load an adapter that `save_adapter` or PEFT saved.
+    """Load an adapter saved by `save_adapter` or PEFT.
 
     Raises:
-        CheckpointNotFoundError: if there is none; also if its config is not there.
+        CheckpointNotFoundError: if there is no adapter, or it has no config.
         CorruptCheckpointError: if its arrays or its config cannot be read.
     """
 
@@ -198,21 +203,23 @@ def load_adapter_into(
     adapter_name: str = "default",
     context: ckptcore.Context | None = None,
 ) -> AdapterConfig:
-    """Load an adapter into a model that has one of its shape already; returns its config.
+    """Load an adapter into a model that has one of the same shape. Return its config.
 
-    Parameters keep their memory; only those on the meta device are replaced. Entries of the base model that were saved with it
-    (biases, embeddings) go where they are in the model.
+    Parameters keep their memory, except those on the meta device, which are replaced. Entries of
+    the base model that were saved with the adapter (biases, embeddings) are loaded into the model.
 
     Args:
-        location: where `save_adapter` or PEFT saved it.
+        location: of the adapter.
         model: the model; it need not be one of PEFT.
-        adapter_name: which adapter of the model is filled; it may have had another name when it was saved.
+        adapter_name: name of the adapter in the model. The stored one may have another name.
         context: options.
 
     Raises:
-        TreeMismatchError: if the adapter in the model has other parameters, shapes or dtypes; lists every difference; nothing was changed.
-        TargetUndefinedError: if it fails half-way; the model then holds a mix.
-        What `load_adapter` does.
+        TreeMismatchError: if names, shapes or dtypes differ; lists every difference; nothing is
+            changed.
+        TargetUndefinedError: if the load fails halfway; the model then has a mix of old and new
+            values.
+        CheckpointNotFoundError, CorruptCheckpointError: see `load_adapter`.
     """
     model = _unwrapped(model)
 
@@ -238,19 +245,22 @@ def _while_unchanged(
     context: ckptcore.Context | None,
     load: Callable[[str, ckptcore.CheckpointMetadata, AdapterConfig], Loaded],
 ) -> Loaded:
-    """What `load` makes of an adapter whose arrays and config are of one save; again if it was replaced meanwhile."""
+    """Call `load`, and repeat it if the adapter was replaced meanwhile, so that arrays and config belong together."""
     for _ in range(_ATTEMPTS):
         source, found = _found(os.fspath(location), context)
         loaded = load(source, found, _stored_config(found, location))
         if ckptcore.metadata(source, context=context).save_id == found.save_id:
             return loaded
     raise CorruptCheckpointError(
-        f"{location} was replaced {_ATTEMPTS} times while it was read; load it when it is saved less often"
+        f"{location} was replaced {_ATTEMPTS} times during the load; load it while it is saved less often"
     )
 
 
 def _found(location: str, context: ckptcore.Context | None) -> tuple[str, ckptcore.CheckpointMetadata]:
-    """Where the adapter is, and what its checkpoint says: in a directory with the model that it is of, it is named by its file."""
+    """Find the adapter and its metadata.
+
+    In a directory that also has the base model, the adapter's file must be named.
+    """
     found = ckptcore.metadata(location, context=context)
     if _CONFIG not in found.custom:
         file = f"{location.rstrip('/')}/adapter_model.safetensors"
@@ -262,7 +272,7 @@ def _found(location: str, context: ckptcore.Context | None) -> tuple[str, ckptco
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The module in what only distributes it: its names are those that other programs know."""
+    """Return the module inside data-parallel wrappers, whose names other programs use."""
     while isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
         model = model.module
     return model
@@ -273,7 +283,7 @@ def _names(
 ) -> AdapterNames:
     held: Any = _peft_config(model, adapter_name)
     chosen: Biases = getattr(held, "bias", "none") if biases is None else biases
-    # A token adapter that is tied to another has the name of its own as well; PEFT stores it under the first.
+    # A tied token adapter has two names. PEFT stores it under the first.
     first: dict[tuple[object, ...], str] = {}
     kept = [
         name
@@ -294,24 +304,25 @@ def _state(own: Mapping[str, torch.Tensor], names: AdapterNames) -> dict[str, to
         rank, expected = state[stored].shape[:1], state[other].shape[1:2]
         if rank != expected:
             raise TreeMismatchError(
-                f"{names.by_stored[stored]!r} has the shape {tuple(state[stored].shape)} and {names.by_stored[other]!r} "
-                f"{tuple(state[other].shape)}: PEFT has lora_A as (r, inputs) and lora_B as (outputs, r). Transpose them in a state "
-                "dict of your own, and save that under the names that adapter_state gives for a model of PEFT",
-                [f"{stored}: {tuple(state[stored].shape)} beside {tuple(state[other].shape)}"],
+                f"{names.by_stored[stored]!r} has the shape {tuple(state[stored].shape)} and "
+                f"{names.by_stored[other]!r} {tuple(state[other].shape)}, but PEFT needs "
+                "lora_A as (r, inputs) and lora_B as (outputs, r). Transpose them in a state "
+                "dict, and save that with the names of adapter_state for a model of PEFT",
+                [f"{stored}: {tuple(state[stored].shape)} and {tuple(state[other].shape)}"],
             )
     return state
 
 
 def _checked_state(state: Mapping[str, Any], *, is_lora: bool) -> Mapping[str, Any]:
     if not isinstance(state, Mapping) or not state:
-        raise TypeError(f"expected a model or arrays by name, and found {str(state)[:200]!r}. Nothing was written")
+        raise TypeError(f"expected a model or arrays by name, found {str(state)[:200]!r}. Nothing was written")
     for name, value in state.items():
         if not isinstance(name, str):
-            raise TypeError(f"the name {name!r} is no text; PEFT has names such as 'base_model.model.q.lora_A.weight'")
-        if not hasattr(value, "shape") or not hasattr(value, "dtype"):
             raise TypeError(
-                f"{name[:200]!r} is a {type(value).__qualname__}; an adapter is arrays by name. Nothing was written"
+                f"the name {name!r} is not a string; PEFT uses names such as 'base_model.model.q.lora_A.weight'"
             )
+        if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+            raise TypeError(f"{name[:200]!r} is a {type(value).__qualname__}; expected an array. Nothing was written")
         if is_lora:
             check_stored_name(name)
     return dict(state)
@@ -321,14 +332,14 @@ def _config_of(model: torch.nn.Module, adapter_name: str) -> object:
     held = _peft_config(model, adapter_name)
     if held is None:
         raise TypeError(
-            f"config=None, and the {type(model).__qualname__} has no config of an adapter {adapter_name!r}: pass what is to stand in "
-            "adapter_config.json"
+            f"config=None, and the {type(model).__qualname__} has no config of an adapter "
+            f"{adapter_name!r}: pass the content of adapter_config.json"
         )
     return held
 
 
 def _peft_config(model: torch.nn.Module, adapter_name: str) -> object:
-    """What PEFT keeps with a model; None where it is none of PEFT's."""
+    """Return PEFT's config in a model, or None."""
     held = getattr(getattr(model, "_orig_mod", model), "peft_config", None)
     return held.get(adapter_name) if isinstance(held, Mapping) else None
 
@@ -336,7 +347,7 @@ def _peft_config(model: torch.nn.Module, adapter_name: str) -> object:
 def _stored_config(found: ckptcore.CheckpointMetadata, location: object) -> AdapterConfig:
     if _CONFIG not in found.custom:
         raise CheckpointNotFoundError(
-            f"{location} has arrays of an adapter and no {_CONFIG_FILE} that can be read and says what they are for: give the directory that PEFT or "
-            "save_adapter made, or load the arrays alone with ckptcore.load"
+            f"{location} has no readable {_CONFIG_FILE}: pass a directory of PEFT or "
+            "save_adapter, or load only the arrays with ckptcore.load"
         )
     return stored_config(found.custom[_CONFIG], location)

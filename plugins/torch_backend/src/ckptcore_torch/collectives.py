@@ -1,4 +1,4 @@
-"""The collectives of a torch.distributed job, over process groups of their own: those of the program are not used."""
+"""Collectives of a torch.distributed job, over separate process groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ckptcore.protocols import Channels
-from ckptcore_torch.group_channels import DeviceChannels, HostChannels, Member, naming_peers
+from ckptcore_torch.group_channels import DeviceChannels, HostChannels, Member, named_rank_errors
 from ckptcore_torch.store_coordinator import store_of_job
 from ckptcore_torch.transfers import CudaLane
 
@@ -21,17 +21,18 @@ __all__ = ["GlooCollectives", "NCCLCollectives", "collectives_of_job"]
 class _StoreCollectives(ABC):
     """Collectives of the processes that share a store.
 
-    Groups are made for each load, below a key of the store that no other has, and not registered with `torch.distributed`: nothing
-    that the program sends mixes in, from whatever thread, and nothing is left behind.
+    Each load creates its own groups, under a unique key of the store and without registration in
+    `torch.distributed`. Therefore they do not mix with messages of the program from other threads,
+    and leave nothing behind.
     """
 
     def __init__(self, store: Any, rank: int, size: int, *, timeout_seconds: float = 600.0) -> None:
-        """Connect nothing yet.
+        """Make no connection.
 
         Args:
-            store: a `torch.distributed.Store` that every process of the job can reach.
-            rank, size: which process of how many this is.
-            timeout_seconds: how long a process waits for another.
+            store: a `torch.distributed.Store` reachable by every process of the job.
+            rank, size: rank of this process and number of processes.
+            timeout_seconds: timeout of waits for another process.
         """
         self._store: Final[Any] = store
         self._rank: Final = rank
@@ -40,36 +41,37 @@ class _StoreCollectives(ABC):
 
     @property
     def rank(self) -> int:
-        """Which process this is."""
+        """Rank of this process."""
         return self._rank
 
     @property
     def size(self) -> int:
-        """How many processes there are."""
+        """Number of processes."""
         return self._size
 
     def _members(self, key: str, groups: Sequence[Sequence[int]]) -> list[Member]:
-        """Groups of these ranks, made in this order."""
+        """Create the groups of these ranks, in this order."""
         members = []
         for ranks in groups:
-            # Keys of the store that only this group uses.
-            store: Any = dist.PrefixStore(f"{key}/{','.join(map(str, ranks))}", self._store)  # type: ignore[attr-defined]  # it is exported at run time
-            with naming_peers(ranks):
+            # A prefix that only this group uses.
+            # exported only at run time
+            store: Any = dist.PrefixStore(f"{key}/{','.join(map(str, ranks))}", self._store)  # type: ignore[attr-defined]
+            with named_rank_errors(ranks):
                 members.append(Member(self._group(store, ranks.index(self._rank), len(ranks)), tuple(ranks)))
         return members
 
     @abstractmethod
     def _group(self, store: Any, number: int, size: int) -> Any:
-        """A group of so many processes, of which this one has that number."""
+        """Create a group of `size` processes, in which this one has the number `number`."""
 
 
 class GlooCollectives(_StoreCollectives):
-    """Sends host memory over gloo."""
+    """Sends host memory with gloo."""
 
     name = "torch.distributed over gloo"
 
     def connect(self, key: str, groups: Sequence[Sequence[int]]) -> Channels:
-        """See `ckptcore.protocols.Collectives`; waits for the members of each group."""
+        """Connect the groups, and wait for their members. See `ckptcore.protocols.Collectives`."""
         return HostChannels(self._members(key, groups))
 
     def _group(self, store: Any, number: int, size: int) -> Any:
@@ -77,30 +79,34 @@ class GlooCollectives(_StoreCollectives):
 
 
 class NCCLCollectives(_StoreCollectives):
-    """Sends over NCCL, between the current CUDA devices of the processes: host memory goes up to the device, and down again.
+    """Sends with NCCL between the current CUDA devices of the processes, through device memory.
 
-    Where a process is gone the watchdog of NCCL ends the others after the time that they wait for it, as it does in training.
+    If a process fails, the NCCL watchdog ends the others after the timeout, as in training.
     """
 
     name = "torch.distributed over NCCL"
 
     def connect(self, key: str, groups: Sequence[Sequence[int]]) -> Channels:
-        """See `ckptcore.protocols.Collectives`; NCCL waits for the members of a group when it first sends."""
+        """Connect the groups.
+
+        NCCL waits for the members at the first send. See `ckptcore.protocols.Collectives`.
+        """
         device = torch.device("cuda", torch.cuda.current_device())
         return DeviceChannels(self._members(key, groups), self._rank, device, CudaLane(device), CudaLane(device))
 
     def _group(self, store: Any, number: int, size: int) -> Any:
-        nccl: Any = dist.ProcessGroupNCCL  # only where torch was built with NCCL
+        nccl: Any = dist.ProcessGroupNCCL  # missing in builds without NCCL
         options = nccl.Options()
         options._timeout = self._timeout
         return nccl(store, number, size, options)
 
 
 def collectives_of_job() -> GlooCollectives | NCCLCollectives | None:
-    """Those of the job whose process group was initialized; None where none was, or one of one process.
+    """Return the collectives of the initialized process group, or None if it has one process.
 
-    NCCL where the job has it and this process a CUDA device, else gloo, whatever the backend of the job. None too where neither
-    is in this build of torch, and where the group has no store.
+    Uses NCCL if the job's backend includes it and this process has a CUDA device, else gloo,
+    whatever the backend of the job. None also if this build of torch has neither, or if the group
+    has no store.
     """
     found = store_of_job()
     world = dist.group.WORLD

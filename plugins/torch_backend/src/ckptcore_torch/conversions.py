@@ -1,4 +1,4 @@
-"""From tensors to NumPy arrays over the same memory and back, and casts between dtypes."""
+"""Tensors as NumPy arrays over the same memory, the reverse, and casts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import PLAIN_ARRAY, ArrayRecord, HostArray
 from ckptcore_torch.dtypes import encoding_of, encoding_of_stored
 
-__all__ = ["copy_elements", "elements_as", "host_view", "lies_in", "tensor_over"]
+__all__ = ["copy_elements", "elements_as", "host_view", "shares_memory", "tensor_over"]
 
 
 def host_view(tensor: torch.Tensor) -> HostArray:
-    """A NumPy array over the memory of a CPU tensor, with its strides.
+    """Return a NumPy array over the memory of a CPU tensor, with its strides.
 
-    A conjugated or negated view, whose memory does not hold its elements, is resolved into memory of its own.
+    Conjugated and negated views are copied, because their memory does not contain their elements.
     """
     encoding = encoding_of(tensor.dtype)
     if tensor.requires_grad:
@@ -29,18 +29,18 @@ def host_view(tensor: torch.Tensor) -> HostArray:
     return tensor.view(encoding.carrier[0]).numpy().view(encoding.host)
 
 
-def lies_in(array: HostArray, tensor: torch.Tensor) -> bool:
-    """Whether an array is what `host_view` gave of the memory of this CPU tensor."""
+def shares_memory(array: HostArray, tensor: torch.Tensor) -> bool:
+    """Return True if `host_view` returned this array for the memory of this CPU tensor."""
     base = array.base
-    if isinstance(base, np.ndarray):  # a view of the integers by which the elements were carried
+    if isinstance(base, np.ndarray):  # a view of the carrier integers
         base = base.base
     return isinstance(base, torch.Tensor) and base.data_ptr() == tensor.data_ptr() and tensor.is_cpu
 
 
 def tensor_over(array: HostArray, stored: ArrayRecord) -> torch.Tensor | None:
-    """A tensor over the memory of a C-contiguous array; None where PyTorch has no such dtype.
+    """Return a tensor over the memory of a C-contiguous array, or None if PyTorch lacks the dtype.
 
-    An array that is not writable is copied: nothing would keep anyone from writing to the tensor.
+    A read-only array is copied, because tensors cannot be read-only.
     """
     encoding = encoding_of_stored(stored.spec.dtype, stored.kind)
     if encoding is None:
@@ -54,10 +54,12 @@ def tensor_over(array: HostArray, stored: ArrayRecord) -> torch.Tensor | None:
 
 
 def elements_as(array: HostArray, stored: ArrayRecord, dtype: torch.dtype) -> torch.Tensor:
-    """A CPU tensor with the elements of an array, cast to `dtype`; over the same memory where it is of that dtype.
+    """Return a CPU tensor with the elements of an array, cast to `dtype`.
+
+    Shares memory if no cast is needed.
 
     Raises:
-        UnsupportedLeafError: if such a cast does not exist, or would drop imaginary parts.
+        UnsupportedLeafError: if the cast does not exist, or would drop imaginary parts.
     """
     tensor = tensor_over(array, stored)
     if tensor is not None and tensor.dtype == dtype:
@@ -65,7 +67,7 @@ def elements_as(array: HostArray, stored: ArrayRecord, dtype: torch.dtype) -> to
     wanted = encoding_of(dtype)
     stored_raw = tensor is not None and encoding_of(tensor.dtype).kind != PLAIN_ARRAY
     if stored_raw or wanted.kind != PLAIN_ARRAY:
-        # Nobody but the user knows what is in raw bytes: they can be handed on as bytes, and not be cast.
+        # The meaning of raw bytes is unknown, so they can be passed on but not cast.
         if not (
             (stored_raw and dtype == torch.uint8)
             or (not stored_raw and stored.spec.dtype == "uint8")
@@ -73,7 +75,7 @@ def elements_as(array: HostArray, stored: ArrayRecord, dtype: torch.dtype) -> to
         ):
             found = stored.kind if stored_raw else stored.spec.dtype
             raise UnsupportedLeafError(
-                f"{found} cannot be cast to {dtype}: PyTorch does not define what is in a byte of it; "
+                f"{found} cannot be cast to {dtype}: PyTorch does not define its bits; "
                 "load it as torch.uint8 and convert it yourself"
             )
         plain = array if array.flags.writeable else array.copy()
@@ -89,15 +91,16 @@ def elements_as(array: HostArray, stored: ArrayRecord, dtype: torch.dtype) -> to
 
 
 def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Make a tensor hold the elements of another one of its dtype, on any device."""
+    """Copy the elements of a tensor into another of the same dtype, on any device."""
     carrier = encoding_of(source.dtype).carrier
-    if carrier is not None and not target.is_conj():  # PyTorch cannot copy some dtypes, and views no conjugated one
+    # PyTorch cannot copy some dtypes, and cannot view a conjugated tensor
+    if carrier is not None and not target.is_conj():
         target, source = target.view(carrier[0]), source.view(carrier[0])
     target.copy_(source)
 
 
 def _exact_superset(name: str) -> type[np.generic]:
-    """A dtype that PyTorch has and that holds every value of a small dtype that it does not have."""
+    """Return a dtype of PyTorch that represents every value of a small dtype that it lacks."""
     for prefix, wider in (
         ("float", np.float32),
         ("int", np.int8),
@@ -108,5 +111,5 @@ def _exact_superset(name: str) -> type[np.generic]:
         if name.startswith(prefix):
             return wider
     raise UnsupportedLeafError(
-        f"PyTorch has no dtype for {name}; load this leaf as a NumPy array, with an AbstractArray in the place of the tensor"
+        f"PyTorch has no dtype for {name}; load this leaf as a NumPy array, with an AbstractArray instead of the tensor"
     )

@@ -10,7 +10,10 @@ from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, W
 __all__ = ["is_stateful_loader", "lost_order"]
 
 _WITHOUT_STATE: Final = tuple([kind.__iter__ for kind in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)])
-"""The iterators of the samplers that draw a random order and keep no state. Subclasses may have others."""
+"""The iterators of the samplers that draw a random order and keep no state.
+
+Subclasses may have others.
+"""
 
 
 def is_stateful_loader(value_type: type) -> bool:
@@ -20,11 +23,13 @@ def is_stateful_loader(value_type: type) -> bool:
 
 
 def lost_order(loader: Any) -> str | None:
-    """Return the reason why the state of a loader lacks the order of its sampler; None if it has it, or if unknown.
+    """Return the reason why the state of a loader lacks the order of its sampler;
 
-    The loader saves the state of its sampler or batch sampler, if that has one. Otherwise a resumed loader draws a new
-    order and skips as many indices as were taken. That is the same order only with the same generator state: in the
-    first epoch.
+    None if it has it, or if unknown.
+
+    The loader saves the state of its sampler or batch sampler, if that has one. Otherwise a resumed
+    loader draws a new order and skips as many indices as were taken. That is the same order only
+    with the same generator state: in the first epoch.
     """
     batches = loader.batch_sampler
     sampler = loader.sampler if batches is None else getattr(batches, "sampler", None)

@@ -1,4 +1,4 @@
-"""Every torch dtype: how its elements are carried as a NumPy dtype, bit for bit, or why they are not."""
+"""Torch dtypes, and the NumPy dtypes that carry their elements bit by bit."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ckptcore.model import PLAIN_ARRAY, dtype_from_name
 
 __all__ = ["Encoding", "encoding_of", "encoding_of_stored"]
 
-# The names that PyTorch and checkpoints share, and the integers through which PyTorch and NumPy pass what only one of
-# them has a buffer format for. Both sides see the same bytes.
+# Dtype names shared by PyTorch and checkpoints. Dtypes for which only PyTorch or only NumPy has a
+# buffer format are passed through integers, which have the same bytes.
 _DIRECT: Final = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
     "float16", "float32", "float64", "complex64", "complex128",
@@ -28,8 +28,8 @@ _THROUGH_INTEGERS: Final = {
     "float8_e5m2fnuz": "uint8",
     "float8_e8m0fnu": "uint8",
 }
-# Types of which PyTorch defines a byte but not what is in it (libraries pack several elements into it): the byte is
-# kept, as uint8, and the kind of the leaf says what it was.
+# Dtypes whose bits PyTorch does not define, because libraries pack several elements into a byte.
+# The byte is stored as uint8, and the kind of the leaf names the dtype.
 _RAW_BYTES: Final = (
     "float4_e2m1fn_x2",
     *(f"int{bits}" for bits in range(1, 8)),
@@ -41,14 +41,15 @@ _OPAQUE: Final = ("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2")
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """How the elements of a torch dtype are carried.
+    """Representation of a torch dtype.
 
     Attributes:
         dtype: the torch dtype.
         name: the dtype in checkpoints.
-        kind: of the leaf: `PLAIN_ARRAY`, or ``torch.`` and the name of the torch dtype where `name` does not tell it.
+        kind: kind of the leaf: `PLAIN_ARRAY`, or ``torch.`` and the name of the torch dtype if
+            `name` does not determine it.
         host: the NumPy dtype of `name`.
-        carrier: the torch and NumPy integer dtypes of the same size to view the elements as on the way; None where
+        carrier: torch and NumPy integer dtypes of the same size, used to pass the elements; None if
             PyTorch and NumPy exchange the dtype itself.
     """
 
@@ -60,7 +61,7 @@ class Encoding:
 
 
 def _known_encodings() -> tuple[Encoding, ...]:
-    """The encodings that this PyTorch and this ml_dtypes know."""
+    """Return the encodings that the installed PyTorch and ml_dtypes support."""
     encodings = []
     for name in (*_DIRECT, *_THROUGH_INTEGERS):
         dtype = getattr(torch, name, None)
@@ -69,7 +70,7 @@ def _known_encodings() -> tuple[Encoding, ...]:
         try:
             host_dtype = dtype_from_name(name)
         except UnsupportedLeafError:
-            continue  # an ml_dtypes that is older than the dtype: `encoding_of` says so when it is asked for it
+            continue  # the installed ml_dtypes is too old: `encoding_of` raises an error on use
         integer = _THROUGH_INTEGERS.get(name)
         carrier = None if integer is None else (getattr(torch, integer), np.dtype(integer))
         encodings.append(Encoding(dtype, name, PLAIN_ARRAY, host_dtype, carrier))
@@ -87,10 +88,10 @@ _BY_NAME: Final = {encoding.name: encoding for encoding in _BY_TORCH.values() if
 
 
 def encoding_of(dtype: torch.dtype) -> Encoding:
-    """How a torch dtype is carried.
+    """Return the encoding of a torch dtype.
 
     Raises:
-        UnsupportedLeafError: for quantized and opaque dtypes, and for those that are not known here.
+        UnsupportedLeafError: for quantized, opaque and unknown dtypes.
     """
     encoding = _BY_TORCH.get(dtype)
     if encoding is None:
@@ -99,7 +100,7 @@ def encoding_of(dtype: torch.dtype) -> Encoding:
 
 
 def encoding_of_stored(name: str, kind: str) -> Encoding | None:
-    """How elements that are stored under this dtype name and kind are carried; None where PyTorch has no such dtype."""
+    """Return the encoding of stored elements, or None if PyTorch lacks the dtype."""
     return _BY_STORED.get((kind, name)) or _BY_NAME.get(name)
 
 
@@ -107,15 +108,15 @@ def _refusal(dtype: torch.dtype) -> str:
     name = str(dtype).removeprefix("torch.")
     if name in _QUANTIZED:
         return (
-            f"a quantized tensor ({dtype}) is integers with a scale and a zero point that no array carries; "
-            "save tensor.int_repr(), tensor.q_scale() and tensor.q_zero_point() as leaves of their own, "
-            "or tensor.dequantize()"
+            f"cannot store a quantized tensor ({dtype}), which has a scale and a zero point "
+            "besides its integers; save tensor.int_repr(), tensor.q_scale() and "
+            "tensor.q_zero_point() as separate leaves, or tensor.dequantize()"
         )
     if name in _OPAQUE:
-        return f"{dtype} is bits without a meaning, and few operations take it; save tensor.view(torch.uint8)"
+        return f"cannot store {dtype}, whose bits have no defined meaning; save tensor.view(torch.uint8)"
     if name in _THROUGH_INTEGERS:
-        return f"{dtype} needs a newer ml_dtypes than the one installed: upgrade ml-dtypes, or save a view as integers"
+        return f"{dtype} needs a newer ml_dtypes than the installed one: upgrade ml-dtypes, or save a view as integers"
     return (
-        f"{dtype} is not known to this ckptcore-torch; upgrade ckptcore-torch, "
-        "or save a view of the tensor as integers of the same size"
+        f"this ckptcore-torch does not support {dtype}; upgrade ckptcore-torch, or save a view "
+        "of the tensor as integers of the same size"
     )

@@ -1,7 +1,7 @@
 """The state by names of an optimizer of a model under FSDP1, `torch.distributed.fsdp.FullyShardedDataParallel`.
 
-There the optimizer has flat parameters, or pieces of them, which only FSDP can take apart: into ShardedTensors, or DTensors where
-it was given a mesh.
+Such an optimizer has flat parameters or pieces of them. Only FSDP can split them, into
+ShardedTensors, or into DTensors if it has a mesh.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType
 
 from ckptcore.model import PLAIN_ARRAY, AbstractArray
-from ckptcore_torch.abstracts import abstract_beside, abstract_tensor
+from ckptcore_torch.abstracts import abstract_state_like, abstract_tensor
 from ckptcore_torch.dtypes import encoding_of_stored
 from ckptcore_torch.names import plain_names
 from ckptcore_torch.optimizer_names import NamedState
@@ -28,7 +28,10 @@ __all__ = ["fsdp_named_state"]
 
 
 def fsdp_named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> NamedState:
-    """See `ckptcore_torch.optimizer_names.named_state`. The processes of the model exchange what they hold: all must call it."""
+    """Return the state by names. See `ckptcore_torch.optimizer_names.named_state`.
+
+    The processes of the model exchange data, so all must call it.
+    """
     with _sharded(model):
         state = FSDP.optim_state_dict(model, optimizer)
     own_names = [name for group in state["param_groups"] for name in group["params"]]
@@ -46,16 +49,16 @@ def fsdp_named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
 
     return NamedState(
         slots={plain.get(key, key): slots for key, slots in state["state"].items()},
-        to_fill={},  # FSDP made them for this call, some of them one for several parameters
+        to_fill={},  # FSDP created them for this call, some for several parameters
         groups=[{**group, "params": [plain[name] for name in group["params"]]} for group in state["param_groups"]],
         aliases={name: name for name in own_name},
-        array=_Beside(model),
+        array=_AbstractStates(model),
         restore=restore,
     )
 
 
-class _Beside:
-    """Makes abstract tensors for the state of a parameter, sharded as the parameter is in the sharded state dict of the model."""
+class _AbstractStates:
+    """Creates abstract tensors for the state of a parameter, sharded as in the sharded state dict of the model."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -74,14 +77,16 @@ class _Beside:
             and tuple(parameter.metadata().size) == stored.shape
         ):
             return sharded_like(parameter, encoding.dtype)
-        return abstract_beside(parameter, stored) if isinstance(parameter, torch.Tensor) else abstract_tensor(stored)
+        return (
+            abstract_state_like(parameter, stored) if isinstance(parameter, torch.Tensor) else abstract_tensor(stored)
+        )
 
 
 @contextmanager
 def _sharded(model: torch.nn.Module) -> Iterator[None]:
-    """Within it every process of the model gets its shards, whatever state dict type the model has else.
+    """Select sharded state dicts, whatever state dict type the model has.
 
-    Of whole tensors FSDP makes several that lie in one buffer where the device is the CPU (torch 2.13.0).
+    From whole tensors FSDP makes several that share one buffer on the CPU (torch 2.13.0).
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="FSDP.state_dict_type", category=FutureWarning)

@@ -1,4 +1,4 @@
-"""Bytes between processes over process groups: from host memory as it is, or from pinned memory through the devices."""
+"""Bytes between processes over process groups: directly from host memory, or through devices."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ import torch
 
 from ckptcore.errors import RankFailedError
 from ckptcore.model import HostArray, Pending
-from ckptcore_torch.transfers import Lane, Moment
+from ckptcore_torch.transfers import DeviceEvent, Lane
 
-__all__ = ["DeviceChannels", "Group", "HostChannels", "Member", "Work", "naming_peers"]
+__all__ = ["DeviceChannels", "Group", "HostChannels", "Member", "Work", "named_rank_errors"]
 
 
 class Work(Protocol):
-    """A collective that was begun, as `torch.distributed.Work`."""
+    """A running collective: `torch.distributed.Work`."""
 
     def wait(self) -> bool:
-        """Wait for it: on the CPU this thread does, on CUDA the current stream."""
+        """Wait for it: blocks this thread on the CPU, or the current stream on CUDA."""
         ...
 
 
 class Group(Protocol):
-    """What is used of a `torch.distributed.ProcessGroupGloo` or ``ProcessGroupNCCL``."""
+    """The methods of `torch.distributed.ProcessGroupGloo` and ``ProcessGroupNCCL`` in use."""
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
         """Begin to send a tensor from a member, by its number in the group, to all others."""
         ...
 
     def abort(self) -> None:
-        """Close its connections, also where something is under way: the other members notice."""
+        """Close the connections, also during a transfer. The other members get errors."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A group that this process is in.
+    """A group with this process.
 
     Attributes:
-        group: of processes.
-        ranks: its members, as the job numbers them, in their order in the group.
+        group: the process group.
+        ranks: ranks of its members in the job, in the order of the group.
     """
 
     group: Group
@@ -54,28 +54,28 @@ class Member:
 
 
 class HostChannels:
-    """Sends host memory as it is, over groups that take it. A `ckptcore.protocols.Channels`."""
+    """Sends host memory directly, over groups that support it. A `ckptcore.protocols.Channels`."""
 
     depth = 2
-    """A ``ProcessGroupGloo`` has two threads (torch 2.13.0, ``ProcessGroupGloo.hpp``: ``Options::threads``)."""
+    """Number of threads of a ``ProcessGroupGloo`` (torch 2.13.0, ``ProcessGroupGloo.hpp``: ``Options::threads``)."""
 
     def __init__(self, members: Sequence[Member]) -> None:
-        """Over these groups."""
+        """Use these groups."""
         self._members = list(members)
 
     def memory(self, nbytes: int) -> HostArray:
-        """Any memory."""
+        """Allocate memory."""
         array: HostArray = torch.empty(nbytes, dtype=torch.uint8).numpy()
         return array
 
     def broadcast(self, group: int, sender: int, data: HostArray) -> Pending[None]:
-        """Begin to send; a thread of the group does it."""
+        """Begin to send, on a thread of the group."""
         member = self._members[group]
-        with naming_peers(member.ranks):
+        with named_rank_errors(member.ranks):
             return _HostWork(member, member.broadcast(torch.from_numpy(data), sender))
 
     def close(self) -> None:
-        """Let the groups go, with their connections: what is under way may keep a group alive, which others wait for."""
+        """Abort the groups explicitly: a running transfer can keep a group alive, for which others wait."""
         for member in self._members:
             member.group.abort()
         self._members.clear()
@@ -88,28 +88,29 @@ class _HostWork:
 
     def result(self) -> None:
         """Wait for it."""
-        with naming_peers(self.member.ranks):
+        with named_rank_errors(self.member.ranks):
             self.work.wait()
 
 
 class DeviceChannels:
-    """Sends over groups that take device memory only, as NCCL does: up to the device, across, and down again.
+    """Sends over groups that accept only device memory, such as NCCL: to the device, across, and back to the host.
 
-    Two lanes beside the caller's own work: in one a message goes up while the one before is sent, in the other one that was sent
-    goes down. Messages are sent one after the other also where their groups differ: collectives of several groups at once may wait
-    for each other on a device (NCCL, "Using multiple NCCL communicators concurrently").
+    Two lanes run besides the caller's own work. One copies a message to the device while the
+    previous one is sent, and the other copies received messages to the host. Messages of different
+    groups are also sent one after the other, because concurrent collectives of several groups can
+    deadlock on a device (NCCL, "Using multiple NCCL communicators concurrently").
     """
 
     depth = 3
-    """One goes up, one is sent, one comes down."""
+    """One message each is copied to the device, sent, and copied to the host."""
 
     def __init__(self, members: Sequence[Member], rank: int, device: torch.device, up: Lane, down: Lane) -> None:
-        """Over these groups.
+        """Use these groups.
 
         Args:
             members: the groups.
             rank: of this process in the job.
-            device: that the groups send from and into.
+            device: device of the groups.
             up, down: lanes of the device.
         """
         self._members = list(members)
@@ -117,17 +118,17 @@ class DeviceChannels:
         self._device = device
         self._up = up
         self._down = down
-        self._sent: Moment | None = None
+        self._sent: DeviceEvent | None = None
 
     def memory(self, nbytes: int) -> HostArray:
-        """Pinned memory, that the device copies from and to by itself."""
+        """Allocate pinned memory, which the device copies asynchronously."""
         array: HostArray = self._up.staging(nbytes).numpy()
         return array
 
     def broadcast(self, group: int, sender: int, data: HostArray) -> Pending[None]:
-        """Begin to send; the device does it."""
+        """Begin to send, on the device."""
         member, host = self._members[group], torch.from_numpy(data)
-        with naming_peers(member.ranks):
+        with named_rank_errors(member.ranks):
             with self._up.entered():
                 held = torch.empty(data.nbytes, dtype=torch.uint8, device=self._device)
                 if sender == self._rank:
@@ -143,31 +144,31 @@ class DeviceChannels:
             return _DeviceWork(member, self._down.mark(), held)
 
     def close(self) -> None:
-        """Let the groups go, with their connections."""
+        """Drop the groups, with their connections."""
         self._members.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class _DeviceWork:
-    """A message under way; its device memory is kept until it has come down."""
+    """A running message. Keeps its device memory until the copy to the host is done."""
 
     member: Member
-    moment: Moment
+    event: DeviceEvent
     held: torch.Tensor
 
     def result(self) -> None:
         """Wait for it."""
-        with naming_peers(self.member.ranks):
-            self.moment.synchronize()
+        with named_rank_errors(self.member.ranks):
+            self.event.synchronize()
 
 
 @contextmanager
-def naming_peers(ranks: Sequence[int]) -> Iterator[None]:
-    """Let an error of a process group say which processes to look at."""
+def named_rank_errors(ranks: Sequence[int]) -> Iterator[None]:
+    """Convert an error of a process group to one that names the ranks."""
     try:
         yield
-    except RuntimeError as error:  # also torch.distributed.DistError, of which all its errors are
+    except RuntimeError as error:  # includes torch.distributed.DistError, the base of all its errors
         raise RankFailedError(
-            f"sending between the ranks {list(ranks)} failed: {error}; one of them is gone, or did not come in time: look at what "
-            "they were doing, and start the job again"
+            f"sending between the ranks {list(ranks)} failed: {error}; one of them failed or "
+            "timed out: check their logs, and restart the job"
         ) from error

@@ -1,4 +1,4 @@
-"""The leaf handler for each type of tensor."""
+"""Leaf handlers by type of tensor."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ _SUBCLASSES: Final = SubclassHandler()
 
 
 def handler_of_type(leaf_type: type) -> LeafHandler | None:
-    """The handler for tensors of a type; None for what is no tensor."""
+    """Return the handler for a type of tensor, or None for other types."""
     if leaf_type is torch.Tensor or leaf_type is torch.nn.Parameter:
         return _PLAIN
     if not issubclass(leaf_type, torch.Tensor):
         return None
-    # Nobody has a distributed tensor who did not import its module, which is slow and missing in some builds of PyTorch.
+    # Distributed tensors exist only if their module was imported. Importing it is slow, and some
+    # builds of PyTorch lack it.
     distributed = sys.modules.get("torch.distributed.tensor")
     if distributed is not None and issubclass(leaf_type, distributed.DTensor):
         from ckptcore_torch.dtensors import DTensorHandler

@@ -1,4 +1,4 @@
-"""The checkpointable handler of modules: `torch.nn.Module`."""
+"""Checkpointable handler of modules: `torch.nn.Module`."""
 
 from __future__ import annotations
 
@@ -19,30 +19,34 @@ __all__ = ["ModuleHandler"]
 
 
 class ModuleHandler:
-    """`torch.nn.Module`: its state dict, with every name of a tied weight, and buffers that are persistent.
+    """Handler of `torch.nn.Module`: its state dict, with all names of tied weights, and persistent buffers.
 
-    Names are those of the plain model, also where it or modules in it are wrapped: by DistributedDataParallel, DataParallel,
-    torch.compile, activation checkpointing or FSDP. ``load(location, module)`` gives a state dict for the module's own
-    ``load_state_dict``; ``load_into`` fills the module.
+    Names are those of the plain model, even if it or its modules are wrapped by
+    DistributedDataParallel, DataParallel, torch.compile, activation checkpointing or FSDP.
+    ``load(location, module)`` returns a state dict for the module's ``load_state_dict``;
+    ``load_into`` fills the module.
     """
 
     priority = Priority.FRAMEWORK
 
     def flatten(self, value: torch.nn.Module) -> object:
-        """The state dict under plain names; its tensors are views of the module's own.
+        """Return the state dict under plain names. Its tensors are views of the module's.
 
         Raises:
-            NameCollisionError: if two entries would have one plain name.
+            NameCollisionError: if two entries have the same plain name.
         """
         return _with_plain_names(value, value.state_dict())
 
     def flatten_to_load(self, value: torch.nn.Module, stored: object) -> object:
-        """The state dict; a parameter of a lazy module, which has no shape yet, is asked for as it is stored.
+        """Return the state dict to load.
 
-        What was stored by other means under exactly the names that this module's own state dict has, is asked for under those.
+        Parameters of lazy modules, which have no shape yet, get the stored one.
+
+        If the stored names equal those of the module's own state dict, these are used instead of
+        plain names.
 
         Raises:
-            TreeMismatchError: if what is stored has names of wrappers that `value` has not.
+            TreeMismatchError: if the stored names contain wrappers that `value` lacks.
         """
         state = value.state_dict()
         if not isinstance(stored, Mapping):
@@ -56,13 +60,14 @@ class ModuleHandler:
         return state
 
     def unflatten(self, like: torch.nn.Module, state: Any) -> object:
-        """The state dict, with the names that ``like.load_state_dict`` takes."""
+        """Return the state dict with the names for ``like.load_state_dict``."""
         return _with_own_names(like, like.state_dict(), state) if has_wrappers(like) else state
 
     def restore(self, target: torch.nn.Module, state: Any) -> None:
-        """Load what was not filled in place already. Parameters stay the same objects, but for those on the meta device:
+        """Load the entries that were not filled in place.
 
-        they are replaced by ones with elements, tied ones by one.
+        Parameters stay the same objects, except those on the meta device, which are replaced. Tied
+        ones are replaced by one object.
 
         Raises:
             TreeMismatchError: if a name is missing, or one too many.
@@ -75,8 +80,9 @@ class ModuleHandler:
                 *(f"{name} is not in the module" for name in state.keys() - own.keys()),
             ]
             raise TreeMismatchError(
-                f"the loaded state does not fit the {type(target).__qualname__}: {'; '.join(sorted(differences)[:20])}; "
-                "make the module as it was when it was saved",
+                f"the loaded state does not fit the {type(target).__qualname__}: "
+                f"{'; '.join(sorted(differences)[:20])}; create the module as it was when it "
+                "was saved",
                 sorted(differences),
             )
         lacking = [name for name, held in own.items() if _is_meta(held)]
@@ -91,12 +97,15 @@ class ModuleHandler:
 
 
 def _with_plain_names(module: torch.nn.Module, state: Any) -> Any:
-    """The state dict of a module under the names of the plain one."""
+    """Rename the entries of a module's state dict to plain names."""
     return _renamed(state, plain_names(module, state)) if has_wrappers(module) else state
 
 
 def _with_own_names(module: torch.nn.Module, own: Any, state: Any) -> Any:
-    """A state dict under the names that a module has in its `own`, for plain ones; a name that is neither stays."""
+    """Rename plain names in a state dict to the names in the module's `own`.
+
+    Unknown names are kept.
+    """
     if state.keys() == own.keys() or not has_wrappers(module):
         return state
     own_name = {plain: name for name, plain in plain_names(module, own).items()}
@@ -104,16 +113,16 @@ def _with_own_names(module: torch.nn.Module, own: Any, state: Any) -> Any:
 
 
 def _renamed(state: Any, names: Mapping[str, str]) -> Any:
-    """A state dict under other names, in the same order."""
+    """Rename the entries of a state dict, in the same order."""
     renamed = OrderedDict((names[name], held) for name, held in state.items())
     versions = getattr(state, "_metadata", None)
     if versions is not None:
-        renamed._metadata = versions  # type: ignore[attr-defined]  # as PyTorch itself hangs it there
+        renamed._metadata = versions  # type: ignore[attr-defined]  # PyTorch sets this attribute, too
     return renamed
 
 
 def _refuse_other_wrappers(module: torch.nn.Module, state: Mapping[str, Any], stored: Mapping[Any, Any]) -> None:
-    """Say so where the names that are stored differ from those of a module only by what wrappers put into them."""
+    """Raise an error if the stored names differ from those of a module only by wrappers."""
     if stored.keys() == state.keys() or not all(isinstance(name, str) for name in stored):
         return
     theirs, ours = ({wrapper_parts(name)[1]: name for name in names} for names in (stored, state))
@@ -126,11 +135,12 @@ def _refuse_other_wrappers(module: torch.nn.Module, state: Mapping[str, Any], st
         if part in parts:
             parts.remove(part)
     prefix = ".".join(parts) + "." if parts else ""
-    told = f"with {prefix!r} of a wrapper in it" if prefix else f"without the {wrapper_parts(expected)[0][0]!r} in it"
-    difference = f"{expected!r} is stored as {found!r}, {told}"
+    reason = f"with {prefix!r} of a wrapper" if prefix else f"without the {wrapper_parts(expected)[0][0]!r} in it"
+    difference = f"{expected!r} is stored as {found!r}, {reason}"
     raise TreeMismatchError(
-        f"the stored names do not fit the {type(module).__qualname__}: {difference}, and so are others; the state dict of a module "
-        "in other wrappers was saved as a plain dict. Load into the module wrapped as it was then, or give its tensors under the stored names: "
+        f"the stored names do not fit the {type(module).__qualname__}: {difference}, and "
+        "others too; the state dict of a module in other wrappers was saved as a plain dict. "
+        "Wrap the module as it was then, or load its tensors under the stored names: "
         "load_into(location, {stored name: tensor of module.state_dict()})",
         [difference],
     )
@@ -141,7 +151,7 @@ def _is_meta(held: object) -> bool:
 
 
 def _ties_on_meta(module: torch.nn.Module) -> list[list[str]]:
-    """The names of each Parameter or buffer on the meta device that has several."""
+    """Return the names of each tied Parameter or buffer on the meta device."""
     names: dict[int, list[str]] = {}
     for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
         for name, tensor in named:
@@ -151,7 +161,7 @@ def _ties_on_meta(module: torch.nn.Module) -> list[list[str]]:
 
 
 def _takes_part_in_loading(module: torch.nn.Module) -> bool:
-    """Whether a module, or one in it, does more on loading than to copy tensors: it has hooks, or overrides the methods."""
+    """Return True if loading a module does more than copy tensors: it has hooks or overrides methods."""
     base = torch.nn.Module
     return any(
         part._load_state_dict_pre_hooks
@@ -164,12 +174,12 @@ def _takes_part_in_loading(module: torch.nn.Module) -> bool:
 
 
 def _tie(module: torch.nn.Module, ties: list[list[str]], loaded: set[str]) -> None:
-    """Let every name of a tied tensor have the one that was loaded; ties of which nothing was loaded stay as they are.
+    """Assign the loaded tensor to every name of a tied tensor. Ties without a loaded tensor stay.
 
     Args:
         module: the module.
-        ties: the names of each tied tensor, as `named_parameters` gives them.
-        loaded: the plain names of what was loaded.
+        ties: names of each tied tensor, from `named_parameters`.
+        loaded: plain names of the loaded tensors.
     """
     for names in ties:
         source = next((name for name, plain in plain_names(module, names).items() if plain in loaded), None)

@@ -1,4 +1,4 @@
-"""NamedOptimizer: optimizers whose state is saved and loaded by the names of the parameters of a model."""
+"""`NamedOptimizer`: optimizers whose state is saved and loaded by the names of a model's parameters."""
 
 from __future__ import annotations
 
@@ -31,24 +31,25 @@ _NUMBERED: Final = OptimizerHandler()
 
 
 class NamedOptimizer:
-    """Optimizers together with the model whose parameters they have, to be saved and loaded in the place of an optimizer.
+    """Optimizers with the model of their parameters, to be saved and loaded instead of an optimizer.
 
-    An optimizer alone numbers its parameters, in the order in which it got them. With the model their names are known, so that
-    a checkpoint loads into an optimizer that has them in another order or in other groups, and into other wrappers and meshes.
-    What is saved is what ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` gives for these.
+    An optimizer alone numbers its parameters in their order. With names, a checkpoint loads into an
+    optimizer that has its parameters in another order or in other groups, and with other wrappers
+    and meshes. The saved state has the form of
+    ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``.
 
     Attributes:
         model: the module, wrapped or not.
-        optimizers: what optimizes it; each parameter belongs to one of them.
+        optimizers: its optimizers. Each parameter belongs to one of them.
     """
 
     __slots__ = ("model", "optimizers")
 
     def __init__(self, model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> None:
-        """Hold them; nothing is looked at before a save or load.
+        """Keep the objects. They are inspected by saves and loads.
 
         Raises:
-            TypeError: without an optimizer, or if one is none.
+            TypeError: without an optimizer, or for an object of another type.
         """
         if not optimizers or not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers):
             found = ", ".join(type(optimizer).__qualname__ for optimizer in optimizers) or "nothing"
@@ -60,47 +61,50 @@ class NamedOptimizer:
 
 
 class NamedOptimizerPart(NamedOptimizer):
-    """`NamedOptimizer` where every process has other parameters of one model: stages of a pipeline, groups of experts.
+    """A `NamedOptimizer` of a process with only a part of the parameters: pipeline stages, groups of experts.
 
-    The options of a group are saved under the name of each parameter in it, as torch does with ``flatten_optimizer_state_dict=True``,
-    so that what the processes save is united to the state of the optimizer of the whole model, whatever groups each of them has. It loads
-    into a `NamedOptimizer` of the whole model, and into parts of it of any size. A part takes from a checkpoint what is of
-    its parameters, and leaves the rest.
+    Options of a group are saved under the name of each parameter, as torch does with
+    ``flatten_optimizer_state_dict=True``. Therefore the parts of all processes merge into the state
+    of the whole model's optimizer, whatever their groups are. The result loads into a
+    `NamedOptimizer` of the whole model, and into parts of any size. A part loads only the state of
+    its own parameters.
 
-    Names must be those that the parameters have in the whole model, in every process.
+    Every process must use the names that the parameters have in the whole model.
     """
 
     __slots__ = ()
 
 
 class NamedOptimizerHandler:
-    """`NamedOptimizer`: ``{"state": {name: slots}, "param_groups": [{option: value, "params": names}]}``.
+    """Handler of `NamedOptimizer`: ``{"state": {name: slots}, "param_groups": [{option: value, "params": names}]}``.
 
-    A load makes the state that is stored, and no other: nothing is stepped, and no parameter is touched. Parameters find their
-    state and their group's options by name. A tied parameter is saved under its first name and found under any. A parameter
-    that was saved without a state, because it is frozen or was not reached, has none afterwards.
+    A load creates exactly the stored state, without a step and without changes of parameters.
+    Parameters find their state and options by name. A tied parameter is saved under its first name
+    and found under any. A parameter that was saved without state, because it is frozen or had no
+    gradient, has none afterwards.
 
-    Stored may also be options by the names of parameters or the flat form (see `stored_groups`), or, for one optimizer, its own
-    state dict by numbers.
+    The stored form can also be options by names of parameters or the flat form (see
+    `stored_groups`), or the numbered state dict of a single optimizer.
     """
 
     priority = Priority.FRAMEWORK
 
     def flatten(self, value: NamedOptimizer) -> object:
-        """The states of all optimizers by name; the tensors are their own.
+        """Return the states of all optimizers by name. The tensors are their own.
 
         Raises:
-            UnsupportedLeafError: if a parameter has no name, or a state belongs to none and there are several optimizers.
-            NameCollisionError: if two optimizers have one parameter.
+            UnsupportedLeafError: if a parameter has no name, or if there are several optimizers and
+                a state belongs to no parameter.
+            NameCollisionError: if two optimizers have the same parameter.
         """
         return self._saved(_members(value))
 
     def flatten_to_load(self, value: NamedOptimizer, stored: object) -> object:
-        """The state as it is stored, into tensors of the optimizers where these can be filled.
+        """Return the state in its stored form, with the optimizers' tensors where they can be filled.
 
         Raises:
-            TreeMismatchError: names the parameters that are only in one of the two, or were saved with different options and are in
-                one group now.
+            TreeMismatchError: lists parameters that are only on one side, or that are now in one
+                group but were saved with different options.
         """
         if _are_numbered(stored) and len(value.optimizers) == 1:
             return _NUMBERED.flatten_to_load(value.optimizers[0], stored)
@@ -115,7 +119,7 @@ class NamedOptimizerHandler:
             return self._asked(self._saved(members), stored, known)
         _expect_same_parameters(members, nested)
         for member in members:
-            _sources(member, nested["param_groups"])  # refuses what would be refused once it is read
+            _sources(member, nested["param_groups"])  # raises errors before the read instead of after it
         asked = {
             "state": _slots_to_load(members, nested),
             "param_groups": _groups_to_load(members, nested["param_groups"]),
@@ -123,14 +127,14 @@ class NamedOptimizerHandler:
         return self._asked(form.as_stored(asked), stored, known)
 
     def unflatten(self, like: NamedOptimizer, state: object) -> object:
-        """The state itself, for ``set_optimizer_state_dict``."""
+        """Return the state itself, for ``set_optimizer_state_dict``."""
         return state
 
     def restore(self, target: NamedOptimizer, state: Any) -> None:
-        """Give each optimizer its part.
+        """Load each optimizer's part.
 
         Raises:
-            TreeMismatchError: as `flatten_to_load`, of options that are tensors.
+            TreeMismatchError: see `flatten_to_load`, for options that are tensors.
         """
         if _are_numbered(state) and len(target.optimizers) == 1:
             _NUMBERED.restore(target.optimizers[0], state)
@@ -142,7 +146,7 @@ class NamedOptimizerHandler:
         _expect_same_parameters(members, nested)
         taken: set[int] = set()
         prepared = [_part(member, nested, taken, others=len(members) == 1) for member in members]
-        # Only now: an error above leaves every optimizer as it was.
+        # Restore last, so that an error above leaves every optimizer unchanged.
         for member, (slots, groups) in zip(members, prepared, strict=True):
             member.restore(slots, groups)
 
@@ -150,22 +154,22 @@ class NamedOptimizerHandler:
         return _merged(members)
 
     def _own(self, stored: Mapping[str, Any], known: Collection[str]) -> Mapping[str, Any]:
-        """Of what is stored, what is to be for parameters of these names."""
+        """Return the stored entries for parameters of these names."""
         return stored
 
     def _asked(self, asked: Mapping[str, Any], stored: Mapping[str, Any], known: Collection[str]) -> Mapping[str, Any]:
-        """What to ask for, of all that is stored, to have of `_own` what is asked for."""
+        """Extend a request for `_own` to a request for everything that is stored."""
         return asked
 
 
 class NamedOptimizerPartHandler(NamedOptimizerHandler):
-    """`NamedOptimizerPart`: ``{"state": {name: slots}, "param_groups": {name: {option: value}}}``.
+    """Handler of `NamedOptimizerPart`: ``{"state": {name: slots}, "param_groups": {name: {option: value}}}``.
 
-    It loads what `NamedOptimizerHandler` does, and leaves what is stored for other parameters than it has.
+    It loads what `NamedOptimizerHandler` does, and ignores entries of other parameters.
     """
 
     def unflatten(self, like: NamedOptimizer, state: Any) -> object:
-        """The part itself, in the form that was stored."""
+        """Return the part in its stored form."""
         return without_placeholders(state) if isinstance(state, dict) else state
 
     def _saved(self, members: Sequence[NamedState]) -> Mapping[str, Any]:
@@ -179,7 +183,8 @@ class NamedOptimizerPartHandler(NamedOptimizerHandler):
 
 
 def _members(value: NamedOptimizer) -> Sequence[NamedState]:
-    fully_sharded = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")  # imported by who has one
+    # imported if such a model exists
+    fully_sharded = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     if fully_sharded is not None and fully_sharded.FullyShardedDataParallel.fsdp_modules(value.model):
         from ckptcore_torch.fsdp_optimizers import fsdp_named_state
 
@@ -188,28 +193,28 @@ def _members(value: NamedOptimizer) -> Sequence[NamedState]:
 
 
 def _merged(members: Sequence[NamedState]) -> dict[str, Any]:
-    names = _aliases(members)  # refuses names that two have
+    names = _aliases(members)  # raises an error for shared names
     state: dict[Any, Any] = {}
     for member in members:
         for key, slots in member.slots.items():
             if key not in names and len(members) > 1:
                 raise UnsupportedLeafError(
-                    f"one of {len(members)} optimizers keeps a state under {key!r}, which is no parameter's; give it a "
-                    "NamedOptimizer of its own"
+                    f"one of {len(members)} optimizers has a state under {key!r}, which is not "
+                    "the name of a parameter; save it in a separate NamedOptimizer"
                 )
             state[key] = slots
     return {"state": state, "param_groups": [group for member in members for group in member.groups]}
 
 
 def _aliases(members: Sequence[NamedState]) -> dict[str, NamedState]:
-    """By every name of a parameter, whose it is."""
+    """Return the optimizer of each parameter, by every name."""
     found: dict[str, NamedState] = {}
     for member in members:
         for alias in member.aliases:
             if alias in found:
                 raise NameCollisionError(
-                    f"the parameter {alias!r} belongs to two optimizers, and only one state can have its name; "
-                    "save the optimizers apart, each with a NamedOptimizer of its own"
+                    f"the parameter {alias!r} belongs to two optimizers, but only one state "
+                    "can have its name; save each optimizer in a separate NamedOptimizer"
                 )
             found[alias] = member
     return found
@@ -221,7 +226,10 @@ def _are_numbered(stored: object) -> bool:
 
 
 def _is_by_name(stored: Mapping[Any, Any]) -> bool:
-    """Whether a state has the form that this handler gives it; if not, the core says what is missing."""
+    """Return True if a state has this handler's form.
+
+    Otherwise the core reports what is missing.
+    """
     groups, state = stored.get("param_groups"), stored.get("state", {})
     if not isinstance(groups, list) or not isinstance(state, Mapping) or not stored.keys() <= {"state", "param_groups"}:
         return False
@@ -239,18 +247,21 @@ def _expect_same_parameters(members: Sequence[NamedState], nested: Mapping[str, 
     found = [known[name].aliases[name] for name in stored if name in known]
     lacking = [name for member in members for name in dict.fromkeys(member.aliases.values()) if name not in set(found)]
     differences = [
-        *(f"{name} has no place in a stored group" for name in lacking),
+        *(f"{name} is in no stored group" for name in lacking),
         *(f"{name} is stored and is not a parameter of the optimizer" for name in stored if name not in known),
         *(f"{name} is stored twice" for name, count in Counter(found).items() if count > 1),
     ]
     if len(members) > 1:
         others = (nested.get("state") or {}).keys() - stored
-        differences += [f"the state {key!r} is of no parameter, and there are several optimizers" for key in others]
+        differences += [
+            f"the state {key!r} belongs to no parameter, and there are several optimizers" for key in others
+        ]
     if differences:
         raise TreeMismatchError(
             f"the stored state does not fit the optimizer: {'; '.join(differences[:20])}"
             + (f"; and {len(differences) - 20} more" if len(differences) > 20 else "")
-            + "; make model and optimizer as they were when it was saved, with every optimizer in one NamedOptimizer",
+            + "; create model and optimizer as they were when they were saved, with all "
+            "optimizers in one NamedOptimizer",
             differences,
         )
 
@@ -261,7 +272,7 @@ def _slots_to_load(members: Sequence[NamedState], nested: Mapping[str, Any]) -> 
     for key, slots in (nested.get("state") or {}).items():
         member = known.get(key)
         if member is None:
-            (member,) = members  # with several, such a state was refused
+            (member,) = members  # with several optimizers this was refused
             found[key] = slots_to_load(member.to_fill.get(key), slots, abstract_tensor)
         else:
             name = member.aliases[key]
@@ -274,14 +285,15 @@ def _groups_to_load(members: Sequence[NamedState], stored_groups: Sequence[Mappi
     owners = [own_group.get(next(iter(group["params"]), "")) for group in stored_groups]
     times = Counter([id(owner) for owner in owners])
     return [
-        # What two stored groups have is not read into one tensor: whether it is the same is known only once it is read.
+        # Do not read two stored groups into one tensor: their values can be compared only after the
+        # read.
         {**options_to_load(owner if owner and times[id(owner)] == 1 else {}, stored), "params": list(stored["params"])}
         for owner, stored in zip(owners, stored_groups, strict=True)
     ]
 
 
 def _group_of(member: NamedState) -> dict[str, dict[str, Any]]:
-    """By every name of a parameter, the group that it is in."""
+    """Return the group of each parameter, by every name."""
     by_name = {name: group for group in member.groups for name in group["params"]}
     return {alias: by_name[name] for alias, name in member.aliases.items()}
 
@@ -289,13 +301,13 @@ def _group_of(member: NamedState) -> dict[str, dict[str, Any]]:
 def _part(
     member: NamedState, nested: Mapping[str, Any], taken: set[int], *, others: bool
 ) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
-    """The slots and groups of one optimizer, from those of all.
+    """Return the slots and groups of one optimizer, from those of all.
 
     Args:
         member: the optimizer.
         nested: the loaded state.
-        taken: which of the loaded groups another group has got already; the next one gets a copy.
-        others: whether states that are no parameter's belong to it.
+        taken: loaded groups that were used already; another use gets a copy.
+        others: True if states of no parameter belong to it.
     """
     stored_groups = nested["param_groups"]
     groups = []
@@ -307,7 +319,7 @@ def _part(
         if sources[0] in taken:
             options = copy.deepcopy(options)
         taken.add(sources[0])
-        # These are names too, as the optimizer got them, and stay what they are here.
+        # The optimizer was created with these names, so keep them.
         its_names = {"param_names": own["param_names"]} if "param_names" in own else {}
         groups.append({**options, **its_names, "params": own["params"]})
     state = nested.get("state") or {}
@@ -318,10 +330,11 @@ def _part(
 
 
 def _sources(member: NamedState, stored_groups: Sequence[Mapping[str, Any]]) -> Sequence[Sequence[int]]:
-    """For each group of an optimizer, the numbers of the stored groups that have its parameters.
+    """Return for each group of an optimizer the numbers of the stored groups with its parameters.
 
     Raises:
-        TreeMismatchError: if these have different options. Values of arrays are compared only where they are loaded.
+        TreeMismatchError: if these have different options. Arrays are compared only after they are
+            loaded.
     """
     place = {member.aliases.get(name): number for number, group in enumerate(stored_groups) for name in group["params"]}
     found = []
@@ -339,7 +352,7 @@ def _sources(member: NamedState, stored_groups: Sequence[Mapping[str, Any]]) -> 
                 one, other = (next(name for name in own["params"] if place[name] == at) for at in (sources[0], source))
                 difference = f"{one} and {other} were saved with different options ({', '.join(differing)})"
                 raise TreeMismatchError(
-                    f"{difference} and are in one group now; give the optimizer the groups that it had when it was saved",
+                    f"{difference} but are in one group now; use the groups that the optimizer had when it was saved",
                     [difference],
                 )
         found.append(sources)

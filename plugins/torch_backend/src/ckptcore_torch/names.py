@@ -1,9 +1,9 @@
-"""Names of parameters and buffers as the plain model has them, without what wrappers around modules put before them.
+"""Names of parameters and buffers in the plain model, without the parts that wrappers add.
 
-A wrapper holds the module that it wraps under one attribute, which becomes part of every name below it. Some take it out of the keys
-of their state dict again (torch 2.13.0, ``checkpoint_wrapper.py`` and ``fsdp/_state_dict_utils.py``), and none out of
-`named_parameters`. What counts as a wrapper is the type of a module, never the text of a name: a model may have a child called
-``module`` of its own.
+A wrapper has the wrapped module as an attribute, which becomes part of every name below it. Some
+wrappers remove it from the keys of their state dict (torch 2.13.0, ``checkpoint_wrapper.py`` and
+``fsdp/_state_dict_utils.py``), but none from `named_parameters`. Wrappers are recognized by type,
+not by name, because a model can have a child called ``module``.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ _WRAPPERS: Final[tuple[tuple[str, str, str], ...]] = (
     ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper", "_checkpoint_wrapped_module"),
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel", "_fsdp_wrapped_module"),
 )
-"""Module, class and attribute of each wrapper. Looked up among what is imported: who did not import one has none."""
+"""Module, class and attribute of each wrapper. Only imported modules are checked."""
 
 _PARTS: Final = frozenset(attribute for _, _, attribute in _WRAPPERS)
 
 
 def plain_names(module: torch.nn.Module, names: Iterable[str]) -> Mapping[str, str]:
-    """For each name, as `module` gives it in its state dict or for a parameter, the name in the plain model.
+    """Return the plain name for each name of a parameter or state dict entry of `module`.
 
     Raises:
-        NameCollisionError: if two would have one name: a wrapper with a parameter of its own.
+        NameCollisionError: if two have the same plain name, because a wrapper has its own
+            parameter.
     """
     wrappers = _wrappers_in(module)
     if not wrappers:
@@ -46,27 +47,30 @@ def plain_names(module: torch.nn.Module, names: Iterable[str]) -> Mapping[str, s
         other = taken.setdefault(plain, name)
         if other != name:
             raise NameCollisionError(
-                f"{other!r} and {name!r} of the {type(module).__qualname__} are both {plain!r} without the wrappers around "
-                "modules; rename one. Nothing was written"
+                f"{other!r} and {name!r} of the {type(module).__qualname__} have the same name "
+                f"{plain!r} without wrappers; rename one. Nothing was written"
             )
         found[name] = plain
     return found
 
 
 def has_wrappers(module: torch.nn.Module) -> bool:
-    """Whether a module, or one in it, is a wrapper; where not, every name is a plain one."""
+    """Return True if a module or one inside it is a wrapper. Otherwise all names are plain."""
     return bool(_wrappers_in(module))
 
 
 def wrapper_parts(name: str) -> tuple[tuple[str, ...], str]:
-    """The parts of a name that may come from wrappers, and the name without them. To explain; not to decide by."""
+    """Split off the parts of a name that may come from wrappers.
+
+    For messages only, because it ignores types.
+    """
     parts = name.split(".")
     of_wrappers = tuple([part for part in parts if part in _PARTS])
     return of_wrappers, ".".join([part for part in parts if part not in _PARTS])
 
 
 def _wrappers_in(module: torch.nn.Module) -> Mapping[torch.nn.Module, str]:
-    """The wrappers in a tree of modules, each with the attribute that holds what it wraps."""
+    """Return the wrappers in a tree of modules, each with the attribute of the wrapped module."""
     kinds = [
         (kind, attribute)
         for place, name, attribute in _WRAPPERS
@@ -84,7 +88,8 @@ def _plain_name(module: torch.nn.Module, name: str, wrappers: Mapping[torch.nn.M
     kept: list[str] = []
     current: torch.nn.Module | None = module
     for part in name.split("."):
-        # A wrapper that took its part out of the name is passed over, unless what is named is its own.
+        # Skip wrappers that removed their part from the name, unless the name is of the wrapper
+        # itself.
         while current is not None and (attribute := wrappers.get(current)) is not None:
             if part == attribute or _has(current, part):
                 break

@@ -1,4 +1,4 @@
-"""The state of one optimizer by the names of parameters: how it is had, asked for and given back."""
+"""The state of one optimizer by names of parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from ckptcore.errors import NameCollisionError, UnsupportedLeafError
 from ckptcore.model import AbstractArray
-from ckptcore_torch.abstracts import abstract_beside
+from ckptcore_torch.abstracts import abstract_state_like
 from ckptcore_torch.names import plain_names
 from ckptcore_torch.optimizers import OptimizerHandler, numbered_parameters, numbers_parameters
 
@@ -19,15 +19,15 @@ __all__ = ["NamedState", "named_state"]
 
 @dataclass(frozen=True, slots=True)
 class NamedState:
-    """The state of one optimizer by names, and how to change it.
+    """State of one optimizer by names, and a way to restore it.
 
     Attributes:
-        slots: by the name of each parameter that has a state, that state. What is no parameter's has the key it has there.
-        to_fill: the same, as far as the tensors in it are the optimizer's own, so that a load can read into them.
-        groups: as a state dict has them, with names as ``params``.
-        aliases: by every name that a parameter has, the one that is used here. The order is that of the parameters.
-        array: for a name and an array that is stored for it, the abstract tensor that asks for it.
-        restore: gives the optimizer other slots and groups, by the names used here; groups as many as it has.
+        slots: state of each parameter, by name. States of no parameter keep their keys.
+        to_fill: the same, restricted to tensors of the optimizer, into which a load can read.
+        groups: as in a state dict, with names as ``params``.
+        aliases: for every name of a parameter, the one used here. In the order of the parameters.
+        array: returns the abstract tensor for a name and its stored array.
+        restore: restores slots and groups, with the names used here and the same number of groups.
     """
 
     slots: Mapping[Any, Any]
@@ -39,11 +39,12 @@ class NamedState:
 
 
 def named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> NamedState:
-    """The state of an optimizer of some of the parameters of a model.
+    """Return the state of an optimizer of some parameters of a model.
 
     Raises:
-        UnsupportedLeafError: if it has a parameter that is not the model's, or a state dict with more than states and groups.
-        NameCollisionError: if a state that is no parameter's has the name of one.
+        UnsupportedLeafError: if a parameter is not the model's, or if the state dict has more than
+            states and groups.
+        NameCollisionError: if a state of no parameter has the name of one.
     """
     names_of: dict[torch.Tensor, list[str]] = {}
     named = list(model.named_parameters(remove_duplicate=False))
@@ -58,8 +59,8 @@ def named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Nam
         )
     if others := sorted(map(str, state.keys() - {"state", "param_groups"})):
         raise UnsupportedLeafError(
-            f"the {type(optimizer).__name__} keeps {', '.join(others)} beside the state of its parameters and their groups, and what is "
-            "saved by names has no place for that; save the optimizer itself, by numbers"
+            f"the {type(optimizer).__name__} has {', '.join(others)} in its state dict, which "
+            "cannot be saved by names; save the optimizer itself, by numbers"
         )
     numbers = numbered_parameters(optimizer, state)
     _expect_names(model, optimizer, names_of)
@@ -69,7 +70,8 @@ def named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Nam
     for key in state["state"]:
         if key in number_of:
             raise NameCollisionError(
-                f"the {type(optimizer).__name__} keeps a state under {key!r}, which is also the name of a parameter; rename one"
+                f"the {type(optimizer).__name__} has a state under {key!r}, which is also the "
+                "name of a parameter; rename one"
             )
 
     def restore(slots: Mapping[Any, Any], groups: list[dict[str, Any]]) -> None:
@@ -84,7 +86,7 @@ def named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Nam
         to_fill=slots,
         groups=[{**group, "params": [name_of[key] for key in group["params"]]} for group in state["param_groups"]],
         aliases={alias: name for name, parameter in parameters.items() for alias in names_of[parameter]},
-        array=lambda name, stored: abstract_beside(parameters[name], stored),
+        array=lambda name, stored: abstract_state_like(parameters[name], stored),
         restore=restore,
     )
 
@@ -96,7 +98,8 @@ def _expect_names(
         for position, parameter in enumerate(group["params"]):
             if parameter not in names:
                 raise UnsupportedLeafError(
-                    f"the parameter {position} of the group {number} of the {type(optimizer).__name__}, of the shape "
-                    f"{tuple(parameter.shape)}, is not one of the {type(model).__qualname__}, and has no name; give the model that "
-                    "it is of, or save the optimizer itself, by numbers"
+                    f"parameter {position} of group {number} of the "
+                    f"{type(optimizer).__name__}, of the shape {tuple(parameter.shape)}, is "
+                    f"not in the {type(model).__qualname__}, so it has no name; pass the right "
+                    "model, or save the optimizer itself, by numbers"
                 )

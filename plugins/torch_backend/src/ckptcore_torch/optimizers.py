@@ -1,4 +1,4 @@
-"""The checkpointable handler of optimizers as they number their parameters: `torch.optim.Optimizer`."""
+"""Checkpointable handler of numbered optimizer states: `torch.optim.Optimizer`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckptcore.errors import TreeMismatchError
 from ckptcore.handlers import state_to_load
 from ckptcore.model import AbstractArray
 from ckptcore.protocols import Priority
-from ckptcore_torch.abstracts import abstract_beside, abstract_tensor
+from ckptcore_torch.abstracts import abstract_state_like, abstract_tensor
 from ckptcore_torch.tensors import same_memory
 
 __all__ = [
@@ -26,28 +26,30 @@ __all__ = [
 
 
 class OptimizerHandler:
-    """`torch.optim.Optimizer`: its state dict, which numbers the parameters.
+    """Handler of `torch.optim.Optimizer`: its state dict, which numbers the parameters.
 
-    ``load(location, optimizer)`` gives a state dict; ``load_into`` fills the optimizer, also a new one that made no step
-    and has no state yet, and takes the state from one that was saved without. Nothing is cast: moments of float32 stay so,
-    also where the parameters are of bfloat16. State of a DTensor, of its shape, is a DTensor with its placements.
+    ``load(location, optimizer)`` returns a state dict. ``load_into`` fills the optimizer, also a
+    new one without state, and removes the state if none was saved. Nothing is cast: float32 moments
+    stay float32, even for bfloat16 parameters. If a parameter is a DTensor, its state of the same
+    shape is a DTensor with the same placements.
 
-    An optimizer may have a state dict of another form: one that torch.distributed.checkpoint has patched names the
-    parameters, and a container of optimizers has the states of several. Such a state is saved as it is, and a load
-    passes it to the ``load_state_dict`` of the optimizer.
+    An optimizer can have a state dict of another form: one patched by torch.distributed.checkpoint
+    names the parameters, and a container of optimizers has several states. Such a state is saved
+    unchanged, and a load passes it to the optimizer's ``load_state_dict``.
     """
 
     priority = Priority.FRAMEWORK
 
     def flatten(self, value: torch.optim.Optimizer) -> object:
-        """The state dict; its tensors are the optimizer's own."""
+        """Return the state dict. Its tensors are the optimizer's own."""
         return value.state_dict()
 
     def flatten_to_load(self, value: torch.optim.Optimizer, stored: object) -> object:
-        """The state dict, with the state of each parameter as it is stored, and the options that are not there yet.
+        """Return the state dict with the stored state of each parameter, and stored options that are new.
 
         Raises:
-            TreeMismatchError: if the stored state names the parameters and the optimizer numbers them, or the reverse.
+            TreeMismatchError: if the stored state names the parameters and the optimizer numbers
+                them, or the reverse.
         """
         state = value.state_dict()
         if not isinstance(stored, Mapping):
@@ -57,16 +59,16 @@ class OptimizerHandler:
             return state_to_load(state, stored, array=abstract_tensor)
         stored_groups = stored.get("param_groups")
         if not isinstance(stored_groups, list | tuple):
-            stored_groups = ()  # of no optimizer; the core says what is missing
+            stored_groups = ()  # not an optimizer's state; the core reports what is missing
         _refuse_names(value, stored_groups)
         parameters = {number: parameter for parameter, number in numbered_parameters(value, state).items()}
         stored_state = stored.get("state")
         if isinstance(stored_state, Mapping):
             by_number = {_number_of(key, parameters): slots for key, slots in stored_state.items()}
             state["state"] = {
-                number: slots_to_load(state["state"].get(number), slots, _beside(parameters.get(number)))
+                number: slots_to_load(state["state"].get(number), slots, _state_factory(parameters.get(number)))
                 for number, slots in by_number.items()
-                if number in parameters or not isinstance(number, int)  # what is no parameter's has a name
+                if number in parameters or not isinstance(number, int)  # states of no parameter have a name
             }
         for group, stored_group in zip(state["param_groups"], stored_groups, strict=False):
             if isinstance(stored_group, Mapping):
@@ -74,13 +76,16 @@ class OptimizerHandler:
         return state
 
     def unflatten(self, like: torch.optim.Optimizer, state: object) -> object:
-        """The state dict itself, for ``like.load_state_dict``."""
+        """Return the state dict, for ``like.load_state_dict``."""
         return state
 
     def restore(self, target: torch.optim.Optimizer, state: Any) -> None:
-        """Load the state dict. The state keeps the dtypes in which it was saved; tensors that were filled in place stay.
+        """Load the state dict.
 
-        Left to itself, an optimizer casts its state to the dtypes of the parameters and copies its tensor options.
+        The state keeps its stored dtypes, and tensors filled in place are kept.
+
+        PyTorch's ``load_state_dict`` alone would cast the state to the parameters' dtypes, and copy
+        tensor options.
         """
         if not numbers_parameters(state):
             target.load_state_dict(state)
@@ -114,7 +119,7 @@ class OptimizerHandler:
 
 
 def numbered_parameters(optimizer: torch.optim.Optimizer, state: Any) -> dict[Any, Any]:
-    """For each parameter its number in a state dict."""
+    """Return the number of each parameter in a state dict."""
     return {
         parameter: number
         for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False)
@@ -123,15 +128,16 @@ def numbered_parameters(optimizer: torch.optim.Optimizer, state: Any) -> dict[An
 
 
 def slots_to_load(own: Any, stored: Any, array: Callable[[AbstractArray], object]) -> Any:
-    """What to ask for as the state of one parameter: as it is stored, into tensors of `own` where these can be filled.
+    """Return the request for the state of one parameter: in its stored form, with tensors of `own` that can be filled.
 
     Args:
-        own: its state now; None without one.
-        stored: its state, with `AbstractArray` for arrays.
-        array: makes the abstract tensor for what `own` has not.
+        own: its current state, or None.
+        stored: its stored state, with `AbstractArray` for arrays.
+        array: creates the abstract tensor for an array that `own` lacks.
     """
     held = {name: slot for name, slot in own.items() if isinstance(slot, torch.Tensor)} if isinstance(own, dict) else {}
-    # Without its tensors: not all of them can make others like themselves, and what they made would lie anywhere.
+    # Exclude own tensors: not all types can create abstract ones, and not always on the right
+    # device.
     others = {name: slot for name, slot in own.items() if name not in held} if held else own
     asked = state_to_load(others, stored, array=array)
     if isinstance(asked, dict):
@@ -143,14 +149,14 @@ def slots_to_load(own: Any, stored: Any, array: Callable[[AbstractArray], object
 
 
 def options_to_load(own: Mapping[str, object], stored: Mapping[str, object]) -> dict[str, Any]:
-    """What to ask for as the options of a group: as they are stored, into tensors of `own` where these can be filled."""
+    """Return the request for the options of a group: in their stored form, with tensors of `own` that can be filled."""
     options = {name: option for name, option in stored.items() if name != "params"}
     found: dict[str, Any] = slots_to_load(dict(own), options, abstract_tensor)
     return found
 
 
 def parameter_keys(stored_groups: object) -> Iterator[object]:
-    """The numbers or names by which stored groups know their parameters; of what has not the form of a group, none."""
+    """Iterate over the parameter numbers or names in stored groups. Skips invalid groups."""
     if isinstance(stored_groups, list | tuple):
         for group in stored_groups:
             keys = group.get("params") if isinstance(group, Mapping) else None
@@ -159,7 +165,7 @@ def parameter_keys(stored_groups: object) -> Iterator[object]:
 
 
 def numbers_parameters(state: Any) -> bool:
-    """Return whether a state dict has the form that `torch.optim.Optimizer.state_dict` gives."""
+    """Return True if a state dict has the form of `torch.optim.Optimizer.state_dict`."""
     if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
         return False
     groups = state.get("param_groups")
@@ -167,11 +173,11 @@ def numbers_parameters(state: Any) -> bool:
 
 
 def _refuse_numbers(optimizer: torch.optim.Optimizer, stored: Mapping[Any, Any]) -> None:
-    """Refuse a stored state that numbers the parameters, for an optimizer whose state dict has another form."""
+    """Raise an error if the stored state numbers the parameters, but the optimizer's state dict does not."""
     if not numbers_parameters(stored):
         return
     difference = (
-        f"the stored state numbers the parameters, and the state dict of this {type(optimizer).__name__} does not"
+        f"the stored state numbers the parameters, but the state dict of this {type(optimizer).__name__} does not"
     )
     raise TreeMismatchError(
         f"{difference}; load into the optimizer before torch.distributed.checkpoint patches it, or into an optimizer "
@@ -184,7 +190,7 @@ def _refuse_names(optimizer: torch.optim.Optimizer, stored_groups: object) -> No
     first = next((key for key in parameter_keys(stored_groups) if isinstance(key, str)), None)
     if first is None:
         return
-    difference = f"the stored state is by the names of parameters ({first!r}), and the optimizer only numbers them"
+    difference = f"the stored state names the parameters ({first!r}), but the optimizer numbers them"
     raise TreeMismatchError(
         f"{difference}; load into ckptcore_torch.named_optimizers.NamedOptimizer(model, optimizer), with the "
         f"{type(optimizer).__name__} as the optimizer",
@@ -192,20 +198,23 @@ def _refuse_names(optimizer: torch.optim.Optimizer, stored_groups: object) -> No
     )
 
 
-def _beside(parameter: torch.Tensor | None) -> Callable[[AbstractArray], object]:
-    """Makes abstract tensors for the state of a parameter; for a state that is no parameter's, plain ones."""
-    return abstract_tensor if parameter is None else functools.partial(abstract_beside, parameter)
+def _state_factory(parameter: torch.Tensor | None) -> Callable[[AbstractArray], object]:
+    """Return a factory of abstract tensors for the state of a parameter, or plain ones without a parameter."""
+    return abstract_tensor if parameter is None else functools.partial(abstract_state_like, parameter)
 
 
 def _number_of(key: object, numbers: Collection[int]) -> Any:
-    """The number of a parameter, also from a checkpoint whose format knows keys of text only; any other key as it is."""
+    """Convert a parameter's number from a string, for formats with string keys only.
+
+    Other keys are unchanged.
+    """
     if isinstance(key, str) and key.isascii() and key.isdecimal() and str(int(key)) == key and int(key) in numbers:
         return int(key)
     return key
 
 
 def _uncast(held: Any, given: Any) -> Any:
-    """What was loaded into an optimizer, with every tensor in the dtype in which it was given."""
+    """Return a loaded value with every tensor in its original dtype."""
     if isinstance(held, torch.Tensor) and isinstance(given, torch.Tensor):
         return held if held.dtype == given.dtype else given.to(held.device)
     if isinstance(held, dict) and isinstance(given, dict):

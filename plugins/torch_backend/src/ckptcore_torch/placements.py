@@ -1,9 +1,9 @@
-"""Where the elements of a DTensor are: the boxes of each process of its mesh, and which of them hold the same.
+"""Boxes of each process for a DTensor, and its replicas.
 
-A placement says for one axis of the mesh what its processes hold. They are applied from the first axis of the mesh to the last,
-each to what the ones before left (`torch.distributed.tensor.placement_types`): ``Shard(dim)`` gives process `i` of `n` the
-`i`-th of the pieces that `torch.chunk` makes; ``_StridedShard(dim, split_factor=f)`` first makes `f` pieces, and gives it the
-`i`-th part of each, so what it holds is in several places.
+A placement describes one axis of the mesh. Placements apply from the first mesh axis to the last,
+each to the result of the previous one (`torch.distributed.tensor.placement_types`). ``Shard(dim)``
+gives process `i` of `n` the `i`-th piece of `torch.chunk`. ``_StridedShard(dim, split_factor=f)``
+first makes `f` pieces and gives it the `i`-th part of each, which can be several boxes.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from torch.distributed.tensor.placement_types import Placement
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import JSON, Box
 
-__all__ = ["Pieces", "Placed", "placed_pieces", "sharding_cuts", "sharding_notes"]
+__all__ = ["DTensorPlacement", "Pieces", "placed_pieces", "sharding_cuts", "sharding_notes"]
 
 _CACHED: Final = 1 << 14
 
 Run = tuple[int, int]
-"""A half-open range of indices of one axis of the whole tensor."""
+"""A half-open range of indices along one axis of the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """How a DTensor lies over its mesh; what boxes depend on, and can be compared.
+class DTensorPlacement:
+    """Placement of a DTensor on its mesh. Determines all boxes, and is hashable for caching.
 
     Attributes:
         shape: of the whole tensor.
-        mesh_shape: processes along each axis of the mesh.
+        mesh_shape: number of processes along each axis of the mesh.
         placements: one for each axis of the mesh.
     """
 
@@ -46,12 +46,13 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """What one process holds of a tensor.
+    """Part of a tensor on one process.
 
     Attributes:
         shape: of its local tensor.
-        boxes: each box of the whole tensor that it holds, and where in the local tensor it is. Empty boxes are left out.
-        replica, replicas: which of how many processes that hold the same this is.
+        boxes: for each box of the whole tensor, its slices of the local tensor. Without empty
+            boxes.
+        replica, replicas: number of this replica, and number of processes with the same part.
     """
 
     shape: tuple[int, ...]
@@ -61,11 +62,11 @@ class Pieces:
 
 
 @functools.lru_cache(maxsize=_CACHED)
-def placed_pieces(placed: Placed, coordinate: tuple[int, ...]) -> Pieces:
-    """What the process at a coordinate of the mesh holds.
+def placed_pieces(placed: DTensorPlacement, coordinate: tuple[int, ...]) -> Pieces:
+    """Return the pieces of the process at a coordinate of the mesh.
 
     Raises:
-        UnsupportedLeafError: if processes hold partial sums, or something that is not known.
+        UnsupportedLeafError: for partial sums and unknown placements.
     """
     axes = [_runs_at(placed, axis, coordinate) for axis in range(len(placed.shape))]
     boxes: dict[Box, tuple[slice, ...]] = {}
@@ -81,12 +82,12 @@ def placed_pieces(placed: Placed, coordinate: tuple[int, ...]) -> Pieces:
 
 
 @functools.lru_cache(maxsize=_CACHED)
-def sharding_cuts(placed: Placed) -> tuple[tuple[int, ...], ...] | None:
-    """Per axis the sorted inner boundaries at which the boxes of all processes meet; None where nothing is cut."""
+def sharding_cuts(placed: DTensorPlacement) -> tuple[tuple[int, ...], ...] | None:
+    """Return the sorted inner boundaries between boxes along each axis, or None if nothing is cut."""
     cuts: list[tuple[int, ...]] = []
     for axis, extent in enumerate(placed.shape):
         found: set[int] = set()
-        # What one axis of a tensor is cut into depends on the axes of the mesh that cut it, and on no others.
+        # The cuts of a tensor axis depend only on the mesh axes that shard it.
         along = [_axis_of(placement, len(placed.shape)) == axis for placement in placed.placements]
         ranges = [range(size if cut else 1) for size, cut in zip(placed.mesh_shape, along, strict=True)]
         if any(along):
@@ -98,7 +99,7 @@ def sharding_cuts(placed: Placed) -> tuple[tuple[int, ...], ...] | None:
 
 
 def sharding_notes(mesh: Any, placements: Sequence[Placement]) -> dict[str, JSON]:
-    """The mesh and the placements as JSON."""
+    """Return the mesh and placements as JSON."""
     described: list[JSON] = []
     for placement in placements:
         one: dict[str, JSON] = {"kind": type(placement).__name__}
@@ -111,28 +112,28 @@ def sharding_notes(mesh: Any, placements: Sequence[Placement]) -> dict[str, JSON
 
 
 def _axis_of(placement: Placement, axes: int) -> int | None:
-    """The axis of the tensor that a placement cuts; None if it cuts none.
+    """Return the tensor axis that a placement shards, or None.
 
     Raises:
-        UnsupportedLeafError: it is a partial sum, or not known.
+        UnsupportedLeafError: for partial sums and unknown placements.
     """
     if isinstance(placement, Replicate):
         return None
     if isinstance(placement, Partial):
         raise UnsupportedLeafError(
-            f"a DTensor with the placement {placement} holds partial sums, which are no elements until they are added up; "
-            "call .redistribute() with Replicate() or Shard() in its place before you save it"
+            f"cannot save a DTensor with the placement {placement}, which means partial sums; "
+            "call .redistribute() with Replicate() or Shard() instead before you save it"
         )
     if placement.is_shard() or hasattr(placement, "split_factor"):
         return int(placement.dim) % axes  # type: ignore[attr-defined]  # both kinds of shards have it
     raise UnsupportedLeafError(
-        f"what a DTensor with the placement {placement} holds is not known; call .redistribute() with Replicate() or Shard() "
-        "in its place before you save it"
+        f"cannot save a DTensor with the unknown placement {placement}; call .redistribute() "
+        "with Replicate() or Shard() instead before you save it"
     )
 
 
-def _runs_at(placed: Placed, axis: int, coordinate: Sequence[int]) -> Sequence[Run]:
-    """The indices of one axis that the process at a coordinate has, in the order of its local tensor."""
+def _runs_at(placed: DTensorPlacement, axis: int, coordinate: Sequence[int]) -> Sequence[Run]:
+    """Return the indices along one axis for the process at a coordinate, in the order of its local tensor."""
     runs: Sequence[Run] = [(0, placed.shape[axis])]
     for position, extent, placement in zip(coordinate, placed.mesh_shape, placed.placements, strict=True):
         if _axis_of(placement, len(placed.shape)) != axis:
@@ -148,13 +149,13 @@ def _runs_at(placed: Placed, axis: int, coordinate: Sequence[int]) -> Sequence[R
 
 
 def _chunks(start: int, stop: int, count: int) -> Sequence[Run]:
-    """A range as `torch.chunk` divides it; the last ones may be empty."""
+    """Divide a range as `torch.chunk` does. The last chunks can be empty."""
     step = math.ceil((stop - start) / count)
     return [(min(start + step * number, stop), min(start + step * (number + 1), stop)) for number in range(count)]
 
 
 def _sub_runs(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
-    """Elements `start` to `stop` of what runs hold one after the other."""
+    """Return elements `start` to `stop` of the concatenated runs."""
     found = []
     position = 0
     for first, last in runs:
@@ -176,7 +177,7 @@ def _joined(runs: Sequence[Run]) -> Sequence[Run]:
 
 
 def _located(runs: Sequence[Run]) -> Sequence[tuple[int, int, int]]:
-    """Runs, each with where it begins in the local tensor."""
+    """Return the runs with their offsets in the local tensor."""
     found = []
     position = 0
     for start, stop in runs:

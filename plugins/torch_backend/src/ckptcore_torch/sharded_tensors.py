@@ -1,8 +1,8 @@
-"""The leaf handler of ShardedTensors, of which each process holds some shards, as the state dicts of FSDP1 have them.
+"""Leaf handler of ShardedTensors, which are in the state dicts of FSDP1.
 
-`torch.distributed._shard.sharded_tensor.ShardedTensor` says of every shard of all processes where it begins and how long it is
-(``metadata().shards_metadata``, torch 2.13.0), and holds those of its own process as tensors (``local_shards()``). Asked for anything
-else, also for its shape, it warns that it is deprecated.
+`torch.distributed._shard.sharded_tensor.ShardedTensor` has the offsets and sizes of the shards of
+all processes (``metadata().shards_metadata``, torch 2.13.0), and its own shards as tensors
+(``local_shards()``). Other accesses, even to its shape, raise a deprecation warning.
 """
 
 from __future__ import annotations
@@ -42,29 +42,32 @@ _LOCAL: Final = TensorHandler()
 
 
 class ShardedTensorHandler:
-    """`torch.distributed._shard.sharded_tensor.ShardedTensor`.
+    """Handler of `torch.distributed._shard.sharded_tensor.ShardedTensor`.
 
-    Each process saves its shards and reads them; built for an abstract one, a ShardedTensor has its shards, dtype and group.
-    Saved is one array: it loads into tensors, DTensors and ShardedTensors of other shards as well.
+    Each process saves and loads its own shards. A ShardedTensor is built with the shards, dtype and
+    group of the abstract one. It is stored as one array, which also loads into tensors, DTensors
+    and ShardedTensors with other shards.
     """
 
     priority = Priority.FRAMEWORK
 
     def describe(self, leaf: Any) -> LeafRecord:
-        """Shape and dtype of the whole, and where the shards of all processes meet."""
+        """Return the global shape and dtype, and the cuts between the shards of all processes."""
         metadata = leaf.metadata()
         encoding = encoding_of(metadata.tensor_properties.dtype)
         spec = ArraySpec(tuple(metadata.size), encoding.name)
         return ArrayRecord(spec, encoding.kind, cuts_of(spec.shape, map(_box, metadata.shards_metadata)))
 
     def abstract(self, leaf: Any) -> ShardedTensor:
-        """A ShardedTensor of the same shards over FakeTensors: torch wants shards on the devices that its metadata says."""
-        self.describe(leaf)  # refuses what cannot be stored
+        """Return a ShardedTensor over FakeTensors, because torch checks that shards are on the
+        devices in the metadata.
+        """
+        self.describe(leaf)  # raises an error if the leaf cannot be stored
         tensors = [shard.tensor for shard in leaf.local_shards()]
         return _with_shards(leaf, [empty_tensor(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors])
 
     def identity(self, leaf: Any) -> Hashable | None:
-        """Where the memory of each shard is, and which part of the whole it is; None without elements."""
+        """Return the memory and box of each shard, or None without elements."""
         if any(is_fake(shard.tensor) for shard in leaf.local_shards()):
             return None
         shards = tuple([(_box(shard.metadata), _LOCAL.identity(shard.tensor)) for shard in leaf.local_shards()])
@@ -73,39 +76,39 @@ class ShardedTensorHandler:
         return ("sharded", tuple(leaf.metadata().size), shards)
 
     def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard]:
-        """The shards of this process. Where others hold the same, as in hybrid sharding, one of them is to write each.
+        """Return the shards of this process, with replica numbers in hybrid sharding.
 
         Raises:
-            UnsupportedLeafError: if a shard has no memory or another shape than it should, or it cannot be told who else has it.
+            UnsupportedLeafError: if a shard has no memory or a wrong shape, or if its replicas are
+                unknown.
         """
         replica, replicas = _replica(leaf, rank, size)
         found = []
         for box, local in _local_shards(leaf):
             if tuple(local.shape) != box.shape:
                 raise UnsupportedLeafError(
-                    f"a ShardedTensor of the shape {tuple(leaf.metadata().size)} has a local shard of the shape {tuple(local.shape)} "
-                    f"where {box.shape} is expected; make it with the shapes that its metadata says"
+                    f"a ShardedTensor of the shape {tuple(leaf.metadata().size)} has a local "
+                    f"shard of the shape {tuple(local.shape)}; expected {box.shape}, as in its "
+                    "metadata; create it with the shapes of the metadata"
                 )
-            _LOCAL.shards(
-                local, rank, size
-            )  # refuses what has no memory, and orders copies after what runs on the device
+            _LOCAL.shards(local, rank, size)  # checks the memory, and orders copies after pending work of the device
             found.append(Shard(box, replica, replicas))
         return found
 
     def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
-        """As of a plain tensor, from the shards of this process."""
+        """Copy boxes of this process's shards to the host."""
         return [_LOCAL.copy_to_host(*_located(leaf, box), memory)[0] for box in boxes]
 
     def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
-        """As of a plain tensor, from the shards of this process."""
+        """View boxes of this process's shards on the host."""
         return [_LOCAL.view_on_host(*_located(leaf, box))[0] for box in boxes]
 
     def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
-        """The boxes of the shards of this process.
+        """Return the boxes of this process's shards.
 
         Raises:
             TreeMismatchError: if the shapes differ.
-            UnsupportedLeafError: if a FakeTensor asks for a device that is not here.
+            UnsupportedLeafError: if a FakeTensor requests a device that is missing.
         """
         _expect_shape(abstract, stored)
         for shard in abstract.local_shards():
@@ -114,7 +117,7 @@ class ShardedTensorHandler:
         return list(dict.fromkeys(box for box, _ in _local_shards(abstract)))
 
     def destination(self, abstract: Any, stored: ArrayRecord, box: Box) -> HostArray | None:
-        """The memory of the shard, where it lies as it is stored."""
+        """Return the memory of the shard, if it has the stored element order."""
         for own, local in _local_shards(abstract):
             if own == box and not is_fake(local):
                 part = ArrayRecord(ArraySpec(box.shape, stored.spec.dtype), stored.kind)
@@ -122,7 +125,7 @@ class ShardedTensorHandler:
         return None
 
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
-        """A ShardedTensor with the shards and dtype of `abstract`, on their devices."""
+        """Build a ShardedTensor with the shards and dtype of `abstract`, on their devices."""
         _expect_shape(abstract, stored)
         assert isinstance(stored, ArrayRecord)  # a value has no shape
         arrays = dict(boxes)
@@ -135,7 +138,7 @@ class ShardedTensorHandler:
         return _with_shards(abstract, made)
 
     def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
-        """Copy into the shards of this process; False if one cannot be changed."""
+        """Copy into the shards of this process. Return False if one cannot be changed."""
         _expect_shape(target, stored)
         assert isinstance(stored, ArrayRecord)  # a value has no shape
         arrays = dict(boxes)
@@ -147,7 +150,7 @@ class ShardedTensorHandler:
         return filled
 
     def memory_to_fill(self, target: Any) -> Sequence[StridedMemory] | None:
-        """The memory of the shards of this process; None if one cannot be changed."""
+        """Return the memory of this process's shards, or None if one cannot be changed."""
         found: list[StridedMemory] = []
         for _, local in _local_shards(target):
             memory = None if is_fake(local) else _LOCAL.memory_to_fill(local)
@@ -158,7 +161,7 @@ class ShardedTensorHandler:
 
 
 def sharded_like(leaf: ShardedTensor, dtype: torch.dtype) -> ShardedTensor:
-    """A ShardedTensor with the shards of another and elements that are not set yet, of another dtype."""
+    """Return a ShardedTensor with the same shards, another dtype and uninitialized elements."""
     return _with_shards(leaf, [torch.empty_like(shard.tensor, dtype=dtype) for shard in leaf.local_shards()])
 
 
@@ -181,37 +184,35 @@ def _box(metadata: Any) -> Box:
 
 
 def _local_shards(leaf: Any) -> list[tuple[Box, torch.Tensor]]:
-    """The shards of this process that have elements: the box of each, and its tensor, outside of autograd."""
+    """Return the boxes and tensors of this process's nonempty shards, outside of autograd."""
     shards = [(_box(shard.metadata), shard.tensor.detach()) for shard in leaf.local_shards()]
     return [(box, local) for box, local in shards if box.size]
 
 
 def _located(leaf: Any, box: Box) -> tuple[torch.Tensor, list[Box]]:
-    """The shard that a box is in, and where in it."""
+    """Return the shard that contains a box, and the box within it."""
     for own, local in _local_shards(leaf):
         if own.contains(box):
             place = box.within(own)
             return local, [Box(tuple([part.start for part in place]), tuple([part.stop for part in place]))]
-    raise PluginError(
-        f"{box} of a ShardedTensor {tuple(leaf.metadata().size)} is asked of a process that does not hold it"
-    )
+    raise PluginError(f"this process does not hold {box} of a ShardedTensor {tuple(leaf.metadata().size)}")
 
 
 def _expect_shape(abstract: Any, stored: LeafRecord) -> None:
     shape = tuple(abstract.metadata().size)
     if isinstance(stored, ValueRecord):
-        difference = f"a {stored.kind} is stored, asked for as a ShardedTensor of the shape {shape}"
+        difference = f"a {stored.kind} is stored, requested as a ShardedTensor of the shape {shape}"
         raise TreeMismatchError(f"{difference}; give a {stored.kind} in its place", [difference])
     if stored.spec.shape != shape:
-        difference = f"stored with the shape {stored.spec.shape}, asked for as a ShardedTensor of the shape {shape}"
+        difference = f"stored with the shape {stored.spec.shape}, requested as a ShardedTensor of the shape {shape}"
         raise TreeMismatchError(f"{difference}; give a ShardedTensor of the stored shape", [difference])
 
 
 def _replica(leaf: Any, rank: int, size: int) -> tuple[int, int]:
-    """Which of how many groups of processes, each of which holds all shards, this process is in.
+    """Return the number of this process's replica group, and the number of groups.
 
-    A ShardedTensor knows only its own group. Hybrid sharding, the one case where there are several, divides all processes
-    evenly: into runs of consecutive ranks, or into ranks that are equally far from each other.
+    A ShardedTensor knows only its own group. With hybrid sharding there are several, which divide
+    all processes evenly: into consecutive ranks, or into ranks with a constant stride.
     """
     ranks = dist.get_process_group_ranks(leaf._process_group)
     groups, rest = divmod(size, len(ranks))
@@ -224,6 +225,6 @@ def _replica(leaf: Any, rank: int, size: int) -> tuple[int, int]:
         if first < groups and ranks == list(range(first, size, groups)):
             return rank % groups, groups
     raise UnsupportedLeafError(
-        f"a ShardedTensor over the ranks {ranks} of {size} does not tell which other ranks hold the same; "
-        "save it in a job of these ranks alone, or make it a DTensor"
+        f"cannot determine the replicas of a ShardedTensor over the ranks {ranks} of {size}; "
+        "save it in a job of these ranks alone, or convert it to a DTensor"
     )

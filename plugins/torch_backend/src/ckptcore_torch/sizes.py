@@ -1,4 +1,4 @@
-"""The container torch.Size: a tuple of ints."""
+"""Container handler of torch.Size, a tuple of ints."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class _SizeHandler:
         return Flattened("tuple", range(len(value)), tuple(value), "torch.Size")
 
     def unflatten(self, like: Any, children: Sequence[object]) -> object:
-        return torch.Size(children)  # type: ignore[arg-type]  # refuses what is no int itself
+        return torch.Size(children)  # type: ignore[arg-type]  # raises an error for other types itself
 
 
 _HANDLER: Final = _SizeHandler()
 
 
 def handler_of_type(value_type: type) -> ContainerHandler | None:
-    """The handler for torch.Size; None for other types."""
+    """Return the handler of torch.Size, or None for other types."""
     return _HANDLER if value_type is torch.Size else None

@@ -1,4 +1,4 @@
-"""Objects of PyTorch with a state: schedulers, gradient scalers, data loaders, random generators; handlers by type."""
+"""Handlers of schedulers, gradient scalers, data loaders and random generators, and handlers by type."""
 
 from __future__ import annotations
 
@@ -26,23 +26,24 @@ logger = logging.getLogger("ckptcore.torch")
 
 
 class StateDictHandler:
-    """Objects with `state_dict` and `load_state_dict`: learning rate schedulers, gradient scalers.
+    """Handler of objects with `state_dict` and `load_state_dict`: learning rate schedulers, gradient scalers.
 
-    What is loaded has the structure that was saved: the state may grow, and hold None before the first step.
+    A loaded state has the stored structure, because a state can grow, and have None before the
+    first step.
     """
 
     priority = Priority.FRAMEWORK
 
     def flatten(self, value: Any) -> object:
-        """The state dict."""
+        """Return the state dict."""
         return value.state_dict()
 
     def flatten_to_load(self, value: Any, stored: object) -> object:
-        """What is stored, with the types of what `value` has at the same places, and tensors where it has nothing."""
+        """Return the stored state with the types in `value`, and tensors for other arrays."""
         return state_to_load(value.state_dict(), stored, array=abstract_tensor)
 
     def unflatten(self, like: Any, state: object) -> object:
-        """The state dict itself, for ``like.load_state_dict``."""
+        """Return the state dict, for ``like.load_state_dict``."""
         return state
 
     def restore(self, target: Any, state: object) -> None:
@@ -51,21 +52,23 @@ class StateDictHandler:
 
 
 class DataLoaderHandler(StateDictHandler):
-    """`StatefulDataLoader` of torchdata. Each process has a state of its own.
+    """Handler of `StatefulDataLoader` of torchdata. Each process saves its own state.
 
-    Logs a warning if the state lacks the order of a random sampler: a resumed run would get other batches.
+    Logs a warning if the state lacks the order of a random sampler, because a resumed run would get
+    other batches.
     """
 
     per_process = True
 
     def flatten(self, value: Any) -> object:
-        """The state dict."""
+        """Return the state dict."""
         reason = lost_order(value)
         if reason is not None:
             logger.warning(
-                "a run that resumes gets other batches than one that goes on: %s of this %s. Give it "
-                "sampler=torchdata.stateful_dataloader.sampler.RandomSampler(dataset, generator=torch.Generator()) and "
-                "a generator of its own",
+                "a resumed run will get other batches than an uninterrupted one: %s of this "
+                "%s. Give it "
+                "sampler=torchdata.stateful_dataloader.sampler.RandomSampler(dataset, "
+                "generator=torch.Generator()), with a separate generator",
                 reason,
                 type(value).__qualname__,
             )
@@ -73,17 +76,17 @@ class DataLoaderHandler(StateDictHandler):
 
 
 class GeneratorHandler:
-    """`torch.Generator`: the state of its random numbers, which differ from process to process."""
+    """Handler of `torch.Generator`. Each process saves its own state."""
 
     priority = Priority.FRAMEWORK
     per_process = True
 
     def flatten(self, value: torch.Generator) -> object:
-        """The state as a tensor of bytes, a copy."""
+        """Return the state as a copied tensor of bytes."""
         return {"state": value.get_state()}
 
     def unflatten(self, like: torch.Generator, state: object) -> object:
-        """The state itself."""
+        """Return the state."""
         return state
 
     def restore(self, target: torch.Generator, state: Any) -> None:
@@ -101,9 +104,9 @@ _DATA_LOADERS: Final = DataLoaderHandler()
 
 
 def handler_of_type(value_type: type) -> CheckpointableHandler | None:
-    """The handler for objects of a type; None for types that are not PyTorch's."""
+    """Return the handler for a type, or None for types that are not PyTorch's."""
     if issubclass(value_type, torch.nn.Module):
-        # A model of Keras holds its optimizer too, which its state dict leaves out and its state tree has.
+        # A Keras model contains its optimizer, which its state tree has but its state dict lacks.
         return None if hasattr(value_type, "set_state_tree") and hasattr(value_type, "get_state_tree") else _MODULES
     if issubclass(value_type, torch.optim.Optimizer):
         return _OPTIMIZERS

@@ -1,4 +1,7 @@
-"""The processes of a torch.distributed job agreeing through its key-value store: no collective, no device, any thread."""
+"""Coordinators of a torch.distributed job that use its key-value store.
+
+They use no collectives and no device, and work in any thread.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from typing import Any, Final, TypeVar
 import torch.distributed as dist
 
 from ckptcore.errors import CoordinationTimeoutError, PluginError
-from ckptcore_torch.store_meetings import StoreMeeting, meetings
+from ckptcore_torch.store_handshakes import StoreHandshake, handshakes
 from ckptcore_torch.watched_stores import WatchedStore, watched
 
 __all__ = ["GroupCoordinator", "StoreCoordinator", "StorelessCoordinator", "coordinator_of_job", "store_of_job"]
@@ -21,97 +24,112 @@ __all__ = ["GroupCoordinator", "StoreCoordinator", "StorelessCoordinator", "coor
 T = TypeVar("T")
 
 _WITHOUT_STORE: Final = ("fake", "mpi")
-"""Backends whose process groups have a store that keeps nothing (torch 2.13.0, ``distributed_c10d.py``: ``init_process_group``)."""
+"""Backends with a store that keeps nothing.
+
+See ``init_process_group`` in ``distributed_c10d.py``, torch 2.13.0.
+"""
 _FIRST_PAUSE_SECONDS: Final = 0.0005
 _LONGEST_PAUSE_SECONDS: Final = 0.05
 
 
 class StoreCoordinator:
-    """Agrees through a `torch.distributed.Store` that every process of the job can reach.
+    """Coordinator over a `torch.distributed.Store` that every process of the job can reach.
 
-    The store may be that of the job: ``torch.distributed.TCPStore`` lets one thread of a process wait at a time, so this
-    never waits in the store and asks again instead. It may hold what a former life of the job left, which is not read; and it may
-    fail or hang, which is told within the deadline.
+    The store can be that of the job. It polls instead of waiting in the store, because
+    ``torch.distributed.TCPStore`` lets only one thread of a process wait at a time. Keys of an
+    earlier run of the job in the store are ignored. If the store fails or hangs, an error is raised
+    within the timeout.
     """
 
     def __init__(
-        self, store: Any, rank: int, size: int, *, timeout_seconds: float = 600.0, meeting: StoreMeeting | None = None
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        *,
+        timeout_seconds: float = 600.0,
+        handshake: StoreHandshake | None = None,
     ) -> None:
-        """Touch nothing yet.
+        """Do no I/O.
 
         Args:
-            store: a `torch.distributed.Store`: that of the job, or one of its own.
-            rank, size: which process of how many this is.
-            timeout_seconds: how long an exchange waits for the others.
-            meeting: of this process with the leader; None: the one that all coordinators over this store have.
+            store: a `torch.distributed.Store`: that of the job, or another one.
+            rank, size: rank of this process and number of processes.
+            timeout_seconds: timeout of an exchange.
+            handshake: handshake of this process with the leader; None: the one shared by all
+                coordinators over this store.
         """
-        # Untyped, because torch says of its stores that they take and give text; they take and give bytes.
+        # Untyped: torch declares that stores use str, but they use bytes.
         self._given: Final[Any] = store
         self._store: Final[Any] = _own_part(store)
         self._rank: Final = rank
         self._size: Final = size
         self._timeout_seconds: Final = timeout_seconds
-        self._meeting: Final = meeting or meetings().of(store, self._store, rank, size)
+        self._handshake: Final = handshake or handshakes().of(store, self._store, rank, size)
 
     @classmethod
     def of_job(cls, *, timeout_seconds: float = 600.0) -> StoreCoordinator:
-        """The coordinator of the job whose process group was initialized, with a deadline of your choice.
+        """Return the coordinator of the initialized process group, with another timeout.
 
         Raises:
             PluginError: if there is no process group, or its backend has no store.
         """
         world = dist.group.WORLD
         if world is None:
-            raise PluginError(
-                "this process is part of no job of torch.distributed: expected a call of init_process_group() before, found none"
-            )
+            raise PluginError("torch.distributed is not initialized in this process: call init_process_group() first")
         backend = dist.get_backend(world)
         if backend in _WITHOUT_STORE:
             raise _without_store(backend, world.size())
         store = _store_of(world)
         rank, size = world.rank(), world.size()
-        # The group stands for the life of the job: its store may be another object each time that it is asked for.
-        meeting = meetings().of(world, _own_part(store), rank, size)
-        return cls(store, rank, size, timeout_seconds=timeout_seconds, meeting=meeting)
+        # The group identifies the run of the job: its store can be a new object at each access.
+        handshake = handshakes().of(world, _own_part(store), rank, size)
+        return cls(store, rank, size, timeout_seconds=timeout_seconds, handshake=handshake)
 
     @property
     def rank(self) -> int:
-        """Which process this is."""
+        """Rank of this process."""
         return self._rank
 
     @property
     def size(self) -> int:
-        """How many processes there are."""
+        """Number of processes."""
         return self._size
 
     def within(self, ranks: Sequence[int], *, deadlines: int = 1) -> StoreCoordinator:
-        """See `ckptcore.protocols.GathersInGroups`."""
+        """Return a coordinator of some ranks. See `ckptcore.protocols.GathersInGroups`."""
         place, seconds = ranks.index(self._rank), self._timeout_seconds * deadlines
-        return StoreCoordinator(self._given, place, len(ranks), timeout_seconds=seconds, meeting=self._meeting)
+        return StoreCoordinator(self._given, place, len(ranks), timeout_seconds=seconds, handshake=self._handshake)
 
     def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
-        """See `ckptcore.protocols.Coordinator`; only the leader waits, and removes what it got."""
+        """Gather payloads at the leader. See `ckptcore.protocols.Coordinator`.
+
+        Only the leader waits. It removes the payloads.
+        """
         if self._size == 1:
             return [payload]
         return self._exchange(key, lambda store, place: self._gather(store, key, place, payload))
 
     def broadcast(self, key: str, payload: bytes | None) -> bytes:
-        """See `ckptcore.protocols.Coordinator`; the leader does not wait, and the last to come removes the payload."""
+        """Send the leader's payload to all. See `ckptcore.protocols.Coordinator`.
+
+        The leader does not wait. The last rank to receive the payload removes it.
+        """
         if (payload is None) == (self._rank == 0):
-            raise PluginError(f"broadcast {key!r}: the leader, and nobody else, gives the payload")
+            raise PluginError(f"broadcast {key!r}: the leader must pass a payload, and other ranks must not")
         if payload is None:
             return self._exchange(key, lambda store, place: self._receive(store, key, place))
         if self._size > 1:
-            told = payload
-            self._exchange(key, lambda store, place: self._tell(store, place, told))
+            given = payload
+            self._exchange(key, lambda store, place: self._send(store, place, given))
         return payload
 
     def _exchange(self, key: str, exchange: Callable[[WatchedStore, str], T]) -> T:
-        """Run an exchange under keys of this life of the job."""
+        """Run an exchange under keys of this run of the job."""
         timeout = self._timeout_seconds
 
         def run(store: WatchedStore) -> T:
-            return exchange(store, f"{self._meeting.life(store, key, timeout)}/{key}")
+            return exchange(store, f"{self._handshake.life(store, key, timeout)}/{key}")
 
         return watched(self._store, key, self._rank, timeout, run)
 
@@ -123,24 +141,24 @@ class StoreCoordinator:
         try:
             self._wait(store, key, names)
         finally:
-            if self._size == self._meeting.size:  # else it was a group of the job, and others may be to come
-                self._meeting.waited()
+            if self._size == self._handshake.size:  # a group of the job can have more exchanges before all have met
+                self._handshake.waited()
         gathered = [payload, *[store.get(name) for name in names.values()]]
         for name in names.values():
             store.remove(name)
         return gathered
 
-    def _tell(self, store: WatchedStore, place: str, payload: bytes) -> None:
-        store.set(f"{place}/told", payload)
-        self._meeting.wait_for_all(store, self._timeout_seconds)
+    def _send(self, store: WatchedStore, place: str, payload: bytes) -> None:
+        store.set(f"{place}/payload", payload)
+        self._handshake.wait_for_all(store, self._timeout_seconds)
 
     def _receive(self, store: WatchedStore, key: str, place: str) -> bytes:
-        told, came = f"{place}/told", f"{place}/came"
-        self._wait(store, key, {0: told})
-        received = store.get(told)
-        if store.add(came, 1) == self._size - 1:
-            store.remove(told)
-            store.remove(came)
+        name, counter = f"{place}/payload", f"{place}/received"
+        self._wait(store, key, {0: name})
+        received = store.get(name)
+        if store.add(counter, 1) == self._size - 1:
+            store.remove(name)
+            store.remove(counter)
         return received
 
     def _wait(self, store: WatchedStore, key: str, names: Mapping[int, str]) -> None:
@@ -154,8 +172,9 @@ class StoreCoordinator:
                 return
             if time.monotonic() >= deadline:
                 raise CoordinationTimeoutError(
-                    f"after {self._timeout_seconds:g} s of the exchange {key!r}, {len(missing)} of {self._size} ranks had not come: "
-                    f"{list(missing)}; look at what they were doing",
+                    f"{len(missing)} of {self._size} ranks did not reach the exchange {key!r} "
+                    f"within {self._timeout_seconds:g} s: {list(missing)}; check what they "
+                    "were doing",
                     list(missing),
                 )
             store.pause(pause)
@@ -164,11 +183,13 @@ class StoreCoordinator:
 
 @dataclass(frozen=True, slots=True)
 class StorelessCoordinator:
-    """Knows its rank, and cannot agree: of a process group without a store. A load of one process needs no more than that.
+    """Coordinator of a process group without a store.
+
+    It knows its rank, which suffices for loads of one process.
 
     Attributes:
         backend: of the group.
-        rank, size: which process of how many this is.
+        rank, size: rank of this process and number of processes.
     """
 
     backend: str
@@ -176,7 +197,7 @@ class StorelessCoordinator:
     size: int
 
     def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
-        """Refuse.
+        """Raise an error.
 
         Raises:
             PluginError
@@ -184,7 +205,7 @@ class StorelessCoordinator:
         raise _without_store(self.backend, self.size)
 
     def broadcast(self, key: str, payload: bytes | None) -> bytes:
-        """Refuse.
+        """Raise an error.
 
         Raises:
             PluginError
@@ -193,10 +214,12 @@ class StorelessCoordinator:
 
 
 def coordinator_of_job() -> GroupCoordinator | StorelessCoordinator | None:
-    """The coordinator of the job whose process group was initialized; None where none was, or one of one process.
+    """Return the coordinator of the initialized process group, or None if it has one process.
 
-    It is over the store through which the processes of the group met, whatever the backend of the group: nothing is sent
-    by its collectives. Any thread.
+    Any thread.
+
+    It uses the store with which the group was initialized, whatever its backend, and none of its
+    collectives.
     """
     world = dist.group.WORLD
     if world is None or world.size() == 1:
@@ -208,29 +231,30 @@ def coordinator_of_job() -> GroupCoordinator | StorelessCoordinator | None:
 
 
 class GroupCoordinator(StoreCoordinator):
-    """The coordinator of a process group, the same for as long as the group is: a `ckptcore.protocols.Rejoinable`.
+    """Coordinator of a process group, one object per group. A `ckptcore.protocols.Rejoinable`.
 
-    A program that ends its group and makes another one, with processes that it had before and others, goes on in that one.
+    A program can end its group and create another one with some of the same processes. It then
+    continues in the new group.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, *, meeting: StoreMeeting, incarnation: int) -> None:
-        """Touch nothing yet.
+    def __init__(self, store: Any, rank: int, size: int, *, handshake: StoreHandshake, incarnation: int) -> None:
+        """Do no I/O.
 
         Args:
-            store, rank, size, meeting: as of `StoreCoordinator`.
-            incarnation: see there.
+            store, rank, size, handshake: see `StoreCoordinator`.
+            incarnation: number of the group in this process.
         """
-        super().__init__(store, rank, size, meeting=meeting)
+        super().__init__(store, rank, size, handshake=handshake)
         self._incarnation: Final = incarnation
 
     @property
     def incarnation(self) -> int:
-        """Which one of the groups that this process was in and saved or loaded with, one after the other, from 1."""
+        """Number of this group among those that this process has used, from 1."""
         return self._incarnation
 
 
 class _GroupCoordinators:
-    """The coordinators of the groups of this process; any thread."""
+    """Coordinators of the groups of this process. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -243,8 +267,8 @@ class _GroupCoordinators:
             if found is None:
                 self._made += 1
                 store, rank, size = _store_of(group), group.rank(), group.size()
-                meeting = meetings().of(group, _own_part(store), rank, size)
-                found = GroupCoordinator(store, rank, size, meeting=meeting, incarnation=self._made)
+                handshake = handshakes().of(group, _own_part(store), rank, size)
+                found = GroupCoordinator(store, rank, size, handshake=handshake, incarnation=self._made)
                 self._known[group] = found
             return found
 
@@ -256,17 +280,19 @@ def _job_coordinators() -> _GroupCoordinators:
 
 def _without_store(backend: str, size: int) -> PluginError:
     return PluginError(
-        f"the process group of this job of {size} processes has the backend {backend!r}, which has no key-value store: expected "
-        "another backend, or Context(job=JobOptions(coordinator=StoreCoordinator(store, rank, size))) with a store that all processes reach"
+        f"the process group of this job of {size} processes has the backend {backend!r}, which "
+        "has no key-value store: use another backend, or "
+        "Context(job=JobOptions(coordinator=StoreCoordinator(store, rank, size))) with a "
+        "store that all processes can reach"
     )
 
 
 def _own_part(store: Any) -> Any:
-    return dist.PrefixStore("ckptcore", store)  # type: ignore[attr-defined]  # it is exported at run time
+    return dist.PrefixStore("ckptcore", store)  # type: ignore[attr-defined]  # exported only at run time
 
 
 def store_of_job() -> Any:
-    """The store through which the processes of the job met; None where there is no job of several, or its store keeps nothing."""
+    """Return the store of the initialized process group, or None if it has one process or no usable store."""
     world = dist.group.WORLD
     if world is None or world.size() == 1 or dist.get_backend(world) in _WITHOUT_STORE:
         return None
@@ -274,6 +300,10 @@ def store_of_job() -> Any:
 
 
 def _store_of(world: Any) -> Any:
-    """The store of the default group; a group that is written in Python has none of its own (torch 2.13.0, ``get_group_store``)."""
-    found = world.get_group_store() if hasattr(world, "get_group_store") else None  # older versions have no public way
+    """Return the store of the default group.
+
+    A group implemented in Python has none (torch 2.13.0, ``get_group_store``).
+    """
+    # older versions have no public method
+    found = world.get_group_store() if hasattr(world, "get_group_store") else None
     return dist.distributed_c10d._get_default_store() if found is None else found

@@ -1,8 +1,9 @@
-"""The forms in which the groups of an optimizer's state by names are stored: a list of groups, options by parameter, or flat.
+"""Stored forms of the groups in an optimizer's state by names: a list of groups, options by parameter, or flat.
 
-A list of groups is what torch gives unless asked otherwise: ``[{option: value, ..., "params": names}]``. By parameter it is
-``{name: {option: value}}``, which processes with different parameters unite by key. Its entries have the names of the flat form of torch
-(see `flattened_states`) where a layout joins keys by dots, as ``dcp`` does.
+torch returns a list of groups by default: ``[{option: value, ..., "params": names}]``. By parameter
+it is ``{name: {option: value}}``, which merges by key among processes with different parameters.
+Its entries have the keys of torch's flat form (see `flattened_states`) if a layout joins keys by
+dots, as ``dcp`` does.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from ckptcore import PLACEHOLDER
-from ckptcore_torch.flattened_states import flat_places, of_others
+from ckptcore_torch.flattened_states import keys_of_others, parse_flat_keys
 
 __all__ = [
     "OptionsByName",
@@ -29,24 +30,24 @@ _GROUPS: Final = "param_groups"
 
 
 class StoredForm(Protocol):
-    """How a state by names is stored, and how it is with a list of groups."""
+    """Conversion between a stored form and the nested form with a list of groups."""
 
     def nested(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What is stored, with a list of groups.
+        """Convert a stored state to the nested form.
 
         Raises:
-            TreeMismatchError: if entries exclude each other.
+            TreeMismatchError: if entries conflict.
         """
         ...
 
     def as_stored(self, nested: Mapping[str, Any]) -> Mapping[str, Any]:
-        """In this form, what is like a result of `nested`."""
+        """Convert a nested state to the stored form."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Listed:
-    """A list of groups already, or nothing that is known."""
+    """The nested form itself, or an unknown form."""
 
     def nested(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         return state
@@ -57,10 +58,16 @@ class _Listed:
 
 @dataclass(frozen=True, slots=True)
 class OptionsByName:
-    """The options of each parameter under its name: ``{"state": {name: slots}, "param_groups": {name: {option: value}}}``."""
+    """Options of each parameter under its name.
+
+    ``{"state": {name: slots}, "param_groups": {name: {option: value}}}``
+    """
 
     def nested(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """With a group for each parameter; what has not the form of options stays, so that it is refused."""
+        """Return one group for each parameter.
+
+        Invalid options are kept, so that they cause an error.
+        """
         groups = [
             {**options, "params": [name]} if isinstance(options, Mapping) else options
             for name, options in state[_GROUPS].items()
@@ -68,36 +75,42 @@ class OptionsByName:
         return {**state, _GROUPS: groups}
 
     def as_stored(self, nested: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of each group under the name of every parameter in it. A group without parameters has no place."""
+        """Return the options of each group under the names of its parameters.
+
+        Empty groups are lost.
+        """
         options = {name: group_options(group) for group in nested[_GROUPS] for name in group["params"]}
         return {**nested, _GROUPS: options}
 
 
 def form_of(state: Mapping[Any, Any], names: Collection[str]) -> StoredForm:
-    """The form of a stored state; what has none of them is taken for a list of groups.
+    """Return the form of a stored state. An unknown form is treated as nested.
 
     Args:
-        state: what is stored.
-        names: those of the parameters of the optimizer.
+        state: the stored state.
+        names: names of the optimizer's parameters.
 
     Raises:
-        TreeMismatchError: if it is flat, and an entry is of a parameter that the optimizer has not.
+        TreeMismatchError: if it is flat, and an entry belongs to an unknown parameter.
     """
-    places = flat_places(state.keys(), names)
+    places = parse_flat_keys(state.keys(), names)
     if places is not None:
         return places
     return OptionsByName() if isinstance(state.get(_GROUPS), Mapping) else _Listed()
 
 
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a group, without the names of its parameters."""
+    """Return the options of a group, without the names of its parameters."""
     return {name: option for name, option in group.items() if name not in ("params", "param_names")}
 
 
 def without_others(stored: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
-    """What is stored, in its form, without what is of parameters of other names; what is of no parameter stays."""
+    """Return a stored state without the entries of other parameters.
+
+    Entries of no parameter are kept.
+    """
     if not stored.keys() & {_STATE, _GROUPS}:
-        left = set(of_others(stored.keys(), names))
+        left = set(keys_of_others(stored.keys(), names))
         return {key: value for key, value in stored.items() if key not in left}
     groups, own = stored.get(_GROUPS), dict(stored)
     others = _others(groups, names)
@@ -116,9 +129,9 @@ def without_others(stored: Mapping[str, Any], names: Collection[str]) -> Mapping
 
 
 def with_others(asked: Mapping[str, Any], stored: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
-    """What is asked for of a result of `without_others`, with placeholders for the rest of what is stored."""
+    """Extend a request for a result of `without_others` with placeholders for the other stored entries."""
     if not stored.keys() & {_STATE, _GROUPS}:
-        return {**asked, **dict.fromkeys(of_others(stored.keys(), names), PLACEHOLDER)}
+        return {**asked, **dict.fromkeys(keys_of_others(stored.keys(), names), PLACEHOLDER)}
     groups, found = stored.get(_GROUPS), dict(asked)
     others = _others(groups, names)
     if isinstance(groups, Mapping) and isinstance(asked.get(_GROUPS), Mapping):
@@ -133,7 +146,7 @@ def with_others(asked: Mapping[str, Any], stored: Mapping[str, Any], names: Coll
 
 
 def without_placeholders(loaded: Mapping[str, Any]) -> dict[str, Any]:
-    """What was loaded of a result of `with_others`, without what was not."""
+    """Remove the placeholders of `with_others` from a loaded state."""
     found = {}
     for key, value in loaded.items():
         if value is not PLACEHOLDER:
@@ -143,7 +156,7 @@ def without_placeholders(loaded: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _others(groups: object, names: Collection[str]) -> Collection[str]:
-    """The names of parameters in stored groups that are none of `names`, in their order."""
+    """Return the names of parameters in stored groups that are not in `names`, in order."""
     if isinstance(groups, Mapping):
         return {name: None for name in groups if isinstance(name, str) and name not in names}.keys()
     listed = groups if isinstance(groups, list) else []
@@ -157,5 +170,8 @@ def _parameters(group: object) -> Sequence[Any]:
 
 
 def _with_parameters(group: Any, names: list[Any]) -> Any:
-    """A group with other parameters; what has not the form of one as it is, so that it is refused."""
+    """Return a group with other parameters.
+
+    Invalid groups are kept, so that they cause an error.
+    """
     return {**group, "params": names} if isinstance(group, Mapping) and isinstance(group.get("params"), list) else group

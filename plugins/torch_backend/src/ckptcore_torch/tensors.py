@@ -1,4 +1,4 @@
-"""Leaf handlers of tensors: plain tensors and Parameters, and subclasses that lie over plain memory."""
+"""Leaf handlers of plain tensors and Parameters, and of subclasses over plain memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ckptcore.model import (
 )
 from ckptcore.protocols import HostBytes, HostMemory, Priority
 from ckptcore_torch.abstracts import abstract_like, abstract_subclass, expect_device
-from ckptcore_torch.conversions import copy_elements, elements_as, host_view, lies_in
+from ckptcore_torch.conversions import copy_elements, elements_as, host_view, shares_memory
 from ckptcore_torch.dtypes import encoding_of
 from ckptcore_torch.transfers import finish_work_on, start_copy
 
@@ -40,67 +40,72 @@ __all__ = [
 
 
 class TensorHandler:
-    """`torch.Tensor` and `torch.nn.Parameter`, exactly; also meta tensors as abstract leaves.
+    """Handler of exactly `torch.Tensor` and `torch.nn.Parameter`, also of meta tensors as abstract leaves.
 
-    A tensor built for an abstract one is contiguous, on the device of the abstract one (a meta tensor asks for the CPU),
-    of its dtype, requires gradients as it does, and is a Parameter where it is one.
+    A tensor is built contiguous, with the dtype, device, class and `requires_grad` of the abstract
+    one. A meta tensor requests the CPU.
     """
 
     priority = Priority.FRAMEWORK
 
     def describe(self, leaf: Any) -> LeafRecord:
-        """Shape and dtype; the kind names dtypes whose bytes are stored raw."""
+        """Return shape and dtype. The kind names dtypes that are stored as raw bytes."""
         if leaf.layout is not torch.strided or leaf.is_nested:
             raise UnsupportedLeafError(_layout_refusal(leaf))
         return _record(leaf.shape, leaf.dtype)
 
     def abstract(self, leaf: Any) -> torch.Tensor:
-        """A tensor without elements: on the meta device for one on the CPU, elsewhere a FakeTensor, which says on which device."""
-        self.describe(leaf)  # refuses what cannot be stored
+        """Return a meta tensor for a CPU tensor, or else a FakeTensor on the same device."""
+        self.describe(leaf)  # raises an error if the leaf cannot be stored
         return leaf if leaf.is_meta else abstract_like(leaf)
 
     def identity(self, leaf: Any) -> Hashable | None:
-        """Device, address, shape, strides and dtype of the elements; of a meta tensor the storage, which has no address.
+        """Return address, shape, strides, dtype and device, or None without elements.
 
-        None where there are no elements.
+        A meta tensor has no address, so its storage object is used.
         """
         try:
             address = leaf.data_ptr()
         except RuntimeError:
-            return None  # a wrapper without memory of its own; `shards` refuses it
+            return None  # a wrapper without memory; `shards` raises an error
         if not address:
             if not leaf.is_meta or not leaf.numel():
                 return None
-            # Detached aliases of a meta tensor, as a state dict has them for tied weights, share its storage object.
+            # Detached aliases of a meta tensor, such as tied weights in a state dict, share its
+            # storage object.
             return ("meta", leaf.untyped_storage()._cdata, leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype)
         if leaf.is_cpu and not leaf.is_conj() and not leaf.is_neg():
             return (address, leaf.shape, leaf.stride(), leaf.dtype)
         return (address, leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.is_conj(), leaf.is_neg())
 
     def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard]:
-        """All of it, which every process is taken to hold alike.
+        """Return the whole tensor, assumed equal on all processes.
 
         Raises:
             UnsupportedLeafError: if the tensor has no elements in memory.
         """
         _check_has_memory(leaf)
         if not leaf.is_cpu:
-            # Asked of the thread that saves. `view_on_host` is not, and another thread has another current stream.
+            # This runs on the saving thread, but `view_on_host` may run on another one with another
+            # current stream.
             finish_work_on(leaf)
         return _whole(leaf.shape, rank, size)
 
     def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard]:
-        """All of it, also of a meta tensor."""
+        """Return the whole tensor, also for a meta tensor."""
         return _whole(leaf.shape, rank, size)
 
     def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
-        """None for views of CPU memory. A meta tensor is taken to stand for one on a device."""
+        """Return no bytes for views of CPU memory. A meta tensor counts as a tensor on a device."""
         nbytes = sum([box.size for box in boxes]) * encoding_of(leaf.dtype).host.itemsize
         in_memory = leaf.device.type == "cpu" and not leaf.is_conj() and not leaf.is_neg()
         return HostBytes(0 if in_memory else nbytes, nbytes)
 
     def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
-        """Copies: every tensor can be changed. From CUDA on a side stream, ordered after the current one."""
+        """Copy, because tensors are mutable.
+
+        CUDA copies run on a side stream, after the current one.
+        """
         if leaf.is_cpu and not leaf.is_conj() and not leaf.is_neg():
             whole = host_view(leaf)
             return [memory.copy(_part(whole, box)) for box in boxes]
@@ -112,7 +117,7 @@ class TensorHandler:
         return copies
 
     def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
-        """Views of CPU memory; copies of what is on another device."""
+        """Return views of CPU memory, and copies from other devices."""
         _check_has_memory(leaf)
         if not leaf.is_cpu:
             encoding = encoding_of(leaf.dtype)
@@ -121,11 +126,11 @@ class TensorHandler:
         return [Ready(_part(whole, box)) for box in boxes]
 
     def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
-        """All of it."""
+        """Return the whole array."""
         return _whole_box(stored.spec.shape)
 
     def destination(self, abstract: Any, stored: ArrayRecord, box: Box) -> HostArray | None:
-        """The memory of a contiguous CPU tensor whose elements lie as they are stored."""
+        """Return the memory of a contiguous CPU tensor with the stored dtype and shape."""
         if not abstract.is_cpu or abstract.layout is not torch.strided or not abstract.is_contiguous():
             return None
         spec = stored.spec
@@ -138,31 +143,31 @@ class TensorHandler:
         return array if flags.writeable and flags.c_contiguous else None
 
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
-        """A tensor over the host array, without a copy where dtype and device are those of the array."""
+        """Build a tensor over the host array. Copies only to change the dtype or device."""
         tensor = _elements(abstract, stored, boxes)
         device = abstract.device
-        if device != _CPU and device.type != "meta":  # not `is_cpu`: a FakeTensor tells only by its device
+        if device != _CPU and device.type != "meta":  # not `is_cpu`, which is wrong for a FakeTensor
             tensor = tensor.to(device)
-        # Asking a type is quick; isinstance asks the metaclass of Parameter.
+        # Comparing types is fast; isinstance calls the metaclass of Parameter.
         if type(abstract) is not torch.Tensor and isinstance(abstract, torch.nn.Parameter):
             return torch.nn.Parameter(tensor, requires_grad=abstract.requires_grad)
         return tensor.requires_grad_() if abstract.requires_grad else tensor
 
     def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
-        """Copy into the tensor, of any strides and device, and tell autograd that it changed.
+        """Copy into the tensor, with any strides and device, and increment its autograd version.
 
-        False for meta tensors, and for tensors several of whose elements lie in one place.
+        Return False for meta tensors, and for tensors with overlapping elements.
         """
         if target.is_meta or _overlaps_itself(target):
             return False
         if target.numel() and not target.data_ptr() and not target.untyped_storage().nbytes():
             raise UnsupportedLeafError(f"{_FREED}; gather the parameters before loading into them")
-        if len(boxes) == 1 and lies_in(boxes[0][1], target):  # it was read into the memory that `destination` gave
+        if len(boxes) == 1 and shares_memory(boxes[0][1], target):  # already read into the memory from `destination`
             torch.autograd.graph.increment_version(target)
             return True
         source = _elements(target, stored, boxes)
         if target.is_inference():
-            with torch.inference_mode():  # only there can a tensor be changed that was made there
+            with torch.inference_mode():  # an inference tensor can be changed only in inference mode
                 copy_elements(target, source)
         else:
             with torch.no_grad():
@@ -170,7 +175,7 @@ class TensorHandler:
         return True
 
     def memory_to_fill(self, target: Any) -> Sequence[StridedMemory] | None:
-        """The memory of the elements, on any device; None if `fill` returns False."""
+        """Return the memory of the elements on any device, or None if `fill` returns False."""
         if target.is_meta or _overlaps_itself(target):
             return None
         if not target.data_ptr():
@@ -182,112 +187,115 @@ class TensorHandler:
 
 
 class SubclassHandler:
-    """Subclasses of tensors that lie over plain memory, and FakeTensors as abstract leaves.
+    """Handler of tensor subclasses over plain memory, and of FakeTensors as abstract leaves.
 
-    Elements are saved without what else the subclass carries. Built for an abstract leaf, they come back as its type with
-    its attributes. Subclasses that are made of other tensors are refused.
+    Only elements are saved. A leaf is built with the class and attributes of the abstract one.
+    Subclasses composed of other tensors are refused.
     """
 
     priority = Priority.FRAMEWORK
 
     def describe(self, leaf: Any) -> LeafRecord:
-        """As of a plain tensor."""
+        """Return shape and dtype."""
         if is_uninitialized(leaf):
             raise UnsupportedLeafError(
-                "a parameter of a lazy module has no shape before the module is used for the first time; "
-                "call the module once, then save it or load into it"
+                "a parameter of a lazy module has no shape before the first use of the "
+                "module; call the module once, then save it or load into it"
             )
         if is_fake(leaf):
             return _record(torch.Size([_extent(extent) for extent in leaf.shape]), leaf.dtype)
         return _PLAIN.describe(_plain(leaf))
 
     def abstract(self, leaf: Any) -> torch.Tensor:
-        """A tensor of the subclass on the meta device, with its attributes; a FakeTensor is its own.
+        """Return a meta tensor of the subclass with its attributes, or a FakeTensor itself.
 
         Raises:
-            UnsupportedLeafError: also of a tensor on another device than the CPU.
+            UnsupportedLeafError: also for a tensor on another device than the CPU.
         """
-        self.describe(leaf)  # refuses what cannot be stored
+        self.describe(leaf)  # raises an error if the leaf cannot be stored
         if is_fake(leaf):
             return cast(torch.Tensor, leaf)
         plain = _plain(leaf)
         return cast(torch.Tensor, leaf) if plain.is_meta else abstract_subclass(plain, leaf)
 
     def identity(self, leaf: Any) -> Hashable | None:
-        """As of a plain tensor; a FakeTensor is only itself."""
+        """Return the identity of the plain tensor. A FakeTensor equals only itself."""
         return ("fake", id(leaf)) if is_fake(leaf) else _PLAIN.identity(_plain(leaf))
 
     def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard]:
-        """All of it, also of a FakeTensor."""
+        """Return the whole tensor, also for a FakeTensor."""
         return _whole(leaf.shape, rank, size)
 
     def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
-        """As of a plain tensor on the same device."""
+        """Return the size of the plain tensor on the same device."""
         return _PLAIN.host_bytes(leaf if is_fake(leaf) else _plain(leaf), boxes)
 
     def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard]:
-        """As of a plain tensor."""
+        """Return the shards of the plain tensor."""
         return _PLAIN.shards(leaf if is_fake(leaf) else _plain(leaf), rank, size)
 
     def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
-        """As of a plain tensor."""
+        """Copy the plain tensor."""
         return _PLAIN.copy_to_host(_plain(leaf), boxes, memory)
 
     def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
-        """As of a plain tensor."""
+        """View the plain tensor."""
         return _PLAIN.view_on_host(_plain(leaf), boxes)
 
     def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
-        """All of it.
+        """Return the whole array.
 
         Raises:
-            UnsupportedLeafError: if a FakeTensor asks for a device that is not here.
+            UnsupportedLeafError: if a FakeTensor requests a device that is missing.
         """
         if is_fake(abstract):
             expect_device(abstract.device)
         return _whole_box(stored.spec.shape)
 
     def destination(self, abstract: Any, stored: ArrayRecord, box: Box) -> HostArray | None:
-        """As of a plain tensor; None for a FakeTensor."""
+        """Return the memory of the plain tensor, or None for a FakeTensor."""
         return None if is_fake(abstract) else _PLAIN.destination(_plain(abstract), stored, box)
 
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
-        """A plain tensor or Parameter for a FakeTensor, else one of the type of `abstract` and with its attributes."""
+        """Build a plain tensor or Parameter for a FakeTensor, else a tensor with the class and
+        attributes of `abstract`.
+        """
         if is_fake(abstract):
             return _PLAIN.build(abstract, stored, boxes)
         with torch._C.DisableTorchFunctionSubclass():
             plain = _PLAIN.build(_plain(abstract), stored, boxes)
-            built: torch.Tensor = plain.detach().as_subclass(type(abstract))  # type: ignore[attr-defined]  # build made a tensor
+            # `build` returned a tensor.
+            built: torch.Tensor = plain.detach().as_subclass(type(abstract))  # type: ignore[attr-defined]
             built.__dict__.update(abstract.__dict__)
             return built.requires_grad_(abstract.requires_grad)
 
     def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
-        """As of a plain tensor; False for a FakeTensor."""
+        """Fill the plain tensor. Return False for a FakeTensor."""
         return False if is_fake(target) else _PLAIN.fill(_plain(target), stored, boxes)
 
     def memory_to_fill(self, target: Any) -> Sequence[StridedMemory] | None:
-        """The memory of a plain tensor; None for a FakeTensor."""
+        """Return the memory of the plain tensor, or None for a FakeTensor."""
         return None if is_fake(target) else _PLAIN.memory_to_fill(_plain(target))
 
 
 _CPU: Final = torch.device("cpu")
-_FREED: Final = "the storage of this tensor was freed, as FSDP does with parameters that are not in use"
+_FREED: Final = "the storage of this tensor was freed, as FSDP does with unused parameters"
 _PLAIN: Final = TensorHandler()
 
 
 def is_uninitialized(leaf: object) -> bool:
-    """Whether this is a parameter or buffer of a lazy module that was not used so far; it refuses almost any question."""
+    """Return True for parameters and buffers of unused lazy modules, which raise errors on most accesses."""
     return isinstance(leaf, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer)
 
 
 def is_sharded(leaf_type: type) -> bool:
-    """Whether tensors of a type are ShardedTensors, which refuse almost any question, or warn of it."""
+    """Return True for the type ShardedTensor, which raises errors or warnings on most accesses."""
     module = sys.modules.get("torch.distributed._shard.sharded_tensor")
     return module is not None and issubclass(leaf_type, module.ShardedTensor)
 
 
 def same_memory(held: object, given: object) -> bool:
-    """Whether two values are one tensor, or views of the very same elements, so that nothing needs to be copied."""
+    """Return True if two values are the same tensor or views of the same elements, so that no copy is needed."""
     if held is given:
         return True
     if not isinstance(held, torch.Tensor) or not isinstance(given, torch.Tensor):
@@ -304,7 +312,7 @@ def _identity(leaf: torch.Tensor) -> Hashable | None:
     return None if hasattr(leaf, "__tensor_flatten__") or is_fake(leaf) else _PLAIN.identity(leaf)
 
 
-# The same few shapes come again and again: what is made of them is frozen, and shared.
+# Cached, because few shapes occur many times. The results are frozen.
 @functools.lru_cache(maxsize=4096)
 def _record(shape: torch.Size, dtype: torch.dtype) -> ArrayRecord:
     encoding = encoding_of(dtype)
@@ -329,33 +337,32 @@ def _part(whole: HostArray, box: Box) -> HostArray:
 
 
 def _elements(abstract: torch.Tensor, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> torch.Tensor:
-    """A CPU tensor of the stored elements, cast to the dtype of `abstract`."""
+    """Return a CPU tensor of the stored elements, cast to the dtype of `abstract`."""
     if isinstance(stored, ValueRecord):
-        difference = f"a {stored.kind} is stored, asked for as a tensor of the shape {tuple(abstract.shape)}"
-        raise TreeMismatchError(f"{difference}; give a {stored.kind} in the place of the tensor", [difference])
+        difference = f"a {stored.kind} is stored, requested as a tensor of the shape {tuple(abstract.shape)}"
+        raise TreeMismatchError(f"{difference}; give a {stored.kind} instead of the tensor", [difference])
     shape = stored.spec.shape
     if len(boxes) != 1 or boxes[0][1].shape != shape:
-        raise PluginError(f"a tensor of {stored.spec} was asked for whole and came in {len(boxes)} boxes")
+        raise PluginError(f"a tensor of {stored.spec} was requested as a whole but read in {len(boxes)} boxes")
     if abstract.shape != shape:
-        difference = f"stored with the shape {shape}, asked for as a tensor of the shape {tuple(abstract.shape)}"
+        difference = f"stored with the shape {shape}, requested as a tensor of the shape {tuple(abstract.shape)}"
         raise TreeMismatchError(f"{difference}; give a tensor of the stored shape", [difference])
     return elements_as(boxes[0][1], stored, abstract.dtype)
 
 
 def _check_has_memory(leaf: torch.Tensor) -> None:
     if is_fake(leaf):
-        raise UnsupportedLeafError("a FakeTensor has no elements to save; save the tensor that it stands for")
+        raise UnsupportedLeafError("a FakeTensor has no elements to save; save the original tensor")
     try:
         if leaf.data_ptr() or not leaf.numel():
             return
     except RuntimeError as error:
         raise UnsupportedLeafError(
-            f"a {type(leaf).__name__} without memory of its own cannot be saved ({error}); "
-            "save the tensors that it is made of"
+            f"cannot save a {type(leaf).__name__} without memory ({error}); save the tensors that it is composed of"
         ) from error
     if leaf.is_meta:
         raise UnsupportedLeafError(
-            "a meta tensor has no elements to save; it can only say what to load. Save the tensor it stands for"
+            "a meta tensor has no elements to save; use it only to describe a load. Save the original tensor"
         )
     raise UnsupportedLeafError(f"{_FREED}; gather the parameters before saving them")
 
@@ -387,7 +394,7 @@ def _layout_refusal(leaf: torch.Tensor) -> str:
 
 
 def is_fake(leaf: torch.Tensor) -> bool:
-    """Whether this is a FakeTensor, which has a device and no elements."""
+    """Return True for a FakeTensor, which has a device but no elements."""
     module = sys.modules.get("torch._subclasses.fake_tensor")
     return module is not None and isinstance(leaf, module.FakeTensor)
 
@@ -395,36 +402,40 @@ def is_fake(leaf: torch.Tensor) -> bool:
 def _extent(extent: Any) -> int:
     if type(extent) is not int:
         raise UnsupportedLeafError(
-            f"a FakeTensor with the symbolic extent {extent} has no one shape; make it with static shapes"
+            f"a FakeTensor with the symbolic extent {extent} has no fixed shape; create it with static shapes"
         )
     return extent
 
 
 def _plain(leaf: torch.Tensor) -> torch.Tensor:
-    """The same memory as a `torch.Tensor`; a subclass that is made of other tensors is refused."""
+    """Return the same memory as a `torch.Tensor`.
+
+    Subclasses composed of other tensors are refused.
+    """
     name = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
     if hasattr(leaf, "__tensor_flatten__"):
         remedy = (
             "save its .values() and .offsets(), or .unbind()"
             if leaf.is_nested
-            else "save the tensors that its __tensor_flatten__() names as leaves of their own"
+            else "save the tensors that its __tensor_flatten__() names as separate leaves"
         )
-        raise UnsupportedLeafError(f"a {name} is made of other tensors and is not one array in memory; {remedy}")
+        raise UnsupportedLeafError(f"a {name} is composed of other tensors and is not one array in memory; {remedy}")
     if _is_masked(leaf):
         raise UnsupportedLeafError(f"a {name} is two arrays; save its .get_data() and .get_mask()")
     try:
-        # Otherwise a subclass's __torch_function__ could intercept calls about its memory, and wrap their results.
+        # Otherwise a subclass's __torch_function__ could intercept calls about its memory, and wrap
+        # their results.
         with torch._C.DisableTorchFunctionSubclass():
             plain = leaf.detach().as_subclass(torch.Tensor)
             return plain.requires_grad_() if leaf.requires_grad else plain
     except (TypeError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
         raise UnsupportedLeafError(
-            f"a {name} does not give its elements as one array in memory ({str(error).splitlines()[0]}); save the "
-            "tensors that it is made of as leaves of their own"
+            f"a {name} is not one array in memory ({str(error).splitlines()[0]}); save the "
+            "tensors that it is composed of as separate leaves"
         ) from error
 
 
 def _is_masked(leaf: torch.Tensor) -> bool:
-    """Return whether this is a MaskedTensor: elements, and a mask of those that count."""
+    """Return True for a MaskedTensor, which consists of elements and a mask."""
     module = sys.modules.get("torch.masked.maskedtensor.core")
     return module is not None and isinstance(leaf, module.MaskedTensor)

@@ -1,4 +1,4 @@
-"""The sample of PyTorch for the matrix of `ckptcore_testing`."""
+"""The PyTorch sample for the matrix of `ckptcore_testing`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ckptcore.model import ArraySpec, HostArray, dtype_from_name
 __all__ = ["SAMPLE"]
 
 _INTEGERS: Final[Mapping[int, str]] = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
-"""By bytes of an element, integers that PyTorch and NumPy exchange."""
+"""Integer dtypes that PyTorch and NumPy exchange, by item size in bytes."""
 
-# PyTorch's int4, float4 and the like are bytes that libraries pack several elements into: other dtypes than ml_dtypes'.
+# PyTorch's int4 and float4 pack several elements into a byte, unlike the dtypes of ml_dtypes.
 _DTYPES: Final = frozenset(
     name
     for name in DTYPE_NAMES
@@ -39,7 +39,7 @@ def _make(elements: HostArray) -> torch.Tensor:
 
 @contextmanager
 def _complex32_is_expected() -> Iterator[None]:
-    """PyTorch says of complex32 once in a process that it is experimental, wherever it meets it first."""
+    """Ignore the warning that complex32 is experimental, which PyTorch raises once per process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
         yield
@@ -51,7 +51,8 @@ def _abstract(spec: ArraySpec) -> torch.Tensor:
 
 def _elements(leaf: Any) -> HostArray:
     name = str(leaf.dtype).removeprefix("torch.")
-    # A copy: views of another dtype need a stride of 1, which also a tensor of one element may lack.
+    # Copy, because a view of another dtype needs a stride of 1, which even a tensor of one element
+    # may lack.
     flat = torch.empty_strided((leaf.numel(),), (1,), dtype=leaf.dtype).copy_(leaf.detach().reshape(-1))
     carried = flat.view(getattr(torch, _carrier(leaf.dtype.itemsize))).numpy()
     return carried.view(dtype_from_name(name)).reshape(tuple(leaf.shape))
@@ -67,4 +68,4 @@ SAMPLE: Final = FrameworkSample(
     fills=True,
     session=_complex32_is_expected,
 )
-"""Tensors; asked for by tensors on the meta device."""
+"""Tensors, requested with tensors on the meta device."""

@@ -1,4 +1,4 @@
-"""From device memory to host memory: through pinned staging buffers on a side stream where the device is CUDA."""
+"""Copies from device to host memory, through pinned staging buffers and a side stream for CUDA."""
 
 from __future__ import annotations
 
@@ -17,44 +17,44 @@ from ckptcore.errors import PluginError
 from ckptcore.model import HostArray, Pending, Ready
 from ckptcore_torch.dtypes import encoding_of
 
-__all__ = ["CudaLane", "HostCopy", "Lane", "Moment", "Transfers", "finish_work_on", "start_copy"]
+__all__ = ["CudaLane", "DeviceEvent", "HostCopy", "Lane", "Transfers", "finish_work_on", "start_copy"]
 
 _STAGING_BYTES: Final = 32 << 20
-"""Bytes of one staging buffer."""
+"""Size of a staging buffer."""
 
 _STAGING_BUFFERS: Final = 4
-"""Staging buffers of a device: one is filled while others travel and one is emptied."""
+"""Staging buffers per device: one is filled, others are transferred, and one is emptied."""
 
 
-class Moment(Protocol):
-    """A point in the work of a device. A `torch.cuda.Event` is one."""
+class DeviceEvent(Protocol):
+    """A point in the work of a device, such as a `torch.cuda.Event`."""
 
     def synchronize(self) -> None:
-        """Wait until the device has come there."""
+        """Wait until the device has reached it."""
         ...
 
 
 class Lane(Protocol):
-    """A queue of work on a device beside the caller's own, and memory that the device copies to without the caller."""
+    """A queue of work on a device besides the caller's own, and memory for asynchronous copies."""
 
-    def now(self) -> Moment:
-        """The point that the calling thread's own work on the device has come to."""
+    def now(self) -> DeviceEvent:
+        """Return the current end of the calling thread's own work."""
         ...
 
     def entered(self) -> AbstractContextManager[object]:
-        """Within it, work goes to this lane."""
+        """Direct work inside the context to this lane."""
         ...
 
-    def wait_for(self, moment: Moment) -> None:
-        """Let what is put into this lane from now on begin only after `moment`."""
+    def wait_for(self, event: DeviceEvent) -> None:
+        """Start further work of this lane only after `event`."""
         ...
 
-    def mark(self) -> Moment:
-        """The end of what is in this lane now."""
+    def mark(self) -> DeviceEvent:
+        """Return the current end of the work in this lane."""
         ...
 
     def staging(self, size: int) -> torch.Tensor:
-        """Host memory that can be copied to without waiting: uint8, `size` bytes."""
+        """Allocate host memory for asynchronous copies: uint8, `size` bytes."""
         ...
 
 
@@ -65,33 +65,33 @@ class CudaLane:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # not typed by PyTorch
 
-    def now(self) -> Moment:
-        """An event on the current stream of the calling thread."""
+    def now(self) -> DeviceEvent:
+        """Record an event on the current stream of the calling thread."""
         event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
         return event
 
     def entered(self) -> AbstractContextManager[object]:
-        """Makes the side stream the current one, and its device the current device."""
+        """Make the side stream and its device current."""
         return torch.cuda.stream(self._stream)
 
-    def wait_for(self, moment: Moment) -> None:
-        """Let the side stream wait for an event."""
-        assert isinstance(moment, torch.cuda.Event)
-        self._stream.wait_event(moment)
+    def wait_for(self, event: DeviceEvent) -> None:
+        """Make the side stream wait for an event."""
+        assert isinstance(event, torch.cuda.Event)
+        self._stream.wait_event(event)
 
-    def mark(self) -> Moment:
-        """An event on the side stream."""
+    def mark(self) -> DeviceEvent:
+        """Record an event on the side stream."""
         event: torch.cuda.Event = self._stream.record_event()
         return event
 
     def staging(self, size: int) -> torch.Tensor:
-        """Pinned memory."""
+        """Allocate pinned memory."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 @dataclass(slots=True)
 class _Piece:
-    """Bytes in a staging buffer, and where they go."""
+    """Bytes in a staging buffer, with their destination."""
 
     copy: HostCopy
     staged: slice
@@ -100,18 +100,18 @@ class _Piece:
 
 @dataclass(slots=True)
 class _Flight:
-    """A staging buffer, what is in it, and when it has arrived; still being filled while that is None."""
+    """A staging buffer with its contents and the event of its arrival, which is None while it is being filled."""
 
     buffer: torch.Tensor
     pieces: list[_Piece] = field(default_factory=list)
     used: int = 0
-    arrived: Moment | None = None
+    arrived: DeviceEvent | None = None
 
 
 class HostCopy:
-    """A tensor on its way to a host array; `result` waits for it. Any thread."""
+    """A running copy of a tensor to a host array. `result` waits for it. Any thread."""
 
-    def __init__(self, transfers: Transfers, source: torch.Tensor, target: HostArray, after: Moment) -> None:
+    def __init__(self, transfers: Transfers, source: torch.Tensor, target: HostArray, after: DeviceEvent) -> None:
         self._transfers = transfers
         self._target = target
         self.source: torch.Tensor | None = source
@@ -123,17 +123,19 @@ class HostCopy:
         self.error: BaseException | None = None
 
     def result(self) -> HostArray:
-        """The target, filled."""
+        """Wait, and return the filled target."""
         self._transfers.finish(self)
         return self._target
 
 
 class Transfers:
-    """Copies from one device to host arrays, small ones together, large ones in pieces. Any thread.
+    """Copies from one device to host arrays.
 
-    Copies begin when they are submitted, as far as staging buffers are free, and go on whenever one of them is waited
-    for. The staging buffers are kept for the next save. A copy that nobody waits for any more is dropped, with the
-    tensor it holds; what of it is in a staging buffer already goes with the next copy that is waited for.
+    Small copies share a buffer, large ones are split. Any thread.
+
+    Copies start on submission if staging buffers are free, and progress whenever a thread waits for
+    one. Staging buffers are reused for the next save. A copy without references is dropped with its
+    tensor; data of it in a staging buffer is copied with the next one.
     """
 
     def __init__(self, lane: Lane, *, size: int = _STAGING_BYTES, count: int = _STAGING_BUFFERS) -> None:
@@ -145,14 +147,14 @@ class Transfers:
         self._flights: deque[_Flight] = deque()
         self._lock = threading.Lock()
 
-    def now(self) -> Moment:
-        """The point that the calling thread's own work on the device has come to."""
+    def now(self) -> DeviceEvent:
+        """Return the current end of the calling thread's own work."""
         return self._lane.now()
 
-    def submit(self, source: torch.Tensor, target: HostArray, after: Moment) -> HostCopy:
-        """Start to copy a tensor, as it is at the moment `after`, to a C-contiguous array of as many bytes.
+    def submit(self, source: torch.Tensor, target: HostArray, after: DeviceEvent) -> HostCopy:
+        """Start to copy a tensor, in its state at `after`, to a C-contiguous array of the same size.
 
-        `source` may be freed afterwards; it must not be changed before the copy has arrived.
+        The caller may drop `source`, but must not change it before the copy has arrived.
         """
         copy = HostCopy(self, source, target, after)
         with self._lock:
@@ -161,19 +163,21 @@ class Transfers:
         return copy
 
     def finish(self, copy: HostCopy) -> None:
-        """Wait until a copy has arrived. Moves on others that were submitted before it, and some after it."""
+        """Wait for a copy. This also advances earlier copies, and some later ones."""
         with self._lock:
             while copy.error is None and copy.arrived < copy.bytes.nbytes:
                 self._stage()
                 if not self._flights:
-                    raise PluginError("a copy from a device was waited for and is not under way; please report this")
+                    raise PluginError(
+                        "internal error: waited for a device copy that is not running; please report this"
+                    )
                 self._land(self._flights.popleft())
                 self._stage()
         if copy.error is not None:
             raise copy.error
 
     def _stage(self) -> None:
-        """Put waiting copies into staging buffers while there are free ones; never waits."""
+        """Stage waiting copies while buffers are free. Never blocks."""
         while self._waiting:
             copy = self._waiting[0]()
             if copy is None or copy.error is not None or copy.staged == copy.bytes.nbytes:
@@ -184,7 +188,7 @@ class Transfers:
                 return
             try:
                 self._stage_piece(copy, flight)
-            except Exception as error:  # noqa: BLE001  # kept for whoever waits for this copy
+            except Exception as error:  # noqa: BLE001  # raised to the thread that waits for this copy
                 self._fail(copy, error)
 
     def _stage_piece(self, copy: HostCopy, flight: _Flight) -> None:
@@ -193,7 +197,8 @@ class Transfers:
                 assert copy.source is not None
                 self._lane.wait_for(copy.after)
                 dense = copy.source.contiguous()
-                # Not reshape: a tensor of one element keeps whatever stride it has, and cannot be viewed as bytes.
+                # Not reshape: a tensor of one element can have any stride, and then cannot be
+                # viewed as bytes.
                 copy.flat = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
             count = min(copy.bytes.nbytes - copy.staged, self._size - flight.used)
             staged = slice(flight.used, flight.used + count)
@@ -205,7 +210,7 @@ class Transfers:
                 flight.arrived = self._lane.mark()
 
     def _open_flight(self) -> _Flight | None:
-        """The buffer that is being filled, or a new one; None where all are under way."""
+        """Return the buffer being filled, or a new one, or None if all are in use."""
         if self._flights and self._flights[-1].arrived is None:
             return self._flights[-1]
         if not self._free:
@@ -218,7 +223,7 @@ class Transfers:
         return flight
 
     def _land(self, flight: _Flight) -> None:
-        """Wait for a staging buffer and empty it."""
+        """Wait for a staging buffer, and empty it."""
         try:
             if flight.arrived is None:
                 with self._lane.entered():
@@ -240,7 +245,7 @@ class Transfers:
             self._free.append(flight.buffer)
 
     def _fail(self, copy: HostCopy, error: BaseException) -> None:
-        """Keep an error for whoever waits for the copy: another thread may have met it."""
+        """Keep an error for the thread that waits for the copy."""
         copy.error = error
         copy.source = copy.flat = None
 
@@ -248,7 +253,8 @@ class Transfers:
 def start_copy(source: torch.Tensor, target: HostArray) -> Pending[HostArray]:
     """Copy a tensor of any device to a C-contiguous host array of its encoding.
 
-    From CUDA it does not wait, and `source` must not be changed before the result is there. From elsewhere it waits.
+    CUDA copies are asynchronous, and `source` must not change before the result is ready. Others
+    block.
     """
     source = source.detach().resolve_conj().resolve_neg()
     carrier = encoding_of(source.dtype).carrier
@@ -263,7 +269,7 @@ def start_copy(source: torch.Tensor, target: HostArray) -> Pending[HostArray]:
 
 
 def finish_work_on(tensor: torch.Tensor) -> None:
-    """Wait until the calling thread's work so far on the device of a tensor is done; other threads may then read it."""
+    """Wait for the calling thread's pending work on a tensor's device, so that other threads can read it."""
     if tensor.is_cuda:
         stream = torch.cuda.current_stream(tensor.device)
         if not stream.query():

@@ -1,4 +1,4 @@
-"""A store of torch.distributed whose answers are waited for until a deadline only, and whose errors say what failed."""
+"""A torch.distributed store with a timeout for every answer, and with clear errors."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["WatchedStore", "watched"]
 
 T = TypeVar("T")
 
-_WHERE: Final = "it runs in the launcher (torchrun), or else in the process of rank 0: look whether that is alive"
+_WHERE: Final = "it runs in the launcher (torchrun), or else in the process of rank 0: check that this is running"
 
 _LOOK_SECONDS: Final = 0.5
-"""How often it is looked whether the store still answers."""
+"""Interval of the checks for a timeout."""
 
 
 class WatchedStore:
-    """A store, for one exchange. On the thread of `watched`.
+    """A store for one exchange, on the thread of `watched`.
 
     Attributes:
-        left: set when nobody waits for the exchange any longer.
-        asked: when the store was asked what it has not answered yet, by `time.monotonic`; infinity if it owes no answer.
+        left: set when the exchange was abandoned.
+        asked: start of the pending request, by `time.monotonic`; infinity if there is none.
     """
 
     def __init__(self, store: Any, key: str) -> None:
@@ -35,19 +35,19 @@ class WatchedStore:
         self.asked = math.inf
 
     def set(self, name: str, value: bytes) -> None:
-        """Set a name."""
+        """Set the value of a name."""
         self._ask(lambda: self._store.set(name, value))
 
     def get(self, name: str) -> bytes:
-        """The value of a name, which is there."""
+        """Return the value of an existing name."""
         return bytes(self._ask(lambda: self._store.get(name)))
 
     def has(self, name: str) -> bool:
-        """Whether a name is there."""
+        """Return True if a name exists."""
         return bool(self._ask(lambda: self._store.check([name])))
 
     def add(self, name: str, amount: int) -> int:
-        """Add to a counter; what it is then."""
+        """Add to a counter, and return the sum."""
         return int(self._ask(lambda: self._store.add(name, amount)))
 
     def remove(self, name: str) -> None:
@@ -55,16 +55,16 @@ class WatchedStore:
         self._ask(lambda: self._store.delete_key(name))
 
     def pause(self, seconds: float) -> None:
-        """Let others go on; sooner if nobody waits for this any longer."""
+        """Sleep, but wake up if the exchange is abandoned."""
         self.left.wait(seconds)
 
     def _ask(self, question: Callable[[], T]) -> T:
         if self.left.is_set():
-            raise RankFailedError(f"the exchange {self._key!r} was given up, and goes on no further")
+            raise RankFailedError(f"the exchange {self._key!r} was abandoned")
         self.asked = time.monotonic()
         try:
             return question()
-        except RuntimeError as error:  # torch.distributed.DistError is one; a server that is gone gives several
+        except RuntimeError as error:  # base of torch.distributed.DistError; a failed server causes several types
             raise RankFailedError(
                 f"the store of the job failed in the exchange {self._key!r}: {error}; {_WHERE}"
             ) from error
@@ -73,22 +73,23 @@ class WatchedStore:
 
 
 def watched(store: Any, key: str, rank: int, timeout_seconds: float, exchange: Callable[[WatchedStore], T]) -> T:
-    """Run an exchange, and stop waiting where the store leaves a question unanswered for longer than the deadline.
+    """Run an exchange, and stop waiting if a request to the store exceeds the timeout.
 
-    ``torch.distributed.TCPStore`` waits without an end for the answer to a ``check``, ``get`` or ``add`` (seen with torch 2.13.0, where
-    the process that serves it was stopped). So questions are asked on another thread, which is left behind then.
+    ``torch.distributed.TCPStore`` waits endlessly for answers to ``check``, ``get`` and ``add``
+    (torch 2.13.0, if the server process is stopped). Therefore requests run on another thread,
+    which is abandoned on timeout.
 
     Args:
         store: a `torch.distributed.Store`.
         key: of the exchange.
-        rank: this process.
-        timeout_seconds: the deadline of one question.
-        exchange: what to do with the store.
+        rank: of this process.
+        timeout_seconds: timeout of one request.
+        exchange: the exchange to run with the store.
 
     Raises:
-        CoordinationTimeoutError: if the store does not answer. To any but the leader, the leader is missing then.
+        CoordinationTimeoutError: if the store does not answer. Other ranks than the leader report
+            the leader as missing.
         RankFailedError: if the store failed.
-        What `exchange` does.
     """
     seen = WatchedStore(store, key)
     results: list[T] = []
@@ -98,7 +99,7 @@ def watched(store: Any, key: str, rank: int, timeout_seconds: float, exchange: C
     def run() -> None:
         try:
             results.append(exchange(seen))
-        except BaseException as error:  # noqa: BLE001  # raised on the thread that waits
+        except BaseException as error:  # noqa: BLE001  # raised on the waiting thread
             errors.append(error)
         finally:
             over.set()
@@ -108,7 +109,7 @@ def watched(store: Any, key: str, rank: int, timeout_seconds: float, exchange: C
         while not over.wait(min(_LOOK_SECONDS, timeout_seconds)):
             if time.monotonic() >= seen.asked + timeout_seconds:
                 raise CoordinationTimeoutError(
-                    f"the store of the job has not answered for {timeout_seconds:g} s in the exchange {key!r}; {_WHERE}",
+                    f"the store of the job did not answer for {timeout_seconds:g} s in the exchange {key!r}; {_WHERE}",
                     [0] if rank else [],
                 )
         if errors:
@@ -116,4 +117,4 @@ def watched(store: Any, key: str, rank: int, timeout_seconds: float, exchange: C
         return results[0]
     finally:
         seen.left.set()
-        errors.clear()  # else an error, this frame and what it was raised in held each other
+        errors.clear()  # break the reference cycle between an error and this frame

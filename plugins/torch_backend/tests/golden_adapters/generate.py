@@ -2,8 +2,8 @@
 
     python generate.py
 
-Written with peft 0.21.2, transformers 5.23.0, safetensors 0.8.0 and torch 2.13.0. The elements of the n-th tensor of an adapter, in
-the order of names, are n, n + 1, ... modulo 100, in C order.
+Written with peft 0.21.2, transformers 5.23.0, safetensors 0.8.0 and torch 2.13.0. The elements of
+the n-th tensor of an adapter, in the order of names, are n, n + 1, ... modulo 100, in C order.
 """
 
 from __future__ import annotations

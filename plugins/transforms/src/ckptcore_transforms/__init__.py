@@ -1,16 +1,19 @@
-"""Transforms: what a load changes of a stored tree, before it is matched with what is asked for.
+"""Transforms change a stored tree before a load matches it with the abstract tree.
 
-``load(location, abstract, transforms=[Rename(...), Stack(...)])`` applies them in order. They read nothing: what makes an array reads
-as little as the part of it takes that is asked for. What matches nothing, or does not fit, is an error.
+``load(location, abstract, transforms=[Rename(...), Stack(...)])`` applies them in order. They do
+not read: for each requested part of a result, a load reads only the required parts of the inputs. A
+transform that matches nothing or does not fit is an error.
 
-- `Rename`, `RenameTable`, `Drop`, `Refuse`, `Default`: paths
-- `Cast`, `Transpose`, `Reshape`, `SplitAxis`, `MergeAxes`, `Scale`, `Slice`, `Pad`, `Apply`: single arrays
-- `Dequantize`, `DequantizeMxfp4`, `DequantizeAsConfigured`: quantised weights and their scales to numbers
-- `Stack`, `Unstack`, `Split`, `Fuse`: several arrays to one, one to several
-- `MergeLora`, `Average`: arrays of several checkpoints
-- `IfPresent`: a transform that may have nothing to do
-- `maps`: ready-made lists of transforms for families of models
-- `describe`: what they do, in words; `inverse`: those that take the result back
+- `Rename`, `RenameTable`, `Drop`, `Refuse`, `Default`: change paths
+- `Cast`, `Transpose`, `Reshape`, `SplitAxis`, `MergeAxes`, `Scale`, `Slice`, `Pad`, `Apply`: change
+  single arrays
+- `Dequantize`, `DequantizeMxfp4`, `DequantizeAsConfigured`: convert quantised weights and their
+  scales to numbers
+- `Stack`, `Unstack`, `Split`, `Fuse`: convert several arrays to one, or one to several
+- `MergeLora`, `Average`: combine arrays of several checkpoints
+- `IfPresent`: makes a transform optional
+- `maps`: ready-made lists of transforms for model families
+- `describe`: describes transforms in words; `inverse`: returns the reverse transforms
 """
 
 from ckptcore.loading.transformed import describe

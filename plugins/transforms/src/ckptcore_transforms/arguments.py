@@ -1,4 +1,4 @@
-"""Arguments of transforms: those that mean nothing are refused where a transform is made, and not when a checkpoint is loaded."""
+"""Validation of the arguments of transforms, when a transform is created and not when a checkpoint is loaded."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ __all__ = [
 
 
 def expect_pattern(transform: object, name: str) -> None:
-    """Refuse what is no pattern.
+    """Check that an argument is a pattern.
 
     Args:
-        transform: whose argument it is.
-        name: of the argument.
+        transform: the transform.
+        name: name of the argument.
 
     Raises:
         TypeError
@@ -37,24 +37,24 @@ def expect_pattern(transform: object, name: str) -> None:
     if isinstance(value, re.Pattern) and isinstance(value.pattern, str):
         return
     if not isinstance(value, str):
-        raise _wrong(transform, name, "text, or a regular expression of text")
+        raise _wrong(transform, name, "a str, or a compiled regular expression for str")
 
 
 def expect_text(transform: object, name: str) -> None:
-    """Refuse what is no text; see `expect_pattern`."""
+    """Check that an argument is a str. See `expect_pattern`."""
     if not isinstance(getattr(transform, name), str):
-        raise _wrong(transform, name, "text")
+        raise _wrong(transform, name, "a str")
 
 
 def expect_texts(transform: object, name: str) -> None:
-    """Refuse what is no list of texts, or has none; see `expect_pattern`."""
-    values = expect_sequence(transform, name, "several texts in a list")
+    """Check that an argument is a nonempty sequence of str. See `expect_pattern`."""
+    values = expect_sequence(transform, name, "a nonempty list of str")
     if not values or not all(isinstance(value, str) for value in values):
-        raise _wrong(transform, name, "several texts in a list")
+        raise _wrong(transform, name, "a nonempty list of str")
 
 
 def expect_sequence(transform: object, name: str, expected: str) -> Sequence[object]:
-    """What is in a sequence that is no text; see `expect_pattern`."""
+    """Return a sequence argument, which must not be a str. See `expect_pattern`."""
     values = getattr(transform, name)
     if isinstance(values, str | bytes) or not isinstance(values, Sequence):
         raise _wrong(transform, name, expected)
@@ -62,24 +62,24 @@ def expect_sequence(transform: object, name: str, expected: str) -> Sequence[obj
 
 
 def expect_int(transform: object, name: str) -> None:
-    """Refuse what is no whole number; see `expect_pattern`."""
+    """Check that an argument is an integer. See `expect_pattern`."""
     if not _is_int(getattr(transform, name)):
-        raise _wrong(transform, name, "a whole number")
+        raise _wrong(transform, name, "an integer")
 
 
 def expect_ints(transform: object, name: str, *, least: int = 0) -> None:
-    """Refuse what is no list of whole numbers, or has fewer than that; see `expect_pattern`."""
+    """Check that an argument is a sequence of at least `least` integers. See `expect_pattern`."""
     values = getattr(transform, name)
-    told = f"at least {least} whole numbers in a list" if least else "whole numbers in a list"
+    expected = f"a list of at least {least} integers" if least else "a list of integers"
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise _wrong(transform, name, told)
+        raise _wrong(transform, name, expected)
     given = list(values)
     if len(given) < least or not all(map(_is_int, given)):
-        raise _wrong(transform, name, told)
+        raise _wrong(transform, name, expected)
 
 
 def expect_number(transform: object, name: str) -> None:
-    """Refuse what is no finite real number; see `expect_pattern`."""
+    """Check that an argument is a finite real number. See `expect_pattern`."""
     value = getattr(transform, name)
     try:
         is_number = not isinstance(value, str | bytes | bool) and math.isfinite(value)
@@ -90,13 +90,13 @@ def expect_number(transform: object, name: str) -> None:
 
 
 def expect_callable(transform: object, name: str) -> None:
-    """Refuse what cannot be called; see `expect_pattern`."""
+    """Check that an argument is callable. See `expect_pattern`."""
     if not callable(getattr(transform, name)):
         raise _wrong(transform, name, "a function")
 
 
 def expect_dtype(transform: object, name: str) -> str:
-    """The name of a dtype that may be given otherwise, as ``jnp.bfloat16``; see `expect_pattern`."""
+    """Return the name of a dtype argument such as ``jnp.bfloat16``. See `expect_pattern`."""
     try:
         return name_of_dtype(AbstractArray((), getattr(transform, name)).dtype)
     except (TypeError, UnsupportedLeafError) as error:
@@ -105,7 +105,7 @@ def expect_dtype(transform: object, name: str) -> str:
 
 def _is_int(value: object) -> bool:
     try:
-        operator.index(value)  # type: ignore[arg-type]  # that is the question
+        operator.index(value)  # type: ignore[arg-type]  # raises TypeError for other types
     except TypeError:
         return False
     return not isinstance(value, bool)

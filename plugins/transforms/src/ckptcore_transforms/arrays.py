@@ -1,4 +1,4 @@
-"""Transforms of single arrays: dtype, elements, extents and axes; and any function."""
+"""Transforms of single arrays: dtype, elements, extents, axes, and any function."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class EachArray(TreeTransform):
-    """A transform that puts what is made of an array in its place, for each that a pattern matches.
+    """A transform that replaces each array that matches a pattern.
 
     Attributes:
-        pattern: of which arrays.
+        pattern: selects the arrays.
     """
 
     pattern: Pattern
@@ -54,7 +54,7 @@ class EachArray(TreeTransform):
         expect_pattern(self, "pattern")
 
     def rewrite(self, tree: TreeRewriter) -> None:
-        """See `Transform`."""
+        """Replace the arrays."""
         made = {}
         for path, _, array in tree.arrays(Template(self.pattern)):
             try:
@@ -66,7 +66,7 @@ class EachArray(TreeTransform):
         tree.replace(made)
 
     def changed(self, array: DerivedArray) -> DerivedArray:
-        """What is made of one array.
+        """Return the result for one array.
 
         Raises:
             ValueError: if the array does not fit.
@@ -75,10 +75,10 @@ class EachArray(TreeTransform):
 
 
 def axis_of(spec: ArraySpec, axis: int) -> int:
-    """An axis, counted from the first.
+    """Convert a negative axis to a positive one.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if the axis does not exist.
     """
     count = len(spec.shape)
     if not -count <= axis < count:
@@ -88,12 +88,12 @@ def axis_of(spec: ArraySpec, axis: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Cast(EachArray):
-    """Arrays in another dtype, rounded as NumPy does: what the dtype has no place for wraps or becomes infinite.
+    """Cast arrays to another dtype, with the rounding and overflow of NumPy.
 
     Attributes:
-        pattern: of which arrays.
-        dtype: the name of the dtype.
-        stored: the dtype that they are to be stored in; others are refused. With it the cast can be taken back.
+        pattern: selects the arrays.
+        dtype: name of the new dtype.
+        stored: required stored dtype. Needed for the inverse.
     """
 
     dtype: str
@@ -106,30 +106,31 @@ class Cast(EachArray):
             object.__setattr__(self, "stored", expect_dtype(self, "stored"))
 
     def changed(self, array: DerivedArray) -> DerivedArray:
-        """See `EachArray`."""
+        """Cast an array."""
         if self.stored is not None and array.spec.dtype != self.stored:
-            raise ValueError(f"{self.stored} was expected to be stored, found {array.spec.dtype}")
+            raise ValueError(f"expected the stored dtype {self.stored}, found {array.spec.dtype}")
         return cast(array, self.dtype)
 
     def describe(self) -> str:
-        """See `Transform`."""
+        """Describe the cast."""
         return f"cast {Template(self.pattern)} to {self.dtype}"
 
     def inverse(self) -> Transform:
-        """See `Transform`: of values that both dtypes have."""
+        """Return the cast to `stored`, which is exact for values of both dtypes."""
         if self.stored is None:
-            raise not_invertible(self, "for nothing tells the dtype that was stored; give it as Cast(..., stored=)")
+            raise not_invertible(self, "because the stored dtype is unknown; set Cast(..., stored=)")
         return Cast(self.pattern, self.stored, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Scale(EachArray):
-    """Arrays times a number, computed in float32, or float64 where they are.
+    """Multiply arrays by a number, in float32, or in float64 for float64 arrays.
 
     Attributes:
-        pattern: of which arrays.
+        pattern: selects the arrays.
         factor: the number.
-        undo: what takes that back; None: 1 / factor, where no element is rounded by either: a power of two, other than 0.
+        undo: factor of the inverse; None for 1 / factor, which requires a power of two, so that
+            neither direction rounds.
     """
 
     factor: float
@@ -142,31 +143,34 @@ class Scale(EachArray):
             expect_number(self, "undo")
 
     def changed(self, array: DerivedArray) -> DerivedArray:
-        """See `EachArray`."""
+        """Multiply an array."""
         return weighted_sum([array], [self.factor])
 
     def describe(self) -> str:
-        """See `Transform`."""
+        """Describe the factor."""
         return f"multiply {Template(self.pattern)} by {self.factor}"
 
     def inverse(self) -> Transform:
-        """See `Transform`: exact for a power of two, but for the smallest and largest numbers; else rounded."""
+        """Return the inverse.
+
+        Exact for a power of two, except for the smallest and largest numbers.
+        """
         undo = self.undo
         if undo is None:
             if abs(math.frexp(self.factor)[0]) != 0.5:
-                raise not_invertible(self, "for elements are rounded; give Scale(..., undo=) where that does no harm")
+                raise not_invertible(self, "because elements are rounded; set Scale(..., undo=) if that is acceptable")
             undo = 1 / self.factor
         return Scale(self.pattern, undo, self.factor)
 
 
 @dataclass(frozen=True, slots=True)
 class Slice(EachArray):
-    """Arrays from one index to another along an axis; what is left out is not read.
+    """Take a range of indices along an axis. The rest is not read.
 
     Attributes:
-        pattern: of which arrays.
-        start, stop: the first index, and the one behind the last; both are in the arrays.
-        axis: along which; of those that count from the end, -1 is the last.
+        pattern: selects the arrays.
+        start, stop: half-open range within the arrays.
+        axis: axis of the range; -1 is the last.
     """
 
     start: int
@@ -179,32 +183,32 @@ class Slice(EachArray):
             expect_int(self, name)
 
     def changed(self, array: DerivedArray) -> DerivedArray:
-        """See `EachArray`."""
+        """Slice an array."""
         shape = array.spec.shape
         axis = axis_of(array.spec, self.axis)
         if not 0 <= self.start <= self.stop <= shape[axis]:
-            raise ValueError(f"{array.spec} has no {self.start}:{self.stop} along axis {axis}")
+            raise ValueError(f"{array.spec} has no range {self.start}:{self.stop} along axis {axis}")
         return cut(array, Box.whole(shape).band(axis, self.start, self.stop))
 
     def describe(self) -> str:
-        """See `Transform`."""
+        """Describe the range."""
         return f"take {self.start}:{self.stop} along axis {self.axis} of {Template(self.pattern)}"
 
     def inverse(self) -> Transform:
-        """See `Transform`."""
-        raise not_invertible(self, "for what is left out is not there")
+        """Raise an error, because the removed elements are unknown."""
+        raise not_invertible(self, "because it removes elements")
 
 
 @dataclass(frozen=True, slots=True)
 class Pad(EachArray):
-    """Arrays with a value behind their ends, as a vocabulary grows.
+    """Append a value along an axis, for example to extend a vocabulary.
 
     Attributes:
-        pattern: of which arrays.
-        size: the extent that they get along the axis; no less than they have.
-        axis: along which; of those that count from the end, -1 is the last.
-        value: of the new elements.
-        stored: the extent that they are to have before; with it this can be taken back.
+        pattern: selects the arrays.
+        size: new extent, at least the old one.
+        axis: axis to extend; -1 is the last.
+        value: value of the new elements.
+        stored: required old extent. Needed for the inverse.
     """
 
     size: int
@@ -218,36 +222,37 @@ class Pad(EachArray):
             expect_int(self, name)
 
     def changed(self, array: DerivedArray) -> DerivedArray:
-        """See `EachArray`."""
+        """Pad an array."""
         shape = array.spec.shape
         axis = axis_of(array.spec, self.axis)
         if self.size < shape[axis] or self.stored not in (None, shape[axis]):
             expected = f"at most {self.size}" if self.stored is None else f"{self.stored}"
-            raise ValueError(f"{expected} was expected along axis {axis}, found {array.spec}")
+            raise ValueError(f"expected an extent of {expected} along axis {axis}, found {array.spec}")
         after = [0] * len(shape)
         after[axis] = self.size - shape[axis]
         return pad(array, [0] * len(shape), after, self.value)
 
     def describe(self) -> str:
-        """See `Transform`."""
+        """Describe the padding."""
         return f"pad {Template(self.pattern)} with {self.value} to {self.size} along axis {self.axis}"
 
     def inverse(self) -> Transform:
-        """See `Transform`."""
+        """Return the slice that removes the padding."""
         if self.stored is None:
-            raise not_invertible(self, "for nothing tells the extent that was stored; give it as Pad(..., stored=)")
+            raise not_invertible(self, "because the stored extent is unknown; set Pad(..., stored=)")
         return Slice(self.pattern, 0, self.stored, self.axis)
 
 
 @dataclass(frozen=True, slots=True)
 class Apply(EachArray):
-    """Arrays that a function makes of others, one of one. Whoever needs a part of the result reads and computes all of it.
+    """Apply a function to each array. A load of any part reads and computes the whole array.
 
     Attributes:
-        pattern: of which arrays.
-        function: gets a NumPy array and gives one; also called from other threads, and more than once.
-        result: gives the `AbstractArray` of the result for that of an array; None: shape and dtype stay.
-        undo: the function the other way, if there is one.
+        pattern: selects the arrays.
+        function: takes and returns a NumPy array. May be called repeatedly and from other threads.
+        result: returns the `AbstractArray` of the result for that of an array; None if shape and
+            dtype do not change.
+        undo: the inverse function, or None.
     """
 
     function: Callable[[Any], Any]
@@ -263,33 +268,35 @@ class Apply(EachArray):
             expect_callable(self, "undo")
 
     def changed(self, array: DerivedArray) -> DerivedArray:
-        """See `EachArray`."""
+        """Apply the function lazily."""
         spec = array.spec
         if self.result is not None:
-            told = self.result(AbstractArray(spec.shape, spec.dtype))
-            spec = ArraySpec(told.shape, name_of_dtype(told.dtype))
+            made = self.result(AbstractArray(spec.shape, spec.dtype))
+            spec = ArraySpec(made.shape, name_of_dtype(made.dtype))
         return computed([array], self.function, spec)
 
     def describe(self) -> str:
-        """See `Transform`."""
+        """Describe the function."""
         return f"apply {getattr(self.function, '__qualname__', self.function)} to {Template(self.pattern)}"
 
     def inverse(self) -> Transform:
-        """See `Transform`."""
+        """Return the transform with `undo`."""
         if self.undo is None or self.result is not None:
             raise not_invertible(
-                self, "for no function that does so is given as Apply(..., undo=), or the shape or dtype changes"
+                self,
+                "because there is no inverse function, or the shape or dtype changes; set "
+                "Apply(..., undo=) without result=",
             )
         return Apply(self.pattern, self.undo, None, self.function)
 
 
 @dataclass(frozen=True, slots=True)
 class Transpose(EachArray):
-    """Arrays with their axes in another order.
+    """Permute the axes of arrays.
 
     Attributes:
-        pattern: of which arrays.
-        axes: by axis of the result, the one that it was; None: the last two change places.
+        pattern: selects the arrays.
+        axes: by axis of the result, the axis of the input; None: swap the last two.
     """
 
     axes: Sequence[int] | None = None
@@ -300,20 +307,20 @@ class Transpose(EachArray):
             expect_ints(self, "axes")
 
     def changed(self, array: DerivedArray) -> DerivedArray:
-        """See `EachArray`."""
+        """Transpose an array."""
         count = len(array.spec.shape)
         if self.axes is None and count < 2:
-            raise ValueError(f"{array.spec} has no two axes to change places")
+            raise ValueError(f"{array.spec} has fewer than two axes to swap")
         axes = [*range(count - 2), count - 1, count - 2] if self.axes is None else self.axes
         return permute(array, axes)
 
     def describe(self) -> str:
-        """See `Transform`."""
+        """Describe the permutation."""
         how = "the last two axes" if self.axes is None else f"axes to {list(self.axes)}"
         return f"transpose {how} of {Template(self.pattern)}"
 
     def inverse(self) -> Transform:
-        """See `Transform`."""
+        """Return the inverse permutation."""
         if self.axes is None:
             return self
         return Transpose(self.pattern, tuple(sorted(range(len(self.axes)), key=list(self.axes).__getitem__)))
@@ -321,12 +328,12 @@ class Transpose(EachArray):
 
 @dataclass(frozen=True, slots=True)
 class Reshape(EachArray):
-    """Arrays with other axes; their elements stay in C order.
+    """Reshape arrays, with elements in C order.
 
     Attributes:
-        pattern: of which arrays.
-        shape: extents; one may be -1, for what is left.
-        stored: the shape that they are to have before, likewise; with it this can be taken back.
+        pattern: selects the arrays.
+        shape: new extents. One can be -1, which means the remaining size.
+        stored: required old shape, in the same form. Needed for the inverse.
     """
 
     shape: Sequence[int]
@@ -339,30 +346,30 @@ class Reshape(EachArray):
             expect_ints(self, "stored")
 
     def changed(self, array: DerivedArray) -> DerivedArray:
-        """See `EachArray`."""
+        """Reshape an array."""
         if self.stored is not None and reshape(array, self.stored).spec.shape != array.spec.shape:
-            raise ValueError(f"{list(self.stored)} was expected as its shape, found {list(array.spec.shape)}")
+            raise ValueError(f"expected the shape {list(self.stored)}, found {list(array.spec.shape)}")
         return reshape(array, self.shape)
 
     def describe(self) -> str:
-        """See `Transform`."""
+        """Describe the shape."""
         return f"reshape {Template(self.pattern)} to {list(self.shape)}"
 
     def inverse(self) -> Transform:
-        """See `Transform`."""
+        """Return the reshape to `stored`."""
         if self.stored is None:
-            raise not_invertible(self, "for nothing tells the shape that was stored; give it as Reshape(..., stored=)")
+            raise not_invertible(self, "because the stored shape is unknown; set Reshape(..., stored=)")
         return Reshape(self.pattern, self.stored, self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class SplitAxis(EachArray):
-    """Arrays with several axes in place of one, as heads are told apart; their elements stay in C order.
+    """Split an axis into several, for example into heads. Elements stay in C order.
 
     Attributes:
-        pattern: of which arrays.
-        axis: which one; of those that count from the end, -1 is the last.
-        sizes: of the new axes; one may be -1, for what is left.
+        pattern: selects the arrays.
+        axis: axis to split; -1 is the last.
+        sizes: extents of the new axes. One can be -1, which means the remaining size.
     """
 
     axis: int
@@ -374,28 +381,28 @@ class SplitAxis(EachArray):
         expect_ints(self, "sizes", least=1)
 
     def changed(self, array: DerivedArray) -> DerivedArray:
-        """See `EachArray`."""
+        """Split the axis."""
         shape, axis = array.spec.shape, axis_of(array.spec, self.axis)
         return reshape(array, (*shape[:axis], *self.sizes, *shape[axis + 1 :]))
 
     def describe(self) -> str:
-        """See `Transform`."""
+        """Describe the axes."""
         return f"split axis {self.axis} of {Template(self.pattern)} into {list(self.sizes)}"
 
     def inverse(self) -> Transform:
-        """See `Transform`."""
+        """Return the merge of the axes."""
         first = self.axis if self.axis >= 0 else self.axis - len(self.sizes) + 1
         return MergeAxes(self.pattern, first, self.sizes)
 
 
 @dataclass(frozen=True, slots=True)
 class MergeAxes(EachArray):
-    """Arrays with one axis in place of several that follow each other; their elements stay in C order.
+    """Merge consecutive axes into one. Elements stay in C order.
 
     Attributes:
-        pattern: of which arrays.
-        axis: the first one; of those that count from the end, -1 is the last.
-        sizes: what the axes are to have; one may be -1, for any number.
+        pattern: selects the arrays.
+        axis: first axis to merge; -1 is the last.
+        sizes: required extents of the axes. One can be -1, which means any extent.
     """
 
     axis: int
@@ -407,22 +414,22 @@ class MergeAxes(EachArray):
         expect_ints(self, "sizes", least=1)
 
     def changed(self, array: DerivedArray) -> DerivedArray:
-        """See `EachArray`."""
+        """Merge the axes."""
         shape, axis = array.spec.shape, axis_of(array.spec, self.axis)
         found = shape[axis : axis + len(self.sizes)]
         if len(found) < len(self.sizes) or any(
             size not in (-1, own) for size, own in zip(self.sizes, found, strict=True)
         ):
-            raise ValueError(f"{list(self.sizes)} was expected from axis {axis} on, found {array.spec}")
+            raise ValueError(f"expected {list(self.sizes)} from axis {axis} on, found {array.spec}")
         return reshape(array, (*shape[:axis], math.prod(found), *shape[axis + len(found) :]))
 
     def describe(self) -> str:
-        """See `Transform`."""
+        """Describe the axes."""
         return f"merge axes {list(self.sizes)} of {Template(self.pattern)}, from {self.axis} on"
 
     def inverse(self) -> Transform:
-        """See `Transform`."""
+        """Return the split of the axis."""
         last = self.axis if self.axis >= 0 else self.axis + len(self.sizes) - 1
         if list(self.sizes).count(-1) > 1:
-            raise not_invertible(self, "for more than one of its sizes is not told")
+            raise not_invertible(self, "because more than one of its sizes is unknown")
         return SplitAxis(self.pattern, last, self.sizes)

@@ -1,4 +1,4 @@
-"""Transforms that make numbers of quantised arrays and their scales: by patterns, or by a config.json."""
+"""Transforms that dequantise arrays with their scales, by patterns or by a config.json."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from ckptcore_transforms.tree_rewriter import ArrayLeaf, Leaf, NothingMatches, T
 __all__ = ["Dequantize", "DequantizeAsConfigured", "DequantizeMxfp4"]
 
 Making: TypeAlias = Callable[[DerivedArray, DerivedArray], DerivedArray]
-"""Makes an array of values and scales; a `ValueError` says what does not fit."""
+"""Creates an array from values and scales. Raises `ValueError` if they do not fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Quantized:
-    """An array with its scales.
+    """A quantised array with its scales.
 
     Attributes:
-        values, scales: where they are.
-        to: where what is made of them goes.
-        make: makes it.
+        values, scales: their paths.
+        to: path of the result.
+        make: creates the result.
     """
 
     values: TreePath
@@ -44,7 +44,9 @@ class _Quantized:
 
 
 def _in_blocks(values: DerivedArray, scales: DerivedArray, block: Sequence[int] | None, dtype: str) -> DerivedArray:
-    """Values times the scales of their blocks; scales that are bytes are exponents of powers of two (E8M0), as MXFP8's are.
+    """Multiply values by the scales of their blocks.
+
+    Scales in bytes are exponents of two (E8M0), as in MXFP8.
 
     Source: transformers' ``Fp8Dequantize`` (``integrations/finegrained_fp8.py``).
 
@@ -52,7 +54,7 @@ def _in_blocks(values: DerivedArray, scales: DerivedArray, block: Sequence[int] 
         ValueError: if they do not fit.
     """
     if not is_quantized(values.spec):
-        raise ValueError(f"it is {values.spec}, which is not quantised, and scales stand beside it")
+        raise ValueError(f"{values.spec} is not quantised, but has scales")
     if scales.spec.dtype == "uint8":
         scales = reinterpret(scales, "float8_e8m0fnu")
     return block_scaled(values, scales, block, dtype)
@@ -61,49 +63,55 @@ def _in_blocks(values: DerivedArray, scales: DerivedArray, block: Sequence[int] 
 def _dequantize(
     tree: TreeRewriter, found: Sequence[_Quantized], problems: Collection[str], dropped: Collection[TreePath] = ()
 ) -> None:
-    """Put what is made of arrays and their scales in their place.
+    """Replace arrays and their scales with the results.
 
     Args:
         tree: the tree.
         found: the arrays.
-        problems: what is wrong already, told by path.
-        dropped: leaves that go with the scales.
+        problems: problems found so far, with paths.
+        dropped: leaves to remove together with the scales.
 
     Raises:
-        TransformError: lists every array that cannot be made, with the other problems.
+        TransformError: lists every array that cannot be dequantised, and the other problems.
     """
-    told = list(problems)
+    all_problems = list(problems)
     made: dict[TreePath, Mapping[TreePath, Leaf]] = {path: {} for path in dropped}
     for one in found:
         try:
             array = one.make(tree.array(one.values), tree.array(one.scales))
         except (ValueError, TransformError) as error:
-            told.append(f"{format_path(one.values)}: {error}")
+            all_problems.append(f"{format_path(one.values)}: {error}")
             continue
         made[one.scales] = {}
         made[one.values] = {one.to: ArrayLeaf.of(array)}
-    if told:
-        arrays = "1 array" if len(told) == 1 else f"{len(told)} arrays"
-        raise TransformError(f"{arrays} cannot be dequantised:{listed(told)}\nNothing was read")
+    if all_problems:
+        arrays = "1 array" if len(all_problems) == 1 else f"{len(all_problems)} arrays"
+        raise TransformError(f"{arrays} cannot be dequantised:{listed(all_problems)}\nNothing was read")
     tree.replace(made)
 
 
-NO_WAY_BACK: Final = "for the numbers do not tell what they were rounded to, and by which scales; quantise them again with the tool of the format"
+_LOSSY_REASON: Final = (
+    "because the original values and scales are unknown; quantise the result again with the tool of the format"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Dequantize(TreeTransform):
-    """Quantised arrays as numbers: each value times the scale of its block, computed in float32 and rounded once. The scales are taken away.
+    """Dequantise arrays: each value times the scale of its block, in float32 and rounded once.
 
-    ``Dequantize("{name...}", "{name}_scale_inv", block=(128, 128))`` is for DeepSeek-V3's checkpoints. Arrays that match and are
-    not quantised stay as they are: those of other dtypes than float8 and int8.
+    Scales are removed.
+
+    ``Dequantize("{name...}", "{name}_scale_inv", block=(128, 128))`` is for checkpoints of
+    DeepSeek-V3. Matching arrays that are not quantised, of other dtypes than float8 and int8, do
+    not change.
 
     Attributes:
-        pattern: a template of the quantised arrays.
-        scales: a template of their scales, with the same fields; of floats, or bytes that are exponents of powers of two (E8M0).
-        block: the extents of a block along the last axes; the last block of an axis may be cut off. None: there is one scale for an array, or
-            along each axis one for all of it or for each index.
-        dtype: the name of the dtype of the result.
+        pattern: template of the quantised arrays.
+        scales: template of their scales, with the same fields. Scales are floats, or bytes with
+            exponents of two (E8M0).
+        block: extents of a block along the last axes; the last block of an axis can be smaller.
+            None: one scale per array, or along each axis one scale or one per index.
+        dtype: name of the dtype of the results.
     """
 
     pattern: str
@@ -119,7 +127,7 @@ class Dequantize(TreeTransform):
         object.__setattr__(self, "dtype", expect_dtype(self, "dtype"))
 
     def rewrite(self, tree: TreeRewriter) -> None:
-        """See `Transform`."""
+        """Replace the arrays and their scales."""
 
         def make(values: DerivedArray, scales: DerivedArray) -> DerivedArray:
             return _in_blocks(values, scales, self.block, self.dtype)
@@ -127,27 +135,31 @@ class Dequantize(TreeTransform):
         _apply(tree, self.pattern, self.scales, self.pattern, make, is_quantized)
 
     def describe(self) -> str:
-        """See `Transform`."""
+        """Describe the arrays and scales."""
         blocks = "" if self.block is None else f" of blocks of {list(self.block)}"
         return f"dequantise {self.pattern!r} by the scales {self.scales!r}{blocks} to {self.dtype}"
 
     def inverse(self) -> Transform:
-        """See `Transform`."""
-        raise not_invertible(self, NO_WAY_BACK)
+        """Raise an error, because quantisation loses information."""
+        raise not_invertible(self, _LOSSY_REASON)
 
 
 @dataclass(frozen=True, slots=True)
 class DequantizeMxfp4(TreeTransform):
-    """Arrays of MXFP4 as numbers: two of four bits in each byte, times a power of two for each 32 of them. The scales are taken away.
+    """Dequantise MXFP4 arrays: two 4-bit numbers per byte, times a power of two for each 32 numbers.
 
-    ``DequantizeMxfp4("{name...}_blocks", "{name}_scales", "{name}")`` is for gpt-oss's checkpoints, and gives the arrays as gpt-oss's own
-    code has them: (experts, outputs, inputs). transformers turns the last two axes; so does `Transpose` behind it.
+    Scales are removed.
+
+    ``DequantizeMxfp4("{name...}_blocks", "{name}_scales", "{name}")`` is for checkpoints of
+    gpt-oss. The results have the axes of gpt-oss's own code: (experts, outputs, inputs).
+    transformers swaps the last two axes; append a `Transpose` for that.
 
     Attributes:
-        blocks: a template of the arrays of bytes: (..., blocks, 16), or (..., 16 * blocks).
-        scales: a template of their scales, with the same fields: (..., blocks), bytes that are exponents of powers of two (E8M0).
-        to: a template of where the results go.
-        dtype: the name of the dtype of the result.
+        blocks: template of the arrays of bytes: (..., blocks, 16), or (..., 16 * blocks).
+        scales: template of their scales, with the same fields: (..., blocks), bytes with exponents
+            of two (E8M0).
+        to: template of the paths of the results.
+        dtype: name of the dtype of the results.
     """
 
     blocks: str
@@ -161,7 +173,7 @@ class DequantizeMxfp4(TreeTransform):
         object.__setattr__(self, "dtype", expect_dtype(self, "dtype"))
 
     def rewrite(self, tree: TreeRewriter) -> None:
-        """See `Transform`."""
+        """Replace the arrays and their scales."""
 
         def make(blocks: DerivedArray, scales: DerivedArray) -> DerivedArray:
             return mxfp4(blocks, scales, self.dtype)
@@ -169,43 +181,40 @@ class DequantizeMxfp4(TreeTransform):
         _apply(tree, self.blocks, self.scales, self.to, make, lambda spec: spec.dtype in ("uint8", "int8"))
 
     def describe(self) -> str:
-        """See `Transform`."""
+        """Describe the arrays and scales."""
         return f"dequantise MXFP4 {self.blocks!r} by the scales {self.scales!r} to {self.dtype} as {self.to!r}"
 
     def inverse(self) -> Transform:
-        """See `Transform`."""
-        raise not_invertible(self, NO_WAY_BACK)
+        """Raise an error, because quantisation loses information."""
+        raise not_invertible(self, _LOSSY_REASON)
 
 
 def _apply(
     tree: TreeRewriter, pattern: str, scales: str, to: str, make: Making, needs_scales: Callable[[ArraySpec], bool]
 ) -> None:
-    """Make numbers of what matches a pattern and the scales that match another one.
+    """Dequantise the arrays that match a pattern, with the scales that match another one.
 
     Raises:
-        TransformError: lists what lacks the other, and what does not fit.
+        TransformError: lists arrays without scales, scales without arrays, and those that do not
+            fit.
     """
     values, target = Template(pattern), Template(to)
-    beside = Template(Template(scales).spanning_as(values))
-    if values.fields != beside.fields or not values.is_exact or not beside.is_exact:
-        raise TransformError(f"{values} and {beside} are to have the same fields, and no '*'")
-    of_scales = {_key(fields): (path, fields) for path, fields in tree.present(beside).items()}
+    scales_template = Template(Template(scales).spanning_as(values))
+    if values.fields != scales_template.fields or not values.is_exact or not scales_template.is_exact:
+        raise TransformError(f"{values} and {scales_template} must have the same fields, and no '*'")
+    of_scales = {_key(fields): (path, fields) for path, fields in tree.present(scales_template).items()}
     found, problems = [], []
     for path, fields in tree.present(values).items():
         scale, leaf = of_scales.pop(_key(fields), None), tree.leaves[path]
         if scale is not None:
             found.append(_Quantized(path, scale[0], target.path(fields), make))
         elif isinstance(leaf, ArrayLeaf) and needs_scales(leaf.record.spec):
-            expected = format_path(beside.path(fields))
-            problems.append(
-                f"{format_path(path)}: it is {leaf.record.spec}, and {expected} is not there to be its scales"
-            )
+            expected = format_path(scales_template.path(fields))
+            problems.append(f"{format_path(path)}: the scales {expected} of {leaf.record.spec} are missing")
     for path, fields in of_scales.values():
-        problems.append(
-            f"{format_path(path)}: it is there, and {format_path(values.path(fields))} is not, for which it would be the scales"
-        )
+        problems.append(f"{format_path(path)}: the array {format_path(values.path(fields))} of these scales is missing")
     if not found and not problems:
-        tree.find(beside)
+        tree.find(scales_template)
     _dequantize(tree, found, problems)
 
 
@@ -216,25 +225,29 @@ def _key(fields: Fields) -> tuple[tuple[str, str], ...]:
 _CONFIG: Final = "config.json"
 
 _ACTIVATIONS: Final = ("input_scale", "activation_scale", "output_scale", "input_scale_ub", "qscale_act")
-"""Scales for what runs through a quantised module: they say nothing of its weights, and a module of numbers has none."""
+"""Scales for activations of a quantised module.
+
+They are not used for weights, and a dequantised module has none.
+"""
 
 _CACHE: Final = (".k_scale", ".v_scale", ".q_scale")
-"""Scales for a cache of keys and values."""
+"""Scales for a key-value cache."""
 
 _UNKNOWN: Final = ("_zero_point", "_g_idx", "_global_scale", "_scale_2")
-"""What makes other numbers of values and scales than their products: zero points, orders of columns, a second scale."""
+"""Unsupported data that changes the results: zero points, column orders, a second scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class DequantizeAsConfigured(TreeTransform):
-    """The quantised weights of a Hugging Face model as numbers, by the ``quantization_config`` of the config.json that stands beside them.
+    """Dequantise the weights of a Hugging Face model, by the ``quantization_config`` in its config.json.
 
-    Of the methods ``fp8``, ``mxfp8``, ``fbgemm_fp8``, ``mxfp4`` and, where values lie in the shape of the weight, ``compressed-tensors``. The
-    results have the names and axes that transformers gives them: the experts of gpt-oss are turned. Scales of weights, of activations
-    and of caches are taken away; modules that are listed as not converted stay as they are.
+    Supports the methods ``fp8``, ``mxfp8``, ``fbgemm_fp8`` and ``mxfp4``, and
+    ``compressed-tensors`` with values in the shape of the weight. The results have the names and
+    axes of transformers, which swaps axes in the experts of gpt-oss. Scales of weights, activations
+    and caches are removed. Modules listed as not converted do not change.
 
     Attributes:
-        dtype: the name of the dtype of the results.
+        dtype: name of the dtype of the results.
     """
 
     dtype: str = "bfloat16"
@@ -243,8 +256,8 @@ class DequantizeAsConfigured(TreeTransform):
         object.__setattr__(self, "dtype", expect_dtype(self, "dtype"))
 
     def rewrite(self, tree: TreeRewriter) -> None:
-        """See `Transform`."""
-        config = read_quantization(tree.config_beside(_CONFIG))
+        """Replace the arrays and their scales."""
+        config = read_quantization(tree.read_config(_CONFIG))
         if config is None:
             raise NothingMatches(f"{_CONFIG} has no quantization_config")
         search = _Search(config, self.dtype, {path_text(path): path for path in tree.leaves})
@@ -265,26 +278,26 @@ class DequantizeAsConfigured(TreeTransform):
         if config.has_cache_scales:
             dropped.update({path: None for text, path in search.by_text.items() if text.endswith(_CACHE)})
         if not found and not problems:
-            raise NothingMatches(f"{_CONFIG} says {config.method}, and no array is quantised so")
+            raise NothingMatches(f"{_CONFIG} has the method {config.method}, but no array is quantised")
         _dequantize(tree, found, problems, [path for path in dropped if path not in scales])
 
     def describe(self) -> str:
-        """See `Transform`."""
-        return f"dequantise what {_CONFIG} says is quantised to {self.dtype}"
+        """Describe the transform."""
+        return f"dequantise to {self.dtype} by the quantization_config of {_CONFIG}"
 
     def inverse(self) -> Transform:
-        """See `Transform`."""
-        raise not_invertible(self, NO_WAY_BACK)
+        """Raise an error, because quantisation loses information."""
+        raise not_invertible(self, _LOSSY_REASON)
 
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """The search for what belongs to arrays.
+    """Finds quantised arrays and their scales.
 
     Attributes:
-        config: how they are quantised.
-        dtype: of the results.
-        by_text: the leaves, by the text of their paths.
+        config: the quantisation.
+        dtype: dtype of the results.
+        by_text: paths of the leaves, by their text.
     """
 
     config: QuantizationConfig
@@ -292,10 +305,10 @@ class _Search:
     by_text: Mapping[str, TreePath]
 
     def quantized(self, text: str, leaf: ArrayLeaf) -> _Quantized | None:
-        """An array with its scales; None if it is not quantised.
+        """Return an array with its scales, or None if it is not quantised.
 
         Raises:
-            ValueError: if it is, and that does not fit.
+            ValueError: if its scales are missing or do not fit.
         """
         if self.config.method == "mxfp4":
             return self._of_experts(text, leaf)
@@ -304,27 +317,27 @@ class _Search:
         if not is_quantized(spec):
             for end in SCALES:
                 if text.endswith(WEIGHT + end) and text.removesuffix(end) not in self.by_text:
-                    raise ValueError(f"{text.removesuffix(end)!r} is not there, for which it would be the scales")
+                    raise ValueError(f"the array {text.removesuffix(end)!r} of these scales is missing")
                 if text.endswith(WEIGHT) and text + end in self.by_text:
-                    raise ValueError(f"it is {spec}, which is not quantised, and {text + end!r} stands beside it")
+                    raise ValueError(f"{spec} is not quantised, but has the scales {text + end!r}")
             return None
         if not scales and spec.dtype == "int8" and not text.endswith(WEIGHT):
-            return None  # a table or a mask of whole numbers
+            return None  # an integer table or mask
         module = text.removesuffix(WEIGHT)
         if self.config.keeps(module):
             if scales:
-                raise ValueError(f"{module!r} is listed as not converted, and {scales[0]!r} stands beside it")
+                raise ValueError(f"{module!r} is listed as not converted, but has the scales {scales[0]!r}")
             return None
         if len(scales) != 1:
             expected = ", ".join(map(repr, names_of_scales(text)))
-            raise ValueError(f"it is {spec}, and of {expected} {len(scales) or 'none'} are there; one was expected")
+            raise ValueError(f"expected one of the scales {expected} for {spec}, found {len(scales) or 'none'}")
         unknown = [text + name for name in _UNKNOWN if text + name in self.by_text]
         if unknown:
-            raise ValueError(f"{', '.join(map(repr, unknown))} belong to it, which are not known")
+            raise ValueError(f"unsupported data for this array: {', '.join(map(repr, unknown))}")
         return _Quantized(self.by_text[text], self.by_text[scales[0]], self.by_text[text], self._making(spec.dtype))
 
     def of_activations(self, text: str) -> Iterator[TreePath]:
-        """The scales for what runs through the module of a quantised array."""
+        """Return the scales for activations of the module of a quantised array."""
         module = text.removesuffix(WEIGHT)
         for name in _ACTIVATIONS:
             for joined in (f"{module}.{name}", f"{text}_{name}"):
@@ -332,12 +345,12 @@ class _Search:
                     yield self.by_text[joined]
 
     def _of_experts(self, text: str, leaf: ArrayLeaf) -> _Quantized | None:
-        """The experts of gpt-oss: ``gate_up_proj_blocks`` and ``gate_up_proj_scales``."""
+        """Find experts of gpt-oss: ``gate_up_proj_blocks`` and ``gate_up_proj_scales``."""
         stem, scales = text.removesuffix(BLOCKS), text.removesuffix(BLOCKS) + SCALES_OF_BLOCKS
         if stem == text or leaf.record.spec.dtype != "uint8" or self.config.keeps(stem):
             return None
         if scales not in self.by_text:
-            raise ValueError(f"it is {leaf.record.spec}, and {scales!r} is not there to be its scales")
+            raise ValueError(f"the scales {scales!r} of {leaf.record.spec} are missing")
         path = self.by_text[text]
         to = (*path[:-1], str(path[-1]).removesuffix(BLOCKS))
         return _Quantized(path, self.by_text[scales], to, functools.partial(_turned, dtype=self.dtype))
@@ -349,10 +362,10 @@ class _Search:
 
 
 def _in_one_of(values: DerivedArray, scales: DerivedArray, blocks: tuple[Block, ...], dtype: str) -> DerivedArray:
-    """Values times the scales of the blocks that fit; where several do, they are the same ones.
+    """Multiply values by the scales of the block size that fits.
 
     Raises:
-        ValueError: if none does, or they differ.
+        ValueError: if none fits, or if several do with different results.
     """
     made: dict[DerivedArray, Block] = {}
     refused: list[str] = []
@@ -364,18 +377,18 @@ def _in_one_of(values: DerivedArray, scales: DerivedArray, blocks: tuple[Block, 
     if not made:
         raise ValueError("; or ".join(refused))
     if len(made) > 1:
-        told = " or ".join(["by its shape" if block is None else str(list(block)) for block in made.values()])
-        raise ValueError(f"config.json does not tell of which blocks it is: {told}")
+        options = " or ".join(["by its shape" if block is None else str(list(block)) for block in made.values()])
+        raise ValueError(f"config.json does not determine the block size: {options}")
     return next(iter(made))
 
 
 def _turned(blocks: DerivedArray, scales: DerivedArray, dtype: str) -> DerivedArray:
-    """Experts with the axes that transformers gives them: (experts, inputs, outputs).
+    """Return experts with the axes of transformers: (experts, inputs, outputs).
 
     Source: ``convert_moe_packed_tensors`` in transformers' ``integrations/mxfp4.py``.
     """
     made = mxfp4(blocks, scales, dtype)
     axes = range(len(made.spec.shape))
     if len(axes) != 3:
-        raise ValueError(f"it would be {made.spec}, and experts of matrices were expected")
+        raise ValueError(f"expected experts with three axes, found {made.spec}")
     return permute(made, (0, 2, 1))

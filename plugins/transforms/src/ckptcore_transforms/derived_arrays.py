@@ -35,16 +35,19 @@ __all__ = [
 ]
 
 _PRODUCT_ELEMENTS: Final = 1 << 21
-"""Of a product that is computed at a time: of smaller ones the threads of a BLAS wait for each other longer than they compute."""
+"""Elements of a matrix product computed at a time.
+
+With smaller products, BLAS threads wait longer than they compute.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Permuted:
-    """An array with its axes in another order.
+    """An array with permuted axes.
 
     Attributes:
-        of: the array.
-        axes: by axis of the result, the one of the array that it is.
+        of: the input.
+        axes: by axis of the result, the axis of the input.
     """
 
     of: DerivedArray
@@ -52,22 +55,22 @@ class Permuted:
 
     @property
     def spec(self) -> ArraySpec:
-        """The array that is made."""
+        """Spec of the result."""
         shape = self.of.spec.shape
         return ArraySpec(tuple([shape[axis] for axis in self.axes]), self.of.spec.dtype)
 
     @property
     def inputs(self) -> Sequence[DerivedArray]:
-        """The array."""
+        """The input."""
         return (self.of,)
 
     def needed(self, box: Box) -> Sequence[Part]:
-        """The same elements."""
+        """Return the box with the axes of the input."""
         back = self._back
         return (Part(0, Box(tuple([box.start[axis] for axis in back]), tuple([box.stop[axis] for axis in back]))),)
 
     def views(self, box: Box, out: HostArray) -> Sequence[HostArray]:
-        """All of it, with the axes of the array."""
+        """Return `out` with the axes of the input."""
         return (out.transpose(self._back),)
 
     def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
@@ -81,14 +84,14 @@ class Permuted:
 
 @dataclass(frozen=True, slots=True)
 class WeightedSum:
-    """The sum of arrays, each times a number, computed in float32, or float64 where an input is; the nearest value of its dtype.
+    """The weighted sum of arrays, in float32, or in float64 if an input is, rounded to the result's dtype.
 
-    A sum that the dtype has nothing near to is an error when it is made: nothing wraps, or becomes infinite.
+    A result out of the range of its dtype is an error, instead of overflow.
 
     Attributes:
-        inputs: of one shape.
+        inputs: arrays of one shape.
         weights: by input.
-        dtype: the name of the dtype of the result.
+        dtype: name of the dtype of the result.
     """
 
     inputs: tuple[DerivedArray, ...]
@@ -97,19 +100,19 @@ class WeightedSum:
 
     @property
     def spec(self) -> ArraySpec:
-        """The array that is made."""
+        """Spec of the result."""
         return ArraySpec(self.inputs[0].spec.shape, self.dtype)
 
     def needed(self, box: Box) -> Sequence[Part]:
-        """The same box of every input."""
+        """Return the same box of every input."""
         return [Part(number, box) for number in range(len(self.inputs))]
 
     def views(self, box: Box, out: HostArray) -> Sequence[HostArray] | None:
-        """None: the elements are computed."""
+        """Return None, because elements are computed."""
         return None
 
     def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
-        """Sum the elements, a piece at a time: what is computed is wider than what is given."""
+        """Sum piece by piece, because the intermediate dtype is wider than the inputs."""
         dtype = _sum_dtype([part.dtype for part in parts])
         for piece in pieces(out.shape):
             own = [part[piece] for part in parts]
@@ -122,15 +125,16 @@ class WeightedSum:
 
 @dataclass(frozen=True, slots=True)
 class LowRankMerge:
-    """A matrix plus a number times the product of two thin ones, as an adapter (LoRA) is merged: ``base + scale * up @ down``.
+    """A matrix plus a scaled product of two thin ones, as in merged adapters (LoRA): ``base + scale * up @ down``.
 
-    Computed in float32, or float64 where an input is. A number that the dtype has nothing near to is an error when it is made.
+    Computed in float32, or in float64 if an input is. A result out of the range of its dtype is an
+    error.
 
     Attributes:
         base: of n rows and m columns.
-        up: of n rows and r columns; in LoRA it is B.
-        down: of r rows and m columns; in LoRA it is A.
-        scale: the number; in LoRA it is alpha / r.
+        up: of n rows and r columns; B in LoRA.
+        down: of r rows and m columns; A in LoRA.
+        scale: alpha / r in LoRA.
     """
 
     base: DerivedArray
@@ -140,7 +144,7 @@ class LowRankMerge:
 
     @property
     def spec(self) -> ArraySpec:
-        """As the base."""
+        """Spec of the base."""
         return self.base.spec
 
     @property
@@ -149,7 +153,7 @@ class LowRankMerge:
         return (self.base, self.up, self.down)
 
     def needed(self, box: Box) -> Sequence[Part]:
-        """The box of the base, its rows of one thin matrix and its columns of the other."""
+        """Return the box of the base, its rows of `up` and its columns of `down`."""
         rank = self.down.spec.shape[0]
         parts = [Part(0, box)]
         if rank:
@@ -158,11 +162,11 @@ class LowRankMerge:
         return parts
 
     def views(self, box: Box, out: HostArray) -> Sequence[HostArray] | None:
-        """None: the elements are others."""
+        """Return None, because elements are computed."""
         return None
 
     def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
-        """Multiply and add, a piece at a time: the product is as large as the base, and wider."""
+        """Compute piece by piece, because the product is as large as the base, and wider."""
         dtype = _sum_dtype([part.dtype for part in parts])
         base, *thin = parts
         thin = [part.astype(dtype) for part in thin]
@@ -170,7 +174,7 @@ class LowRankMerge:
             _round(out[piece], self._merged(base[piece], thin, piece, dtype), [base[piece], *thin])
 
     def _merged(self, base: HostArray, thin: Sequence[HostArray], piece: Piece, dtype: np.dtype[Any]) -> HostArray:
-        """A piece of the base with the product of its rows and columns of the thin matrices, if they have any."""
+        """Return a piece of the base plus the product of its rows and columns of the thin matrices."""
         if not thin:
             return base.astype(dtype)
         rows, columns = piece[0], piece[1:]
@@ -183,16 +187,18 @@ class LowRankMerge:
 
 @dataclass(frozen=True, slots=True)
 class Computed(WholeArray):
-    """What a function makes of whole arrays. Whoever needs a part of it reads them whole, and computes all of it, once for all its parts.
+    """The result of a function of whole arrays.
+
+    A load of any part reads and computes all of it, once for all parts.
 
     Attributes:
-        inputs: what the function gets, as NumPy arrays.
-        function: gives the array, of this spec; called from any thread.
-        spec: the array that is made.
+        inputs: arguments of the function, as NumPy arrays.
+        function: returns the array; called from any thread.
+        spec: spec of the result.
     """
 
     inputs: tuple[DerivedArray, ...]
-    function: Callable[..., Any] = field(repr=False, hash=False)  # not every callable object has a hash
+    function: Callable[..., Any] = field(repr=False, hash=False)  # some callable objects have no hash
     spec: ArraySpec
 
     def compute(self, parts: Sequence[HostArray]) -> HostArray:
@@ -202,8 +208,8 @@ class Computed(WholeArray):
             parts: the inputs that have elements.
 
         Raises:
-            ValueError: if it gives another array than was said.
-            What the function raises.
+            ValueError: if the result has another spec.
+            Exception: an error of the function.
         """
         given = iter(parts)
         arrays = [
@@ -211,70 +217,70 @@ class Computed(WholeArray):
         ]
         made: HostArray = np.asarray(self.function(*arrays))
         if made.shape != self.spec.shape or made.dtype != self.spec.numpy_dtype:
-            raise ValueError(f"the function gave {made.dtype}{list(made.shape)}, and {self.spec} was expected of it")
+            raise ValueError(f"the function returned {made.dtype}{list(made.shape)}; expected {self.spec}")
         return made
 
 
 def permute(of: DerivedArray, axes: Sequence[int]) -> DerivedArray:
-    """An array with its axes in another order.
+    """Return an array with permuted axes.
 
     Args:
-        of: the array.
-        axes: by axis of the result, the one of the array that it is.
+        of: the input.
+        axes: by axis of the result, the axis of the input.
 
     Raises:
-        ValueError: if these are not all its axes.
+        ValueError: if `axes` is not a permutation.
     """
     if sorted(axes) != list(range(len(of.spec.shape))):
-        raise ValueError(f"{list(axes)} is no order of the axes of {of.spec}")
+        raise ValueError(f"{list(axes)} is not a permutation of the axes of {of.spec}")
     if isinstance(of, Permuted):
         return permute(of.of, [of.axes[axis] for axis in axes])
     return of if list(axes) == sorted(axes) else Permuted(of, tuple(axes))
 
 
 def stack(inputs: Sequence[DerivedArray], axis: int) -> DerivedArray:
-    """Arrays of one shape and dtype along a new axis.
+    """Stack arrays of one shape and dtype along a new axis.
 
     Raises:
-        ValueError: if they differ, or there are none, or there would be no such axis.
+        ValueError: if they differ, if there are none, or if the axis is invalid.
     """
     if not inputs:
         raise ValueError("there is no array to stack")
     first = inputs[0].spec
     for one in inputs:
         if one.spec != first:
-            raise ValueError(f"{first} and {one.spec} cannot be stacked: they are to be equal")
+            raise ValueError(f"cannot stack {first} and {one.spec}: they must be equal")
     if not 0 <= axis <= len(first.shape):
-        raise ValueError(f"arrays of {first} cannot be stacked along axis {axis}: they have {len(first.shape)} axes")
+        raise ValueError(f"cannot stack arrays of {first} along axis {axis}: they have {len(first.shape)} axes")
     shape = (*first.shape[:axis], 1, *first.shape[axis:])
     return concatenate([reshape(one, shape) for one in inputs], axis)
 
 
 def weighted_sum(inputs: Sequence[DerivedArray], weights: Sequence[float], dtype: str | None = None) -> DerivedArray:
-    """The sum of arrays, each times a number.
+    """Return the weighted sum of arrays.
 
     Args:
-        inputs: of one shape.
+        inputs: arrays of one shape.
         weights: by input.
-        dtype: of the result; None: that of the first input.
+        dtype: of the result; None for that of the first input.
 
     Raises:
-        ValueError: if their shapes differ, there are none, or they are not of real numbers.
+        ValueError: if their shapes differ, if there are none, or if they are not real.
     """
     if not inputs or len(inputs) != len(weights):
         raise ValueError(f"there are {len(inputs)} arrays and {len(weights)} weights")
     for one in inputs:
         if one.spec.shape != inputs[0].spec.shape:
-            raise ValueError(f"{inputs[0].spec} and {one.spec} cannot be summed: their shapes are to be equal")
+            raise ValueError(f"cannot sum {inputs[0].spec} and {one.spec}: their shapes must be equal")
         _expect_real(one.spec)
     return WeightedSum(tuple(inputs), tuple(map(float, weights)), dtype or inputs[0].spec.dtype)
 
 
 def merge_low_rank(base: DerivedArray, up: DerivedArray, down: DerivedArray, scale: float) -> DerivedArray:
-    """``base + scale * up @ down``, in the dtype of `base`: see `LowRankMerge`.
+    """Return ``base + scale * up @ down`` in the dtype of `base`. See `LowRankMerge`.
 
     Raises:
-        ValueError: if these are not matrices of real numbers that fit, or the base is of whole numbers.
+        ValueError: if the matrices do not fit or are not real, or if the base has integers.
     """
     shapes = base.spec.shape, up.spec.shape, down.spec.shape
     fit = all(len(shape) == 2 for shape in shapes) and (shapes[1][0], shapes[2][1], shapes[1][1]) == (
@@ -286,33 +292,33 @@ def merge_low_rank(base: DerivedArray, up: DerivedArray, down: DerivedArray, sca
     for one in (base, up, down):
         _expect_real(one.spec)
     if is_whole(base.spec.numpy_dtype):
-        raise ValueError(f"{base.spec} is of whole numbers, to which nothing is added that has fractions")
+        raise ValueError(f"cannot add fractions to the integers of {base.spec}")
     return LowRankMerge(base, up, down, float(scale))
 
 
 def computed(inputs: Sequence[DerivedArray], function: Callable[..., Any], spec: ArraySpec) -> DerivedArray:
-    """What a function makes of whole arrays: see `Computed`."""
+    """Return the result of a function of whole arrays. See `Computed`."""
     return Computed(tuple(inputs), function, spec)
 
 
 def _expect_real(spec: ArraySpec) -> None:
     if spec.numpy_dtype.kind in "bSUmM" or is_complex(spec.numpy_dtype):
-        raise ValueError(f"{spec} is no array of real numbers")
+        raise ValueError(f"{spec} is not an array of real numbers")
 
 
 def _sum_dtype(dtypes: Sequence[np.dtype[Any]]) -> np.dtype[Any]:
-    """What sums are computed in."""
+    """Return the dtype in which sums are computed."""
     exact = any(dtype.kind in "iuf" and dtype.itemsize >= 4 and dtype != np.float32 for dtype in dtypes)
     return np.dtype(np.float64 if exact else np.float32)
 
 
 def _round(out: HostArray, values: HostArray, parts: Sequence[HostArray]) -> None:
-    """Copy what was computed of parts into an array, as the nearest values of its dtype.
+    """Round computed values to the dtype of an array.
 
     Raises:
-        ValueError: if there is a number that the dtype has nothing near to.
+        ValueError: if a value is out of range.
     """
     if not np.isfinite(values).all() and all(bool(np.isfinite(part).all()) for part in parts):
         first = values[~np.isfinite(values)].flat[0]
-        raise ValueError(f"{values.dtype}, in which this is computed, has no place for it: it would be {first}")
+        raise ValueError(f"the result {first} is out of the range of {values.dtype}, in which it is computed")
     copy_rounded(out, np.rint(values) if is_whole(out.dtype) else values)

@@ -1,11 +1,13 @@
-"""Maps: ready-made transforms between how libraries name, stack and turn the weights of one family of models.
+"""Ready-made transforms between the weights of model families in different libraries.
 
-Each function gives the transforms from Hugging Face's names; `ckptcore_transforms.inverse` of them is the way back. What stands beside the model, as
-heads do, stays as it is; what a map does not know of the model itself is an error, either way.
+Each function returns the transforms from Hugging Face's names; `ckptcore_transforms.inverse`
+returns those in the other direction. Leaves outside of the model, such as heads, do not change.
+Unknown leaves of the model itself are an error, in both directions.
 
-Hugging Face's names are those of the modules of ``transformers``, and its kernels lie as ``[outputs, inputs]``, as PyTorch's. *Scanned* is a tree as
-Flax NNX makes it of layers that are run by ``jax.lax.scan``: one array for all layers, the first axis of which counts them; ``kernel`` as ``[inputs,
-outputs]``, ``embedding`` and ``scale``.
+Hugging Face's names are those of modules of ``transformers``, with kernels as ``[outputs,
+inputs]``, as in PyTorch. *Scanned* is a tree of Flax NNX with layers run by ``jax.lax.scan``: one
+array for all layers, with layers as first axis, ``kernel`` as ``[inputs, outputs]``, ``embedding``
+and ``scale``.
 """
 
 from __future__ import annotations
@@ -35,20 +37,22 @@ __all__ = [
 ]
 
 RopeType: TypeAlias = Literal["default", "llama3.1"]
-"""What MaxText's configuration has as ``rope_type``."""
+"""Values of ``rope_type`` in the configuration of MaxText."""
 
 _MAXTEXT: Final = "params/params"
-"""Where the weights stand in a checkpoint of MaxText: the parameters of its train state, and in them a collection of Flax."""
+"""Path of the weights in a checkpoint of MaxText: the parameters of its train state, and a Flax collection."""
 
 
 def bert_to_scanned(prefix: str = "") -> list[Transform]:
-    """BERT encoders (``BertModel``: also MiniLM, BGE, E5, RoBERTa) from Hugging Face to a scanned tree.
+    """Return transforms of BERT encoders from Hugging Face to a scanned tree.
 
-    ``encoder/layers/attention/query/kernel``, ``encoder/layers/intermediate/kernel``, ``embeddings/word_embeddings/embedding``.
+    For ``BertModel``, also MiniLM, BGE, E5 and RoBERTa. Results are
+    ``encoder/layers/attention/query/kernel``, ``encoder/layers/intermediate/kernel`` or
+    ``embeddings/word_embeddings/embedding``.
 
     Args:
-        prefix: what the names of the encoder begin with, as ``"bert."`` where it has a head; the tree stands under the same keys then. Heads stay
-            as they are.
+        prefix: prefix of the encoder's names, such as ``"bert."`` for a model with a head. The tree
+            gets the same prefix. Heads do not change.
 
     Raises:
         TransformError: for a prefix that does not end with a dot.
@@ -78,12 +82,14 @@ def bert_to_scanned(prefix: str = "") -> list[Transform]:
 
 
 def llama_to_scanned(prefix: str = "") -> list[Transform]:
-    """Llama and what is built like it (Mistral, Qwen 2 and 3) from Hugging Face to a scanned tree.
+    """Return transforms of Llama and similar models (Mistral, Qwen 2 and 3) from Hugging Face to a scanned tree.
 
-    ``layers/self_attn/q_proj/kernel``, ``layers/mlp/gate_proj/kernel``, ``embed_tokens/embedding``. ``lm_head`` may be missing: it is tied then.
+    Results are ``layers/self_attn/q_proj/kernel``, ``layers/mlp/gate_proj/kernel`` or
+    ``embed_tokens/embedding``. ``lm_head`` is missing in models with tied weights.
 
     Args:
-        prefix: what the names begin with before ``model`` and ``lm_head``, as ``"language_model."``; the tree stands under the same keys then.
+        prefix: prefix before ``model`` and ``lm_head``, such as ``"language_model."``. The tree
+            gets the same prefix.
 
     Raises:
         TransformError: for a prefix that does not end with a dot.
@@ -107,26 +113,35 @@ def llama_to_scanned(prefix: str = "") -> list[Transform]:
 
 
 def llama_to_maxtext(head_dim: int, rope_type: RopeType, prefix: str = "") -> list[Transform]:
-    """Llama 2 and 3 and Mistral from Hugging Face to a checkpoint of MaxText, with scanned layers and its ``param_scan_axis`` of 1.
+    """Return transforms of Llama 2 and 3 and Mistral from Hugging Face to MaxText, with scanned
+    layers and ``param_scan_axis`` 1.
 
-    ``params/params/decoder/layers/self_attention/query/kernel``, ``params/params/token_embedder/embedding``; ``lm_head`` may be missing: it is tied then.
+    Results are ``params/params/decoder/layers/self_attention/query/kernel`` or
+    ``params/params/token_embedder/embedding``. ``lm_head`` is missing in models with tied weights.
 
-    MaxText does not divide queries by the root of `head_dim` as it runs: kernels are. They come back bit-equal where that is a power of two; else they are
-    rounded once each way, as its ``to_maxtext`` and ``to_huggingface`` do. Source: AI-Hypercomputer/maxtext, ``checkpoint_conversion``.
+    MaxText stores query kernels divided by the root of `head_dim`, instead of dividing queries at
+    run time. The inverse restores equal bits if the root is a power of two. Otherwise each
+    direction rounds once, as MaxText's ``to_maxtext`` and ``to_huggingface`` do. Source:
+    AI-Hypercomputer/maxtext, ``checkpoint_conversion``.
 
     Args:
-        head_dim: elements of a head; even. Where a ``config.json`` beside the arrays says otherwise, a load is an error.
-        rope_type: of MaxText's configuration: ``"llama3.1"``, also where its ``model_name`` begins with that, keeps a rotated pair of a head's elements
-            side by side; ``"default"``, of Llama 2 and 3 and Mistral, has all first ones before all second ones, as Hugging Face. The other one gives a
-            model that loads and computes something else.
-        prefix: what the names begin with before ``model`` and ``lm_head``, as ``"language_model."``; MaxText's have none.
+        head_dim: number of elements of a head; even. A load fails if a ``config.json`` of the model
+            has another value.
+        rope_type: of MaxText's configuration. ``"llama3.1"``, also used if its ``model_name``
+            starts with that, stores rotated pairs of a head's elements next to each other.
+            ``"default"``, for Llama 2 and 3 and Mistral, stores all first elements before all
+            second ones, as Hugging Face does. The wrong type loads but computes wrong results.
+        prefix: prefix before ``model`` and ``lm_head``, such as ``"language_model."``. MaxText has
+            none.
 
     Raises:
-        TransformError: if `head_dim` is odd, there is no such `rope_type`, or the prefix does not end with a dot.
+        TransformError: if `head_dim` is odd, `rope_type` is unknown, or the prefix does not end
+            with a dot.
     """
     if rope_type not in get_args(RopeType):
         raise TransformError(
-            f"llama_to_maxtext(rope_type={rope_type!r}): expected 'default' or 'llama3.1', as MaxText's configuration has it"
+            f"llama_to_maxtext(rope_type={rope_type!r}): expected 'default' or 'llama3.1', as "
+            "in MaxText's configuration"
         )
     root = math.sqrt(head_dim)
     return _to_maxtext(
@@ -141,13 +156,15 @@ def llama_to_maxtext(head_dim: int, rope_type: RopeType, prefix: str = "") -> li
 
 
 def qwen_to_maxtext(head_dim: int, prefix: str = "") -> list[Transform]:
-    """Qwen 2, 2.5 and 3 without experts from Hugging Face to a checkpoint of MaxText, as `llama_to_maxtext`; biases and norms of heads go with them.
+    """Return transforms of Qwen 2, 2.5 and 3 without experts from Hugging Face to MaxText, with
+    biases and norms of heads.
 
-    MaxText divides the queries of these as it runs, and rotates halves: all comes back bit-equal. Source: as there.
+    See `llama_to_maxtext`. MaxText divides queries of these models at run time, and rotates halves,
+    so the inverse restores equal bits.
 
     Args:
-        head_dim: elements of a head; even.
-        prefix: as there.
+        head_dim: number of elements of a head; even.
+        prefix: see `llama_to_maxtext`.
 
     Raises:
         TransformError: if `head_dim` is odd, or the prefix does not end with a dot.
@@ -168,14 +185,14 @@ def qwen_to_maxtext(head_dim: int, prefix: str = "") -> list[Transform]:
 
 
 def _to_maxtext(name: str, head_dim: int, prefix: str, further: list[Transform]) -> list[Transform]:
-    """What all decoders have in common, and what one family has besides.
+    """Return the transforms that all decoders share, and those of one family.
 
     Raises:
         TransformError
     """
     own, _ = _prefixes(prefix)
     if head_dim < 2 or head_dim % 2:
-        raise TransformError(f"{name}(head_dim={head_dim}): give an even number above 0")
+        raise TransformError(f"{name}(head_dim={head_dim}): expected an even positive number")
     decoder, layer = f"{_MAXTEXT}/decoder", f"{own}model.layers.{{i}}"
     layers, attention = f"{decoder}/layers", f"{decoder}/layers/self_attention"
     kernels = {
@@ -210,7 +227,7 @@ def _to_maxtext(name: str, head_dim: int, prefix: str, further: list[Transform])
 
 
 def _rotated_pairs(head_dim: int) -> list[Transform]:
-    """The elements of heads that are rotated together side by side, where all first ones were before all second ones."""
+    """Return transforms that move rotated pairs of a head's elements next to each other."""
     transforms: list[Transform] = []
     for part in ("query", "key"):
         path = f"{_MAXTEXT}/decoder/layers/self_attention/{part}/kernel"
@@ -224,57 +241,61 @@ def _rotated_pairs(head_dim: int) -> list[Transform]:
 
 @dataclass(frozen=True, slots=True)
 class _ExpectHeads(TreeTransform):
-    """An error where a ``config.json`` beside the arrays says that heads have another size: any that divides theirs would fit, and make another model.
+    """Raise an error if the config.json of the model has another head size.
+
+    A wrong size that divides the right one would fit, but give another model.
 
     Attributes:
-        head_dim: elements of a head. Without such a file nothing tells whether it is right.
+        head_dim: number of elements of a head. Not checked without a config.json.
     """
 
     head_dim: int
 
     def rewrite(self, tree: TreeRewriter) -> None:
-        """See `Transform`."""
+        """Check the config.json."""
         try:
-            config = tree.config_beside("config.json")
-        except TransformError:  # there is none
+            config = tree.read_config("config.json")
+        except TransformError:  # there is no config.json
             return
         nested = config.get("text_config")
-        told = nested if isinstance(nested, dict) else config
-        found, heads, embedding = (told.get(key) for key in ("head_dim", "num_attention_heads", "hidden_size"))
+        settings = nested if isinstance(nested, dict) else config
+        found, heads, embedding = (settings.get(key) for key in ("head_dim", "num_attention_heads", "hidden_size"))
         if found is None and isinstance(heads, int) and isinstance(embedding, int) and heads > 0:
-            found = embedding // heads  # as transformers has it where nothing is said
+            found = embedding // heads  # the default of transformers
         if found is not None and found != self.head_dim:
             raise TransformError(
-                f"the config.json beside the arrays says that a head has {found!r:.100} elements: give that as head_dim"
+                f"the config.json of the model has heads of {found!r:.100} elements: set head_dim to that"
             )
 
     def describe(self) -> str:
-        """See `Transform`."""
-        return f"expect heads of {self.head_dim} elements, where a config.json tells"
+        """Describe the check."""
+        return f"expect heads of {self.head_dim} elements, if there is a config.json"
 
     def inverse(self) -> Transform:
-        """See `Transform`."""
+        """Return the transform itself."""
         return self
 
 
 def _prefixes(prefix: str) -> tuple[str, str]:
-    """What stands before Hugging Face's names in a template, and before the paths of a tree under the same keys.
+    """Return the prefix of Hugging Face's names in a template, and the same prefix as a path.
 
     Raises:
         TransformError
     """
     if prefix and (not prefix.endswith(".") or "" in prefix[:-1].split(".") or set(prefix) & set("*{}/")):
-        raise TransformError(f"{prefix!r} is no prefix of names: expected text that ends with a dot, such as 'bert.'")
+        raise TransformError(
+            f"{prefix!r} is not a prefix of names: expected text that ends with a dot, such as 'bert.'"
+        )
     return prefix, prefix.replace(".", "/")
 
 
 @dataclass(frozen=True, slots=True)
 class NamedMap:
-    """A map that has a name, for the command line.
+    """A map with a name, for the command line.
 
     Attributes:
-        make: gives its transforms, from a prefix of names and what it needs, in that order.
-        needs: what it needs besides a prefix: ``head_dim``, ``rope_type``.
+        make: returns its transforms, for a prefix and the required options in that order.
+        needs: required options besides a prefix: ``head_dim``, ``rope_type``.
     """
 
     make: Callable[..., list[Transform]]
@@ -287,39 +308,40 @@ MAPS: Mapping[str, NamedMap] = {
     "llama-to-maxtext": NamedMap(llama_to_maxtext, ("head_dim", "rope_type")),
     "qwen-to-maxtext": NamedMap(qwen_to_maxtext, ("head_dim",)),
 }
-"""The maps by name; with the two sides of a name exchanged it is the way back."""
+"""Maps by name. Exchange the two sides of a name for the inverse."""
 
-_TOLD: Final = {
-    "head_dim": "the elements of a head, as the model's config.json has them",
-    "rope_type": "'default' or 'llama3.1', as MaxText's configuration has it",
+_OPTION_HINTS: Final = {
+    "head_dim": "the number of elements of a head, as in the model's config.json",
+    "rope_type": "'default' or 'llama3.1', as in MaxText's configuration",
 }
-"""What a map may need."""
+"""Required options of maps."""
 
 
 def find_map(
     name: str, head_dim: int | None = None, prefix: str = "", rope_type: RopeType | None = None
 ) -> list[Transform]:
-    """The transforms of a map, or the way back.
+    """Return the transforms of a map or its inverse.
 
     Args:
-        name: as in `MAPS`, or with its sides exchanged, as ``scanned-to-bert``.
-        head_dim: elements of a head, for the maps that need it; of the others None.
-        prefix: what Hugging Face's names begin with, as ``"bert."``.
-        rope_type: of MaxText's configuration, likewise; see `llama_to_maxtext`.
+        name: in `MAPS`, or with the sides exchanged, such as ``scanned-to-bert``.
+        head_dim: number of elements of a head, for maps that require it, else None.
+        prefix: prefix of Hugging Face's names, such as ``"bert."``.
+        rope_type: of MaxText's configuration, for maps that require it, else None; see
+            `llama_to_maxtext`.
 
     Raises:
-        TransformError: if there is none of this name, it lacks what it needs, or has no use for what is given.
+        TransformError: for an unknown name, a missing option, or an option that is not used.
     """
     first, _, second = name.partition("-to-")
     back = f"{second}-to-{first}"
     found = MAPS.get(name) or MAPS.get(back)
     if found is None:
-        raise TransformError(f"there is no map {name!r}; there are {', '.join(MAPS)}, and each the other way round")
+        raise TransformError(f"unknown map {name!r}; expected one of {', '.join(MAPS)}, or with the sides exchanged")
     given: Mapping[str, int | str | None] = {"head_dim": head_dim, "rope_type": rope_type}
     for option, value in given.items():
         if value is None and option in found.needs:
-            raise TransformError(f"the map {name!r} needs {option}: give {_TOLD[option]}")
+            raise TransformError(f"the map {name!r} requires {option}: set {_OPTION_HINTS[option]}")
         if value is not None and option not in found.needs:
-            raise TransformError(f"the map {name!r} has no use for {option}={value!r}: leave it out")
+            raise TransformError(f"the map {name!r} does not use {option}={value!r}: remove it")
     transforms = found.make(prefix=prefix, **{option: given[option] for option in found.needs})
     return transforms if name in MAPS else inverse(transforms)

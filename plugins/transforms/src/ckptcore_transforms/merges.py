@@ -1,4 +1,4 @@
-"""Transforms that put arrays of several checkpoints together: adapters merged, weights averaged."""
+"""Transforms that combine arrays of several checkpoints: merged adapters, averaged weights."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from ckptcore_transforms.tree_rewriter import ArrayLeaf, Leaf, TreeRewriter
 __all__ = ["Average", "MergeLora"]
 
 _KEPT: Final = ("bool", "int", "uint", "datetime", "timedelta", "S", "U")
-"""The dtypes of arrays of which there is no mean."""
+"""Prefixes of dtypes without a mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class MergeLora(TreeTransform):
-    """An adapter merged into the matrices that it is for: ``base + scale * up @ down``, in the dtype of the base.
+    """Merge an adapter into its base matrices: ``base + scale * up @ down``, in the dtype of the base.
 
     Attributes:
-        base: a template of the matrices, n by m. Those that the adapter has nothing for stay as they are.
-        up: a template of the adapter's matrices n by r, called B; with the fields of `base`.
-        down: a template of those r by m, called A.
+        base: template of the matrices, n by m. Matrices without an adapter do not change.
+        up: template of the adapter's n by r matrices, called B, with the fields of `base`.
+        down: template of its r by m matrices, called A.
         scale: alpha / r.
-        adapter: the checkpoint that has `up` and `down`; None: they are beside the base, and taken away.
+        adapter: checkpoint with `up` and `down`; None if they are in the same tree, from which they
+            are removed.
     """
 
     base: str
@@ -48,8 +49,8 @@ class MergeLora(TreeTransform):
         expect_number(self, "scale")
 
     def rewrite(self, tree: TreeRewriter) -> None:
-        """See `Transform`."""
-        inside = tree if self.adapter is None else tree.with_leaves(tree.open_beside(self.adapter))
+        """Merge the matrices."""
+        inside = tree if self.adapter is None else tree.with_leaves(tree.open_other(self.adapter))
         ups, downs, base = Template(self.up), Template(self.down), Template(self.base)
         of_ups, of_downs = inside.find_each([ups, downs])
         thin, lows = _by_base(base, of_ups), _by_base(base, of_downs)
@@ -66,7 +67,7 @@ class MergeLora(TreeTransform):
                     ]
                 )
                 raise TransformError(
-                    f"{format_path(text)} of the adapter has {have} only: expected a base, an up and a down"
+                    f"{format_path(text)} of the adapter has only {have}: expected a base, an up and a down"
                 )
             try:
                 merged = merge_low_rank(
@@ -80,25 +81,27 @@ class MergeLora(TreeTransform):
         tree.replace(made)
 
     def describe(self) -> str:
-        """See `Transform`."""
+        """Describe the merge."""
         where = "" if self.adapter is None else f" of {self.adapter}"
         return f"merge {self.scale} * {self.up!r} @ {self.down!r}{where} into {self.base!r}"
 
     def inverse(self) -> Transform:
-        """See `Transform`."""
-        raise not_invertible(self, "for the product is rounded as it is added")
+        """Raise an error, because the sum is rounded."""
+        raise not_invertible(self, "because the sum is rounded")
 
 
 @dataclass(frozen=True, slots=True)
 class Average(TreeTransform):
-    """The mean of the arrays of several checkpoints, which have the same tree; computed in float32, or float64 where they are.
+    """Average the arrays of several checkpoints with the same tree, in float32, or in float64 for float64 arrays.
 
-    Arrays of whole numbers or of truth values, keys of random generators, and values are those of the first: the one that is loaded. So
-    this comes before what changes the tree. Arrays of complex numbers are refused.
+    Integers, booleans, keys of random generators and values are taken from the first checkpoint,
+    which is the loaded one. Use this before transforms that change the tree. Complex arrays are
+    refused.
 
     Attributes:
-        others: where the further checkpoints are.
-        weights: of all of them, the first one's before; None: all equal. They are divided by their sum.
+        others: locations of the other checkpoints.
+        weights: of all checkpoints, starting with the loaded one; None for equal weights. They are
+            divided by their sum.
     """
 
     others: Sequence[LocationLike]
@@ -106,19 +109,17 @@ class Average(TreeTransform):
 
     def __post_init__(self) -> None:
         if not expect_sequence(self, "others", "locations in a list"):
-            raise TypeError("Average(others=[]): expected at least one further checkpoint")
+            raise TypeError("Average(others=[]): expected at least one other checkpoint")
         if self.weights is not None:
             expect_sequence(self, "weights", "numbers in a list")
 
     def rewrite(self, tree: TreeRewriter) -> None:
-        """See `Transform`."""
+        """Average the arrays."""
         weights = [1.0] * (len(self.others) + 1) if self.weights is None else list(self.weights)
         if len(weights) != len(self.others) + 1 or not math.isfinite(sum(weights)) or not sum(weights):
-            raise TransformError(
-                f"expected {len(self.others) + 1} weights, the sum of which is a number other than 0, found {weights}"
-            )
+            raise TransformError(f"expected {len(self.others) + 1} weights with a nonzero sum, found {weights}")
         weights = [weight / sum(weights) for weight in weights]
-        others = [tree.open_beside(other) for other in self.others]
+        others = [tree.open_other(other) for other in self.others]
         for location, leaves in zip(self.others, others, strict=True):
             _expect_same_paths(tree.leaves, leaves, location)
         made: dict[TreePath, Mapping[TreePath, Leaf]] = {}
@@ -134,9 +135,7 @@ class Average(TreeTransform):
                 other = leaves.get(path)
                 if not isinstance(other, ArrayLeaf) or other.record.spec != leaf.record.spec:
                     found = other.record.spec if isinstance(other, ArrayLeaf) else "no array"
-                    raise TransformError(
-                        f"{location} has {found} at {format_path(path)}, where {leaf.record.spec} was expected"
-                    )
+                    raise TransformError(f"{location} has {found} at {format_path(path)}; expected {leaf.record.spec}")
                 arrays.append(other.array)
             try:
                 made[path] = {path: ArrayLeaf.of(weighted_sum(arrays, weights))}
@@ -145,39 +144,40 @@ class Average(TreeTransform):
         tree.replace(made)
 
     def describe(self) -> str:
-        """See `Transform`."""
+        """Describe the checkpoints and weights."""
         weights = "" if self.weights is None else f", weighted {list(self.weights)}"
         return f"average with {', '.join(map(str, self.others))}{weights}"
 
     def inverse(self) -> Transform:
-        """See `Transform`."""
-        raise not_invertible(self, "for the sum does not tell what was added")
+        """Raise an error, because a sum does not determine its terms."""
+        raise not_invertible(self, "because a sum does not determine its terms")
 
 
 def _expect_same_paths(first: Mapping[TreePath, Leaf], other: Mapping[TreePath, Leaf], location: LocationLike) -> None:
-    """Make sure that two checkpoints have one tree.
+    """Check that two checkpoints have the same paths.
 
     Raises:
         TransformError: names the first leaf that one of them lacks.
     """
-    for has, lacks, told in ((other, first, "has"), (first, other, "lacks")):
+    for has, lacks, verb in ((other, first, "has"), (first, other, "lacks")):
         absent = next((path for path in has if path not in lacks), None)
         if absent is not None:
             raise TransformError(
-                f"{location} {told} {format_path(absent)}, other than the first checkpoint: expected the same tree in each"
+                f"{location} {verb} {format_path(absent)}, unlike the first checkpoint: expected the same tree in all"
             )
 
 
 def _by_base(base: Template, matched: Mapping[TreePath, Fields]) -> dict[TreePath, TreePath]:
-    """By path of the matrix that it is for, each matrix of an adapter.
+    """Return the matrices of an adapter by the path of their base.
 
     Raises:
-        TransformError: if two are for one.
+        TransformError: if two have the same base.
     """
     found: dict[TreePath, TreePath] = {}
     for path, fields in matched.items():
         if (first := found.setdefault(base.path(fields), path)) != path:
             raise TransformError(
-                f"{format_path(first)} and {format_path(path)} of the adapter are both for {format_path(base.path(fields))}: expected one"
+                f"{format_path(first)} and {format_path(path)} of the adapter both belong to "
+                f"{format_path(base.path(fields))}: expected one"
             )
     return found

@@ -1,4 +1,4 @@
-"""Transforms that give leaves other paths, take them away, add or refuse them: no array is computed."""
+"""Transforms that rename, drop, add or refuse leaves, without computing arrays."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from ckptcore_transforms.tree_rewriter import ArrayLeaf, Leaf, TreeRewriter, Val
 __all__ = ["Default", "Drop", "Refuse", "Rename", "RenameTable"]
 
 _SHOWN: Final = 200
-"""How many characters of a path an error shows: it may be hostile."""
+"""Maximum length of a path in an error, because paths can be hostile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rename(TreeTransform):
-    """Leaves under other paths: ``Rename("encoder.{rest...}", "encoder/{rest}")``.
+    """Rename leaves: ``Rename("encoder.{rest...}", "encoder/{rest}")``.
 
-    Keys of which a field has all stay as they are; every other one is text, or one of the same text that is in its container.
+    Keys that a field matches completely keep their types. Other keys are text, or existing keys of
+    the container with the same text.
 
     Attributes:
-        pattern: of which leaves; at least one.
-        to: a template of where they go, with fields of the pattern.
+        pattern: selects at least one leaf.
+        to: template of the new paths, with fields of the pattern.
     """
 
     pattern: Pattern
@@ -42,29 +43,29 @@ class Rename(TreeTransform):
         expect_text(self, "to")
 
     def rewrite(self, tree: TreeRewriter) -> None:
-        """See `Transform`."""
+        """Rename the leaves."""
         to = Template(self.to)
         tree.move(Template(self.pattern), lambda path, fields: to.path(fields))
 
     def describe(self) -> str:
-        """See `Transform`."""
+        """Describe the names."""
         return f"rename {Template(self.pattern)} to {self.to!r}"
 
     def inverse(self) -> Transform:
-        """See `Transform`."""
+        """Return the reverse renaming."""
         template, to = Template(self.pattern), Template(self.to)
         if not template.is_exact or template.fields != to.fields:
-            raise not_invertible(self, "for the new names do not tell the old ones")
-        assert isinstance(self.pattern, str)  # no expression is exact
+            raise not_invertible(self, "because the new names do not determine the old ones")
+        assert isinstance(self.pattern, str)  # only templates are exact
         return Rename(to.spanning_as(template), self.pattern)
 
 
 @dataclass(frozen=True, slots=True)
 class RenameTable(TreeTransform):
-    """Single leaves under other paths, all of them at once, so that two may change places.
+    """Rename single leaves at the same time, so that two can exchange their paths.
 
     Attributes:
-        table: by path the new one, both as text; all of them are there.
+        table: new path by old path, both as text. All old paths must exist.
     """
 
     table: Mapping[str, str]
@@ -73,10 +74,10 @@ class RenameTable(TreeTransform):
         if not isinstance(self.table, Mapping) or not all(
             isinstance(text, str) for text in (*self.table, *self.table.values())
         ):
-            raise TypeError(f"RenameTable({self.table!r}): expected a mapping of paths to paths, all of them text")
+            raise TypeError(f"RenameTable({self.table!r}): expected a mapping of str to str")
 
     def rewrite(self, tree: TreeRewriter) -> None:
-        """See `Transform`."""
+        """Rename the leaves."""
         made: dict[TreePath, dict[TreePath, Leaf]] = {}
         found = tree.find_each([exactly(path) for path in self.table])
         for of_path, to in zip(found, self.table.values(), strict=True):
@@ -85,23 +86,23 @@ class RenameTable(TreeTransform):
         tree.replace(made)
 
     def describe(self) -> str:
-        """See `Transform`."""
+        """Describe the names."""
         return "rename " + ", ".join([f"{path!r} to {to!r}" for path, to in self.table.items()])
 
     def inverse(self) -> Transform:
-        """See `Transform`."""
+        """Return the reverse renaming."""
         back = {to: path for path, to in self.table.items()}
         if len(back) < len(self.table):
-            raise not_invertible(self, "for two leaves get one path")
+            raise not_invertible(self, "because two leaves get the same path")
         return RenameTable(back)
 
 
 @dataclass(frozen=True, slots=True)
 class Drop(TreeTransform):
-    """Leaves that are left out, and not read.
+    """Drop leaves by path. Dropped leaves are not read.
 
     Attributes:
-        pattern: of which leaves; at least one.
+        pattern: selects at least one leaf.
     """
 
     pattern: Pattern
@@ -110,24 +111,24 @@ class Drop(TreeTransform):
         expect_pattern(self, "pattern")
 
     def rewrite(self, tree: TreeRewriter) -> None:
-        """See `Transform`."""
+        """Drop the leaves."""
         tree.remove(Template(self.pattern))
 
     def describe(self) -> str:
-        """See `Transform`."""
+        """Describe the pattern."""
         return f"drop {Template(self.pattern)}"
 
     def inverse(self) -> Transform:
-        """See `Transform`."""
-        raise not_invertible(self, "for what was dropped is not there")
+        """Raise an error, because the dropped leaves are unknown."""
+        raise not_invertible(self, "because it removes leaves")
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse(TreeTransform):
-    """An error where leaves are that the transforms around this one do not know; else nothing: so that none is left out silently.
+    """Raise an error if leaves match, so that a list of transforms does not silently ignore unknown leaves.
 
     Attributes:
-        pattern: of which leaves; there are to be none.
+        pattern: must match no leaf.
     """
 
     pattern: Pattern
@@ -136,29 +137,29 @@ class Refuse(TreeTransform):
         expect_pattern(self, "pattern")
 
     def rewrite(self, tree: TreeRewriter) -> None:
-        """See `Transform`."""
+        """Check the leaves."""
         found = list(tree.present(Template(self.pattern)))
         if found:
             others = "" if len(found) == 1 else f" and {len(found) - 1:,} other{'s' if len(found) > 2 else ''}"
             raise TransformError(
-                f"{format_path(found[0])[:_SHOWN]}{others} would be left, which none of the transforms knows: drop or rename what is not needed before"
+                f"no transform handles {format_path(found[0])[:_SHOWN]}{others}: drop or rename unused leaves first"
             )
 
     def describe(self) -> str:
-        """See `Transform`."""
+        """Describe the pattern."""
         return f"expect nothing at {Template(self.pattern)}"
 
     def inverse(self) -> Transform:
-        """See `Transform`."""
+        """Return the transform itself."""
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class Default(TreeTransform):
-    """A leaf that is taken from here where none is stored.
+    """Add a leaf if the checkpoint lacks it.
 
     Attributes:
-        path: where, as text.
+        path: path of the leaf, as text.
         value: a number, text, None, or an array.
     """
 
@@ -169,12 +170,10 @@ class Default(TreeTransform):
         expect_text(self, "path")
 
     def rewrite(self, tree: TreeRewriter) -> None:
-        """See `Transform`."""
+        """Add the leaf."""
         handler = tree.source.leaf_handler(self.value)
         if handler is None:
-            raise TransformError(
-                f"{self.path}: a {type(self.value).__qualname__} is no leaf that an installed plugin handles"
-            )
+            raise TransformError(f"{self.path}: no installed plugin handles a {type(self.value).__qualname__}")
         record = handler.describe(self.value)
         path = text_path(self.path)
         if isinstance(record, ValueRecord):
@@ -184,11 +183,11 @@ class Default(TreeTransform):
         tree.add(path, ArrayLeaf(constant(record.spec, array.result()), record))
 
     def describe(self) -> str:
-        """See `Transform`."""
+        """Describe the value."""
         shape = getattr(self.value, "shape", None)
-        told = repr(self.value) if not shape else f"an array of {self.value.dtype}{list(shape)}"
-        return f"where {self.path!r} is not stored, take {told}"
+        value = repr(self.value) if not shape else f"an array of {self.value.dtype}{list(shape)}"
+        return f"if {self.path!r} is not stored, use {value}"
 
     def inverse(self) -> Transform:
-        """See `Transform`."""
-        raise not_invertible(self, "for nothing tells whether it was stored")
+        """Raise an error, because a stored leaf cannot be distinguished from an added one."""
+        raise not_invertible(self, "because a stored leaf looks like an added one")

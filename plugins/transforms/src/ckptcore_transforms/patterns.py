@@ -1,4 +1,4 @@
-"""Patterns: which leaves a transform is of, and what its results are called."""
+"""Patterns: select the leaves of a transform, and name its results."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ckptcore.model.tree import Key, TreePath
 __all__ = ["Fields", "Found", "Pattern", "Template", "exactly", "path_text", "text_path"]
 
 Pattern: TypeAlias = str | re.Pattern[str]
-"""Which leaves: a template, or a regular expression that all of a path's text is to match; its named groups are its fields.
+"""Selects leaves: a template, or a regular expression for the whole text of a path, with named groups as fields.
 
-The text of a path is its keys with ``/`` between them. In a template
+The text of a path is its keys, joined by ``/``. In a template:
 
-- ``{name}`` stands for text of one key without dots, and is a field: one that stands twice is the same text
-- ``{name:d}`` for digits; where it is a whole key of a result, that is a number
-- ``{name...}`` for any text, of one key or several
-- ``*`` for any text of one key, ``**`` for any text
-- everything else for itself, ``{{`` and ``}}`` for braces
+- ``{name}`` is a field for text of one key without dots; repeated fields must match the same text
+- ``{name:d}`` matches digits; as a whole key of a result it is an integer
+- ``{name...}`` matches any text, of one or several keys
+- ``*`` matches any text of one key, ``**`` any text
+- other text matches itself; ``{{`` and ``}}`` match braces
 """
 
 _TOKEN: Final = re.compile(r"(\{\{|\}\}|\*\*|\*|\{(?P<name>[A-Za-z_]\w*)(?P<how>:d|\.\.\.)?\}|[{}])")
@@ -31,18 +31,18 @@ _HOW: Final[Mapping[str, str]] = {"": "[^/.]+", ":d": "[0-9]+", "...": ".+"}
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a field stood for.
+    """Match of a field.
 
     Attributes:
-        text: the text.
-        keys: the keys, where it was whole ones.
+        text: the matched text.
+        keys: the matched keys, if they are whole; else None.
     """
 
     text: str
     keys: TreePath | None = None
 
     def __eq__(self, other: object) -> bool:
-        """Whether the text is equal."""
+        """Compare the text."""
         return isinstance(other, Found) and other.text == self.text
 
     def __hash__(self) -> int:
@@ -50,7 +50,7 @@ class Found:
 
 
 Fields: TypeAlias = Mapping[str, Found]
-"""By name what fields stood for."""
+"""Matches by field name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +61,18 @@ class _Field:
 
 @dataclass(frozen=True)
 class Template:
-    """A pattern that is read.
+    """A parsed pattern.
 
     Attributes:
-        pattern: as it was given.
+        pattern: the pattern itself.
     """
 
     pattern: Pattern
 
     @cached_property
     def _parts(self) -> Sequence[str | _Field | None]:
-        """Text, fields, and None for what is no field and any text."""
-        assert isinstance(self.pattern, str)  # a regular expression has no parts
+        """Text, fields, and None for wildcards."""
+        assert isinstance(self.pattern, str)  # regular expressions have no parts
         parts: list[str | _Field | None] = []
         end = 0
         for token in _TOKEN.finditer(self.pattern):
@@ -86,8 +86,8 @@ class Template:
                 parts.append(None)
             else:
                 raise ValueError(
-                    f"{self.pattern!r} has a brace that is no field; fields are {{name}}, {{name:d}} and {{name...}}, and "
-                    "braces themselves are doubled"
+                    f"{self.pattern!r} has an invalid field; use {{name}}, {{name:d}} or "
+                    "{name...}, and double braces that are text"
                 )
         parts.append(self.pattern[end:])
         return [part for part in parts if part != ""]
@@ -112,20 +112,20 @@ class Template:
 
     @cached_property
     def fields(self) -> frozenset[str]:
-        """The names of its fields.
+        """Names of its fields.
 
         Raises:
-            ValueError: if it has a brace that is no field.
+            ValueError: for an invalid field.
         """
         return frozenset(self._expression.groupindex)
 
     @property
     def is_exact(self) -> bool:
-        """Whether what matches it is told by its fields."""
+        """True if the fields determine the matched text."""
         return isinstance(self.pattern, str) and None not in self._parts
 
     def match(self, path: TreePath) -> Fields | None:
-        """What its fields stand for in a path; None where it does not match."""
+        """Return the fields of a path, or None if it does not match."""
         found = self._expression.fullmatch(path_text(path))
         if found is None:
             return None
@@ -134,13 +134,13 @@ class Template:
         }
 
     def path(self, fields: Fields) -> TreePath:
-        """The path that it stands for.
+        """Return the path for these fields.
 
         Raises:
-            ValueError: if it is no template, or has a field of which nothing is known.
+            ValueError: for a regular expression or wildcards, or for an unknown field.
         """
         if not self.is_exact:
-            raise ValueError(f"{self} does not tell one path; give a template without '*'")
+            raise ValueError(f"{self} does not determine a path; use a template without '*'")
         if not self.pattern:
             return ()
         keys: list[Key] = []
@@ -157,7 +157,7 @@ class Template:
         return tuple(keys)
 
     def _keys(self, segment: Sequence[str | _Field], fields: Fields) -> Sequence[Key]:
-        """The keys that the text between two ``/`` stands for: one that is empty where there is none."""
+        """Return the keys for the text between two ``/``. Empty text is an empty key."""
         if not segment:
             return ("",)
         text = "".join([one if isinstance(one, str) else self._known(one, fields).text for one in segment])
@@ -171,12 +171,12 @@ class Template:
 
     def _known(self, field: _Field, fields: Fields) -> Found:
         if field.name not in fields:
-            raise ValueError(f"{self} has the field {field.name!r}, and there is none of that name to take it from")
+            raise ValueError(f"{self} has the unknown field {field.name!r}")
         return fields[field.name]
 
     def spanning_as(self, other: Template) -> str:
-        """The same template, with the fields that stand for several keys in another one doing so here too."""
-        assert isinstance(self.pattern, str)  # a regular expression makes no paths
+        """Return this template, with fields that can match several keys in `other` marked ``...``."""
+        assert isinstance(self.pattern, str)  # regular expressions do not determine paths
         spanning = {part.name for part in other._parts if isinstance(part, _Field) and part.how == "..."}
 
         def spell(token: re.Match[str]) -> str:
@@ -189,22 +189,22 @@ class Template:
 
 
 def exactly(text: str) -> Template:
-    """A pattern of one path, by its text."""
+    """Return a pattern for one path."""
     return Template(re.compile(re.escape(text)))
 
 
 def text_path(text: str) -> TreePath:
-    """The path of keys that are text."""
+    """Parse a path. All keys are text."""
     return tuple(text.split("/")) if text else ()
 
 
 def path_text(path: TreePath) -> str:
-    """The keys of a path with ``/`` between them."""
+    """Return the keys of a path, joined by ``/``."""
     return "/".join(map(str, path))
 
 
 def _found(path: TreePath, start: int, stop: int) -> Found:
-    """What stands in a range of a path's text."""
+    """Return the match for a range of a path's text."""
     text = path_text(path)[start:stop]
     position, first = 0, None
     for number, key in enumerate(path):

@@ -1,4 +1,4 @@
-"""QuantizationConfig: what the config.json of a Hugging Face model says of how its weights are quantised; hostile until checked."""
+"""`QuantizationConfig`: the quantisation in the config.json of a Hugging Face model, checked as hostile input."""
 
 from __future__ import annotations
 
@@ -13,34 +13,40 @@ from ckptcore.model.tree import JSON
 __all__ = ["Block", "Packing", "QuantizationConfig", "listed", "read_quantization"]
 
 _SHOWN: Final = 30
-"""How many problems an error lists."""
+"""Maximum number of problems in an error."""
 
 Block: TypeAlias = tuple[int, ...] | None
-"""Extents of a block along the last axes, in elements; None: the shape of the scales tells (`ckptcore_transforms.quantized_arrays.block_of`)."""
+"""Extents of a block along the last axes, in elements.
+
+None: derived from the shape of the scales (`ckptcore_transforms.quantized_arrays.block_of`).
+"""
 
 Packing: TypeAlias = Literal["fp4", "int8"]
-"""What a byte is that is no float8: two numbers of MXFP4, or a whole number."""
+"""Meaning of bytes other than float8: two MXFP4 numbers, or an integer."""
 
 _PLAIN_FORMATS: Final = ("float-quantized", "int-quantized", "naive-quantized", "mxfp8-quantized", "dense")
-"""Of compressed-tensors: those that have values in the shape of the weight, one in an element."""
+"""Formats of compressed-tensors with one value per element of the weight."""
 
 _LONGEST: Final = 1000
-"""In characters. What is longer than any name of a module that a person wrote is not looked for."""
+"""Maximum length of a module name in characters. Longer ones are never listed."""
 
 _FINE: Final = (128, 128)
-"""What transformers' FineGrainedFP8Config takes where no block size is given; there may be one scale for all then, too (AutoFP8)."""
+"""Default of transformers' FineGrainedFP8Config without a block size.
+
+AutoFP8 then has one scale per array.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
-    """How weights are quantised.
+    """Quantization of weights.
 
     Attributes:
         method: the ``quant_method``.
-        blocks: what blocks there may be.
-        packing: what bytes are.
-        kept: the names of modules, or ends of names, that are not quantised.
-        has_cache_scales: whether there are scales for a cache of keys and values.
+        blocks: possible block sizes.
+        packing: meaning of bytes.
+        kept: names of modules, or suffixes of names, that are not quantised.
+        has_cache_scales: True if there are scales for a key-value cache.
     """
 
     method: str
@@ -50,10 +56,10 @@ class QuantizationConfig:
     has_cache_scales: bool = False
 
     def keeps(self, module: str) -> bool:
-        """Whether a module is not quantised: it, one around it or the end of its name is listed.
+        """Return True if a module is not quantised: it, an outer module or a suffix of its name is listed.
 
-        So far transformers' ``should_convert_module``, which takes what is listed as a regular expression, too. Those are not run here: a
-        hostile one takes forever.
+        This is transformers' ``should_convert_module`` without its regular expressions, because a
+        hostile one can run forever.
         """
         if not self.kept or len(module) > _LONGEST:
             return False
@@ -64,20 +70,21 @@ class QuantizationConfig:
 
 
 def read_quantization(config: Mapping[str, JSON]) -> QuantizationConfig | None:
-    """What a config.json says; None if it says nothing of that.
+    """Return the quantisation in a config.json, or None.
 
-    The methods ``fp8`` and ``mxfp8`` (transformers' FineGrainedFP8Config; DeepSeek-V3's README_WEIGHTS.md; AutoFP8), ``fbgemm_fp8``, ``mxfp4``
-    (gpt-oss), and of ``compressed-tensors`` what stores values in the shape of the weight (``quant_config.py``, ``quant_args.py``).
+    Supports the methods ``fp8`` and ``mxfp8`` (transformers' FineGrainedFP8Config; DeepSeek-V3's
+    README_WEIGHTS.md; AutoFP8), ``fbgemm_fp8``, ``mxfp4`` (gpt-oss), and ``compressed-tensors``
+    with values in the shape of the weight (``quant_config.py``, ``quant_args.py``).
 
     Raises:
-        TransformError: lists everything in it that is not known.
+        TransformError: lists all unsupported settings.
     """
     found = _section(config)
     if found is None:
         return None
     problems: list[str] = []
     if not isinstance(found, dict):
-        raise _refused([f"it is {reprlib.repr(found)}, and an object was expected"])
+        raise _refused([f"expected an object, found {reprlib.repr(found)}"])
     method = found.get("quant_method", "compressed-tensors" if "config_groups" in found else None)
     read = {
         "fp8": _read_fp8,
@@ -87,7 +94,7 @@ def read_quantization(config: Mapping[str, JSON]) -> QuantizationConfig | None:
         "compressed-tensors": _read_compressed,
     }
     if not isinstance(method, str) or method not in read:
-        raise _refused([f"quant_method is {reprlib.repr(method)}; known are {', '.join(read)}"])
+        raise _refused([f"quant_method is {reprlib.repr(method)}; expected one of {', '.join(read)}"])
     made = read[method](method, found, problems)
     if problems:
         raise _refused(problems)
@@ -95,13 +102,13 @@ def read_quantization(config: Mapping[str, JSON]) -> QuantizationConfig | None:
 
 
 def _section(config: Mapping[str, JSON]) -> JSON:
-    """What is said of quantisation, of the model or of its part for text; None where nothing is."""
+    """Return the quantisation of the model or its text part, or None."""
     text = config.get("text_config")
     for place in (config, text if isinstance(text, dict) else {}):
         for name in (
             "quantization_config",
             "compression_config",
-        ):  # the second one is compressed-tensors' of before 0.9
+        ):  # the name in compressed-tensors before 0.9
             if place.get(name) is not None:
                 return place[name]
     return None
@@ -109,8 +116,9 @@ def _section(config: Mapping[str, JSON]) -> JSON:
 
 def _refused(problems: Sequence[str]) -> TransformError:
     return TransformError(
-        f"the quantization_config of config.json is not understood:{listed(problems)}\n"
-        "Name the arrays and their scales in Dequantize or DequantizeMxfp4, if they are of a format that these know"
+        f"the quantization_config of config.json is not supported:{listed(problems)}\nIf "
+        "Dequantize or DequantizeMxfp4 support its format, use them with the names of the "
+        "arrays and scales"
     )
 
 
@@ -126,7 +134,7 @@ def _read_fp8(method: str, found: Mapping[str, JSON], problems: list[str]) -> Qu
         blocks = (_block(found["weight_block_size"], "weight_block_size", problems),)
     format_of_scales = found.get("scale_fmt", "float")
     if format_of_scales not in ("float", "ue8m0"):
-        problems.append(f"scale_fmt is {reprlib.repr(format_of_scales)}, and 'float' or 'ue8m0' was expected")
+        problems.append(f"scale_fmt is {reprlib.repr(format_of_scales)}; expected 'float' or 'ue8m0'")
     return QuantizationConfig(
         method, blocks, "fp4", _kept(found, ("modules_to_not_convert", "ignored_layers"), problems)
     )
@@ -135,7 +143,7 @@ def _read_fp8(method: str, found: Mapping[str, JSON], problems: list[str]) -> Qu
 def _read_compressed(method: str, found: Mapping[str, JSON], problems: list[str]) -> QuantizationConfig:
     groups = found.get("config_groups")
     if not isinstance(groups, dict) or not groups:
-        problems.append(f"config_groups is {reprlib.repr(groups)}, and an object of at least one group was expected")
+        problems.append(f"config_groups is {reprlib.repr(groups)}; expected an object with at least one group")
         groups = {}
     format_of_all = found.get("format", "float-quantized")
     blocks: dict[Block, None] = {}
@@ -143,60 +151,62 @@ def _read_compressed(method: str, found: Mapping[str, JSON], problems: list[str]
         place = f"config_groups[{reprlib.repr(name)}]"
         weights = group.get("weights") if isinstance(group, dict) else None
         if not isinstance(group, dict) or not isinstance(weights, dict):
-            problems.append(f"{place} does not say how weights are quantised; an object of 'weights' was expected")
+            problems.append(f"{place} has no quantisation of weights; expected an object 'weights'")
             continue
         stored_as = group.get("format") or format_of_all
         if stored_as not in _PLAIN_FORMATS:
-            problems.append(f"{place} has the format {reprlib.repr(stored_as)}; known are {', '.join(_PLAIN_FORMATS)}")
+            problems.append(
+                f"{place} has the format {reprlib.repr(stored_as)}; expected one of {', '.join(_PLAIN_FORMATS)}"
+            )
         blocks[_group_block(place, weights, problems)] = None
     kept = _kept(found, ("ignore",), problems)
     return QuantizationConfig(method, tuple(blocks), "int8", kept, found.get("kv_cache_scheme") is not None)
 
 
 def _group_block(place: str, weights: Mapping[str, JSON], problems: list[str]) -> Block:
-    """The blocks of a group of compressed-tensors."""
+    """Return the block size of a group of compressed-tensors."""
     bits, kind, strategy = weights.get("num_bits", 8), weights.get("type", "int"), weights.get("strategy")
     if bits != 8 or kind not in ("float", "int"):
         problems.append(
-            f"{place} has weights of {reprlib.repr(bits)} bits of {reprlib.repr(kind)}, and 8 of float or int were expected"
+            f"{place} has weights of {reprlib.repr(bits)} bits of {reprlib.repr(kind)}; expected 8 bits of float or int"
         )
     if weights.get("symmetric", True) is not True:
-        problems.append(f"{place} is not symmetric: zero points are not known")
+        problems.append(f"{place} is not symmetric: zero points are not supported")
     if strategy in ("tensor", "channel", None) and weights.get("group_size") in (None, -1):
         return None
     if strategy == "block":
         return _block(weights.get("block_structure"), f"{place}: block_structure", problems)
     if strategy in ("group", None):
         return _block([1, weights.get("group_size")], f"{place}: group_size", problems)
-    problems.append(f"{place} has the strategy {reprlib.repr(strategy)}; known are tensor, channel, group and block")
+    problems.append(f"{place} has the strategy {reprlib.repr(strategy)}; expected tensor, channel, group and block")
     return None
 
 
 def _block(value: JSON, place: str, problems: list[str]) -> Block:
-    """Extents of a block: two ints above 0."""
+    """Parse the extents of a block: two positive integers."""
     if isinstance(value, list) and len(value) == 2:
         sizes = [size for size in value if type(size) is int and size > 0]
         if len(sizes) == 2:
             return tuple(sizes)
-    problems.append(f"{place} is {reprlib.repr(value)}, and extents of two axes were expected")
+    problems.append(f"{place} is {reprlib.repr(value)}; expected two positive integers")
     return None
 
 
 def _kept(found: Mapping[str, JSON], names: Collection[str], problems: list[str]) -> frozenset[str]:
-    """The modules that are listed under the first of some names that is there."""
+    """Return the modules listed under the first existing name."""
     for name in names:
         listed = found.get(name)
         if listed is None:
             continue
         if not isinstance(listed, list) or not all(isinstance(one, str) for one in listed):
-            problems.append(f"{name} is {reprlib.repr(listed)}, and a list of names was expected")
+            problems.append(f"{name} is {reprlib.repr(listed)}; expected a list of names")
             break
         return frozenset([one for one in listed if isinstance(one, str)])
     return frozenset()
 
 
 def listed(problems: Sequence[str]) -> str:
-    """Lines of an error: as many problems as a person reads."""
+    """Return lines of an error for a limited number of problems."""
     lines = [f"\n  {problem}" for problem in _bounded(problems)]
     return "".join(lines)
 

@@ -1,4 +1,4 @@
-"""Transforms that make one array of several, or several of one."""
+"""Transforms from several arrays to one, or from one to several."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from ckptcore_transforms.tree_rewriter import ArrayLeaf, Leaf, TreeRewriter
 __all__ = ["Fuse", "Split", "Stack", "Unstack"]
 
 _MOST_DIGITS: Final = 10
-"""A number of an array in a stack has fewer."""
+"""Maximum number of digits of a position in a stack, exclusive."""
 
 _MOST_PARTS: Final = 1 << 16
-"""A few bytes that are hostile may state any extent, and each part is a Python object."""
+"""Maximum number of parts, because a hostile file can declare any extent, and each part is a Python object."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stack(TreeTransform):
-    """Arrays of one shape along a new axis: ``Stack("layers.{i}.{rest...}", "layers/{rest}")``.
+    """Stack arrays of one shape along a new axis: ``Stack("layers.{i}.{rest...}", "layers/{rest}")``.
 
     Attributes:
-        pattern: a template of which arrays. The one field that `to` lacks counts them, from 0 without a gap.
-        to: a template of where each stack goes.
-        axis: the new one, in the result; of those that count from the end, -1 is the last.
+        pattern: template of the arrays. The one field that `to` lacks numbers them, from 0 without
+            gaps.
+        to: template of the path of each stack.
+        axis: the new axis of the result; -1 is the last.
 
-    The way back writes numbers without zeros before them.
+    The inverse writes numbers without leading zeros.
     """
 
     pattern: str
@@ -49,25 +50,26 @@ class Stack(TreeTransform):
         expect_int(self, "axis")
 
     def rewrite(self, tree: TreeRewriter) -> None:
-        """See `Transform`."""
+        """Stack the arrays."""
         template, to = Template(self.pattern), Template(self.to)
         counter = _counter(template, to)
         stacks: dict[TreePath, dict[int, TreePath]] = {}
         for path, fields, _ in tree.arrays(template):
             number = fields[counter].text
             if not (number.isascii() and number.isdecimal() and len(number) < _MOST_DIGITS):
-                raise TransformError(f"{format_path(path)}: {counter} is {number!r}, and no number to count by")
+                raise TransformError(f"{format_path(path)}: {counter} is {number!r}; expected a number")
             members = stacks.setdefault(to.path(fields), {})
             if members.setdefault(int(number), path) != path:
                 raise TransformError(
-                    f"{format_path(path)} and {format_path(members[int(number)])} have one place in a stack"
+                    f"{format_path(path)} and {format_path(members[int(number)])} have the same position in a stack"
                 )
         made: dict[TreePath, Mapping[TreePath, Leaf]] = {}
         for new, members in stacks.items():
             missing = [number for number in range(len(members)) if number not in members]
             if missing:
                 raise TransformError(
-                    f"{format_path(new)} would be a stack of {len(members)} arrays numbered up to {max(members)}, and {missing[0]} is missing"
+                    f"{format_path(new)}: array {missing[0]} of a stack of {len(members)}, "
+                    f"numbered up to {max(members)}, is missing"
                 )
             paths = [members[number] for number in range(len(members))]
             try:
@@ -81,22 +83,23 @@ class Stack(TreeTransform):
         tree.replace(made)
 
     def describe(self) -> str:
-        """See `Transform`."""
+        """Describe the stack."""
         return f"stack {Template(self.pattern)} along axis {self.axis} as {self.to!r}"
 
     def inverse(self) -> Transform:
-        """See `Transform`."""
+        """Return the `Unstack`."""
         return Unstack(Template(self.to).spanning_as(Template(self.pattern)), self.pattern, self.axis)
 
 
 @dataclass(frozen=True, slots=True)
 class Unstack(TreeTransform):
-    """Arrays of each index along an axis: ``Unstack("layers/{rest...}", "layers.{i}.{rest}")``.
+    """Split arrays into one array for each index along an axis: ``Unstack("layers/{rest...}", "layers.{i}.{rest}")``.
 
     Attributes:
-        pattern: of which arrays.
-        to: a template of where the parts go. The one field that the pattern lacks counts them, from 0.
-        axis: the one that goes; of those that count from the end, -1 is the last.
+        pattern: template of the arrays.
+        to: template of the paths of the parts. The one field that the pattern lacks numbers them,
+            from 0.
+        axis: the axis to remove; -1 is the last.
     """
 
     pattern: str
@@ -109,7 +112,7 @@ class Unstack(TreeTransform):
         expect_int(self, "axis")
 
     def rewrite(self, tree: TreeRewriter) -> None:
-        """See `Transform`."""
+        """Split the arrays."""
         template, to = Template(self.pattern), Template(self.to)
         counter = _counter(to, template)
         made: dict[TreePath, Mapping[TreePath, Leaf]] = {}
@@ -121,7 +124,8 @@ class Unstack(TreeTransform):
                 raise TransformError(f"{format_path(path)}: {error}") from error
             if not 0 < shape[axis] <= _MOST_PARTS:
                 raise TransformError(
-                    f"{format_path(path)}: {array.spec} would be {shape[axis]} arrays: expected at least 1, and {_MOST_PARTS} at most"
+                    f"cannot unstack {format_path(path)}: {array.spec} has {shape[axis]} "
+                    f"parts; expected 1 to {_MOST_PARTS}"
                 )
             rest = (*shape[:axis], *shape[axis + 1 :])
             parts: dict[TreePath, Leaf] = {}
@@ -133,23 +137,23 @@ class Unstack(TreeTransform):
         tree.replace(made)
 
     def describe(self) -> str:
-        """See `Transform`."""
+        """Describe the parts."""
         return f"unstack {Template(self.pattern)} along axis {self.axis} as {self.to!r}"
 
     def inverse(self) -> Transform:
-        """See `Transform`."""
+        """Return the `Stack`."""
         return Stack(Template(self.to).spanning_as(Template(self.pattern)), self.pattern, self.axis)
 
 
 @dataclass(frozen=True, slots=True)
 class Split(TreeTransform):
-    """Arrays cut into parts along an axis: ``Split("{block...}.qkv", ["{block}.q", "{block}.k", "{block}.v"])``.
+    """Split arrays into parts along an axis: ``Split("{block...}.qkv", ["{block}.q", "{block}.k", "{block}.v"])``.
 
     Attributes:
-        pattern: of which arrays.
-        to: templates of where the parts go, in order.
-        axis: along which; of those that count from the end, -1 is the last.
-        sizes: of the parts; None: all equal.
+        pattern: selects the arrays.
+        to: templates of the paths of the parts, in order.
+        axis: axis to split; -1 is the last.
+        sizes: of the parts; None for equal sizes.
     """
 
     pattern: Pattern
@@ -165,7 +169,7 @@ class Split(TreeTransform):
             expect_ints(self, "sizes")
 
     def rewrite(self, tree: TreeRewriter) -> None:
-        """See `Transform`."""
+        """Split the arrays."""
         templates = [Template(one) for one in self.to]
         made: dict[TreePath, Mapping[TreePath, Leaf]] = {}
         for path, fields, array in tree.arrays(Template(self.pattern)):
@@ -175,7 +179,7 @@ class Split(TreeTransform):
                 raise TransformError(f"{format_path(path)}: {error}") from error
             paths = [to.path(fields) for to in templates]
             if len(set(paths)) < len(paths):
-                raise TransformError(f"{format_path(path)}: two of its parts would be at one path of {list(self.to)}")
+                raise TransformError(f"{format_path(path)}: two of its parts have the same path, from {list(self.to)}")
             made[path] = {new: ArrayLeaf.of(part) for new, part in zip(paths, parts, strict=True)}
         tree.replace(made)
 
@@ -184,8 +188,8 @@ class Split(TreeTransform):
         extent = array.spec.shape[axis]
         sizes = self.sizes if self.sizes is not None else [extent // max(count, 1)] * count
         if sum(sizes) != extent or len(sizes) != count or min(sizes, default=0) < 0:
-            told = "equal" if self.sizes is None else str(list(self.sizes))
-            raise ValueError(f"{array.spec} cannot be cut into {count} parts along axis {axis}, {told}")
+            sizes_text = "equal" if self.sizes is None else str(list(self.sizes))
+            raise ValueError(f"cannot split {array.spec} into {count} parts along axis {axis}, {sizes_text}")
         parts, start = [], 0
         for size in sizes:
             parts.append(cut(array, Box.whole(array.spec.shape).band(axis, start, start + size)))
@@ -193,28 +197,28 @@ class Split(TreeTransform):
         return parts
 
     def describe(self) -> str:
-        """See `Transform`."""
+        """Describe the parts."""
         sizes = "" if self.sizes is None else f" of {list(self.sizes)}"
         return f"split {Template(self.pattern)} along axis {self.axis} into {', '.join(map(repr, self.to))}{sizes}"
 
     def inverse(self) -> Transform:
-        """See `Transform`."""
+        """Return the `Fuse`."""
         template = Template(self.pattern)
         if not template.is_exact:
-            raise not_invertible(self, "for the new names do not tell the old ones")
-        assert isinstance(self.pattern, str)  # no expression is exact
+            raise not_invertible(self, "because the new names do not determine the old ones")
+        assert isinstance(self.pattern, str)  # only templates are exact
         return Fuse([Template(to).spanning_as(template) for to in self.to], self.pattern, self.axis, self.sizes)
 
 
 @dataclass(frozen=True, slots=True)
 class Fuse(TreeTransform):
-    """Arrays one after the other along an axis: ``Fuse(["{block...}.gate", "{block...}.up"], "{block}.gate_up")``.
+    """Concatenate arrays along an axis: ``Fuse(["{block...}.gate", "{block...}.up"], "{block}.gate_up")``.
 
     Attributes:
-        patterns: templates of the parts, in order; all with the same fields.
-        to: a template of where the result goes.
-        axis: along which; of those that count from the end, -1 is the last.
-        sizes: of the parts; None: all equal.
+        patterns: templates of the parts, in order, all with the same fields.
+        to: template of the path of the result.
+        axis: axis of the concatenation; -1 is the last.
+        sizes: of the parts; None for equal sizes.
     """
 
     patterns: Sequence[str]
@@ -230,7 +234,7 @@ class Fuse(TreeTransform):
             expect_ints(self, "sizes")
 
     def rewrite(self, tree: TreeRewriter) -> None:
-        """See `Transform`."""
+        """Concatenate the arrays."""
         to = Template(self.to)
         matched = tree.find_each([Template(one) for one in self.patterns])
         found = [_by_fields(one, of_pattern) for one, of_pattern in zip(self.patterns, matched, strict=True)]
@@ -239,9 +243,7 @@ class Fuse(TreeTransform):
             absent = [one for one, of_pattern in zip(self.patterns, found, strict=True) if key not in of_pattern]
             if absent:
                 path = next(of_pattern[key][0] for of_pattern in found if key in of_pattern)
-                raise TransformError(
-                    f"{format_path(path)} is there, and what {absent[0]!r} stands for beside it is not"
-                )
+                raise TransformError(f"the part {absent[0]!r} that belongs to {format_path(path)} is missing")
             members = [of_pattern[key] for of_pattern in found]
             new = to.path(members[0][1])
             try:
@@ -256,50 +258,48 @@ class Fuse(TreeTransform):
         axis = axis_of(arrays[0].spec, self.axis)
         sizes = [one.spec.shape[axis] if axis < len(one.spec.shape) else 0 for one in arrays]
         if sizes != (list(self.sizes) if self.sizes is not None else sizes[:1] * len(sizes)):
-            told = "of equal sizes" if self.sizes is None else f"of {list(self.sizes)}"
-            raise ValueError(
-                f"parts {told} were expected along axis {axis}, found {sizes}; say so as Fuse(..., sizes=)"
-            )
+            sizes_text = "of equal sizes" if self.sizes is None else f"of {list(self.sizes)}"
+            raise ValueError(f"expected parts {sizes_text} along axis {axis}, found {sizes}; set Fuse(..., sizes=)")
         return concatenate(arrays, axis)
 
     def describe(self) -> str:
-        """See `Transform`."""
+        """Describe the parts."""
         return f"fuse {', '.join(map(repr, self.patterns))} along axis {self.axis} as {self.to!r}"
 
     def inverse(self) -> Transform:
-        """See `Transform`."""
+        """Return the `Split`."""
         pattern = Template(self.to)
         for one in self.patterns:
             pattern = Template(pattern.spanning_as(Template(one)))
-        assert isinstance(pattern.pattern, str)  # as it was given
+        assert isinstance(pattern.pattern, str)  # a template is a str
         return Split(pattern.pattern, self.patterns, self.axis, self.sizes)
 
 
 _Texts: TypeAlias = tuple[tuple[str, str], ...]
-"""What fields stand for, by name."""
+"""Texts of fields, by name."""
 
 
 def _by_fields(pattern: Pattern, matched: Mapping[TreePath, Fields]) -> dict[_Texts, tuple[TreePath, Fields]]:
-    """The leaves that a pattern matches by what its fields stand for.
+    """Return the leaves that match a pattern, by their fields.
 
     Raises:
-        TransformError: if these do not tell two leaves apart.
+        TransformError: if two leaves have the same fields.
     """
     found: dict[_Texts, tuple[TreePath, Fields]] = {}
     for path, fields in matched.items():
         key = tuple(sorted((name, one.text) for name, one in fields.items()))
         if key in found:
             raise TransformError(
-                f"{format_path(found[key][0])} and {format_path(path)} both match {pattern!r}, and would be one part: let a field "
-                "tell them apart, as in {name} for *"
+                f"{format_path(found[key][0])} and {format_path(path)} both match {pattern!r} "
+                "and would be the same part: use fields such as {name} instead of *"
             )
         found[key] = path, fields
     return found
 
 
 def _counter(more: Template, fewer: Template) -> str:
-    """The one field that a template has and another one lacks."""
+    """Return the one field that a template has and another one lacks."""
     names = more.fields - fewer.fields
     if len(names) != 1 or fewer.fields - more.fields or not more.is_exact:
-        raise TransformError(f"{more} is to have one field that {fewer} lacks, which counts, and no '*'")
+        raise TransformError(f"{more} must have no '*', and exactly one field that {fewer} lacks, for the number")
     return next(iter(names))

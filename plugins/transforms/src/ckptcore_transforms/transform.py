@@ -1,4 +1,4 @@
-"""The base class of this package's transforms, `IfPresent`, and lists of transforms described and inverted."""
+"""Base class of this package's transforms, `IfPresent`, and inverses of lists."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ __all__ = ["IfPresent", "TreeTransform", "inverse", "not_invertible"]
 
 
 class TreeTransform(Transform, Protocol):
-    """A transform that changes a `TreeRewriter`, which all transforms of this package in a row share."""
+    """A transform of a `TreeRewriter`, which consecutive transforms of this package share."""
 
     __slots__ = ()
 
     def apply(self, tree: TransformedTree) -> TransformedTree:
-        """See `Transform`."""
+        """Change the tree."""
         rewriter = TreeRewriter.of(tree)
         self.rewrite(rewriter)
         return rewriter
 
     def rewrite(self, tree: TreeRewriter) -> None:
-        """Change the leaves of a tree, and how its arrays are made.
+        """Change the leaves of a tree.
 
         Raises:
-            TransformError, ValueError: if the tree lacks what is changed, or it does not fit.
+            TransformError, ValueError: if a leaf is missing or does not fit.
         """
         ...
 
     def inverse(self) -> Transform:
-        """Return the transform that takes a tree that this one made back to what it was.
+        """Return the reverse transform.
 
         Raises:
-            TransformError: if there is none.
+            TransformError: if the transform is not invertible.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class IfPresent(Transform):
-    """A transform, where there is something for it: elsewhere that it matches nothing is an error.
+    """Makes a transform optional: matching nothing is not an error.
 
     Attributes:
-        transform: what is done.
+        transform: the transform.
     """
 
     transform: Transform
@@ -56,7 +56,7 @@ class IfPresent(Transform):
             raise TypeError(f"IfPresent({self.transform!r}): expected a transform")
 
     def apply(self, tree: TransformedTree) -> TransformedTree:
-        """See `Transform`."""
+        """Apply the transform if it matches."""
         rewriter = TreeRewriter.of(tree)
         before = dict(rewriter.leaves)
         try:
@@ -66,19 +66,19 @@ class IfPresent(Transform):
             return rewriter
 
     def describe(self) -> str:
-        """See `Transform`."""
-        return f"{self.transform.describe()}, if there is any"
+        """Describe the transform."""
+        return f"{self.transform.describe()}, if present"
 
     def inverse(self) -> Transform:
-        """See `TreeTransform`: what is there is taken back, also if something else has made it."""
+        """Return the optional inverse. It also applies to leaves that another transform created."""
         return IfPresent(_inverse(self.transform))
 
 
 def inverse(transforms: Transforms) -> list[Transform]:
-    """The transforms that take a tree back which transforms made.
+    """Return transforms that reverse a list of transforms.
 
     Raises:
-        TransformError: names one that nothing takes back.
+        TransformError: names a transform that is not invertible.
     """
     expect_transforms(transforms)
     return [_inverse(transform) for transform in reversed(transforms)]
@@ -86,11 +86,11 @@ def inverse(transforms: Transforms) -> list[Transform]:
 
 def _inverse(transform: Transform) -> Transform:
     if not hasattr(transform, "inverse"):
-        raise not_invertible(transform, f"for {type(transform).__name__} has no method inverse")
+        raise not_invertible(transform, f"because {type(transform).__name__} has no method inverse")
     made: Transform = transform.inverse()
     return made
 
 
 def not_invertible(transform: Transform, reason: str) -> TransformError:
-    """What to raise where nothing takes a tree back."""
+    """Return the error for a transform that is not invertible."""
     return TransformError(f"{transform.describe()}: this cannot be undone, {reason}")

@@ -1,4 +1,4 @@
-"""TreeRewriter: a stored tree while the transforms of this package change it."""
+"""`TreeRewriter`: a stored tree that transforms of this package change."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ from ckptcore_transforms.patterns import Fields, Template, path_text
 __all__ = ["ArrayLeaf", "Leaf", "NothingMatches", "TreeRewriter", "ValueLeaf"]
 
 _COMPUTED_KINDS: Final = (PLAIN_ARRAY, "numpy.scalar")
-"""Arrays of other kinds mean more than their elements, and are only moved."""
+"""Kinds of arrays that can be computed with.
+
+Others have additional meaning, and can only be moved.
+"""
 
 _SHOWN: Final = 100
-"""How many characters of a name an error shows: it may be hostile."""
+"""Maximum length of a name in an error, because names can be hostile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +33,9 @@ class ArrayLeaf:
     """An array.
 
     Attributes:
-        array: how it is made.
-        record: what is said of it; of the same spec.
-        held_by: see `TreeMetadata.held_by`; None where every process held it.
+        array: the derived array.
+        record: its record, with the same spec.
+        held_by: see `TreeMetadata.held_by`; None for all processes.
     """
 
     array: DerivedArray
@@ -41,18 +44,18 @@ class ArrayLeaf:
 
     @classmethod
     def of(cls, array: DerivedArray) -> ArrayLeaf:
-        """One that was computed."""
+        """Return the leaf of a computed array."""
         return cls(array, ArrayRecord(array.spec))
 
 
 @dataclass(frozen=True, slots=True)
 class ValueLeaf:
-    """A leaf that lives in the root.
+    """A value stored in the root.
 
     Attributes:
         record: the value.
-        held_by: as of a `ArrayLeaf`.
-        stored: the number of the leaf that it is in the checkpoint that is loaded; None where it is of none.
+        held_by: see `ArrayLeaf`.
+        stored: number of the leaf in the loaded checkpoint; None for other values.
     """
 
     record: ValueRecord
@@ -63,28 +66,28 @@ class ValueLeaf:
 Leaf: TypeAlias = ArrayLeaf | ValueLeaf
 
 
-class NothingMatches(TransformError):  # told apart here only
+class NothingMatches(TransformError):  # used only in this package
     """A pattern matches no leaf."""
 
 
 class TreeRewriter:
-    """A tree whose leaves and arrays transforms change in place. One thread."""
+    """A tree that transforms change in place. One thread."""
 
     def __init__(self, derived: DerivedTree) -> None:
-        """Begin with a tree as other transforms, or none, have made it."""
+        """Start with a tree, possibly the result of other transforms."""
         self.source = derived.source
-        """Further checkpoints, files and handlers."""
+        """Other checkpoints, files and handlers."""
         self._containers: dict[TreePath, tuple[NodeKind, str | None]] = {}
         self._empty: dict[TreePath, None] = {}
         self._sequence: dict[TreePath, int] = {}
-        """The order of leaves and empty containers at the beginning, as far as it is known."""
+        """Original order of leaves and empty containers."""
         self.leaves: dict[TreePath, Leaf] = _leaves_of(derived)
-        """By path; the order means nothing but which came first."""
+        """Leaves by path, in their order."""
         self._note_containers(derived.tree.skeleton, ())
 
     @classmethod
     def of(cls, tree: TransformedTree) -> TreeRewriter:
-        """Return the tree itself if it can be changed in place, and one that begins with it otherwise."""
+        """Return the tree itself if it is a TreeRewriter, or a new one."""
         return tree if isinstance(tree, cls) else cls(tree.finish())
 
     def _note_containers(self, node: Skeleton, path: TreePath) -> None:
@@ -98,37 +101,37 @@ class TreeRewriter:
         for key, child in zip(node.keys, node.children, strict=True):
             self._note_containers(child, (*path, key))
 
-    def open_beside(self, location: LocationLike) -> Mapping[TreePath, Leaf]:
-        """The leaves of a further checkpoint, by path.
+    def open_other(self, location: LocationLike) -> Mapping[TreePath, Leaf]:
+        """Return the leaves of another checkpoint, by path.
 
         Raises:
-            What opening it does.
+            CheckpointError: if it cannot be opened.
         """
         return _leaves_of(self.source.open(location))
 
-    def config_beside(self, key: str) -> Mapping[str, JSON]:
-        """The JSON object in a file that other software wrote beside its arrays.
+    def read_config(self, key: str) -> Mapping[str, JSON]:
+        """Return the JSON object in a file of other software next to the arrays.
 
         Raises:
             TransformError: if there is no such file.
-            CorruptCheckpointError: if there is no JSON object in it.
+            CorruptCheckpointError: if it is not a JSON object.
         """
         config = self.source.read_json(key)
         if config is None:
-            raise TransformError(f"there is no {key} beside the arrays")
+            raise TransformError(f"{key} is missing: this transform needs it in the directory of the arrays")
         return config
 
     def with_leaves(self, leaves: Mapping[TreePath, Leaf]) -> TreeRewriter:
-        """A rewriter of other leaves, to find arrays in that this one is put together with."""
+        """Return a rewriter with other leaves, to search for arrays of another checkpoint."""
         other = copy.copy(self)
         other.leaves = dict(leaves)
         return other
 
     def find(self, template: Template) -> dict[TreePath, Fields]:
-        """The leaves that a pattern matches, with its fields.
+        """Return the leaves that match a pattern, with their fields.
 
         Raises:
-            TransformError: if there are none; names the nearest.
+            TransformError: if there are none; suggests similar names.
         """
         found = self.present(template)
         if not found:
@@ -136,14 +139,15 @@ class TreeRewriter:
         return found
 
     def present(self, template: Template) -> dict[TreePath, Fields]:
-        """The leaves that a pattern matches, with its fields; there may be none."""
+        """Return the leaves that match a pattern, with their fields, possibly none."""
         return {path: fields for path in self.leaves if (fields := template.match(path)) is not None}
 
     def find_each(self, templates: Sequence[Template]) -> list[dict[TreePath, Fields]]:
-        """By pattern, the leaves that it matches, with its fields.
+        """Return the leaves that match each pattern, with their fields.
 
         Raises:
-            TransformError: if one of them has none. Where no pattern has any, nothing is there for the transform.
+            TransformError: if a pattern has no matches. The type is NothingMatches if no pattern
+                has any.
         """
         found = [self.present(template) for template in templates]
         for template, of_template in zip(templates, found, strict=True):
@@ -153,32 +157,33 @@ class TreeRewriter:
         return found
 
     def arrays(self, template: Template) -> Iterator[tuple[TreePath, Fields, DerivedArray]]:
-        """The arrays that a pattern matches, with its fields, to be computed with.
+        """Iterate over arrays that match a pattern, with their fields.
 
         Raises:
-            TransformError: if there are none, or something else matches.
+            TransformError: if there are none, or if another leaf matches.
         """
         for path, fields in self.find(template).items():
             yield path, fields, self.array(path)
 
     def array(self, path: TreePath) -> DerivedArray:
-        """An array, to be computed with.
+        """Return an array for computing.
 
         Raises:
-            TransformError: if it is none, or one that means more than its elements.
+            TransformError: if the leaf is not an array, or if its kind has additional meaning.
         """
         leaf = self.leaves[path]
         if isinstance(leaf, ValueLeaf) or leaf.record.kind not in _COMPUTED_KINDS:
             raise TransformError(
-                f"{format_path(path)} is no array of numbers but a {leaf.record.kind}, which can only be moved or dropped"
+                f"{format_path(path)} is not an array of numbers but a {leaf.record.kind}, "
+                "which can only be moved or dropped"
             )
         return leaf.array
 
     def remove(self, template: Template) -> None:
-        """Drop what a pattern matches, also containers without leaves.
+        """Drop matching leaves and empty containers.
 
         Raises:
-            TransformError: if there is nothing.
+            TransformError: if nothing matches.
         """
         empty = [path for path in self._empty if template.match(path) is not None]
         for path in empty:
@@ -187,10 +192,10 @@ class TreeRewriter:
             del self.leaves[path]
 
     def move(self, template: Template, to: Callable[[TreePath, Fields], TreePath]) -> None:
-        """Give what a pattern matches other paths, also containers without leaves.
+        """Rename matching leaves and empty containers.
 
         Raises:
-            TransformError: if there is nothing, or two leaves would have one path.
+            TransformError: if nothing matches, or if two leaves would have the same path.
         """
         empty = {path: to(path, fields) for path in self._empty if (fields := template.match(path)) is not None}
         matched = self.present(template) if empty else self.find(template)
@@ -203,7 +208,7 @@ class TreeRewriter:
         self.replace({path: {new: self.leaves[path]} for path, new in moved.items()})
 
     def _move_containers(self, path: TreePath, new: TreePath) -> None:
-        """Let containers be what they were, as far as the ends of two paths are equal."""
+        """Keep the kinds of containers at the equal end of two paths."""
         for length in range(len(path) + 1):
             if length and (length > len(new) or path[-length] != new[-length]):
                 return
@@ -212,13 +217,13 @@ class TreeRewriter:
                 self._containers.setdefault(new[: len(new) - length], kind)
 
     def replace(self, made: Mapping[TreePath, Mapping[TreePath, Leaf]]) -> None:
-        """Put leaves in the places of others.
+        """Replace leaves.
 
         Args:
-            made: by path what is there instead; where that is nothing, it is taken away.
+            made: new leaves by old path; empty to drop the old leaf.
 
         Raises:
-            TransformError: if two leaves would have one path.
+            TransformError: if two leaves would have the same path.
         """
         leaves: dict[TreePath, Leaf] = {}
         known = self._known_keys()
@@ -227,13 +232,13 @@ class TreeRewriter:
                 own = new if path not in made else _with_known_keys(new, known)
                 if own in leaves:
                     raise TransformError(
-                        f"two leaves would be at {format_path(own)}; drop or rename one of them before"
+                        f"two leaves would have the path {format_path(own)}; drop or rename one of them first"
                     )
                 leaves[own] = put
         self.leaves = leaves
 
     def _known_keys(self) -> Mapping[TreePath, Mapping[str, Key]]:
-        """By container the keys in it that are no text, by their text."""
+        """Return existing keys other than text, by container and text."""
         known: dict[TreePath, dict[str, Key]] = {}
         for path in self.leaves:
             for depth, key in enumerate(path):
@@ -242,7 +247,7 @@ class TreeRewriter:
         return known
 
     def add(self, path: TreePath, leaf: Leaf) -> bool:
-        """Add a leaf; False where one is at this path, by its text."""
+        """Add a leaf. Return False if its path exists, compared as text."""
         text = path_text(path)
         if any(path_text(own) == text for own in self.leaves):
             return False
@@ -250,10 +255,10 @@ class TreeRewriter:
         return True
 
     def finish(self) -> DerivedTree:
-        """See `TransformedTree`.
+        """Return the changed tree. See `TransformedTree`.
 
         Raises:
-            TransformError: if a leaf would have others below it.
+            TransformError: if a leaf is also a container.
         """
         order: list[TreePath] = []
         skeleton = self._skeleton(order)
@@ -268,7 +273,7 @@ class TreeRewriter:
                 if original == number:
                     arrays[number] = leaf.array
                 else:
-                    aliases[number] = original  # what was tied is tied
+                    aliases[number] = original  # keep tied leaves tied
         held_by = {number: leaf.held_by for number, leaf in enumerate(leaves) if leaf.held_by is not None}
         values = {
             number: leaf.stored
@@ -278,7 +283,7 @@ class TreeRewriter:
         return DerivedTree(TreeMetadata(skeleton, tuple(records), aliases, held_by), arrays, values, self.source)
 
     def _skeleton(self, order: list[TreePath]) -> Skeleton:
-        """The containers; appends the paths of the leaves in their order."""
+        """Build the containers, and append the paths of leaves in order."""
         if list(self.leaves) == [()]:
             order.append(())
             return LEAF
@@ -298,7 +303,7 @@ class TreeRewriter:
         return self._node(root, (), order)
 
     def _paths(self) -> Iterator[TreePath]:
-        """Leaves in their order, and among them the empty containers where they stood."""
+        """Iterate over leaves and empty containers in their original order."""
         empty = deque(sorted(self._empty, key=lambda path: self._sequence[path]))
         for path in self.leaves:
             while empty and path in self._sequence and self._sequence[empty[0]] < self._sequence[path]:
@@ -327,13 +332,13 @@ class TreeRewriter:
 
 @dataclass(frozen=True, slots=True)
 class _Branch:
-    """A container: what is below it by key, None for a leaf."""
+    """Branch of a container: children by key, None for a leaf."""
 
     children: dict[Key, _Branch | None]
 
 
 def _leaves_of(derived: DerivedTree) -> dict[TreePath, Leaf]:
-    """The leaves of a tree, by path."""
+    """Return the leaves of a tree, by path."""
     tree, leaves = derived.tree, dict[TreePath, Leaf]()
     for number, path in enumerate(tree.paths):
         record, held_by = tree.leaves[number], tree.held_by.get(number)
@@ -345,7 +350,7 @@ def _leaves_of(derived: DerivedTree) -> dict[TreePath, Leaf]:
 
 
 def _with_known_keys(path: TreePath, known: Mapping[TreePath, Mapping[str, Key]]) -> TreePath:
-    """A path with the keys that are in its containers, where its own have the same text."""
+    """Replace text keys of a path by existing keys with the same text."""
     keys: list[Key] = []
     for key in path:
         keys.append(known.get(tuple(keys), {}).get(key, key) if isinstance(key, str) else key)
@@ -354,13 +359,17 @@ def _with_known_keys(path: TreePath, known: Mapping[TreePath, Mapping[str, Key]]
 
 def _leaf_above(above: TreePath, path: TreePath) -> TransformError:
     return TransformError(
-        f"{format_path(above)} would be a leaf and have {format_path(path)} in it; rename one of them"
+        f"{format_path(above)} would be both a leaf and a container of {format_path(path)}; rename one of them"
     )
 
 
 def _nearest(template: Template, paths: Mapping[TreePath, Leaf]) -> str:
-    """What there is that is most like a pattern."""
+    """Return a hint with existing names similar to a pattern."""
     texts = [path_text(path) for path in paths]
     near = NearNames(texts).nearest(str(template.pattern))
     shown = [near] if near is not None else [text[:_SHOWN] for text in texts[:3]]
-    return f"there are {len(paths)} leaves, such as {', '.join(map(repr, shown))}" if shown else "there are no leaves"
+    return (
+        f"the tree has {len(paths)} leaves, such as {', '.join(map(repr, shown))}"
+        if shown
+        else "the tree has no leaves"
+    )

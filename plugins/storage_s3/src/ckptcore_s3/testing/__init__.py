@@ -1,8 +1,8 @@
 """S3 for tests.
 
-- `servers`: servers on this machine: MiniStack, moto, a Ceph gateway
-- `ceph`: how a cluster of Ceph is made for that
-- `sample`: puts S3 into the matrix of all storages
+- `servers`: local servers: MiniStack, moto, a Ceph gateway
+- `ceph`: starts a Ceph cluster
+- `sample`: the S3 samples for the matrix of all storages
 """
 
 from __future__ import annotations

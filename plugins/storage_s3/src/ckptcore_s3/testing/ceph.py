@@ -1,7 +1,8 @@
-"""A Ceph RADOS Gateway on this machine: a cluster of one monitor and one storage daemon, and the gateway that speaks S3.
+"""A local Ceph RADOS Gateway: one monitor, one storage daemon, and the gateway that implements S3.
 
-It needs the Debian packages ``ceph-mon``, ``ceph-osd``, ``ceph-common`` and ``radosgw``, and no service manager. As a program
-(``python -m ckptcore_s3.testing.ceph DIRECTORY PORT ACCESS_KEY SECRET_KEY``) it runs the cluster until it is told to end.
+Requires the Debian packages ``ceph-mon``, ``ceph-osd``, ``ceph-common`` and ``radosgw``, but no
+service manager. As a program (``python -m ckptcore_s3.testing.ceph DIRECTORY PORT ACCESS_KEY
+SECRET_KEY``) it runs the cluster until it is terminated.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ckptcore_testing.servers import Server, ServerCommand, free_port, serve
 __all__ = ["PROGRAMS", "serve_ceph"]
 
 PROGRAMS: Final = ("ceph", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin")
-"""What must be installed."""
+"""Programs that must be installed."""
 
 _SECONDS_TO_START: Final = 300.0
 _SECONDS_TO_END: Final = 20.0
@@ -64,28 +65,33 @@ log_file = {directory}/$name.log
 rgw_frontends = beast endpoint=127.0.0.1:{port}
 rgw_data = {directory}/rgw
 """
-"""A cluster without copies, for one machine. Its messages are not encrypted: connections of `secure` mode need keys, and there are none."""
+"""Configuration of a cluster without copies, for one machine.
+
+Messages are not encrypted, because connections in `secure` mode need keys.
+"""
 
 _DISK_BYTES: Final = 8 << 30
-"""How much it can hold; the file for it is sparse."""
+"""Capacity of the disk, a sparse file."""
 
 
 @contextmanager
 def serve_ceph(directory: Path, access_key: str, secret_key: str) -> Iterator[Server]:
-    """Run a cluster while the context is entered; it begins empty, and takes about 20 seconds to start.
+    """Run a cluster while the context is entered.
+
+    It is empty at first, and takes about 20 seconds to start.
 
     Args:
-        directory: an existing empty one, with a short path: sockets are in it.
-        access_key, secret_key: of the only user. The gateway checks signatures.
+        directory: an existing empty directory. Its path must be short, because it contains sockets.
+        access_key, secret_key: credentials of the only user. The gateway checks signatures.
 
     Raises:
-        RuntimeError: if it does not start, or a program of it is not installed.
+        RuntimeError: if the cluster does not start, or a program is not installed.
     """
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
     if missing:
         raise RuntimeError(
-            f"Ceph is not installed: {', '.join(missing)} cannot be found; on Debian: "
-            "apt-get install --no-install-recommends ceph-common ceph-mon ceph-osd radosgw"
+            f"cannot start Ceph: {', '.join(missing)} not found; on Debian, run apt-get "
+            "install --no-install-recommends ceph-common ceph-mon ceph-osd radosgw"
         )
 
     def command(port: int) -> ServerCommand:
@@ -97,7 +103,7 @@ def serve_ceph(directory: Path, access_key: str, secret_key: str) -> Iterator[Se
 
 
 def _run(directory: Path, port: int, access_key: str, secret_key: str) -> None:
-    """Make a cluster in an empty directory and run it until a signal or a daemon ends it."""
+    """Create a cluster in an empty directory, and run it until a signal or the exit of a daemon."""
     configuration = directory / "ceph.conf"
     fsid, monitor_port = uuid.uuid4(), free_port()
     configuration.write_text(
@@ -120,7 +126,7 @@ def _run(directory: Path, port: int, access_key: str, secret_key: str) -> None:
         _do("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", disk, *of_cluster)
         stack.enter_context(_daemon(ended, "ceph-osd", "-i", "0", "-f", *of_cluster))
         user = ["--uid=testing", "--display-name=testing", f"--access-key={access_key}", f"--secret-key={secret_key}"]
-        _do("radosgw-admin", *of_cluster, "user", "create", *user)  # before anybody can ask
+        _do("radosgw-admin", *of_cluster, "user", "create", *user)  # before the gateway accepts requests
         stack.enter_context(_daemon(ended, "radosgw", "-n", "client.rgw.a", "-f", *of_cluster))
         ended.wait()
 
@@ -131,7 +137,7 @@ def _do(*arguments: str) -> None:
 
 @contextmanager
 def _daemon(ended: threading.Event, *arguments: str) -> Iterator[None]:
-    # Nothing but this program's watchers runs beside the fork, and they hold no lock that the child could want.
+    # Safe: only watcher threads run during the fork, and they hold no lock that the child needs.
     process = subprocess.Popen(arguments, preexec_fn=_die_with_parent)  # noqa: PLW1509
 
     def watch() -> None:

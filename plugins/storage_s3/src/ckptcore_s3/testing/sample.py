@@ -1,4 +1,4 @@
-"""The sample that puts S3 into the matrix of all storages."""
+"""Storage samples of S3 for the matrix of all storages."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ckptcore_s3.testing.servers import s3_server
 __all__ = ["MOTO", "SAMPLE"]
 
 SAMPLE: Final = StorageSample(scheme="s3", open=SharedBucket("s3", s3_server).open, costly=True)
-"""S3 on the server that the tests use; see `s3_server`."""
+"""S3 on the default test server; see `s3_server`."""
 
 MOTO: Final = StorageSample(
     scheme="s3", open=SharedBucket("s3", functools.partial(s3_server, kind="moto")).open, costly=True
 )
-"""S3 on moto, the second opinion."""
+"""S3 on moto, an independent implementation."""

@@ -1,4 +1,4 @@
-"""S3 servers of this machine for tests."""
+"""Local S3 servers for tests."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from ckptcore_s3.testing.ceph import serve_ceph
 __all__ = ["ACCESS_KEY_ID", "DIALECT", "SECRET_ACCESS_KEY", "S3Server", "ServerKind", "s3_server", "server_kind"]
 
 ServerKind: TypeAlias = Literal["ministack", "moto", "ceph"]
-"""A server that `s3_server` can run."""
+"""Kinds of server that `s3_server` can run."""
 
 _KINDS: Final[tuple[ServerKind, ...]] = get_args(ServerKind)
 _VARIABLE: Final = "CKPTCORE_S3_SERVER"
 
 ACCESS_KEY_ID: Final = "testing"
 SECRET_ACCESS_KEY: Final = "testing-secret"
-"""What the servers take; only Ceph looks at signatures."""
+"""Credentials of the servers. Only Ceph checks signatures."""
 
 DIALECT: Final = StoreDialect(
     is_list=lambda request: request.method == "GET" and "list-type" in request.query,
@@ -42,12 +42,15 @@ DIALECT: Final = StoreDialect(
         b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>",
     ),
 )
-"""How S3 lists, and says that it has too much to do: https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html"""
+"""List requests and throttling answers of S3.
+
+See https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class S3Server:
-    """An S3 server of this machine.
+    """A local S3 server.
 
     Attributes:
         server: the process.
@@ -57,7 +60,7 @@ class S3Server:
 
     @property
     def options(self) -> Mapping[str, JSON]:
-        """What ``Context(storage={"s3": ...})`` takes to use it."""
+        """Options of ``Context(storage={"s3": ...})`` for this server."""
         return {
             "endpoint": self.server.url,
             "region": "us-east-1",
@@ -67,7 +70,7 @@ class S3Server:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Variables by which programs use it."""
+        """Environment variables for this server."""
         return {
             "AWS_ENDPOINT_URL": self.server.url,
             "AWS_REGION": "us-east-1",
@@ -77,7 +80,7 @@ class S3Server:
         }
 
     def create_bucket(self, name: str = "") -> str:
-        """Create a bucket; its name, a new one where none is given."""
+        """Create a bucket. Return its name, a new one by default."""
         name = name or f"bucket-{uuid.uuid4().hex[:12]}"
         PlainRequests(S3Service(settings_of(name, self.options, {}))).send("PUT")
         return name
@@ -88,12 +91,14 @@ def s3_server(directory: Path, kind: ServerKind | None = None) -> Iterator[S3Ser
     """Run a server while the context is entered.
 
     Args:
-        directory: an existing one, for its log and for the objects, which survive it, but not on moto.
-        kind: MiniStack, which writes objects to files; moto, which keeps them in memory; Ceph, whose gateway checks signatures
-            and takes half a minute to start. None: what the variable ``CKPTCORE_S3_SERVER`` names, MiniStack where there is none.
+        directory: an existing directory for the log and the objects. Objects outlive the server,
+            except with moto.
+        kind: MiniStack stores objects in files; moto stores them in memory; Ceph checks signatures
+            and takes half a minute to start. None: the kind in the variable ``CKPTCORE_S3_SERVER``,
+            or MiniStack.
 
     Raises:
-        RuntimeError: if it does not start.
+        RuntimeError: if the server does not start.
     """
     kind = kind or server_kind()
     serving: AbstractContextManager[Server]
@@ -106,10 +111,10 @@ def s3_server(directory: Path, kind: ServerKind | None = None) -> Iterator[S3Ser
 
 
 def server_kind() -> ServerKind:
-    """The server that tests use where they do not say which.
+    """Return the kind of server in ``CKPTCORE_S3_SERVER``, or the default.
 
     Raises:
-        ValueError: if the variable names none.
+        ValueError: if the variable has an unknown kind.
     """
     named = os.environ.get(_VARIABLE, _KINDS[0])
     for kind in _KINDS:

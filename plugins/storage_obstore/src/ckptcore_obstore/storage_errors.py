@@ -1,4 +1,4 @@
-"""Errors: what a failed request means for who saves or loads, in one line."""
+"""Conversion of failed requests to errors for users, in one line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ckptcore.errors import (
 from ckptcore_obstore.failures import FailureKind, RequestFailed
 from ckptcore_obstore.services import Service
 
-__all__ = ["error_of", "telling"]
+__all__ = ["converted_errors", "error_of"]
 
 _ERRORS: Final[dict[FailureKind, type[StorageError]]] = {
     FailureKind.MISSING: ObjectNotFoundError,
@@ -39,23 +39,25 @@ _ERRORS: Final[dict[FailureKind, type[StorageError]]] = {
 
 
 def error_of(failed: RequestFailed, service: Service, what: str) -> StorageError:
-    """The error to raise for a request that failed.
+    """Return the error for a failed request.
 
     Args:
         failed: the failure.
-        service: that failed.
-        what: was to be done, such as ``read s3://bucket/a``.
+        service: the service that failed.
+        what: operation in the infinitive, such as ``read s3://bucket/a``.
     """
     failure = failed.failure
     kind = failure.kind
     tries = f" ({failed.tried.tries} tries in {failed.tried.seconds:.1f} s)" if failed.tried.tries > 1 else ""
-    text = f"cannot {what}: {kind.value}; found {failure.told.removesuffix('.')}{tries}. {service.remedy(failure)}"
+    text = (
+        f"cannot {what}: {kind.value}; found {failure.description.removesuffix('.')}{tries}. {service.remedy(failure)}"
+    )
     return _ERRORS.get(kind, StorageError)(text)
 
 
 @contextmanager
-def telling(service: Service, what: str) -> Iterator[None]:
-    """Raise what `error_of` gives for a request that fails inside."""
+def converted_errors(service: Service, what: str) -> Iterator[None]:
+    """Convert a `RequestFailed` of the block with `error_of`."""
     try:
         yield
     except RequestFailed as failed:

@@ -1,4 +1,4 @@
-"""How a file system is given an object: streamed, spooled, or renamed."""
+"""Writing of objects to a file system: streamed, spooled, or renamed."""
 
 from __future__ import annotations
 
@@ -15,53 +15,56 @@ from fsspec import AbstractFileSystem  # type: ignore[import-untyped]  # it has 
 from fsspec.asyn import sync  # type: ignore[import-untyped]  # it has no types
 from fsspec.spec import AbstractBufferedFile  # type: ignore[import-untyped]  # it has no types
 
-from ckptcore_fsspec.failures import NOT_THERE
+from ckptcore_fsspec.failures import MISSING_OBJECT_ERRORS
 from ckptcore_fsspec.file_systems import FileSystem
 
-__all__ = ["Places", "Sink", "places_of"]
+__all__ = ["Sink", "WriteMethod", "write_method_of"]
 
 T = TypeVar("T")
 
 _DELETIONS_AT_ONCE: Final = 32
 
 _PART_BYTES: Final = 8 << 20
-"""What one request of a stream carries; an object store takes 10000 of them."""
+"""Size of one request of a stream. An object store accepts 10000 of them."""
 
 _REFUSE_TO_REMOVE_MORE: Final = frozenset({"file", "local", "sftp", "ssh", "ftp", "smb"})
-"""File systems whose `rmdir` removes an empty directory and no other; some of fsspec's remove all that is in it."""
+"""File systems whose `rmdir` removes only empty directories.
+
+Some others of fsspec remove the contents too.
+"""
 
 _REPLACE_BY_RENAMING: Final = frozenset({"file", "local", "sftp", "ssh"})
-"""File systems whose `mv` puts a file in the place of another in one step."""
+"""File systems whose `mv` replaces a file atomically."""
 
 _TRIES: Final = 100
-"""How often a directory is made again that vanishes before anything stands in it."""
+"""Number of tries to create a directory that others remove while it is empty."""
 
 
 class Sink(Protocol):
-    """An object that is written from its first byte to its last. One thread at a time."""
+    """An object that is written sequentially. One thread at a time."""
 
     def write(self, data: bytes | bytearray | memoryview) -> object:
-        """Take the next bytes."""
+        """Write the next bytes."""
         ...
 
     def finish(self) -> None:
-        """Make the object, in the place of what is there."""
+        """Complete the object, and replace an existing one."""
         ...
 
     def discard(self) -> None:
-        """Forget what was written. May raise; may follow a failed `finish`."""
+        """Discard the written data. May raise; may follow a failed `finish`."""
         ...
 
 
-class Places(Protocol):
-    """Where objects of one kind of file system come and go."""
+class WriteMethod(Protocol):
+    """Method of writing and deleting objects, for one kind of file system."""
 
     def put(self, path: str, data: bytes) -> None:
-        """Write an object whole or not at all."""
+        """Write an object completely or not at all."""
         ...
 
     def begin(self, path: str) -> Sink:
-        """Begin an object."""
+        """Begin to write an object."""
         ...
 
     def delete(self, paths: Sequence[str]) -> None:
@@ -69,16 +72,20 @@ class Places(Protocol):
         ...
 
 
-def places_of(system: FileSystem, root: str) -> Places:
-    """How objects come to be in a file system, below a directory of it."""
+def write_method_of(system: FileSystem, root: str) -> WriteMethod:
+    """Return the method of writing for a file system."""
     if system.async_impl:
-        return _StreamedPlaces(system)
-    # Who renames has files, that can be seen half written; others put objects whole, from what they get in one call.
-    return _SpooledPlaces(system) if type(system).mv is AbstractFileSystem.mv else _RenamedPlaces(system, root)
+        return _StreamedWrites(system)
+    # File systems that can rename have files, which readers could see incomplete. Others put whole
+    # objects in one call.
+    return _SpooledWrites(system) if type(system).mv is AbstractFileSystem.mv else _RenamedWrites(system, root)
 
 
-class _StreamedPlaces:
-    """Of object stores whose file systems are asynchronous: nothing is there before a stream is closed."""
+class _StreamedWrites:
+    """Writes to asynchronous object stores.
+
+    An object does not exist before its stream is closed.
+    """
 
     def __init__(self, system: FileSystem) -> None:
         self._system = system
@@ -97,7 +104,7 @@ class _StreamedPlaces:
 
             async def delete_one(path: str) -> None:
                 async with free:
-                    with suppress(*NOT_THERE):
+                    with suppress(*MISSING_OBJECT_ERRORS):
                         await system._rm_file(path)
 
             await asyncio.gather(*map(delete_one, paths))
@@ -107,7 +114,7 @@ class _StreamedPlaces:
 
 
 class _Stream:
-    """A file of fsspec that sends parts as they are full."""
+    """An fsspec file that sends each part when it is full."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file: Any = file
@@ -122,13 +129,16 @@ class _Stream:
         try:
             self._file.discard()
         finally:
-            # It would send the rest when it is collected.
+            # Otherwise the garbage collector would close the file, which sends the rest.
             if isinstance(self._file, AbstractBufferedFile):
                 self._file.closed = True
 
 
-class _SpooledPlaces:
-    """Of other object stores, whose streams may show what is half written: a file on this machine holds it until it is whole."""
+class _SpooledWrites:
+    """Writes to other object stores, whose streams may expose incomplete objects.
+
+    A local file collects the data first.
+    """
 
     def __init__(self, system: FileSystem) -> None:
         self._system = system
@@ -141,7 +151,7 @@ class _SpooledPlaces:
 
     def delete(self, paths: Sequence[str]) -> None:
         for path in paths:
-            with suppress(*NOT_THERE):
+            with suppress(*MISSING_OBJECT_ERRORS):
                 if self._system.info(path).get("type") != "directory":
                     self._system.rm_file(path)
 
@@ -150,14 +160,14 @@ class _Spool:
     def __init__(self, system: FileSystem, path: str) -> None:
         self._system = system
         self._path = path
-        self._file = tempfile.TemporaryFile(prefix="ckptcore-")  # noqa: SIM115  # it is closed with the object
+        self._file = tempfile.TemporaryFile(prefix="ckptcore-")  # noqa: SIM115  # closed with the object
 
     def write(self, data: bytes | bytearray | memoryview) -> object:
         return self._file.write(data)
 
     def finish(self) -> None:
         self._file.seek(0)
-        # Not by `put_file`, which makes directories that nothing removes.
+        # Do not use `put_file`: it creates directories that remain.
         with self._system.open(self._path, "wb") as target:
             shutil.copyfileobj(self._file, target, _PART_BYTES)
         self._file.close()
@@ -166,8 +176,8 @@ class _Spool:
         self._file.close()
 
 
-class _RenamedPlaces:
-    """Of file systems with files and directories: an object is written beside its place, and renamed."""
+class _RenamedWrites:
+    """Writes to file systems with directories: to a temporary file, which is then renamed."""
 
     def __init__(self, system: FileSystem, root: str) -> None:
         self._system = system
@@ -179,7 +189,7 @@ class _RenamedPlaces:
             sink.write(data)
             sink.finish()
         except BaseException:
-            with suppress(Exception):  # the error that is raised says more
+            with suppress(Exception):  # the original error is more useful
                 sink.discard()
             raise
 
@@ -190,36 +200,38 @@ class _RenamedPlaces:
         return _Part(self._system, file, part, path, lambda: self._prune(directory))
 
     def _in_directory(self, directory: str, create: Callable[[], T]) -> T:
-        """What `create` returns; the directory is made where there is none."""
+        """Call `create`, and create its directory if it is missing."""
         for tries_left in reversed(range(_TRIES)):
             try:
                 return create()
-            except NOT_THERE:
+            except MISSING_OBJECT_ERRORS:
                 if not tries_left:
                     raise
-                with suppress(FileExistsError, *NOT_THERE):  # another thread makes or removes them, too
+                with suppress(
+                    FileExistsError, *MISSING_OBJECT_ERRORS
+                ):  # other threads also create and remove directories
                     self._system.makedirs(directory, exist_ok=True)
         raise AssertionError("unreachable")
 
     def delete(self, paths: Sequence[str]) -> None:
         for path in paths:
-            with suppress(*NOT_THERE):
+            with suppress(*MISSING_OBJECT_ERRORS):
                 if self._system.info(path).get("type") == "directory":
                     continue
                 self._system.rm_file(path)
             self._prune(posixpath.dirname(path))
 
     def _prune(self, directory: str) -> None:
-        """Remove a directory that is empty, and those above it that become so."""
+        """Remove a directory if it is empty, and then its empty parents."""
         if not _is_one_of(self._system, _REFUSE_TO_REMOVE_MORE):
             return
         while directory.startswith(f"{self._root}/"):
             try:
                 self._system.rmdir(directory)
-            except NOT_THERE:
-                pass  # somebody else did
+            except MISSING_OBJECT_ERRORS:
+                pass  # removed by another process
             except OSError:
-                return  # it holds something
+                return  # not empty
             directory = posixpath.dirname(directory)
 
 
@@ -240,18 +252,18 @@ class _Part:
         if _is_one_of(system, _REPLACE_BY_RENAMING):
             system.mv(self._part, self._path)
             return
-        with suppress(*NOT_THERE):
+        with suppress(*MISSING_OBJECT_ERRORS):
             system.rm_file(self._path)
         system.mv(self._part, self._path)
-        with suppress(*NOT_THERE):  # WebHDFS says nothing where it did not rename
+        with suppress(*MISSING_OBJECT_ERRORS):  # WebHDFS does not report that a rename failed
             system.info(self._part)
-            raise FileExistsError(f"{self._part} was not renamed to {self._path}: something else stands there")
+            raise FileExistsError(f"cannot rename {self._part} to {self._path}: the target exists")
 
     def discard(self) -> None:
         try:
             self._file.close()
         finally:
-            with suppress(*NOT_THERE):
+            with suppress(*MISSING_OBJECT_ERRORS):
                 self._system.rm_file(self._part)
             self._prune()
 

@@ -1,4 +1,4 @@
-"""Arrays of JAX made from boxes in host memory, without a copy where the devices are the host's own."""
+"""Creation of JAX arrays from boxes in host memory, without a copy on the CPU backend."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ckptcore.errors import PluginError, UnsupportedLeafError
 from ckptcore.model import Box, HostArray
 from ckptcore_jax.placements import box_of
 
-__all__ = ["cast_elements", "check_dtype", "placed", "with_weak_type"]
+__all__ = ["cast_elements", "check_dtype", "create_array", "with_weak_type"]
 
 _SMALL_BYTES: Final = 1 << 14
-"""Up to this size a copy costs less than what `jax.device_put` does to avoid it."""
+"""Up to this size, copying is cheaper than the checks of `jax.device_put` that avoid a copy."""
 
 
-def placed(
+def create_array(
     shape: tuple[int, ...],
     dtype: np.dtype[Any],
     sharding: Sharding | None,
@@ -28,19 +28,19 @@ def placed(
     *,
     weak_type: bool = False,
 ) -> jax.Array:
-    """An array with this dtype and sharding that has these elements.
+    """Return an array with these elements, this dtype and sharding.
 
-    Memory that is aligned to 64 bytes and of this dtype becomes the array itself on the CPU backend.
+    On the CPU backend, memory of this dtype that is aligned to 64 bytes is used without a copy.
 
     Args:
         shape: of the whole array.
         dtype: elements are cast to it.
-        sharding: None for the default device, uncommitted: then one box holds everything.
+        sharding: None for the default device, uncommitted; then one box has all elements.
         boxes: every box of the sharding in this process.
-        weak_type: whether the dtype gives way to others, like that of a Python scalar.
+        weak_type: True for a weak dtype, like that of a Python scalar.
 
     Raises:
-        UnsupportedLeafError: if the elements cannot be cast, or JAX has no such dtype now.
+        UnsupportedLeafError: if the elements cannot be cast, or if JAX lacks the dtype.
     """
     check_dtype(dtype)
     parts = [(box, part if part.dtype == dtype else cast_elements(part, dtype)) for box, part in boxes]
@@ -57,55 +57,59 @@ def placed(
         by_box = dict(parts)
         array = jax.make_array_from_callback(shape, sharding, lambda index: by_box[box_of(index, shape)])
     else:
-        # This process has none of the array's devices, and is still to have the array.
+        # This process has no device of the array, but must still return the array.
         array = jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
     if array.dtype != dtype:
-        raise PluginError(f"JAX made an array of {array.dtype} where one of {dtype} was asked for; please report this")
+        raise PluginError(f"internal error: JAX made an array of {array.dtype} instead of {dtype}; please report this")
     return with_weak_type(array, sharding) if weak_type else array
 
 
 def check_dtype(dtype: np.dtype[Any]) -> None:
-    """Refuse a dtype that JAX would silently narrow.
+    """Check that JAX would not silently narrow a dtype.
 
     Raises:
         UnsupportedLeafError
     """
     if dtype.itemsize >= 8 and jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise UnsupportedLeafError(
-            f"an array of {dtype} is asked for, and JAX has no such dtype while jax_enable_x64 is off; "
-            'call jax.config.update("jax_enable_x64", True), or ask for a narrower dtype'
+            f"cannot load an array of {dtype}, which JAX lacks while jax_enable_x64 is off; "
+            'call jax.config.update("jax_enable_x64", True), or request a narrower dtype'
         )
 
 
 def cast_elements(part: HostArray, dtype: np.dtype[Any]) -> HostArray:
-    """Elements as another dtype.
+    """Cast elements to another dtype.
 
     Raises:
-        UnsupportedLeafError: if it cannot hold them.
+        UnsupportedLeafError: if the cast would lose information about the kind.
     """
     if part.dtype.kind in "SUmM" or (part.dtype.kind == "c" and dtype.kind != "c"):
         raise UnsupportedLeafError(
-            f"an array of {part.dtype} was saved and a jax.Array of {dtype} is asked for, which cannot hold it; "
-            "give an abstract array that can: ckptcore.AbstractArray takes any dtype"
+            f"stored as an array of {part.dtype}, which a jax.Array of {dtype} cannot "
+            "represent; request it as a ckptcore.AbstractArray, which can have any dtype"
         )
     return part.astype(dtype)
 
 
 def _weak_scalar(element: HostArray, sharding: Sharding) -> jax.Array | None:
-    """A scalar that JAX makes of one of Python's, in the memory that is asked for and nowhere else; None if that would change it."""
-    if element.dtype.kind in "fc" and np.isnan(element):  # of which NaN it is, Python keeps not all
+    """Convert a Python scalar with JAX, directly in the requested memory.
+
+    Return None if that would change it.
+    """
+    if element.dtype.kind in "fc" and np.isnan(element):  # Python does not preserve the bits of NaNs
         return None
     scalar: jax.Array = jax.device_put(element.item(), sharding)
     return scalar if scalar.dtype == element.dtype and scalar.weak_type else None
 
 
 def with_weak_type(array: jax.Array, sharding: Sharding | None) -> jax.Array:
-    """The same elements as an array whose dtype gives way to others, where such a dtype can."""
-    # An update keeps the weak type of what it updates. That costs a copy, of what is nearly always a scalar; without it,
-    # jitted functions would be compiled again for the loaded array and could give other dtypes.
+    """Return the same elements as an array with a weak dtype, if the dtype can be weak."""
+    # An update keeps the weak type of its target. This costs a copy, nearly always of a scalar.
+    # Without it, jitted functions would be compiled again for the loaded array, and could return
+    # other dtypes.
     kind = {"b": False, "i": 0, "u": 0, "f": 0.0, "c": 0j}.get(array.dtype.kind)
     weak = jnp.full(array.shape, kind) if kind is not None else array
     if not weak.weak_type or weak.dtype != array.dtype:
-        return array  # only the dtypes of Python's scalars can be weak
+        return array  # only the dtypes of Python scalars can be weak
     updated = weak.at[...].set(array)
     return updated if sharding is None else jax.device_put(updated, sharding)

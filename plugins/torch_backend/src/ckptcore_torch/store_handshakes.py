@@ -1,7 +1,8 @@
-"""Processes that share a store meet once, so that none takes what a former life of the job left there for an answer.
+"""Handshake of processes that share a store, so that keys of an earlier run of the job are not mistaken for answers.
 
-A launcher that starts all processes again may give them the store that they had before: torchrun does (seen with torch 2.13.0 and
-``--max-restarts``), and neither a number of restarts nor the size of the job tells two lives apart everywhere.
+A launcher that restarts all processes may give them the same store. torchrun does (torch 2.13.0
+with ``--max-restarts``). Neither a number of restarts nor the size of the job distinguishes all
+runs.
 """
 
 from __future__ import annotations
@@ -18,30 +19,30 @@ from typing import Any, Final
 from ckptcore.errors import CheckpointError, CoordinationTimeoutError
 from ckptcore_torch.watched_stores import WatchedStore
 
-__all__ = ["StoreMeeting", "StoreMeetings", "meetings"]
+__all__ = ["StoreHandshake", "StoreHandshakes", "handshakes"]
 
 _FIRST_PAUSE_SECONDS: Final = 0.0005
 _LONGEST_PAUSE_SECONDS: Final = 0.05
 
 _ENDING_SECONDS: Final = 5.0
-"""How long the end of a program waits for the store to answer."""
+"""Time that the end of a program waits for the store."""
 
 
-class StoreMeeting:
-    """How one process met the leader. Any thread.
+class StoreHandshake:
+    """Handshake of one process with the leader. Any thread.
 
-    A rank sets a random word, ``hello``, and the leader answers it with the name of this life of the job, which begins every
-    further key. The leader answers on a thread of its own, once to each rank: so a rank may come late to its first
-    exchange, and a process that is started again alone gets no answer. The thread ends with the program, or before it with
-    the group or store that the meeting is of.
+    A rank sets a random word, ``hello``. The leader answers it with an id of this run of the job,
+    which is the prefix of all further keys. The leader answers on a separate thread, once to each
+    rank. Therefore a rank may be late for its first exchange, and a process that is restarted alone
+    gets no answer. The thread ends with the program, or earlier with its group or store.
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
-        """Touch nothing yet.
+        """Do no I/O.
 
         Args:
-            store: a `torch.distributed.Store`, with a prefix of ckptcore's own.
-            rank, size: which process of how many this is.
+            store: a `torch.distributed.Store`, with a prefix for ckptcore.
+            rank, size: rank of this process and number of processes.
         """
         self._store: Final = store
         self._rank: Final = rank
@@ -56,14 +57,14 @@ class StoreMeeting:
 
     @property
     def size(self) -> int:
-        """How many processes the job has."""
+        """Number of processes of the job."""
         return self._size
 
     def life(self, store: WatchedStore, key: str, timeout_seconds: float) -> str:
-        """What begins the keys of this life of the job; the first call waits until the leader has come.
+        """Return the key prefix of this run of the job. The first call waits for the leader.
 
         Raises:
-            CoordinationTimeoutError: if it does not.
+            CoordinationTimeoutError: if the leader does not answer.
         """
         if self._life is not None:
             return self._life
@@ -72,11 +73,11 @@ class StoreMeeting:
                 if self._life is None:
                     self._life = self._word
                     if self._size > 1:
-                        self._answering = threading.Thread(target=self._answer, name="ckptcore-meeting", daemon=True)
+                        self._answering = threading.Thread(target=self._answer, name="ckptcore-handshake", daemon=True)
                         self._answering.start()
             return self._life
         if not self._lock.acquire(timeout=timeout_seconds):
-            raise self._unanswered(key, timeout_seconds)  # nor was the thread answered that has the lock
+            raise self._unanswered(key, timeout_seconds)  # the thread with the lock got no answer either
         try:
             if self._life is None:
                 self._life = self._ask(store, key, timeout_seconds)
@@ -85,9 +86,10 @@ class StoreMeeting:
             self._lock.release()
 
     def wait_for_all(self, store: WatchedStore, timeout_seconds: float) -> None:
-        """On the leader, before it goes on without having waited for anybody: it may end, and then answers nobody.
+        """Wait on the leader until all ranks have met it, because it may exit afterwards and answer no more.
 
-        Only the first call waits, and not after `waited`; of a rank that leads a group only, none does. Past the deadline it goes on: who is missing finds what it was told.
+        Only the first call waits, and none after `waited` or on a rank that only leads a group.
+        After the timeout the leader continues: a missing rank will find the payload.
         """
         if self._waited or self._rank:
             return
@@ -97,29 +99,29 @@ class StoreMeeting:
             store.pause(0)
 
     def waited(self) -> None:
-        """Say that the leader has waited for everybody."""
+        """Record that the leader has waited for all ranks."""
         self._waited = True
 
     def end(self) -> None:
-        """Answer nobody any more. Waits shortly, until the store is let alone.
+        """Stop answering. Waits briefly for a pending access to the store.
 
-        A thread that is in the store as the interpreter ends takes the process down with it: ``terminate called without an active
-        exception``, SIGABRT (seen with torch 2.13.0 and Python 3.11). And where a group was ended and one of the same processes is made
-        over the same store, two lives would answer.
+        A thread in the store at the end of the interpreter crashes the process: ``terminate called
+        without an active exception``, SIGABRT (torch 2.13.0, Python 3.11). Besides, if the same
+        processes end a group and create another one over the same store, two runs would answer.
         """
         self._ended.set()
         if self._answering is not None and self._answering is not threading.current_thread():
             self._answering.join(_ENDING_SECONDS)
 
     def _ask(self, store: WatchedStore, key: str, timeout_seconds: float) -> str:
-        """Say hello, and wait for the answer to it."""
+        """Send hello, and wait for the answer."""
         deadline = time.monotonic() + timeout_seconds
         pause = _FIRST_PAUSE_SECONDS
         store.set(self._hello(self._rank), self._word.encode())
         while True:
             if store.has(self._welcome(self._rank)):
                 word, life = json.loads(store.get(self._welcome(self._rank)))
-                if word == self._word:  # else it was said to another process, of a former life
+                if word == self._word:  # otherwise it answers a process of an earlier run
                     store.set(self._met(life, self._rank), b"")
                     return str(life)
             if time.monotonic() >= deadline:
@@ -129,15 +131,16 @@ class StoreMeeting:
 
     def _unanswered(self, key: str, timeout_seconds: float) -> CoordinationTimeoutError:
         return CoordinationTimeoutError(
-            f"after {timeout_seconds:g} s of the exchange {key!r}, rank 0 had not answered rank {self._rank}: it has not begun to save or "
-            "load, or it is dead, or it has met another process of this rank before. A process that is started again alone cannot take "
-            "part: start all processes of the job again",
+            f"rank 0 did not answer rank {self._rank} in the exchange {key!r} within "
+            f"{timeout_seconds:g} s: it has not begun to save or load, or it failed, or it "
+            "answered an earlier process of this rank. A process that is restarted alone "
+            "cannot take part: restart all processes of the job",
             [0],
         )
 
     def _answer(self) -> None:
-        """Answer every rank that says hello, and once more if what it had said was left from a former life."""
-        store = WatchedStore(self._store, "meeting")
+        """Answer every rank's hello, and again if its first hello was from an earlier run."""
+        store = WatchedStore(self._store, "handshake")
         answered: dict[int, str] = {}
         unmet = set(range(1, self._size))
         pause = _FIRST_PAUSE_SECONDS
@@ -160,46 +163,46 @@ class StoreMeeting:
                     self._ended.wait(pause)
                     pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
         except CheckpointError:
-            return  # the store is gone: every exchange of any process says so itself
+            return  # the store failed: exchanges of all processes report it
         finally:
             self._all_met.set()
 
     def _hello(self, rank: int) -> str:
-        return f"meeting/hello/{rank}"
+        return f"handshake/hello/{rank}"
 
     def _met(self, life: str, rank: int) -> str:
-        return f"meeting/met/{life}/{rank}"
+        return f"handshake/met/{life}/{rank}"
 
     def _welcome(self, rank: int) -> str:
-        return f"meeting/welcome/{rank}"
+        return f"handshake/welcome/{rank}"
 
 
-class StoreMeetings:
-    """The meetings of this process, each for as long as the group or store lives that it is of. Any thread."""
+class StoreHandshakes:
+    """Handshakes of this process, which live as long as their group or store. Any thread."""
 
     def __init__(self) -> None:
-        """None."""
+        """Start without any."""
         self._lock = threading.Lock()
-        self._known: MutableMapping[Any, dict[tuple[int, int], StoreMeeting]] = weakref.WeakKeyDictionary()
+        self._known: MutableMapping[Any, dict[tuple[int, int], StoreHandshake]] = weakref.WeakKeyDictionary()
 
-    def of(self, anchor: Any, store: Any, rank: int, size: int) -> StoreMeeting:
-        """The meeting of a process in a group, or through a store: every coordinator of it has the same.
+    def of(self, anchor: Any, store: Any, rank: int, size: int) -> StoreHandshake:
+        """Return the handshake of a process in a group or over a store. All coordinators share it.
 
         Args:
             anchor: the process group or the store.
-            store: with a prefix of ckptcore's own.
-            rank, size: which process of how many this is.
+            store: with a prefix for ckptcore.
+            rank, size: rank of this process and number of processes.
         """
         with self._lock:
             known = self._known.setdefault(anchor, {})
-            meeting = known.get((rank, size))
-            if meeting is None:
-                meeting = known[rank, size] = StoreMeeting(store, rank, size)
-                weakref.finalize(anchor, meeting.end)  # at the end of the program too
-            return meeting
+            handshake = known.get((rank, size))
+            if handshake is None:
+                handshake = known[rank, size] = StoreHandshake(store, rank, size)
+                weakref.finalize(anchor, handshake.end)  # also at the end of the program
+            return handshake
 
 
 @functools.cache
-def meetings() -> StoreMeetings:
-    """Those of this process."""
-    return StoreMeetings()
+def handshakes() -> StoreHandshakes:
+    """Return the handshakes of this process."""
+    return StoreHandshakes()

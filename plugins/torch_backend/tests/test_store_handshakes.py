@@ -1,4 +1,6 @@
-"""Keys of a store that outlives a job: what a former life left is no answer, and a store that hangs or fails is told of."""
+"""Keys in a store that outlives a job: those of an earlier run are ignored, and a failed or hanging
+store raises an error.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +43,12 @@ def test_what_a_former_life_told_is_not_heard() -> None:
     former = life(store, 2)
     meet(former)
     former[0].broadcast("choose", b"step 10")  # rank 1 dies before it hears that
-    former[1].gather("describe", b"old")  # and had told what the leader died before it read
+    former[1].gather("describe", b"old")  # the failed process had set the leader's payload before it was read
     leader, other = life(store, 2)
     heard = threading.Event()
 
     def lead() -> Any:
-        heard.wait(0.2)  # the other asks first, and would find what is there
+        heard.wait(0.2)  # the other process asks first, and would find the old key
         leader.broadcast("choose", b"step 20")
         return leader.gather("describe", b"leader")
 
@@ -60,12 +62,12 @@ def test_what_a_former_life_told_is_not_heard() -> None:
 
 
 def test_a_life_that_ended_as_it_met_is_none() -> None:
-    """The leader finds the hello of a dead process, answers it, and then that of the living one."""
+    """The leader answers an old hello of a failed process, and then that of the new one."""
     store = dist.HashStore()
-    dead = life(store, 3, timeout_seconds=0.1)
+    failed = life(store, 3, timeout_seconds=0.1)
     for rank in (1, 2):
         with pytest.raises(CoordinationTimeoutError) as caught:
-            dead[rank].gather("describe", b"old")
+            failed[rank].gather("describe", b"old")
         assert caught.value.missing == (0,)
     leader, *others = life(store, 3)
     begun = threading.Event()
@@ -88,7 +90,7 @@ def test_a_process_that_is_started_again_alone_is_told_so_and_its_job_who_is_mis
     job = life(store, 2, timeout_seconds=0.5)
     meet(job)
     again = life(store, 2, timeout_seconds=0.5)[1]
-    with pytest.raises(CoordinationTimeoutError, match=r"rank 1.*started again alone") as late:
+    with pytest.raises(CoordinationTimeoutError, match=r"rank 1.*restarted alone") as late:
         again.gather("met", b"")
     assert late.value.missing == (0,)
     with pytest.raises(CoordinationTimeoutError) as left:
@@ -116,7 +118,7 @@ from ckptcore_torch.store_coordinator import StoreCoordinator
 
 store = dist.HashStore()
 StoreCoordinator(store, 0, 2, timeout_seconds=0.05).broadcast("told", b"to one that does not come")
-assert any(thread.name == "ckptcore-meeting" for thread in threading.enumerate())
+assert any(thread.name == "ckptcore-handshake" for thread in threading.enumerate())
 """
 
 
@@ -127,13 +129,13 @@ def test_the_leader_that_ends_leaves_no_thread_in_the_store() -> None:
 
 
 def test_a_group_that_was_ended_does_not_answer_for_the_next() -> None:
-    """Rank 1 never met the first, whose leader was still waiting to answer it."""
+    """Rank 1 never met the first leader, which was still waiting to answer it."""
     store: Any = dist.HashStore()
     make: Any = dist.PrefixStore
     first = make("job", store)
     before = set(threading.enumerate())
     StoreCoordinator(first, 0, 2, timeout_seconds=0.05).broadcast("told", b"")
-    (answering,) = [thread for thread in set(threading.enumerate()) - before if thread.name == "ckptcore-meeting"]
+    (answering,) = [thread for thread in set(threading.enumerate()) - before if thread.name == "ckptcore-handshake"]
     del first
     gc.collect()
     assert not answering.is_alive()
@@ -168,7 +170,7 @@ def test_a_store_that_does_not_answer_is_left_at_the_deadline(
     monkeypatch.setattr("ckptcore_torch.store_coordinator._own_part", lambda store: store)
     goes_on = threading.Event()
     coordinator = StoreCoordinator(_Broken(goes_on.wait), rank, 2, timeout_seconds=0.3)
-    with pytest.raises(CoordinationTimeoutError, match="store of the job has not answered for 0.3 s") as caught:
+    with pytest.raises(CoordinationTimeoutError, match="store of the job did not answer for 0.3 s") as caught:
         coordinator.gather("describe", b"")
     goes_on.set()
     assert caught.value.missing == missing
