@@ -14,10 +14,11 @@ from ckptcore_testing.simulated_storage import open_simulated
 import ckptcore
 from ckptcore.errors import AtomicityError
 from ckptcore.hookspecs import hookimpl
-from ckptcore.plugins import installed_plugins
+from ckptcore.plugins import Plugins, installed_plugins
 from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
+from ckptcore.runtime import with_registry
 
-__all__ = ["SCHEME", "InterruptedPlan", "faulty_context", "simulated_context", "through"]
+__all__ = ["SCHEME", "InterruptedPlan", "faulty_context", "simulated_context", "through", "with_storage"]
 
 SCHEME: Final = "tested"
 """The scheme under which the tests open what they test."""
@@ -30,6 +31,27 @@ class _Plugin:
     @hookimpl
     def ckpt_storages(self) -> Mapping[str, StorageOpener]:
         return {SCHEME: self._opener}
+
+
+class _OneMoreStorage(Plugins):
+    """The installed plugins and a storage. Shares what is cached of them."""
+
+    def __init__(self, scheme: str, opener: StorageOpener) -> None:
+        vars(self).update(vars(installed_plugins()))
+        self._scheme, self._opener = scheme, opener
+
+    def storage(self, scheme: str) -> StorageOpener:
+        """See `Plugins`."""
+        return self._opener if scheme == self._scheme else super().storage(scheme)
+
+
+def with_storage(context: ckptcore.Context, scheme: str, opener: StorageOpener) -> ckptcore.Context:
+    """Return a copy of a Context that opens URLs of a scheme in this way.
+
+    The first Runtime of a Context with a plugin of its own registers all plugins again, which takes milliseconds; tests
+    that interrupt each operation make thousands of Contexts.
+    """
+    return with_registry(context, _OneMoreStorage(scheme, opener))
 
 
 def _open_with_faults(
@@ -60,21 +82,23 @@ def faulty_context(location: str, plan: FaultPlan, *, exchanges: bool = True) ->
     scheme = location[: location.index("://")]
     opener = functools.partial(_open_with_faults, scheme, plan, exchanges)
     # One thread, so that operations come in the same order every time.
-    return ckptcore.Context(
+    context = ckptcore.Context(
         plugins=ckptcore.context.PluginOptions(extra=(_Plugin(opener),)),
         io=ckptcore.context.IOOptions(threads=1),
         durability="none",
     )
+    return with_storage(context, SCHEME, opener)
 
 
 def simulated_context(disk: SimulatedDisk, durability: Literal["full", "none"] = "full") -> ckptcore.Context:
     """A Context of a process of its own on a machine with a disk; locations are ``tested://...``."""
     opener = functools.partial(open_simulated, disk)
-    return ckptcore.Context(
+    context = ckptcore.Context(
         plugins=ckptcore.context.PluginOptions(extra=(_Plugin(opener),)),
         io=ckptcore.context.IOOptions(threads=1),
         durability=durability,
     )
+    return with_storage(context, SCHEME, opener)
 
 
 class InterruptedPlan(FaultPlan):
