@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
+from ckptcore_testing.faulty_storage import with_storage
+
 import ckptcore
 from ckptcore.builtin.memory import MemoryStorage, MemoryStorages
 from ckptcore.errors import AtomicityError, StorageError
 from ckptcore.hookspecs import hookimpl
 from ckptcore.protocols import ObjectWriter, PutCondition, StorageBackend, StorageOpener, StorageOptions
-from tests.crashes.places import with_storage
 
 __all__ = ["SCHEME", "Answers", "Kept", "Mishap", "Storages"]
 

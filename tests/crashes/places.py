@@ -7,18 +7,17 @@ from collections.abc import Callable, Mapping
 from typing import Final, Literal
 
 from ckptcore_testing.faults import FaultPlan, Step
-from ckptcore_testing.faulty_storage import FaultyDirectories, with_faults
+from ckptcore_testing.faulty_storage import FaultyDirectories, with_faults, with_storage
 from ckptcore_testing.simulated_disk import SimulatedDisk
 from ckptcore_testing.simulated_storage import open_simulated
 
 import ckptcore
 from ckptcore.errors import AtomicityError
 from ckptcore.hookspecs import hookimpl
-from ckptcore.plugins import Plugins, installed_plugins
+from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
-from ckptcore.runtime import with_registry
 
-__all__ = ["SCHEME", "InterruptedPlan", "faulty_context", "simulated_context", "through", "with_storage"]
+__all__ = ["SCHEME", "InterruptedPlan", "faulty_context", "simulated_context", "through"]
 
 SCHEME: Final = "tested"
 """The scheme under which the tests open what they test."""
@@ -31,27 +30,6 @@ class _Plugin:
     @hookimpl
     def ckpt_storages(self) -> Mapping[str, StorageOpener]:
         return {SCHEME: self._opener}
-
-
-class _OneMoreStorage(Plugins):
-    """The installed plugins and a storage. Shares what is cached of them."""
-
-    def __init__(self, scheme: str, opener: StorageOpener) -> None:
-        vars(self).update(vars(installed_plugins()))
-        self._scheme, self._opener = scheme, opener
-
-    def storage(self, scheme: str) -> StorageOpener:
-        """See `Plugins`."""
-        return self._opener if scheme == self._scheme else super().storage(scheme)
-
-
-def with_storage(context: ckptcore.Context, scheme: str, opener: StorageOpener) -> ckptcore.Context:
-    """Return a copy of a Context that opens URLs of a scheme in this way.
-
-    The first Runtime of a Context with a plugin of its own registers all plugins again, which takes milliseconds; tests
-    that interrupt each operation make thousands of Contexts.
-    """
-    return with_registry(context, _OneMoreStorage(scheme, opener))
 
 
 def _open_with_faults(

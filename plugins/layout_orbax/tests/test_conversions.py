@@ -245,6 +245,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.system
 @pytest.mark.slow
 @pytest.mark.parametrize("writer", ["Orbax", "ckptcore"])
 @pytest.mark.parametrize("target", ["plain", "compressed"])
