@@ -19,10 +19,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PLUGINS := $(sort $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml)))
 CEPH_TESTS := plugins/storage_s3/tests tests/object_stores tests/matrix tests/servers tests/checkpointer -k "s3 or ceph"
+SOURCES := $(PLUGINS:%=%/src)
 TYPED := ckptcore $(wildcard benchmarks examples tools) tests conftest.py
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup demo test test-system test-all test-ceph check bench docs clean
+.PHONY: help setup demo test test-system test-all test-ceph check lint types bench docs clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -43,10 +44,10 @@ demo: $(STAMP)  ## one real checkpoint in NumPy, JAX, PyTorch and Orbax; a run t
 	$(BIN)/python -m examples.with_orbax
 	$(BIN)/python -m examples.handover
 
-test: $(STAMP)  ## run the tests that need no other process
+test: $(STAMP)  ## run the other tests: in process, quick
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not system" $(PYTEST_ARGS)
 
-test-system: $(STAMP)  ## run the tests with processes and servers: crashes, jobs, launchers, examples
+test-system: $(STAMP)  ## run the tests with processes or servers, and sweeps through faults, damage and interleavings
 	$(BIN)/python -m pytest -n $(WORKERS) -m system $(PYTEST_ARGS)
 
 test-all: $(STAMP)  ## run every test, also the slow ones
@@ -55,13 +56,16 @@ test-all: $(STAMP)  ## run every test, also the slow ones
 test-ceph: $(STAMP)  ## run the tests of S3 against a Ceph gateway (apt packages: ceph-common ceph-mon ceph-osd radosgw)
 	CKPTCORE_S3_SERVER=ceph $(BIN)/python -m pytest -n 0 $(CEPH_TESTS) $(PYTEST_ARGS)
 
-check: $(STAMP)  ## lint, format, types, import order and documentation
+check: lint types docs  ## lint, format, import order, types and documentation; make -j 2 check does two at a time
+
+lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy $(TYPED)
-	for plugin in $(PLUGINS); do MYPYPATH=$$plugin/src $(BIN)/mypy $$plugin/src; done
 	$(BIN)/lint-imports
-	$(MAKE) docs
+
+# One run for all: each run of mypy loads the types of the core, NumPy, JAX and PyTorch again.
+types: $(STAMP)
+	MYPYPATH=$(subst $(eval ) ,:,$(SOURCES)) $(BIN)/mypy $(TYPED) $(SOURCES)
 
 bench: $(STAMP)  ## measure ckptcore beside the libraries a user would pick instead
 	$(BIN)/python -m benchmarks --out benchmarks/results.json

@@ -65,6 +65,12 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("thorough")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where all system tests are deselected, import no module of their directories: some import large libraries."""
+    without = config.getoption("markexpr") == "not system" and collection_path.is_dir()
+    return True if without and _in_system(collection_path) else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pycollect_makeitem(
     collector: pytest.Module | pytest.Class, name: str, obj: object

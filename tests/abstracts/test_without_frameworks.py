@@ -28,6 +28,8 @@ from orbax.checkpoint import v1
 import ckptcore
 from ckptcore.errors import CompositeCheckpointError
 
+pytestmark = pytest.mark.system
+
 ROOT = Path(__file__).parents[2]
 LAYOUTS = list(SaveLoadMatrixTests().layouts())
 

@@ -8,6 +8,8 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
+
 import ckptcore
 from ckptcore.distributions import lazy_names
 
@@ -72,6 +74,7 @@ def test_the_version_is_that_of_the_distribution() -> None:
     assert ckptcore.__version__ == version("ckptcore")
 
 
+@pytest.mark.system
 def test_help_needs_no_plugin() -> None:
     result = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, check=False, timeout=120)
     assert result.returncode == 0, result.stderr

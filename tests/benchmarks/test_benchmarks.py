@@ -22,6 +22,7 @@ _SLOW: Final = {"broadcast", "dcp_reshard", "jobs", "orbax", "processes", "stall
 _SCALE: Final = 0.005
 
 
+@pytest.mark.system
 @pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # of gcsfs
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in _SLOW)) for name in BENCHMARKS]

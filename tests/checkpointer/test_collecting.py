@@ -286,6 +286,7 @@ run.wait()
 """
 
 
+@pytest.mark.system
 def test_a_deletion_that_was_killed_is_finished_by_the_next_run(local: str) -> None:
     process = subprocess.run([sys.executable, "-c", KILLED, local], cwd=REPOSITORY, check=False, capture_output=True)
     assert process.returncode == -signal.SIGKILL, process.stderr

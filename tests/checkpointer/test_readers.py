@@ -114,6 +114,7 @@ with ckptcore.Checkpointer(sys.argv[1], preservation_policy=LatestN(1), context=
 """
 
 
+@pytest.mark.system
 def test_an_evaluator_in_another_process(local: str) -> None:
     process = subprocess.Popen([sys.executable, "-c", WRITER, local], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
     try:

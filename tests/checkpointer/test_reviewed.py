@@ -358,6 +358,7 @@ atexit.register(lambda: print(repr(handle).split()[-1], verify(sys.argv[1] + "/2
 """
 
 
+@pytest.mark.system
 def test_a_save_that_the_end_of_the_program_waited_for_is_not_told_as_failed(local: str) -> None:
     ended = run_program(ENDS_WHILE_SAVING, local)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "committed> True\n", "")
@@ -384,6 +385,7 @@ print("alive", flush=True)
 """
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("before", "printed", "code"),
     [

@@ -29,6 +29,7 @@ def test_lists_what_the_builtin_plugin_offers(run: Run, run_json: RunJson) -> No
     assert "  storages file://, memory://" in lines
 
 
+@pytest.mark.system
 def test_says_why_one_failed_to_load(tmp_path: Path) -> None:
     (tmp_path / "ckptcore_broken.py").write_text("import a_library_that_is_missing\n")
     information = tmp_path / "ckptcore_broken-1.2.dist-info"

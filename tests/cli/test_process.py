@@ -19,6 +19,8 @@ from ckptcore.errors import CheckpointError
 from plugins.tools.tests.cli.conftest import Run, flip
 from plugins.tools.tests.cli.runs import save_run
 
+pytestmark = pytest.mark.system
+
 FRAMEWORKS = ("torch", "jax", "jaxlib", "tensorflow", "flax", "optax", "equinox")
 PROGRAM = [sys.executable, "-m", "ckptcore"]
 

@@ -170,6 +170,7 @@ def test_a_local_disk_that_fails_while_files_are_copied_out(place: str, monkeypa
     assert found.files == {"as it": b"was"}
 
 
+@pytest.mark.system
 def test_what_a_killed_process_left_staged_is_removed_by_the_next(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys, ckptcore\n"

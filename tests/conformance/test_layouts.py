@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from ckptcore_testing import LayoutCrashTests, LayoutForecastTests, LayoutPiecesTests, LayoutTests
 
 from ckptcore.builtin.safetensors import SafetensorsLayout
@@ -34,6 +35,7 @@ class TestSafetensorsInSeveralFilesForetold(LayoutForecastTests):
         return SafetensorsLayout(max_file_bytes=100_000)
 
 
+@pytest.mark.system
 class TestSafetensorsDying(LayoutCrashTests):
     def layout(self) -> Layout:
         return SafetensorsLayout(max_file_bytes=100)

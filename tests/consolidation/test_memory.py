@@ -11,6 +11,8 @@ import pytest
 
 import ckptcore
 
+pytestmark = pytest.mark.system
+
 MIB = 1 << 20
 ARRAY_BYTES = 512 * MIB
 

@@ -18,6 +18,8 @@ from tests.copying.places import new_place, objects_at, store_at
 from tests.crashes.places import faulty_context, through
 from tests.crashes.states import LARGE, make_composite, make_state, version_at
 
+pytestmark = pytest.mark.system
+
 _OLD, _NEW, _NEXT = 1, 2, 3
 _MOMENTS: Final[tuple[Literal["before", "midway", "after"], ...]] = ("before", "midway", "after")
 _FAST: Final = ckptcore.Context(durability="none", io=ckptcore.context.IOOptions(threads=1))

@@ -14,6 +14,8 @@ import ckptcore
 from ckptcore.model import BLOCK_BYTES
 from tests.corruption.checkpoints import ORIGINALS, Original, make_original
 
+pytestmark = pytest.mark.system
+
 _SMALL: Final = [name for name in ORIGINALS if name != "several blocks"]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
+from ckptcore_testing.faulty_storage import with_storage
+
 import ckptcore
 from ckptcore.builtin.memory import MemoryStorage, MemoryStorages
 from ckptcore.errors import AtomicityError, StorageError
@@ -36,11 +38,12 @@ class Storages:
 
     def context(self, answers: Answers | None = None, **io: Any) -> ckptcore.Context:
         """A Context of a process of its own, to which these answers are given."""
-        answers = answers or Answers()
-        return ckptcore.Context(
-            plugins=ckptcore.context.PluginOptions(extra=[_Plugin(self, answers)]),
+        plugin = _Plugin(self, answers or Answers())
+        context = ckptcore.Context(
+            plugins=ckptcore.context.PluginOptions(extra=[plugin]),
             io=ckptcore.context.IOOptions(threads=1, **io),
         )
+        return with_storage(context, SCHEME, plugin.open)
 
 
 class Answers:
@@ -112,9 +115,9 @@ class _Plugin:
 
     @hookimpl
     def ckpt_storages(self) -> Mapping[str, StorageOpener]:
-        return {SCHEME: self._open}
+        return {SCHEME: self.open}
 
-    def _open(self, url: str, options: StorageOptions) -> StorageBackend:
+    def open(self, url: str, options: StorageOptions) -> StorageBackend:
         inner = self._storages.memory.open(url.replace(SCHEME, "memory", 1), options)
         return _Answering(inner, self._answers)
 

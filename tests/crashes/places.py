@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Final, Literal
 
 from ckptcore_testing.faults import FaultPlan, Step
-from ckptcore_testing.faulty_storage import FaultyDirectories, with_faults
+from ckptcore_testing.faulty_storage import FaultyDirectories, with_faults, with_storage
 from ckptcore_testing.simulated_disk import SimulatedDisk
 from ckptcore_testing.simulated_storage import open_simulated
 
@@ -60,21 +60,23 @@ def faulty_context(location: str, plan: FaultPlan, *, exchanges: bool = True) ->
     scheme = location[: location.index("://")]
     opener = functools.partial(_open_with_faults, scheme, plan, exchanges)
     # One thread, so that operations come in the same order every time.
-    return ckptcore.Context(
+    context = ckptcore.Context(
         plugins=ckptcore.context.PluginOptions(extra=(_Plugin(opener),)),
         io=ckptcore.context.IOOptions(threads=1),
         durability="none",
     )
+    return with_storage(context, SCHEME, opener)
 
 
 def simulated_context(disk: SimulatedDisk, durability: Literal["full", "none"] = "full") -> ckptcore.Context:
     """A Context of a process of its own on a machine with a disk; locations are ``tested://...``."""
     opener = functools.partial(open_simulated, disk)
-    return ckptcore.Context(
+    context = ckptcore.Context(
         plugins=ckptcore.context.PluginOptions(extra=(_Plugin(opener),)),
         io=ckptcore.context.IOOptions(threads=1),
         durability=durability,
     )
+    return with_storage(context, SCHEME, opener)
 
 
 class InterruptedPlan(FaultPlan):

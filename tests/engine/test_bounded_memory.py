@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.system
+
 MIB = 1 << 20
 
 # In a process of its own, whose peak is nobody else's.

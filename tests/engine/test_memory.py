@@ -155,6 +155,7 @@ def test_memory_that_was_given_back_is_reused_within_a_save() -> None:
     memory.close()
 
 
+@pytest.mark.system
 def test_a_forked_child_stages_although_another_thread_was_in_the_pool() -> None:
     program = """
 import os

@@ -82,6 +82,7 @@ def test_threads_end_when_nobody_needs_them_any_more() -> None:
     assert not thread.is_alive()
 
 
+@pytest.mark.system
 def test_a_forked_child_starts_threads_of_its_own() -> None:
     assert (
         run_program(
@@ -98,6 +99,7 @@ def test_a_forked_child_starts_threads_of_its_own() -> None:
     )
 
 
+@pytest.mark.system
 def test_work_goes_on_while_the_program_waits_for_its_own_threads_at_the_end() -> None:
     assert (
         run_program(

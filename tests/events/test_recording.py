@@ -117,7 +117,7 @@ def test_phases_on_many_threads_are_all_there() -> None:
 
     def work(number: int) -> None:
         together.wait()
-        for _ in range(500):
+        for _ in range(100):
             with recording.phase("write", number):
                 pass
             assert recording.events
@@ -128,7 +128,7 @@ def test_phases_on_many_threads_are_all_there() -> None:
     for thread in threads:
         thread.join()
     counts = [sum(event.nbytes == number for event in recording.events) for number in range(4)]
-    assert counts == [500] * 4
+    assert counts == [100] * 4
 
 
 class Unreachable:

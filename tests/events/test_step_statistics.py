@@ -197,6 +197,7 @@ def test_what_is_logged_is_a_copy(caplog: pytest.LogCaptureFixture) -> None:
     assert vars(caplog.records[0])["ckptcore_statistics"]["step"] == 1
 
 
+@pytest.mark.system
 def test_telemetry_imports_neither_opentelemetry_nor_orbax() -> None:
     code = (
         "import sys, ckptcore_tools.opentelemetry, ckptcore_tools.step_statistics\n"

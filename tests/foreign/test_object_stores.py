@@ -15,6 +15,8 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 
 import ckptcore
 
+pytestmark = pytest.mark.system
+
 WEIGHTS = np.arange(64 * 48, dtype=np.float32).reshape(64, 48)
 CANNOT = (
     "Orbax 0.12.8 knows no S3: it gives tensorstore the path 's3:/bucket/...' as one of a local file "

@@ -203,6 +203,7 @@ def _sharded(rank: int, layers: int, rows: int) -> dict[str, Any]:
     return tree
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("layout", ["safetensors", "dcp", "ocdbt"])
 def test_what_many_hosts_saved_goes_through_little_memory(tmp_path: Path, layout: str) -> None:
     layers = 6

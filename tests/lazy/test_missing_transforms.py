@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 _PROGRAM = """
 import sys
 
@@ -37,6 +39,7 @@ for get in (lambda: ckptcore.transforms, lambda: __import__("ckptcore", fromlist
 """
 
 
+@pytest.mark.system
 def test_the_core_alone_loads_and_names_what_is_missing(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-c", _PROGRAM, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False

@@ -14,6 +14,8 @@ from ckptcore.errors import CheckpointError, CheckpointNotFoundError, CommitUnkn
 from tests.crashes.answers import SCHEME, Answers, Mishap, Storages, quietly
 from tests.crashes.states import same_value
 
+pytestmark = pytest.mark.system
+
 _PLACE: Final = f"{SCHEME}://bucket/run/step_1"
 _LAYOUTS: Final = ["safetensors", "zarr3"]
 

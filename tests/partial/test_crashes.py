@@ -32,6 +32,8 @@ from tests.crashes.saver import partial_state
 from tests.crashes.states import same_value
 from tests.crashes.tracing import Saver, needs_strace
 
+pytestmark = pytest.mark.system
+
 _MOMENTS: Final[tuple[Literal["before", "midway"], ...]] = ("before", "midway")
 _LAYOUTS: Final = ["safetensors", "ocdbt", "zarr3", "dcp"]
 _SAMPLE: Final = 12

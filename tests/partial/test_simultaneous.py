@@ -24,6 +24,8 @@ from ckptcore.errors import (
 from tests.copying.places import new_place, objects_at
 from tests.crashes.places import InterruptedPlan, faulty_context, through
 
+pytestmark = pytest.mark.system
+
 _Task = Callable[[str, ckptcore.Context], None]
 
 

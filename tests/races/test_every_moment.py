@@ -15,6 +15,8 @@ from tests.crashes.places import faulty_context, through
 from tests.races.readers import READERS, Outcome, outcome_of
 from tests.races.states import LAYOUTS, SCHEMES, STATES, Place, state_of
 
+pytestmark = pytest.mark.system
+
 
 class _Changes(FaultPlan):
     """Makes each change before one operation of the reader."""

@@ -25,6 +25,8 @@ from tests.races.readers import READERS, Outcome, outcome_of
 from tests.races.states import Place, state_of
 from tests.races.writer import NOTHING, Log, State, write
 
+pytestmark = pytest.mark.system
+
 _SEED: Final = 17
 _NAMES: Final = tuple(READERS)
 _CLAIMS: Final = (State("claim", 1, "safetensors"), State("claim of several", 1, "safetensors"))

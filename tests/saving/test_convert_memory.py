@@ -12,6 +12,8 @@ import pytest
 import ckptcore
 from tests.composites.shelf import ShelfPlugin
 
+pytestmark = pytest.mark.system
+
 MIB = 1 << 20
 ARRAYS = 10
 ARRAY_BYTES = 32 * MIB

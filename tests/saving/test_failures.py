@@ -126,6 +126,7 @@ def test_nothing_is_converted_into_itself(location: str, tmp_path: Path) -> None
     assert ckptcore.load(where)["a"].tolist() == [1, 1]
 
 
+@pytest.mark.system
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_child_saves_too(tmp_path: Path) -> None:
     context = ckptcore.Context()

@@ -154,6 +154,7 @@ def test_an_error_that_nobody_asked_for_surfaces_at_the_next_save(gate: Gate, be
     ckptcore.save("gate://a/c", state(2.0), context=context)
 
 
+@pytest.mark.system
 def test_an_error_that_nobody_asked_for_surfaces_at_exit(tmp_path: Path) -> None:
     program = (
         "import ckptcore, numpy\n"
@@ -166,6 +167,7 @@ def test_an_error_that_nobody_asked_for_surfaces_at_exit(tmp_path: Path) -> None
     assert done.stderr == f"ckptcore: the save to {tmp_path / 'c'} failed: OSError: the disk is on fire\n"
 
 
+@pytest.mark.system
 def test_a_program_that_ends_lets_its_saves_finish(tmp_path: Path) -> None:
     program = f"import ckptcore, numpy; ckptcore.save_async({str(tmp_path / 'c')!r}, {{'w': numpy.ones(300_000)}})"
     subprocess.run([sys.executable, "-c", program], check=True)
@@ -241,6 +243,7 @@ threading.Thread(target=train).start()
 """
 
 
+@pytest.mark.system
 def test_a_thread_that_outlives_the_main_thread_saves_and_loads(tmp_path: Path) -> None:
     """The executors of `concurrent.futures` take no more work once the main thread has ended."""
     done = subprocess.run(
@@ -263,6 +266,7 @@ atexit.register(at_exit)
 """
 
 
+@pytest.mark.system
 def test_a_save_at_exit_is_committed(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _AT_EXIT, str(tmp_path / "saved")], capture_output=True, text=True, check=False
@@ -271,6 +275,7 @@ def test_a_save_at_exit_is_committed(tmp_path: Path) -> None:
     assert ckptcore.load(tmp_path / "saved")["w"].tolist() == list(range(8))
 
 
+@pytest.mark.system
 def test_a_bounded_save_at_exit_is_refused_and_does_not_hang(tmp_path: Path) -> None:
     """Its writer waits for copies that the caller makes, and no thread can be started for either."""
     program = _AT_EXIT.replace('{"w": np.arange(8)})', '{"w": np.arange(8)}, context=bounded)').replace(

@@ -49,6 +49,7 @@ class TestZarr(_OnServers):
         return ZarrLayout()
 
 
+@pytest.mark.system
 class TestSample(LayoutCrashTests):
     """Few faults, with a layout for each server in turn."""
 

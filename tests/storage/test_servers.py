@@ -62,6 +62,7 @@ def test_a_server_answers_and_ends(tmp_path: Path) -> None:
         wait_for_end(pid)
 
 
+@pytest.mark.system
 def test_a_server_ends_with_its_parent(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None

@@ -18,6 +18,8 @@ from ckptcore.policies import LatestN
 from tests.checkpointer.runs import assert_is_step, save_steps
 from tests.tiers.killed_runs import STEPS, count_requests, kill_at, open_far, watched_tiers
 
+pytestmark = pytest.mark.system
+
 _SAMPLE: Final = 8
 
 

@@ -30,6 +30,8 @@ from ckptcore import Checkpointer, CheckpointReader, Context
 from ckptcore.policies import LatestN
 from tests.checkpointer.runs import assert_is_step, save_steps
 
+pytestmark = pytest.mark.system
+
 _LARGE = 7 << 20
 """Bytes of an array that is uploaded in parts."""
 

@@ -138,6 +138,7 @@ def test_waits():
 """
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("name", "outcome"),
     [
@@ -164,6 +165,7 @@ def test_mutants_are_noticed_in_processes_that_tests_start_too(tmp_path: Path, n
     assert VARIABLE not in os.environ
 
 
+@pytest.mark.system
 def test_tests_must_pass_without_a_mutant(tmp_path: Path) -> None:
     (tmp_path / "test_limits.py").write_text("def test_fails():\n    assert 1 == 2\n", encoding="utf-8")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n", encoding="utf-8")

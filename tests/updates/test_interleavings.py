@@ -29,6 +29,8 @@ from tests.copying.places import new_place
 from tests.crashes.places import faulty_context, through
 from tests.holds.interleavings import Actor, Turns
 
+pytestmark = pytest.mark.system
+
 _Delete = Callable[[str, ckptcore.Context], None]
 
 

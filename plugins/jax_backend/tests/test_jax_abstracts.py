@@ -259,6 +259,7 @@ def test_devices_can_be_chosen(tmp_path):
     assert large.sharding is None
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("count", [1, 4, 8])
 def test_a_checkpoint_of_eight_devices_loads_on_fewer(tmp_path, count):
     """In a process of its own, which has other devices."""

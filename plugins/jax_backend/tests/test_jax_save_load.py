@@ -401,6 +401,7 @@ def test_an_array_can_be_donated_in_place_once_save_async_returned(tmp_path):
 # --- memory
 
 
+@pytest.mark.system
 def test_a_load_takes_the_memory_of_the_state_once(tmp_path):
     """Runs in a separate process, whose peak memory the system measures."""
     program = f"""

@@ -216,6 +216,7 @@ def test_no_notes_make_a_load_fail(sharding, memory_kind):
 # --- several processes
 
 
+@pytest.mark.system
 def test_the_processes_of_a_job_note_the_same_and_get_devices_of_their_own():
     program = """
         import json, sys, jax, jax.numpy as jnp, numpy as np

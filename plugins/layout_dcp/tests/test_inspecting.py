@@ -409,6 +409,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.system
 @pytest.mark.slow
 def test_what_several_processes_write_comes_back(tmp_path: Path) -> None:
     script = tmp_path / "job.py"

@@ -150,6 +150,7 @@ def test_a_large_value_is_written_in_frames() -> None:
     assert read_pickle(data, key="k") == (value, len(data))
 
 
+@pytest.mark.system
 def test_bytes_do_not_depend_on_the_seed_of_hashes() -> None:
     program = (
         "from ckptcore_dcp.pickles import write_pickle, Global, Call\n"

@@ -178,6 +178,7 @@ def _options() -> Any:
     return StorageOptions()
 
 
+@pytest.mark.system
 @pytest.mark.slow
 def test_the_command_line_takes_them(xorl_step: Path) -> None:
     def run(*arguments: str) -> str:

@@ -15,6 +15,7 @@ import torch
 from plugins.layout_dcp.tests.state_dicts import assert_same, loaded, saved
 
 pytestmark = [
+    pytest.mark.system,
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning"),
 ]
 

@@ -28,6 +28,8 @@ from ckptcore.io.memory import allocate
 from ckptcore.model import ArraySpec, HostArray
 from ckptcore.protocols import Layout
 
+pytestmark = pytest.mark.system
+
 _GOLDEN: Final = Path(__file__).parent / "golden"
 _NAMES: Final = sorted(path.stem for path in _GOLDEN.glob("*.json"))
 _MEMORY_BYTES: Final = 64 << 20

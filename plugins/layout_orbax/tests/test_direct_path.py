@@ -255,6 +255,7 @@ assert "tensorstore" in sys.modules, "this would not have noticed it"
 """
 
 
+@pytest.mark.system
 def test_nothing_uncompressed_needs_tensorstore(tmp_path: Path) -> None:
     elements = np.arange(5000, dtype=np.int32)
     spec = ArraySpec(elements.shape, "int32")

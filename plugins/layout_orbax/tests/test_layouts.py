@@ -19,6 +19,8 @@ _FEWER_CHUNKS: Final[Sequence[ArrayRule]] = (
     ArrayRule(pattern="large", chunk_bytes=400_000),
     ArrayRule(pattern="wide", chunk_bytes=400_000),
     ArrayRule(pattern="embed", chunk_bytes=10_000),
+    ArrayRule(pattern="shared", chunk_bytes=10_000),
+    ArrayRule(pattern="b/*", chunk_bytes=10_000),
 )
 """The arrays of the tests that would fall into very many chunks of 64 bytes."""
 
@@ -41,8 +43,34 @@ class _LayoutTests(LayoutTests):
         super().test_inspect_of_damaged_files_is_an_error_at_most(place)
 
 
+class _SystemSweeps(LayoutTests):
+    """The damage of `LayoutTests`, which `make test-system` tries: with these options it takes seconds."""
+
+    tampered_states = 300
+
+    @pytest.mark.system
+    def test_a_truncated_object_is_an_error(self, place: StorageBackend) -> None:
+        super().test_a_truncated_object_is_an_error(place)
+
+    @pytest.mark.system
+    def test_a_corrupted_object_is_an_error(self, place: StorageBackend) -> None:
+        super().test_a_corrupted_object_is_an_error(place)
+
+    @pytest.mark.system
+    def test_inspect_of_damaged_files_is_an_error_at_most(self, place: StorageBackend) -> None:
+        super().test_inspect_of_damaged_files_is_an_error_at_most(place)
+
+
 class _OtherOptions(_LayoutTests):
     """Sets of options that differ from those of another class here in one thing only."""
+
+    @pytest.mark.system
+    def test_a_hostile_state_is_an_error(self, place: StorageBackend) -> None:
+        super().test_a_hostile_state_is_an_error(place)
+
+    @pytest.mark.system
+    def test_damaged_marks_are_an_error_at_most(self, place: StorageBackend) -> None:
+        super().test_damaged_marks_are_an_error_at_most(place)
 
     @pytest.mark.slow
     def test_blocks_boundaries_do_not_show(self, place: StorageBackend) -> None:
@@ -60,10 +88,8 @@ class TestOcdbt(_LayoutTests):
         return OcdbtLayout()
 
 
-class TestOcdbtInPieces(LayoutTests):
+class TestOcdbtInPieces(_SystemSweeps):
     """Read chunks within chunks, and several data files."""
-
-    tampered_states = 300
 
     def layout(self) -> Layout:
         return OcdbtLayout(chunk_bytes=64, data_file_bytes=4096, rules=_FEWER_CHUNKS)
@@ -95,11 +121,10 @@ class TestZarr3(_OtherOptions):
         return Zarr3Layout(chunk_bytes=64, rules=_FEWER_CHUNKS)
 
 
-class TestZarr3Mixed(LayoutTests):
+class TestZarr3Mixed(_SystemSweeps):
     """Some arrays are compressed, others are not, and some of either have no checksums."""
 
     ties = False
-    tampered_states = 300
 
     def layout(self) -> Layout:
         return Zarr3Layout(
@@ -133,21 +158,25 @@ class TestZarrCompressed(_OtherOptions):
         return ZarrLayout(compression="blosc")
 
 
+@pytest.mark.system
 class TestOcdbtDying(LayoutCrashTests):
     def layout(self) -> Layout:
         return OcdbtLayout(chunk_bytes=64, data_file_bytes=256)
 
 
+@pytest.mark.system
 class TestOcdbtCompressedDying(LayoutCrashTests):
     def layout(self) -> Layout:
         return OcdbtLayout(chunk_bytes=64, compression="zstd")
 
 
+@pytest.mark.system
 class TestZarr3Dying(LayoutCrashTests):
     def layout(self) -> Layout:
         return Zarr3Layout()
 
 
+@pytest.mark.system
 class TestZarrDying(LayoutCrashTests):
     def layout(self) -> Layout:
         return ZarrLayout()

@@ -82,6 +82,7 @@ def _expect_elements(location: str, context: ckptcore.Context) -> None:
     assert np.array_equal(ckptcore.load(location, context=context)["w"], ELEMENTS)
 
 
+@pytest.mark.system
 def test_credentials_of_the_environment(
     server: S3Server, location: str, native_reads: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +92,7 @@ def test_credentials_of_the_environment(
     assert [native["base"]["aws_credentials"] for native in native_reads] == [{"type": "environment"}]
 
 
+@pytest.mark.system
 def test_credentials_of_a_profile(server: S3Server, location: str, native_reads: list[Any], tmp_path: Path) -> None:
     (tmp_path / "credentials").write_text(
         f"[team]\naws_access_key_id = {ACCESS_KEY_ID}\naws_secret_access_key = {SECRET_ACCESS_KEY}\n"
@@ -99,11 +101,13 @@ def test_credentials_of_a_profile(server: S3Server, location: str, native_reads:
     assert native_reads == [], "tensorstore 0.1.86 makes nothing of a profile"
 
 
+@pytest.mark.system
 def test_nobody_in_particular(server: S3Server, location: str, native_reads: list[Any]) -> None:
     _expect_elements(location, _context(server, anonymous=True))
     assert [native["base"]["aws_credentials"] for native in native_reads] == [{"type": "anonymous"}]
 
 
+@pytest.mark.system
 def test_credentials_of_a_context_stay_in_it(server: S3Server, location: str, native_reads: list[Any]) -> None:
     context = _context(server, access_key_id=ACCESS_KEY_ID, secret_access_key=SECRET_ACCESS_KEY)
     _expect_elements(location, context)
@@ -112,6 +116,7 @@ def test_credentials_of_a_context_stay_in_it(server: S3Server, location: str, na
     assert SECRET_ACCESS_KEY not in repr(address) and ACCESS_KEY_ID not in repr(address).replace(location, "")
 
 
+@pytest.mark.system
 def test_a_chunk_that_is_missing_is_damage(server: S3Server, location: str, native_reads: list[Any]) -> None:
     source = _storage(location, server.options)
     copy = location.replace("with space", "damaged")

@@ -270,6 +270,7 @@ print(f"loaded {len(sys.argv) - 2}")
 """
 
 
+@pytest.mark.system
 def test_arrays_of_eight_devices_load_on_one(tmp_path):
     """Without a word about shardings: nothing of theirs is needed to load."""
     state = {name: leaf for name, leaf in sharded_state().items() if name != "keys"}

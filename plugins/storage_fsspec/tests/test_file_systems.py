@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import fsspec
+import pytest
 from ckptcore_fsspec.file_systems import Connection
 
 from plugins.storage_fsspec.tests.web_servers import RangesHandler, serve_directory
@@ -41,6 +42,7 @@ def test_listings_of_others_are_left_alone() -> None:
     assert not ours.dircache.use_listings_cache  # type: ignore[attr-defined]  # it is a DirCache
 
 
+@pytest.mark.system
 def test_a_process_that_was_forked_reads_too(tmp_path: Path) -> None:
     """With a file system of its own: that of its parent waits for a thread that the fork did not copy."""
     (tmp_path / "data").write_bytes(b"read me")

@@ -13,6 +13,8 @@ from ckptcore.errors import ObjectNotFoundError
 from ckptcore.model import JSON
 from ckptcore.protocols import StorageBackend, StorageOptions
 
+pytestmark = pytest.mark.system
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:

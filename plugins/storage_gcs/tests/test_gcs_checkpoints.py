@@ -13,6 +13,8 @@ from ckptcore_testing.gcs_servers import GcsServer
 import ckptcore
 from ckptcore import policies
 
+pytestmark = pytest.mark.system
+
 Place: TypeAlias = tuple[str, ckptcore.Context]
 
 

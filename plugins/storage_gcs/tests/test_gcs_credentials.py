@@ -77,6 +77,7 @@ def test_an_identity_of_another_cloud(
     _works(_open(guarded))
 
 
+@pytest.mark.system
 @pytest.mark.slow
 def test_the_metadata_of_a_machine(guarded: StrictGcs, tokens: TokenService) -> None:
     """In a process of its own: google-auth reads the variables when it is imported."""

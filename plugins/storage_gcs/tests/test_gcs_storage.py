@@ -12,6 +12,8 @@ from ckptcore_testing.gcs_servers import GcsServer
 
 from ckptcore.protocols import StorageOptions
 
+pytestmark = pytest.mark.system
+
 
 class _OnStrictGcs:
     """Opens directories of one bucket of the strict server."""

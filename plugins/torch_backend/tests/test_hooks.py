@@ -31,12 +31,14 @@ def _run(program: str) -> str:
 SEEN = "import sys; print(sorted({'torch', 'ckptcore_torch.tensors'} & set(sys.modules)))"
 
 
+@pytest.mark.system
 def test_importing_the_plugin_imports_no_torch() -> None:
     ask = "ckptcore_torch.ckpt_leaf_handler(dict); ckptcore_torch.ckpt_container_handler(dict)"
     also = "ckptcore_torch.ckpt_checkpointable_handler(dict); ckptcore_torch.ckpt_coordinator()"
     assert _run(f"import ckptcore_torch; {ask}; {also}; {SEEN}") == "[]"
 
 
+@pytest.mark.system
 def test_the_test_of_the_import_would_see_torch() -> None:
     assert _run(f"import torch, ckptcore_torch; ckptcore_torch.ckpt_leaf_handler(dict); {SEEN}") == (
         "['ckptcore_torch.tensors', 'torch']"

@@ -14,6 +14,8 @@ import pytest
 
 import ckptcore
 
+pytestmark = pytest.mark.system
+
 MIB = 1 << 20
 ROWS, COLUMNS = 8192, 4096
 LOAD_BYTES = 32 * MIB

@@ -17,7 +17,7 @@ pytest.register_assert_rewrite(
     *(
         f"{__name__}.{module}"
         for module in (
-            "arrays", "checkpointable_handlers", "collectives", "container_handlers", "coordinators", "coverage", "executors",
+            "arrays", "cases", "checkpointable_handlers", "collectives", "container_handlers", "coordinators", "coverage", "executors",
             "files_handlers",
             "layout_crashes", "layout_pieces", "layout_stores", "layout_trials", "layouts", "leaf_handlers", "matrix", "plugins", "storage",
             "storage_directories", "storage_model", "trees",

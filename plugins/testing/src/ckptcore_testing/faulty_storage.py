@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
+from ckptcore import Context
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.io.object_writes import abort_uploads, open_new
 from ckptcore.io.requests import requests_of
+from ckptcore.plugins import Plugins, installed_plugins
 from ckptcore.protocols import (
     AtomicDirectories,
     Buffer,
@@ -15,10 +17,12 @@ from ckptcore.protocols import (
     PutCondition,
     StorageAddress,
     StorageBackend,
+    StorageOpener,
 )
+from ckptcore.runtime import with_registry
 from ckptcore_testing.faults import FaultPlan
 
-__all__ = ["FaultyDirectories", "FaultyStorage", "with_faults"]
+__all__ = ["FaultyDirectories", "FaultyStorage", "with_faults", "with_storage"]
 
 
 def with_faults(storage: StorageBackend, plan: FaultPlan) -> FaultyStorage:
@@ -26,6 +30,27 @@ def with_faults(storage: StorageBackend, plan: FaultPlan) -> FaultyStorage:
     if isinstance(storage, AtomicDirectories):
         return FaultyDirectories(storage, storage, plan)
     return FaultyStorage(storage, plan)
+
+
+class _OneMoreStorage(Plugins):
+    """The installed plugins and a storage. Shares what is cached of them."""
+
+    def __init__(self, scheme: str, opener: StorageOpener) -> None:
+        vars(self).update(vars(installed_plugins()))
+        self._scheme, self._opener = scheme, opener
+
+    def storage(self, scheme: str) -> StorageOpener:
+        """See `Plugins`."""
+        return self._opener if scheme == self._scheme else super().storage(scheme)
+
+
+def with_storage(context: Context, scheme: str, opener: StorageOpener) -> Context:
+    """Return a copy of a Context that opens URLs of a scheme in this way.
+
+    The first Runtime of a Context with a plugin of its own registers all plugins again, which takes milliseconds; tests
+    that interrupt each operation make thousands of Contexts.
+    """
+    return with_registry(context, _OneMoreStorage(scheme, opener))
 
 
 class FaultyStorage:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
@@ -13,14 +14,13 @@ import pytest
 import ckptcore
 from ckptcore.commit.location import commit_method
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, StorageError, StorageFullError
-from ckptcore.hookspecs import hookimpl
 from ckptcore.model import ArraySpec, HostArray
 from ckptcore.plugins import installed_plugins
-from ckptcore.protocols import Layout, StorageBackend, StorageOpener, StorageOptions
+from ckptcore.protocols import Layout, StorageBackend, StorageOptions
 from ckptcore_testing.arrays import assert_same_bits, bit_patterns
 from ckptcore_testing.builtin_samples import FILE, MEMORY
 from ckptcore_testing.faults import CrashAt, FailAt, FaultPlan, FullAfter, Operation, SimulatedCrash
-from ckptcore_testing.faulty_storage import with_faults
+from ckptcore_testing.faulty_storage import with_faults, with_storage
 from ckptcore_testing.samples import StorageSample
 
 __all__ = ["LayoutCrashTests"]
@@ -29,22 +29,6 @@ _Fault = TypeVar("_Fault")
 
 _MOMENTS: Final[tuple[Literal["before", "midway"], ...]] = ("before", "midway")
 """After an operation is before the next."""
-
-
-class _FaultyPlugin:
-    """Opens ``faulty://`` locations in another storage, with faults."""
-
-    def __init__(self, scheme: str, plan: FaultPlan) -> None:
-        self._scheme = scheme
-        self._plan = plan
-
-    @hookimpl
-    def ckpt_storages(self) -> Mapping[str, StorageOpener]:
-        return {"faulty": self._open}
-
-    def _open(self, url: str, options: StorageOptions) -> StorageBackend:
-        inner = url.replace("faulty", self._scheme, 1)
-        return with_faults(installed_plugins().storage(self._scheme)(inner, options), self._plan)
 
 
 @dataclass(frozen=True)
@@ -166,17 +150,12 @@ class LayoutCrashTests:
 
     def _save(self, place: _Place, state: object, plan: FaultPlan | None) -> None:
         location = place.location
-        plugins: tuple[object, ...] = ()
-        if plan is not None:
-            location = location.replace(place.scheme, "faulty", 1)
-            plugins = (_FaultyPlugin(place.scheme, plan),)
         # One thread, so that operations come in the same order every time; each save is a process of its own.
         # What a loss of power leaves is another question: here whatever was written stays.
-        context = ckptcore.Context(
-            plugins=ckptcore.context.PluginOptions(extra=plugins),
-            io=ckptcore.context.IOOptions(threads=1),
-            durability="none",
-        )
+        context = ckptcore.Context(io=ckptcore.context.IOOptions(threads=1), durability="none")
+        if plan is not None:
+            location = location.replace(place.scheme, "faulty", 1)
+            context = with_storage(context, "faulty", partial(_open_with_faults, place.scheme, plan))
         ckptcore.save(location, state, layout=self.layout(), overwrite=place.replaces_atomically, context=context)
 
     # --- what is left
@@ -224,6 +203,10 @@ class LayoutCrashTests:
         known = {f"checkpoint/{key}" for key in ckptcore.metadata(place.location).objects}
         extra = {key for key in storage.list() if key not in known and not key.startswith("checkpoint/checkpoint.")}
         assert not extra, f"the checkpoint holds objects that it does not list: {sorted(extra)}"
+
+
+def _open_with_faults(scheme: str, plan: FaultPlan, url: str, options: StorageOptions) -> StorageBackend:
+    return with_faults(installed_plugins().storage(scheme)(url.replace("faulty", scheme, 1), options), plan)
 
 
 def _places(scheme: str, directory: str) -> Iterator[_Place]:

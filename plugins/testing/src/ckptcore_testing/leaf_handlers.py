@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import itertools
 import json
 import math
 import weakref
@@ -18,6 +17,7 @@ from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import PLAIN_ARRAY, ArrayRecord, Box, HostArray, Pending, Shard, ValueRecord
 from ckptcore.protocols import CountsReplicas, LeafHandler
 from ckptcore_testing.arrays import assert_same_bits, dtype_name, same_bits
+from ckptcore_testing.cases import check_each
 from ckptcore_testing.coverage import assert_inside, assert_makes_up
 from ckptcore_testing.host_memory import LateHostMemory
 from ckptcore_testing.trees import assert_same_value
@@ -71,16 +71,11 @@ def _for_each(kind: str, **others: Sequence[Any]) -> Callable[[Callable[..., Non
             examples = self._examples(kind)
             if not examples:
                 pytest.skip(f"no {kind} among the examples")
-            failures: list[BaseException] = []
-            for example, *values in itertools.product(examples, *others.values()):
-                chosen = dict(zip(others, values, strict=True))
-                try:
-                    check(self, example, **chosen)
-                except (Exception, pytest.fail.Exception) as failure:  # noqa: BLE001  # raised again, below
-                    failure.add_note(" ".join([f"example: {example.name}", *(f"{k}={v}" for k, v in chosen.items())]))
-                    failures.append(failure)
-            if failures:
-                raise BaseExceptionGroup(f"{check.__name__}: {len(failures)} failures", failures)
+
+            def check_one(example: LeafExample, *values: object) -> None:
+                check(self, example, **dict(zip(others, values, strict=True)))
+
+            check_each(check_one, examples, *others.values())
 
         # Not `functools.wraps`: pytest would take the arguments of the check for fixtures.
         test.__name__, test.__qualname__, test.__doc__ = check.__name__, check.__qualname__, check.__doc__

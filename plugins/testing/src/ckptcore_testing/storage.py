@@ -7,6 +7,7 @@ import threading
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -20,6 +21,7 @@ from ckptcore.errors import (
     ObjectNotFoundError,
 )
 from ckptcore.protocols import IF_ABSENT, HoldsObjects, IfTag, ManyRequests, OpensObjects, StorageBackend
+from ckptcore_testing.cases import check_each
 from ckptcore_testing.storage_model import storage_machine
 
 __all__ = ["HOSTILE_KEYS", "UNUSUAL_KEYS", "StorageBackendTests"]
@@ -151,8 +153,13 @@ class StorageBackendTests:
         storage.get_into("data", [(start, memoryview(piece)) for start, piece in zip(starts, pieces, strict=False)])
         assert b"".join(pieces) == data[3 : 3 + 8 * 600]
 
-    @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 300_000, (1 << 20) + 1, 9_000_001])
-    def test_get_into_at_every_alignment(self, storage: StorageBackend, nbytes: int) -> None:
+    def test_get_into_at_every_alignment(self, storage: StorageBackend) -> None:
+        check_each(
+            partial(self._check_get_into_at_every_alignment, storage),
+            (1, 4095, 4096, 4097, 300_000, (1 << 20) + 1, 9_000_001),
+        )
+
+    def _check_get_into_at_every_alignment(self, storage: StorageBackend, nbytes: int) -> None:
         data = _pattern(nbytes)
         _write(storage, "data", data)
         memory = memoryview(bytearray(nbytes + 5000))
@@ -328,9 +335,14 @@ class StorageBackendTests:
 
     # --- writing in pieces --------------------------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("known", [True, False], ids=["size known", "size unknown"])
-    @pytest.mark.parametrize("nbytes", [0, 1, 70_000, (9 << 20) + 17])
-    def test_a_writer_takes_pieces_in_any_order(self, storage: StorageBackend, nbytes: int, known: bool) -> None:
+    def test_a_writer_takes_pieces_in_any_order(self, storage: StorageBackend) -> None:
+        check_each(
+            partial(self._check_a_writer_takes_pieces_in_any_order, storage),
+            (0, 1, 70_000, (9 << 20) + 17),
+            (True, False),
+        )
+
+    def _check_a_writer_takes_pieces_in_any_order(self, storage: StorageBackend, nbytes: int, known: bool) -> None:
         data = _pattern(nbytes)
         writer = storage.open_writer("directory/data", nbytes if known else None)
         step = max(1, nbytes // 5)
@@ -373,8 +385,10 @@ class StorageBackendTests:
         writer.finish()
         assert storage.get("data") == data
 
-    @pytest.mark.parametrize("known", [True, False])
-    def test_a_writer_takes_what_one_request_carries(self, storage: StorageBackend, known: bool) -> None:
+    def test_a_writer_takes_what_one_request_carries(self, storage: StorageBackend) -> None:
+        check_each(partial(self._check_a_writer_takes_what_one_request_carries, storage), (True, False))
+
+    def _check_a_writer_takes_what_one_request_carries(self, storage: StorageBackend, known: bool) -> None:
         if not isinstance(storage, ManyRequests):
             pytest.skip("this storage says nothing of requests")
         part = max(storage.part_bytes, 1 << 20)
@@ -479,8 +493,10 @@ class StorageBackendTests:
 
     # --- keys and directories -----------------------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("key", HOSTILE_KEYS, ids=ascii)
-    def test_hostile_keys_are_refused(self, storage: StorageBackend, key: str) -> None:
+    def test_hostile_keys_are_refused(self, storage: StorageBackend) -> None:
+        check_each(partial(self._check_hostile_keys_are_refused, storage), HOSTILE_KEYS)
+
+    def _check_hostile_keys_are_refused(self, storage: StorageBackend, key: str) -> None:
         calls: list[Callable[[], object]] = [
             lambda: storage.get(key),
             lambda: storage.get_with_tag(key),
@@ -499,8 +515,10 @@ class StorageBackendTests:
                 call()
         assert list(storage.list()) == []
 
-    @pytest.mark.parametrize("key", UNUSUAL_KEYS, ids=lambda key: ascii(key)[:30])
-    def test_unusual_keys_are_taken(self, storage: StorageBackend, key: str) -> None:
+    def test_unusual_keys_are_taken(self, storage: StorageBackend) -> None:
+        check_each(partial(self._check_unusual_keys_are_taken, storage), UNUSUAL_KEYS)
+
+    def _check_unusual_keys_are_taken(self, storage: StorageBackend, key: str) -> None:
         storage.put(key, b"put")
         assert storage.get(key) == b"put"
         _write(storage, key, b"written")

@@ -210,6 +210,7 @@ def asked(directory: Path, answer: bytes, *arguments: str) -> tuple[int, str]:
     return process.wait(), seen.decode()
 
 
+@pytest.mark.system
 def test_asks_on_a_terminal(directory: Path) -> None:
     code, seen = asked(directory, b"n\n")
     assert (code, names(directory)) == (130, ["1", "2", "3", "4"])
@@ -228,6 +229,7 @@ def test_asks_on_a_terminal(directory: Path) -> None:
     assert "nothing to delete: 2 steps kept" in seen
 
 
+@pytest.mark.system
 def test_is_not_asked_for_a_directory_in_use(directory: Path) -> None:
     with ckptcore.Checkpointer(directory):
         code, seen = asked(directory, b"")

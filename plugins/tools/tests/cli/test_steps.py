@@ -161,6 +161,7 @@ def test_who_owns_the_directory(run: Run, run_json: RunJson, tmp_path: Path) -> 
     assert document["owner"] is None
 
 
+@pytest.mark.system
 def test_a_dead_owner_is_nobody(run_json: RunJson, tmp_path: Path) -> None:
     program = "import sys, os, ckptcore; c = ckptcore.Checkpointer(sys.argv[1]); c.save_blocking(1, 1); os._exit(1)"
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "run")], check=False)

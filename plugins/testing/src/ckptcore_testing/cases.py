@@ -1,0 +1,32 @@
+"""Checks that run with many values inside one test."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+
+import pytest
+
+__all__ = ["check_each"]
+
+
+def check_each(check: Callable[..., None], *values: Iterable[object]) -> None:
+    """Run a check with each combination of values, and raise all failures together.
+
+    A test for each combination would take longer to collect and to report than to run.
+
+    Raises:
+        AssertionError: caused by a group of the failures, each with a note of its values.
+    """
+    failures: list[BaseException] = []
+    for chosen in itertools.product(*values):
+        try:
+            check(*chosen)
+        except (Exception, pytest.fail.Exception) as failure:  # noqa: BLE001  # raised again, below
+            failure.add_note(
+                f"with {', '.join([getattr(value, 'name', None) or ascii(value)[:100] for value in chosen])}"
+            )
+            failures.append(failure)
+    if failures:
+        group = BaseExceptionGroup("each with a note of its values", failures)
+        raise AssertionError(f"{len(failures)} cases failed") from group
