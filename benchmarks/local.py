@@ -19,7 +19,7 @@ from benchmarks.alternating import Case, Contender, compare, huge
 from benchmarks.report import Row
 from benchmarks.setting import Setting
 from benchmarks.states import large_state, small_state
-from ckptcore.io.background import SaveHandle
+from ckptcore.results import SaveHandle
 
 __all__ = ["Clearing", "State", "read_raw", "rows", "write_raw"]
 

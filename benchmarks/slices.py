@@ -25,7 +25,8 @@ import ckptcore
 from benchmarks.alternating import Case, Contender, compare
 from benchmarks.report import Row
 from benchmarks.setting import Setting
-from ckptcore import LoadReport, select
+from ckptcore import select
+from ckptcore.results import LoadReport
 from ckptcore.select import Selection
 
 __all__ = ["rows"]

@@ -8,7 +8,7 @@ Inspect and manage: `open` reads parts of arrays on demand, `metadata` describes
 byte, `copy` and `delete` do what they say, and `plan` predicts a save.
 
 Options are in `Context`. Modules with more: `ckptcore.policies`, `select`, `transforms`, `step_names`, `errors`, `events`,
-`handlers`, `context`; for authors of plugins `protocols`, `hookspecs`, `model`, `planning`. `copy`, `plan`, `tiers` and
+`results`, `handlers`, `context`; for authors of plugins `protocols`, `hookspecs`, `model`, `planning`. `copy`, `plan`, `tiers` and
 `transforms` are in distributions of their own, and an error names the command that installs them.
 """
 
@@ -30,8 +30,7 @@ _NAMES: Final = {
     "ckptcore.context": "Context",
     "ckptcore.errors": "CheckpointError",
     "ckptcore.hookspecs": "hookimpl",
-    "ckptcore.loading.describe": "CheckpointMetadata",
-    "ckptcore.loading.load_requests": "LoadAs LoadReport Matching",
+    "ckptcore.loading.load_requests": "LoadAs Matching",
     "ckptcore.model": "AbstractArray",
     "ckptcore.protocols": "StatefulCheckpointable",
     "ckptcore.training.reader": "CheckpointReader",
@@ -52,6 +51,7 @@ _MODULES: Final = (
     "planning",
     "policies",
     "protocols",
+    "results",
     "select",
     "step_names",
 )
@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from ckptcore import planning as planning
     from ckptcore import policies as policies
     from ckptcore import protocols as protocols
+    from ckptcore import results as results
     from ckptcore import select as select
     from ckptcore import step_names as step_names
     from ckptcore.api.descriptions import abstract as abstract
@@ -95,9 +96,7 @@ if TYPE_CHECKING:
     from ckptcore.distributions import transforms as transforms
     from ckptcore.errors import CheckpointError as CheckpointError
     from ckptcore.hookspecs import hookimpl as hookimpl
-    from ckptcore.loading.describe import CheckpointMetadata as CheckpointMetadata
     from ckptcore.loading.load_requests import LoadAs as LoadAs
-    from ckptcore.loading.load_requests import LoadReport as LoadReport
     from ckptcore.loading.load_requests import Matching as Matching
     from ckptcore.model import AbstractArray as AbstractArray
     from ckptcore.protocols import StatefulCheckpointable as StatefulCheckpointable

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ckptcore
-from ckptcore.io.background import SaveHandle
+from ckptcore.results import SaveHandle
 
 SAVE_EVERY = 10
 

@@ -266,7 +266,7 @@ class LoadRequest:
         if not isinstance(self.matching, Matching):
             raise TypeError(f'matching={self.matching!r}: expected a ckptcore.Matching, such as Matching(cast="safe")')
         if self.report is not None and not isinstance(self.report, LoadReport):
-            raise TypeError(f"report={self.report!r}: expected a ckptcore.LoadReport, which the load fills")
+            raise TypeError(f"report={self.report!r}: expected a ckptcore.results.LoadReport, which the load fills")
 
 
 AS_IT_IS: Final = LoadRequest()

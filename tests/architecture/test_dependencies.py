@@ -28,6 +28,7 @@ PUBLIC = {
     "ckptcore.policies",
     "ckptcore.protocols",
     "ckptcore.redaction",
+    "ckptcore.results",
     "ckptcore.step_names",
     "ckptcore.training",
 }

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -40,9 +41,9 @@ assert save is ckptcore.save and open is ckptcore.open
 """Renders `help(ckptcore)` in a process that can import the core and its dependencies only."""
 
 
-def names_for_type_checkers() -> dict[str, str]:
-    """The names that ``if TYPE_CHECKING`` imports, with their modules."""
-    tree = ast.parse(Path(ckptcore.__file__).read_text(encoding="utf-8"))
+def names_for_type_checkers(module: ModuleType) -> dict[str, str]:
+    """The names that ``if TYPE_CHECKING`` of a module imports, with their modules."""
+    tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
     (block,) = [node for node in tree.body if isinstance(node, ast.If)]
     return {
         alias.asname or "": f"{node.module}.{alias.name}"
@@ -56,7 +57,10 @@ def test_type_checkers_see_the_names_that_are_there() -> None:
     names = {name: f"{module}.{name}" for name, module in ckptcore._HOMES.items()}
     modules = {name: f"ckptcore.{name}" for name in ckptcore._MODULES}
     lazy = {name: f"ckptcore.distributions.{name}" for name in lazy_names()}
-    assert names_for_type_checkers() == names | modules | lazy
+    assert names_for_type_checkers(ckptcore) == names | modules | lazy
+    results = {name: f"{module}.{name}" for name, module in ckptcore.results._HOMES.items()}
+    assert names_for_type_checkers(ckptcore.results) == results
+    assert {name for name in dir(ckptcore.results) if not name.startswith("_")} == results.keys()
 
 
 def test_there_are_few_names() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
+from ckptcore import results
 from tests.architecture.sources import Source, core_sources, plugin_sources
 
 PUBLIC_MODULES = {
@@ -26,6 +27,7 @@ PUBLIC_MODULES = {
     "ckptcore.policies",
     "ckptcore.protocols",
     "ckptcore.redaction",
+    "ckptcore.results",
     "ckptcore.select",
     "ckptcore.step_names",
 }
@@ -149,6 +151,47 @@ def test_the_front_page_exports_every_function_of_the_api() -> None:
     functions = {name for module in api for name in module.__all__ if inspect.isfunction(getattr(module, name))}
     assert functions <= set(ckptcore.__all__)
     assert {"load", "load_into", "metadata", "save", "save_async", "verify"} <= functions
+
+
+def returned_names(tree: ast.Module, classes: Container[str]) -> set[str]:
+    """Names in the annotations of what public functions, and public methods and attributes of these classes, return."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    owners = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in classes]
+    members = [member for owner in owners for member in owner.body]
+    annotations = [node.returns for node in [*tree.body, *members] if isinstance(node, functions) and _is_public(node)]
+    annotations += [
+        node.annotation
+        for node in members
+        if isinstance(node, ast.AnnAssign) and not ast.unparse(node.target).startswith("_")
+    ]
+    return {name.id for found in annotations if found for name in ast.walk(found) if isinstance(name, ast.Name)}
+
+
+def _is_public(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return not function.name.startswith("_") or function.name in {"__enter__", "__getitem__", "__iter__"}
+
+
+INTERNAL_RESULTS = {"LoadRequest", "TreeContents", "UploadStatus"}
+"""Classes without a public home that methods of public classes return to the core, and what moves with uploads."""
+
+
+def test_what_public_functions_return_is_in_a_public_module() -> None:
+    """As is all that is in what they return."""
+    public = {name for module in [*PUBLIC_MODULES, "ckptcore.model"] for name in dir(importlib.import_module(module))}
+    internal = {
+        node.name for source in core_sources() for node in source.tree.body if isinstance(node, ast.ClassDef)
+    } - public
+    homes = {getattr(results, name).__module__ for name in results.__all__}
+    homes |= {
+        getattr(importlib.import_module("ckptcore"), name).__module__ for name in ("Checkpointer", "CheckpointReader")
+    }
+    found = {
+        name
+        for source in core_sources()
+        if source.name in homes or source.name in PUBLIC_MODULES
+        for name in returned_names(source.tree, public)
+    }
+    assert found & internal <= INTERNAL_RESULTS
 
 
 def test_gaps_are_noticed(tmp_path: Path) -> None:

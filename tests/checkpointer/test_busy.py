@@ -12,9 +12,9 @@ import pytest
 import ckptcore
 from ckptcore import Checkpointer
 from ckptcore.errors import BackgroundSaveError, StorageError
-from ckptcore.io.background import SaveHandle
 from ckptcore.io.memory import StagingMemory
 from ckptcore.policies import AnySave, ContinuousCheckpointing, EveryStep, PreemptionCheckpointing
+from ckptcore.results import SaveHandle
 from ckptcore.runtime import runtime_of
 from tests.checkpointer.runs import Gate, Watch, assert_is_step, save_steps, through, tree, watched, writes_arrays
 

@@ -10,10 +10,11 @@ from ckptcore_testing import ThreadJob, ThreadNetwork
 from ckptcore_transforms import Cast, Rename
 
 import ckptcore
-from ckptcore import PLACEHOLDER, AbstractArray, Checkpointer, Context, LoadAs, LoadReport, Matching, PerProcess, select
+from ckptcore import PLACEHOLDER, AbstractArray, Checkpointer, Context, LoadAs, Matching, PerProcess, select
 from ckptcore.context import JobOptions
 from ckptcore.errors import TransformError, TreeMismatchError
 from ckptcore.protocols import Coordinator
+from ckptcore.results import LoadReport
 from tests.composites.objects import Counter, Files, Linear
 
 PARAMS: dict[str, Any] = {"w": np.arange(6.0), "b": np.ones(3), "step": 7}

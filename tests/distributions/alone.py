@@ -20,7 +20,7 @@ import numpy as np
 import ckptcore
 from ckptcore.distributions import DISTRIBUTIONS
 from ckptcore.errors import UnsupportedLeafError
-from ckptcore.loading.verify import VerifyReport
+from ckptcore.results import VerifyReport
 
 __all__ = ["digest", "outcomes"]
 

@@ -16,12 +16,12 @@ from ckptcore_testing import ThreadJob
 from ckptcore_transforms import Cast, Stack
 
 import ckptcore
-from ckptcore import ArrayShard, Context, LoadReport, ShardedArray, select
+from ckptcore import ArrayShard, Context, ShardedArray, select
 from ckptcore.context import JobOptions, MemoryOptions
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, TreeMismatchError
-from ckptcore.loading.loaded_boxes import LoadedBox
 from ckptcore.model import BLOCK_BYTES, Box
 from ckptcore.protocols import Coordinator
+from ckptcore.results import LoadedBox, LoadReport
 
 FAST = Context(durability="none")
 SMALL = Context(durability="none", memory=MemoryOptions(load_bytes=6 << 20))

@@ -15,8 +15,7 @@ from ckptcore.errors import (
     CompositeCheckpointError,
     UnknownPathError,
 )
-from ckptcore.loading.open_checkpoints import StoredTree
-from ckptcore.loading.stored_arrays import StoredArray
+from ckptcore.results import StoredArray, StoredTree
 
 
 class Pair(NamedTuple):

@@ -26,9 +26,9 @@ from ckptcore.builtin.local import LocalStorage
 from ckptcore.context import IOOptions, JobOptions, PluginOptions
 from ckptcore.errors import CheckpointNotFoundError, ChecksumError, CorruptCheckpointError, NotMappableError
 from ckptcore.io.held_objects import VerifiedBlocks, Window
-from ckptcore.loading.stored_arrays import StoredArray
 from ckptcore.model import BLOCK_BYTES, Box
 from ckptcore.protocols import Coordinator, StorageBackend, StorageOpener, StorageOptions
+from ckptcore.results import StoredArray
 
 LAYOUTS = ["safetensors", "zarr3", "ocdbt", "dcp"]
 FAST = Context(durability="none")

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore import PLACEHOLDER, AbstractArray, LoadReport, Matching
+from ckptcore import PLACEHOLDER, AbstractArray, Matching
 from ckptcore.errors import TreeMismatchError
+from ckptcore.results import LoadReport
 from ckptcore.tree.suggestions import NearNames
 
 ONES = np.ones(3, np.float32)

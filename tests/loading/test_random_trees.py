@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import ckptcore
-from ckptcore import PLACEHOLDER, LoadReport, select
+from ckptcore import PLACEHOLDER, select
 from ckptcore.errors import CheckpointError, TransformError, TreeMismatchError
+from ckptcore.results import LoadReport
 
 LOCATION = "memory://loading/random-trees"
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]

@@ -156,7 +156,7 @@ def test_a_report_tells_what_the_system_counts(layout: str, tmp_path: Path) -> N
     ckptcore.save(tmp_path / "c", state, layout=layout, context=Context(durability="none"))
     box = Box((0, 1024, 0), (3, 2048, 1024))
     asked = {"w": ShardedArray((3, 4096, 1024), np.dtype(np.float64), [ArrayShard(box)])}
-    report = ckptcore.LoadReport()
+    report = ckptcore.results.LoadReport()
     before = counted()
     loaded = ckptcore.load(
         tmp_path / "c", asked, transforms=[Stack("w.{i}", "w"), Cast("w", "float64")], report=report

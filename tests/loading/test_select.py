@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptcore
-from ckptcore import PLACEHOLDER, AbstractArray, Context, LoadReport, select
+from ckptcore import PLACEHOLDER, AbstractArray, Context, select
 from ckptcore.context import IOOptions, JobOptions
 from ckptcore.derivations import Stored
 from ckptcore.errors import TreeMismatchError
@@ -26,6 +26,7 @@ from ckptcore.loading.stored_trees import chosen_leaves
 from ckptcore.loading.transformed import apply_transforms
 from ckptcore.model import BLOCK_BYTES, LEAF, ArrayRecord, ArraySpec, Node, TreeMetadata
 from ckptcore.protocols import Coordinator
+from ckptcore.results import LoadReport
 from ckptcore.select import LeafTable, Selection
 
 ANY: Any = select  # which what a user may write does not fit

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptcore
-from ckptcore import AbstractArray, ArrayShard, Context, LoadReport, Matching, ShardedArray
+from ckptcore import AbstractArray, ArrayShard, Context, Matching, ShardedArray
 from ckptcore.context import IOOptions, JobOptions, MemoryOptions
+from ckptcore.results import LoadReport
 
 NARROWING = Matching(cast="narrowing", shapes={"pad", "truncate", "reshape"}, unexpected="ignore")
 

@@ -11,11 +11,9 @@ from ckptcore_tools.cli.locations import describe
 
 import ckptcore
 from ckptcore.errors import CheckpointError, TargetUndefinedError
-from ckptcore.loading.describe import CheckpointMetadata
-from ckptcore.loading.open_checkpoints import StoredTree
-from ckptcore.loading.stored_arrays import StoredArray
 from ckptcore.loading.verify import has_its_sizes
 from ckptcore.model import AbstractArray
+from ckptcore.results import CheckpointMetadata, StoredArray, StoredTree
 
 __all__ = ["READERS", "Outcome", "Reader", "outcome_of"]
 

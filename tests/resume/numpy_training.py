@@ -15,8 +15,8 @@ from typing import Any, Final
 import numpy as np
 
 import ckptcore
-from ckptcore.io.background import SaveHandle
 from ckptcore.policies import AnyPreservation, BestN, LatestN, PreservationPolicy
+from ckptcore.results import SaveHandle
 
 __all__ = ["POLICY", "digest", "main", "states"]
 

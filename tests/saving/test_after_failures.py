@@ -16,8 +16,8 @@ import ckptcore
 from ckptcore.builtin.local import LocalStorage
 from ckptcore.errors import StorageError, StorageFullError
 from ckptcore.io import background
-from ckptcore.io.background import SaveHandle
 from ckptcore.protocols import HostMemory, Snapshot, WriteStore
+from ckptcore.results import SaveHandle
 from ckptcore.runtime import runtime_of
 from tests.composites.objects import Files
 from tests.saving.test_save_async import Gate

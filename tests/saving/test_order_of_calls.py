@@ -10,7 +10,7 @@ import pytest
 
 import ckptcore
 from ckptcore.io import background
-from ckptcore.io.background import SaveHandle
+from ckptcore.results import SaveHandle
 from tests.checkpointer.runs import Gate, Watch, through, watched
 
 _Save = Callable[[str, int, ckptcore.Context], SaveHandle | None]

@@ -15,8 +15,8 @@ import pytest
 
 import ckptcore
 from ckptcore.errors import BackgroundSaveError
-from ckptcore.io.background import SaveHandle
 from ckptcore.protocols import StorageOptions
+from ckptcore.results import SaveHandle
 from ckptcore.runtime import runtime_of
 
 

@@ -20,8 +20,8 @@ import ckptcore
 from ckptcore.commit.root import ROOT_KEY, Claimed
 from ckptcore.commit.root_json import encode_claim
 from ckptcore.errors import AtomicityError, CheckpointExistsError, CheckpointNotFoundError, InvalidLocationError
-from ckptcore.io.background import SaveHandle
 from ckptcore.policies import LatestN
+from ckptcore.results import SaveHandle
 from tests.copying.places import new_place, store_at
 from tests.crashes.places import faulty_context, through
 

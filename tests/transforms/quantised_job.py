@@ -34,7 +34,7 @@ def _check(checkpoint: Path, name: str, whole: torch.Tensor, mesh: DeviceMesh, s
         target = distribute_tensor(torch.zeros_like(whole), mesh, placements)
         expected = distribute_tensor(whole, mesh, placements).to_local()
         for wanted in ({name: target}, ckptcore.abstract({name: target})):
-            report = ckptcore.LoadReport()
+            report = ckptcore.results.LoadReport()
             loaded = ckptcore.load(checkpoint, wanted, transforms=[DequantizeAsConfigured()], report=report)[name]
             assert isinstance(loaded, DTensor) and loaded.placements == placements
             assert loaded.to_local().dtype == torch.bfloat16

@@ -22,11 +22,12 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ckptcore
-from ckptcore import ArrayShard, Context, LoadReport, ShardedArray
+from ckptcore import ArrayShard, Context, ShardedArray
 from ckptcore.context import JobOptions, MemoryOptions
 from ckptcore.model import Box, HostArray
 from ckptcore.model.arrays import dtype_from_name
 from ckptcore.protocols import Coordinator
+from ckptcore.results import LoadReport
 from tests.transforms.quantizing import fp8_blocks, minilm, mxfp4_experts, publish, turned_back
 
 RANKS = 4

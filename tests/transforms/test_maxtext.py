@@ -20,10 +20,11 @@ from ckptcore_transforms.maps import llama_to_maxtext, qwen_to_maxtext
 from safetensors.numpy import load_file
 
 import ckptcore
-from ckptcore import PLACEHOLDER, ArrayShard, Context, LoadReport, ShardedArray
+from ckptcore import PLACEHOLDER, ArrayShard, Context, ShardedArray
 from ckptcore.context import IOOptions
 from ckptcore.errors import TransformError
 from ckptcore.model import Box
+from ckptcore.results import LoadReport
 from tests.transforms.maxtext import Family, maxtext_logits, maxtext_tree
 from tests.transforms.published import EPSILON, HEAD_DIM, TOKENS, logits, publish
 

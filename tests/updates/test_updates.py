@@ -398,7 +398,7 @@ def test_ranks_load_an_update_together(matching: ckptcore.Matching, run: str) ->
                 coordinator=coordinator, collectives=network.collectives(coordinator.rank), reads="broadcast"
             )
         )
-        report = ckptcore.LoadReport()
+        report = ckptcore.results.LoadReport()
         found = ckptcore.load(f"{run}/2", abstract, context=context, matching=matching, report=report)
         return found, report.bytes_read
 

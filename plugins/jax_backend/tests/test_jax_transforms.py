@@ -13,7 +13,7 @@ from ckptcore_transforms import Cast, Fuse, Stack, Transform, Transpose, inverse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ckptcore
-from ckptcore import LoadReport
+from ckptcore.results import LoadReport
 
 CHAIN: list[Transform] = [
     Transpose("layers.*.weight"),

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ckptcore
-from ckptcore import LoadReport
+from ckptcore.results import LoadReport
 
 RANK, RANKS = 2, 4
 

@@ -42,9 +42,10 @@ from ckptcore_transforms import (
 )
 
 import ckptcore
-from ckptcore import AbstractArray, ArrayShard, Context, LoadReport, Matching, ShardedArray
+from ckptcore import AbstractArray, ArrayShard, Context, Matching, ShardedArray
 from ckptcore.context import IOOptions, MemoryOptions
 from ckptcore.model import Box, dtype_from_name
+from ckptcore.results import LoadReport
 
 SIDE, RANK, SHARDS = 1024, 16, 8
 WHOLE = SIDE * SIDE * 4

@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptcore
-from ckptcore import ArrayShard, Context, LoadReport, ShardedArray
+from ckptcore import ArrayShard, Context, ShardedArray
 from ckptcore.context import IOOptions, JobOptions, MemoryOptions
 from ckptcore.errors import CheckpointError
 from ckptcore.model import Box
 from ckptcore.protocols import Coordinator
+from ckptcore.results import LoadReport
 
 RANKS = 4
 LAYERS, ROWS, COLUMNS = 4, 1024, 1024

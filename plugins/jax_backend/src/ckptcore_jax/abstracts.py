@@ -20,7 +20,7 @@ from ckptcore_jax.shardings import sharding_from_notes
 __all__ = ["abstract_arrays"]
 
 
-def abstract_arrays(metadata: ckptcore.CheckpointMetadata, devices: Sequence[jax.Device] | None = None) -> Any:
+def abstract_arrays(metadata: ckptcore.results.CheckpointMetadata, devices: Sequence[jax.Device] | None = None) -> Any:
     """Return the abstract tree of a checkpoint, with a `jax.ShapeDtypeStruct` for each array that JAX saved.
 
     Arrays that JAX saved get the sharding, memory kind and weak type they had, and random keys are

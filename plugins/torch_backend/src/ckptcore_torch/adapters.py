@@ -190,7 +190,7 @@ def load_adapter(location: str | os.PathLike[str], *, context: ckptcore.Context 
         CorruptCheckpointError: if its arrays or its config cannot be read.
     """
 
-    def load(source: str, found: ckptcore.CheckpointMetadata, config: AdapterConfig) -> Adapter:
+    def load(source: str, found: ckptcore.results.CheckpointMetadata, config: AdapterConfig) -> Adapter:
         return Adapter(ckptcore.load(source, context=context), config)
 
     return _while_unchanged(location, context, load)
@@ -223,7 +223,7 @@ def load_adapter_into(
     """
     model = _unwrapped(model)
 
-    def load(source: str, found: ckptcore.CheckpointMetadata, config: AdapterConfig) -> AdapterConfig:
+    def load(source: str, found: ckptcore.results.CheckpointMetadata, config: AdapterConfig) -> AdapterConfig:
         own = model.state_dict()
         names = dict(_names(model, own, adapter_name, "none").by_stored)
         plain = {plain_name(name): name for name in own}
@@ -243,7 +243,7 @@ def load_adapter_into(
 def _while_unchanged(
     location: str | os.PathLike[str],
     context: ckptcore.Context | None,
-    load: Callable[[str, ckptcore.CheckpointMetadata, AdapterConfig], Loaded],
+    load: Callable[[str, ckptcore.results.CheckpointMetadata, AdapterConfig], Loaded],
 ) -> Loaded:
     """Call `load`, and repeat it if the adapter was replaced meanwhile, so that arrays and config belong together."""
     for _ in range(_ATTEMPTS):
@@ -256,7 +256,7 @@ def _while_unchanged(
     )
 
 
-def _found(location: str, context: ckptcore.Context | None) -> tuple[str, ckptcore.CheckpointMetadata]:
+def _found(location: str, context: ckptcore.Context | None) -> tuple[str, ckptcore.results.CheckpointMetadata]:
     """Find the adapter and its metadata.
 
     In a directory that also has the base model, the adapter's file must be named.
@@ -344,7 +344,7 @@ def _peft_config(model: torch.nn.Module, adapter_name: str) -> object:
     return held.get(adapter_name) if isinstance(held, Mapping) else None
 
 
-def _stored_config(found: ckptcore.CheckpointMetadata, location: object) -> AdapterConfig:
+def _stored_config(found: ckptcore.results.CheckpointMetadata, location: object) -> AdapterConfig:
     if _CONFIG not in found.custom:
         raise CheckpointNotFoundError(
             f"{location} has no readable {_CONFIG_FILE}: pass a directory of PEFT or "

@@ -18,7 +18,7 @@ from ckptcore_tools.cli.locations import describe_directories
 from ckptcore_tools.cli.output import UNSET, byte_progress, print_document, print_line, printable
 
 if TYPE_CHECKING:
-    from ckptcore.loading.describe import CheckpointMetadata
+    from ckptcore.results import CheckpointMetadata
 
 __all__ = ["command"]
 

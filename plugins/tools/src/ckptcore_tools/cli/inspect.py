@@ -10,7 +10,6 @@ import click
 
 from ckptcore.builtin.files import FilesLayout
 from ckptcore.events import Event
-from ckptcore.loading.describe import CheckpointMetadata
 from ckptcore.model import (
     JSON,
     ArrayRecord,
@@ -23,6 +22,7 @@ from ckptcore.model import (
     TreePath,
     format_path,
 )
+from ckptcore.results import CheckpointMetadata
 from ckptcore_tools.amounts import count, metrics_text, size
 from ckptcore_tools.cli.command import ExitCode, checkpoint_command, command_context
 from ckptcore_tools.cli.locations import describe

@@ -17,7 +17,7 @@ from ckptcore_tools.cli.locations import child_location, describe, names_in
 from ckptcore_tools.cli.output import UNSET, Unset, print_document, print_line, printable
 
 if TYPE_CHECKING:
-    from ckptcore.loading.describe import CheckpointMetadata
+    from ckptcore.results import CheckpointMetadata
 
 __all__ = ["Listed", "command"]
 

@@ -12,7 +12,7 @@ from ckptcore_tools.cli.command import ExitCode, checkpoint_command, command_con
 from ckptcore_tools.cli.output import byte_progress, print_document, print_line, printable, to_json
 
 if TYPE_CHECKING:
-    from ckptcore.loading.verify import Problem, VerifyReport
+    from ckptcore.results import Problem, VerifyReport
 
 __all__ = ["command", "problem_documents"]
 

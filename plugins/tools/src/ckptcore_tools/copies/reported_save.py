@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ckptcore.io.background import SaveHandle
+from ckptcore.results import SaveHandle
 
 __all__ = ["ReportedSave"]
 
