@@ -229,8 +229,8 @@ def test_what_would_allow_several_differences_is_told_once_each(tmp_path: Path) 
     [
         ({"matching": "safe"}, r"matching='safe': expected a ckptcore\.Matching"),
         ({"matching": {"cast": "safe"}}, r"expected a ckptcore\.Matching"),
-        ({"report": {}}, r"report=\{\}: expected a ckptcore\.LoadReport"),
-        ({"report": LoadReport}, r"expected a ckptcore\.LoadReport"),
+        ({"report": {}}, r"report=\{\}: expected a ckptcore\.results\.LoadReport"),
+        ({"report": LoadReport}, r"expected a ckptcore\.results\.LoadReport"),
     ],
 )
 @LOADS
