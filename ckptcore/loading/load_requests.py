@@ -53,7 +53,7 @@ Sequences = Literal["exact", "either"]
 class Matching:
     """Differences between an abstract tree and the stored one that a load allows. None by default.
 
-    Allowed differences are listed in a `ckptcore.LoadReport`, if the load is given one. Others are errors, all of them
+    Allowed differences are listed in a `ckptcore.results.LoadReport`, if the load is given one. Others are errors, all of them
     listed at once.
 
     Attributes:

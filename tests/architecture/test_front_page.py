@@ -14,7 +14,7 @@ import pytest
 import ckptcore
 from ckptcore.distributions import lazy_names
 
-MOST_NAMES = 35
+MOST_NAMES = 32
 
 ALONE = """
 import sys

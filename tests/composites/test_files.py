@@ -54,9 +54,9 @@ def test_no_files_at_all(place: str) -> None:
 
 def test_the_report_of_a_load_of_files(place: str) -> None:
     ckptcore.save_checkpointables(place + "/c", {"files": Files({"a": b"12345", "b": b""})})
-    report = ckptcore.LoadReport()
+    report = ckptcore.results.LoadReport()
     assert ckptcore.load(place + "/c/files", report=report) == {"a": b"12345", "b": b""}
-    assert report == ckptcore.LoadReport(bytes_read=5, restored=[], defaulted=[], skipped=[], ignored=[])
+    assert report == ckptcore.results.LoadReport(bytes_read=5, restored=[], defaulted=[], skipped=[], ignored=[])
 
 
 class Directories:
