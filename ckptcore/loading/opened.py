@@ -11,13 +11,14 @@ from ckptcore.commit.location import Location, Place
 from ckptcore.commit.mark import Mark
 from ckptcore.commit.root import Composite, Member, Root
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError
+from ckptcore.io.chunk_reads import IndexCache
 from ckptcore.io.reader import ObjectReader
 from ckptcore.model.arrays import Box, HostArray
-from ckptcore.model.metadata import TreeMetadata
+from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.transfer import ReadPlan
 from ckptcore.model.tree import JSON, format_path
-from ckptcore.protocols import Layout
+from ckptcore.protocols import ChunkIndex, Layout
 
 if TYPE_CHECKING:
     from ckptcore.loading.host_copies import HostCopies
@@ -29,6 +30,7 @@ __all__ = [
     "Source",
     "arrays_at",
     "check_file",
+    "extents_of",
     "file_pieces",
     "naming_arrays",
     "naming_further",
@@ -46,7 +48,7 @@ class Opened:
         location: where it is.
         mark: what was there when it was opened.
         root: its root; None where other software wrote it.
-        layout, state: how its arrays lie in its objects.
+        layout, state: how its arrays are stored in its objects.
         tree: what is in it.
         objects: what is known of its objects; nothing where other software wrote it.
         store: to read its objects from.
@@ -57,6 +59,7 @@ class Opened:
         copies: what this host has copies of, where hosts have disks of their own.
         derived: what makes its arrays, where they are not stored as they are in the tree. Layout, state and objects are then those of
             the checkpoint that is read, and only `read` knows the way from one to the other.
+        indexes: the cache of `index`.
     """
 
     location: Location
@@ -73,27 +76,44 @@ class Opened:
     created: str | None = None
     copies: HostCopies | None = None
     derived: MadeArrays | None = None
+    indexes: IndexCache = field(default_factory=IndexCache, repr=False, compare=False)
 
     @classmethod
     def of_root(
-        cls, location: Location, mark: Mark, root: Root, layout: Layout, store: ObjectReader, copies: HostCopies | None
+        cls,
+        location: Location,
+        mark: Mark,
+        root: Root,
+        layout: Layout,
+        store: ObjectReader,
+        copies: HostCopies | None,
+        indexes: IndexCache | None = None,
     ) -> Opened:
-        """One of ours."""
+        """Return a checkpoint that ckptcore wrote."""
         return cls(
             location, mark, root, layout, root.state, root.tree, root.objects, store, _writer(root), root.custom,
-            root.metrics, root.created, copies,
+            root.metrics, root.created, copies, indexes=IndexCache() if indexes is None else indexes,
         )  # fmt: skip
+
+    @property
+    def index(self) -> ChunkIndex:
+        """Where the chunks of its arrays are; of a derived checkpoint, those of the checkpoint that is read.
+
+        Raises:
+            CorruptCheckpointError: the state does not fit the tree.
+        """
+        return self.indexes.index(self.layout, self.tree, self.state)
 
     def __str__(self) -> str:
         return self.location.display
 
     def read(self, plan: ReadPlan, buffers: Sequence[HostArray]) -> Iterable[int]:
-        """Fill buffers with the boxes of a plan of this checkpoint; yields the number of each as it is there, as `Layout.read` does."""
+        """Fill buffers with the boxes of a plan of this checkpoint; yields the number of each once it is complete."""
         if self.derived is not None:
             return self.derived.read(plan, buffers)
 
         def read_whole(plan: ReadPlan, buffers: Sequence[HostArray]) -> Iterable[int]:
-            return self.layout.read(plan, buffers, self.store)
+            return self.store.read_boxes(self.index, plan.items, buffers)
 
         return read_whole(plan, buffers) if self.copies is None else self.copies.read(plan, buffers, read_whole)
 
@@ -232,9 +252,18 @@ def arrays_at(opened: Opened, key: str | None, start: int | None, stop: int | No
         return arrays_at(opened.derived.below[0], key, start, stop)
     return [
         format_path(opened.tree.paths[leaf])
-        for leaf, own, first, last in opened.layout.extents(opened.tree, opened.state)
+        for leaf, own, first, last in extents_of(opened)
         if own == key and (start is None or stop is None or (first < stop and start < last))
     ]
+
+
+def extents_of(opened: Opened) -> Iterator[tuple[int, str, int, int]]:
+    """Return the ranges of bytes (leaf, object, start, stop) that hold the arrays of a checkpoint, by leaf."""
+    index, tree = opened.index, opened.tree
+    for leaf, record in enumerate(tree.leaves):
+        if isinstance(record, ArrayRecord) and leaf not in tree.aliases:
+            for key, start, stop in index.extents(leaf):
+                yield leaf, key, start, stop
 
 
 def check_file(opened: Opened, record: ObjectRecord) -> None:

@@ -8,11 +8,10 @@ from typing import Final, Generic, TypeVar
 
 from ckptcore.commit.location import Location, Place, resolve_location
 from ckptcore.commit.mark import Mark, read_mark
-from ckptcore.commit.root import KnownRoots
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CorruptCheckpointError
 from ckptcore.loading.opened import Opened, OpenedComposite, Source, naming_arrays
-from ckptcore.loading.opening import Opener, open_tree
+from ckptcore.loading.opening import Known, Opener, open_tree
 from ckptcore.runtime import runtime_of
 
 __all__ = [
@@ -99,7 +98,7 @@ class _Standing(Tries[Opened]):
         return True
 
 
-def tries_of(source: Source, context: Context, known: KnownRoots | None = None) -> Tries[Opened]:
+def tries_of(source: Source, context: Context, known: Known | None = None) -> Tries[Opened]:
     """Return attempts to read a tree; a single one for an open checkpoint.
 
     Args:

@@ -18,7 +18,7 @@ from ckptcore.io.requests import requests_of
 from ckptcore.io.threads import run_each
 from ckptcore.loading.load import abstract_leaves
 from ckptcore.loading.members import is_deleted, open_member, present_members
-from ckptcore.loading.opened import Opened, OpenedComposite, arrays_at, file_pieces, naming_arrays
+from ckptcore.loading.opened import Opened, OpenedComposite, arrays_at, extents_of, file_pieces, naming_arrays
 from ckptcore.loading.opening import open_either, open_tree
 from ckptcore.loading.reading import allocate_for, check_sizes, read_leaves, unread
 from ckptcore.loading.tries import open_checkpoint, while_unchanged
@@ -347,7 +347,7 @@ def _read_foreign(opened: Opened, context: Context, progress: ProgressCallback |
         done += record.spec.nbytes
         if progress is not None:
             progress(done, opened.tree.nbytes)
-    keys = sorted({key for _, key, _, _ in opened.layout.extents(opened.tree, opened.state)})
+    keys = sorted({key for _, key, _, _ in extents_of(opened)})
     return VerifyReport(tuple(problems), len(keys), done, tuple(keys))
 
 
