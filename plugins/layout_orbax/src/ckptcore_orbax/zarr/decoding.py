@@ -17,7 +17,7 @@ from ckptcore_orbax.zarr.native_reading import Target, expect_own_files, native_
 from ckptcore_orbax.zarr.state import DIGEST_BYTES, ArraysState, StoredName
 from ckptcore_orbax.zarr.tensorstore_guard import begin_use, using_tensorstore
 
-__all__ = ["ChunkDecoder", "expect_reasonable", "is_native", "read_natively"]
+__all__ = ["ChunkDecoder", "DecodedChunk", "expect_reasonable", "is_native", "read_natively"]
 
 _MOST_CHUNK_BYTES: Final = 1 << 30
 """A read chunk above is decoded only if its array is not much smaller: a hostile one may state any size."""
@@ -118,6 +118,11 @@ def read_natively(
 
 
 def expect_reasonable(stored: StoredName) -> None:
+    """Refuse read chunks that are far larger than their array.
+
+    Raises:
+        CorruptCheckpointError
+    """
     form = stored.form
     if form.inner_bytes > max(_MOST_CHUNK_BYTES, 4 * form.spec.nbytes):
         raise CorruptCheckpointError(
