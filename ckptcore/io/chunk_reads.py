@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, cast
 
@@ -18,7 +18,6 @@ from ckptcore.model import (
     Box,
     Checksum,
     Chunk,
-    ChunkPlaces,
     HostArray,
     Pending,
     ReadItem,
@@ -87,13 +86,13 @@ def read_chunks(
         CorruptCheckpointError: bytes are missing or wrong, or chunks do not cover a box.
         UnsupportedLeafError: an array is stored in a way that cannot be read.
     """
-    native = native_reader(index)
+    native, specs = native_reader(index), index.stored_specs
     by_itself: list[_Target] = []
     exact: dict[tuple[int, int], _Wanted] = {}
     others: dict[int, dict[int, _Wanted]] = {}
     for number, (item, buffer) in enumerate(zip(items, buffers, strict=True)):
         box = item.box
-        if (spec := index.stored_spec(item.leaf)) is not None:
+        if (spec := specs.get(item.leaf)) is not None:
             box, buffer = _as_stored(box, buffer, spec)
         size = missing = box.size
         if native is not None and size and native.reads(item.leaf, store):
@@ -190,58 +189,48 @@ class _Located:
         self._index = index
         self._store = store
         self._tiles = tiles
+        self._encoded: list[_Encoded] = []
+        self._copied: dict[int, None] = {}
         self._left: dict[int, int] = {}
 
-    def results(self, wanted: dict[int, dict[int, _Wanted]]) -> Iterator[int]:
+    def results(self, wanted: Mapping[int, Mapping[int, _Wanted]]) -> Iterator[int]:
         """Yield the number of each target once all of its chunks are complete, of exact chunks too."""
-        encoded: list[_Encoded] = []
-        for tile in self._tiles:
-            self._expect(tile.targets)
         for of_leaf in wanted.values():
-            for one in of_leaf.values():
-                self._expect(one.targets)
-        for of_leaf in wanted.values():
-            chunks = list(of_leaf.values())
-            places = self._index.locate([one.chunk for one in chunks], self._store)
-            at: dict[tuple[str, int], Box] = {}
-            for row, (one, key, start) in enumerate(zip(chunks, places.keys, places.starts, strict=True)):
-                if row in places.encoded:
-                    encoded.append(_Encoded(one, key, start, places.stops.get(row), places.inline.get(row)))
-                    continue
-                if (fill := places.fills.get(row)) is not None:
-                    _fill(one, fill)
-                elif (inline := places.inline.get(row)) is not None:
-                    _copy(one, _elements(one, inline, start, places, row))
-                else:
-                    if at.setdefault((key, start), one.chunk.box) != one.chunk.box:
-                        raise CorruptCheckpointError(
-                            f"leaf {one.chunk.leaf} has two chunks at byte {start} of {key}; what describes the arrays is "
-                            "damaged: restore the checkpoint from a copy, or load another one",
-                            key=key,
-                        )
-                    self._tiles.append(_tile(one, key, start, places.checksums.get(row)))
-                    continue
-                yield from self._complete(one.targets)
-        in_tiles: dict[int, int] = {}
-        for tile in self._tiles:
-            for number, _, _ in tile.targets:
-                in_tiles[number] = in_tiles.get(number, 0) + 1
+            self._locate(list(of_leaf.values()))
+        for one in self._encoded:
+            for number, _, _ in one.wanted.targets:
+                self._left[number] = self._left.get(number, 0) + 1
+        if self._copied:
+            in_tiles = {number for tile in self._tiles for number, _, _ in tile.targets}
+            yield from [number for number in self._copied if number not in in_tiles and number not in self._left]
         for number in self._store.read_tiles(self._tiles):
-            self._left[number] -= in_tiles[number]
-            if not self._left[number]:
+            if number not in self._left:
                 yield number
-        if encoded:
-            yield from self._decode(encoded)
+        if self._encoded:
+            yield from self._decode(self._encoded)
 
-    def _expect(self, targets: Sequence[_Target]) -> None:
-        for number, _, _ in targets:
-            self._left[number] = self._left.get(number, 0) + 1
-
-    def _complete(self, targets: Sequence[_Target]) -> Iterator[int]:
-        for number, _, _ in targets:
-            self._left[number] -= 1
-            if not self._left[number]:
-                yield number
+    def _locate(self, chunks: Sequence[_Wanted]) -> None:
+        """Find the chunks of one array. Copies those that are at hand, and collects the others."""
+        places = self._index.locate([one.chunk for one in chunks], self._store)
+        encoded, inline, fills, checksums = places.encoded, places.inline, places.fills, places.checksums
+        at: dict[tuple[str, int], Chunk] = {}
+        for row, (one, key, start) in enumerate(zip(chunks, places.keys, places.starts, strict=True)):
+            if row in encoded:
+                self._encoded.append(_Encoded(one, key, start, places.stops.get(row), inline.get(row)))
+            elif row in fills or row in inline:
+                if row in fills:
+                    _fill(one, fills[row])
+                else:
+                    _copy(one, _elements(one, inline[row], start, checksums.get(row)))
+                self._copied.update(dict.fromkeys([number for number, _, _ in one.targets]))
+            elif at.setdefault((key, start), one.chunk) is not one.chunk:
+                raise CorruptCheckpointError(
+                    f"leaf {one.chunk.leaf} has two chunks at byte {start} of {key}; what describes the arrays is "
+                    "damaged: restore the checkpoint from a copy, or load another one",
+                    key=key,
+                )
+            else:
+                self._tiles.append(_tile(one, key, start, checksums.get(row)))
 
     def _decode(self, encoded: Sequence[_Encoded]) -> Iterator[int]:
         """Decode chunks, each once and whole, several at a time, and copy to targets."""
@@ -267,7 +256,10 @@ class _Located:
         oldest = started[0]
         _copy(oldest.wanted, oldest.elements.result())
         started.popleft()  # now that nothing writes to its elements any more, also if it is interrupted
-        yield from self._complete(oldest.wanted.targets)
+        for number, _, _ in oldest.wanted.targets:
+            self._left[number] -= 1
+            if not self._left[number]:
+                yield number
 
 
 def _settle(elements: Pending[HostArray]) -> None:
@@ -295,7 +287,7 @@ def _fill(wanted: _Wanted, value: HostArray) -> None:
             buffer[common.within(box)] = value
 
 
-def _elements(wanted: _Wanted, data: bytes, start: int, places: ChunkPlaces, row: int) -> HostArray:
+def _elements(wanted: _Wanted, data: bytes, start: int, checksum: Checksum | None) -> HostArray:
     """Return the elements of a raw chunk that is stored with its key.
 
     Raises:
@@ -305,7 +297,6 @@ def _elements(wanted: _Wanted, data: bytes, start: int, places: ChunkPlaces, row
     box, dtype = wanted.chunk.box, wanted.targets[0][2].dtype
     nbytes = box.size * dtype.itemsize
     elements = memoryview(data)[start : start + nbytes]
-    checksum = places.checksums.get(row)
     if len(elements) != nbytes:
         raise CorruptCheckpointError(
             f"a chunk of leaf {wanted.chunk.leaf} has {len(elements)} bytes, where {nbytes} are expected; restore the "

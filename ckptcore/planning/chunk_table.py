@@ -87,7 +87,7 @@ class ChunkTable:
         """
         self._tree = tree
         self._checksum = checksum
-        self._whole: Mapping[int, tuple[str, int]] = {}
+        self._whole: dict[int, tuple[str, int]] = {}
         self._cut: _CutArrays | None = None
         self._reasons: dict[int, str | None] = {}
         try:
@@ -108,7 +108,7 @@ class ChunkTable:
 
     def boxes(self, leaf: int, box: Box) -> Iterable[Chunk]:
         """See `ChunkIndex.boxes`. Refuses arrays that are not stored whole."""
-        place = self._whole.get(leaf)
+        place = self._whole.get(leaf) or self._whole_array(leaf)
         if place is None:
             if (reason := self.uncovered(leaf)) is not None:
                 raise self.not_whole(leaf, reason)
@@ -116,6 +116,13 @@ class ChunkTable:
         shape = _spec(self._tree, leaf).shape
         whole = box if box.stop == shape and not any(box.start) else Box.whole(shape)
         return (Chunk(place[0], place[1], whole, True, self._checksum is None, leaf),)
+
+    def _whole_array(self, leaf: int) -> tuple[str, int] | None:
+        """Return the place of an array in a table of boxes that is one chunk, and keep it."""
+        place = None if self._cut is None else self._cut.whole_array(leaf, _spec(self._tree, leaf).shape)
+        if place is not None:
+            self._whole[leaf] = place
+        return place
 
     def _chunks(self, leaf: int, spec: ArraySpec, within: Box | None = None) -> list[Chunk]:
         return [] if self._cut is None else self._cut.chunks(leaf, spec, within, self._checksum is None)
@@ -129,9 +136,10 @@ class ChunkTable:
         """See `ChunkIndex.decode`. No chunk is encoded."""
         raise PluginError(f"chunks of leaf {chunk.leaf} are not encoded")
 
-    def stored_spec(self, leaf: int) -> ArraySpec | None:
-        """See `ChunkIndex.stored_spec`. Arrays are stored as they are."""
-        return None
+    @property
+    def stored_specs(self) -> Mapping[int, ArraySpec]:
+        """See `ChunkIndex.stored_specs`. Arrays are stored as they are."""
+        return {}
 
     def chunk_rows(self, leaf: int) -> int | None:
         """See `ChunkIndex.chunk_rows`. Chunks can be read in part."""
@@ -152,7 +160,9 @@ class ChunkTable:
     def check(self, leaves: Collection[int]) -> None:
         """See `ChunkIndex.check`."""
         for leaf in leaves:
-            if leaf not in self._whole and (reason := self.uncovered(leaf)) is not None:
+            if self._whole.get(leaf) or self._whole_array(leaf):
+                continue
+            if (reason := self.uncovered(leaf)) is not None:
                 raise self.not_whole(leaf, reason)
 
     def uncovered(self, leaf: int) -> str | None:
@@ -201,6 +211,18 @@ class _CutArrays:
         """Return the leaves that have chunks."""
         return (leaf for leaf in range(len(self._rows_of) - 1) if self._rows_of[leaf] < self._rows_of[leaf + 1])
 
+    def whole_array(self, leaf: int, shape: tuple[int, ...]) -> tuple[str, int] | None:
+        """Return the file and offset of an array that is one chunk, or None if it is not."""
+        first = self._rows_of[leaf]
+        if self._rows_of[leaf + 1] - first != 1:
+            return None
+        files, offsets, bounds, begins = self._lists
+        row, axes = self._order[first], len(shape)
+        half = begins[row] + axes
+        if tuple(bounds[half : half + axes]) != shape or any(bounds[half - axes : half]):
+            return None
+        return self._files[files[row]], offsets[row]
+
     def _bounds(self, rows: HostArray, axes: int) -> tuple[HostArray, HostArray]:
         """Return the starts and the stops of boxes, with a row for each."""
         bounds = self._box[self._begins[rows][:, None] + np.arange(2 * axes)]
@@ -210,11 +232,7 @@ class _CutArrays:
         """Return the reason why the chunks of a leaf do not cover an array, or None if they do."""
         rows = self._order[self._rows_of[leaf] : self._rows_of[leaf + 1]]
         axes = len(spec.shape)
-        if len(rows) == 1:
-            begin = self._lists[3][rows[0]]
-            if list(self._lists[2][begin : begin + 2 * axes]) == [0] * axes + list(spec.shape):
-                return None
-        elif len(rows) and axes:
+        if len(rows) > 1 and axes:
             from ckptcore.planning.partition import makes_up  # only arrays in several boxes need it
 
             if makes_up(spec.shape, *self._bounds(rows, axes)):

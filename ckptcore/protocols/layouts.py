@@ -233,12 +233,13 @@ class ChunkIndex(Protocol):
         """
         ...
 
-    def stored_spec(self, leaf: int) -> ArraySpec | None:
-        """Return the shape and dtype that an array is stored as, if they differ from its own; chunks are boxes of that.
+    @property
+    def stored_specs(self) -> Mapping[int, ArraySpec]:
+        """By leaf, the shape and dtype that an array is stored as, if they differ from its own; chunks are boxes of that.
 
         Bytes are the same. The shape may have one more axis, of the bytes of an element.
         """
-        return None
+        return {}
 
     @abstractmethod
     def extents(self, leaf: int) -> Iterable[tuple[str, int, int]]:

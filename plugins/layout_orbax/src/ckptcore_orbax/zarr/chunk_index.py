@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,8 @@ from ckptcore.model import (
     format_path,
 )
 from ckptcore.protocols import ChunkIndex, ReadStore
-from ckptcore_orbax.zarr.chunk_places import ChunkPlace, Databases, FoundChunks, expect_length, find_chunks
+from ckptcore_orbax.crc32c import CRC32C
+from ckptcore_orbax.zarr.chunk_places import ChunkPlace, Databases, FoundChunks, expect_length, find_chunk, find_chunks
 from ckptcore_orbax.zarr.chunking import chunks_of, expect_countable, flat_index, unflat_index
 from ckptcore_orbax.zarr.codecs import is_blosc
 from ckptcore_orbax.zarr.shard_index import MISSING, ShardIndex, decode_index, index_range
@@ -54,15 +56,21 @@ class ZarrIndex(ChunkIndex):
         self._tree = tree
         self._state = state
         self._databases = databases
-        self._rows: Mapping[int, Sequence[int]] | None = None
+        self._prefix = state.prefix
         self._ends: dict[int, list[int]] = {}  # by leaf, write chunks up to the end of each extent
         self._decoder: ChunkDecoder | None = None
 
-    def stored_spec(self, leaf: int) -> ArraySpec | None:
-        """See `ChunkIndex.stored_spec`."""
-        spec = self._stored(leaf).form.spec
-        record = self._tree.leaves[leaf]
-        return None if isinstance(record, ArrayRecord) and record.spec == spec else spec
+    @cached_property
+    def stored_specs(self) -> Mapping[int, ArraySpec]:
+        """See `ChunkIndex.stored_specs`."""
+        leaves = self._tree.leaves
+        found = {}
+        for leaf, stored in self._state.arrays.items():
+            record, spec = leaves[leaf], stored.form.spec
+            # Compared by parts: there may be 100,000s of arrays.
+            if isinstance(record, ArrayRecord) and (record.spec.dtype != spec.dtype or record.spec.shape != spec.shape):
+                found[leaf] = spec
+        return found
 
     def boxes(self, leaf: int, box: Box) -> Iterable[Chunk]:
         """See `ChunkIndex.boxes`. Chunks at the end of an array reach beyond it.
@@ -75,13 +83,20 @@ class ZarrIndex(ChunkIndex):
         form = stored.form
         if len(box.start) != len(form.spec.shape):
             return ()
+        shape = form.spec.shape
+        if form.inner == shape and box.stop == shape and not any(box.start):
+            # All of one read chunk, as small arrays have.
+            key, offset = self._hint(leaf, stored, (0,) * len(shape), 0)
+            return (Chunk(key, offset, box, self._is_plain(stored), False, leaf, 0),)
         expect_countable(box, form.inner, stored.name)
         return self._chunks(leaf, stored, box)
 
-    def _chunks(self, leaf: int, stored: StoredName, box: Box) -> Iterator[Chunk]:
-        form, state = stored.form, self._state
+    def _is_plain(self, stored: StoredName) -> bool:
         # The root has checksums of the blocks that this layout wrote. Other software has them behind each read chunk.
-        is_plain = form.direct and (state.source == "ckptcore" or not form.checksum)
+        return stored.form.direct and (self._state.source == "ckptcore" or not stored.form.checksum)
+
+    def _chunks(self, leaf: int, stored: StoredName, box: Box) -> Iterator[Chunk]:
+        form, is_plain = stored.form, self._is_plain(stored)
         step = form.inner_stored_bytes if form.direct else 1
         per_chunk = prod(form.inner_grid)
         for index, chunk in chunks_of(form.chunk, box):
@@ -100,10 +115,12 @@ class ZarrIndex(ChunkIndex):
         if leaf in state.embedded:
             return "", number
         if state.storage == "objects":
-            return f"{state.prefix}{stored.prefix}{form.chunk_key(index)}", 0
+            return f"{self._prefix}{stored.prefix}{form.chunk_key(index)}", 0
         if form.direct:
-            extents, nbytes = state.extents, max(1, form.chunk_bytes)
-            rows = self._rows_of(leaf)
+            extents, rows = state.extents, self._rows.get(leaf, ())
+            if number == 0 and rows:
+                return f"{self._prefix}{extents.files[extents.file[rows[0]]]}", extents.start[rows[0]]
+            nbytes = max(1, form.chunk_bytes)
             ends = self._ends.get(leaf)
             if ends is None:
                 counts = [-(-(extents.stop[row] - extents.start[row]) // nbytes) for row in rows]
@@ -111,19 +128,18 @@ class ZarrIndex(ChunkIndex):
             position = bisect.bisect_right(ends, number)
             if position < len(ends):
                 row, skipped = rows[position], number - (ends[position - 1] if position else 0)
-                return f"{state.prefix}{extents.files[extents.file[row]]}", extents.start[row] + skipped * nbytes
-        return state.prefix, number
+                return f"{self._prefix}{extents.files[extents.file[row]]}", extents.start[row] + skipped * nbytes
+        return self._prefix, number
 
-    def _rows_of(self, leaf: int) -> Sequence[int]:
-        """Return the numbers of the extents of a leaf."""
-        if self._rows is None:
-            rows: dict[int, list[int]] = {}
-            for row, of_leaf in enumerate(self._state.extents.leaf):
-                rows.setdefault(of_leaf, []).append(row)
-            self._rows = rows
-        return self._rows.get(leaf, ())
+    @cached_property
+    def _rows(self) -> Mapping[int, Sequence[int]]:
+        """By leaf, the numbers of its extents."""
+        rows: dict[int, list[int]] = {}
+        for row, leaf in enumerate(self._state.extents.leaf):
+            rows.setdefault(leaf, []).append(row)
+        return rows
 
-    def extents(self, leaf: int) -> Iterator[tuple[str, int, int]]:
+    def extents(self, leaf: int) -> Sequence[tuple[str, int, int]]:
         """See `ChunkIndex.extents`: those of arrays that are stored as they are.
 
         Raises:
@@ -132,24 +148,27 @@ class ZarrIndex(ChunkIndex):
         state = self._state
         stored = state.arrays.get(leaf)
         if stored is None:
-            return
+            return ()
         form = stored.form
+        found: list[tuple[str, int, int]] = []
         if state.storage == "objects":
             if state.source == "ckptcore" and form.direct and not form.sharded:
                 whole = Box.whole(form.spec.shape)
                 expect_countable(whole, form.chunk, stored.name)
                 for index, _ in chunks_of(form.chunk, whole):
-                    yield f"{state.prefix}{stored.prefix}{form.chunk_key(index)}", 0, form.chunk_bytes
-            return
+                    found.append((f"{self._prefix}{stored.prefix}{form.chunk_key(index)}", 0, form.chunk_bytes))
+            return found
         columns, room = state.extents, 0
-        for row in self._rows_of(leaf):
-            room += columns.stop[row] - columns.start[row]
-            yield f"{state.prefix}{columns.files[columns.file[row]]}", columns.start[row], columns.stop[row]
+        for row in self._rows.get(leaf, ()):
+            start, stop = columns.start[row], columns.stop[row]
+            room += stop - start
+            found.append((f"{self._prefix}{columns.files[columns.file[row]]}", start, stop))
         if state.source == "ckptcore" and form.direct and room < form.spec.nbytes:
             raise CorruptCheckpointError(
                 f"{format_path(self._tree.paths[leaf])} is {form.spec}, {form.spec.nbytes} bytes, and the root gives it "
                 f"{room}; what describes the arrays is damaged: load another checkpoint"
             )
+        return found
 
     def chunk_rows(self, leaf: int) -> int | None:
         """See `ChunkIndex.chunk_rows`: each read chunk is decoded, or compared with its checksum, as a whole."""
@@ -159,8 +178,14 @@ class ZarrIndex(ChunkIndex):
     def locate(self, chunks: Sequence[Chunk], store: ReadStore) -> ChunkPlaces:
         """See `ChunkIndex.locate`. Reads nodes of the database, and the index of each shard once."""
         leaf = chunks[0].leaf
-        state, stored = self._state, self._stored(leaf)
+        state, stored = self._state, self._state.arrays[leaf]
         form = stored.form
+        if form.chunk == form.spec.shape and not form.sharded and form.direct:
+            index = (0,) * len(form.chunk)
+            place = find_chunk(state, leaf, index, store, self._databases)
+            if place is not None and place.inline is None:
+                expect_length(stored, index, place)
+                return ChunkPlaces((place.key,), (place.offset,), checksums={0: CRC32C} if form.checksum else {})
         per_chunk = prod(form.inner_grid)
         rows: dict[int, list[int]] = {}
         for row, chunk in enumerate(chunks):

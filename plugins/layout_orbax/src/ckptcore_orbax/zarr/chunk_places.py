@@ -16,7 +16,7 @@ from ckptcore_orbax.ocdbt.node import Value
 from ckptcore_orbax.zarr.formats import ArrayFormat
 from ckptcore_orbax.zarr.state import ArraysState, StoredName
 
-__all__ = ["ChunkPlace", "Databases", "FoundChunks", "expect_length", "find_chunks", "open_database"]
+__all__ = ["ChunkPlace", "Databases", "FoundChunks", "expect_length", "find_chunk", "find_chunks", "open_database"]
 
 Databases = WeakKeyDictionary[ReadStore, dict[str, Database]]
 """The databases that were opened in a store, by directory: their nodes are read once for all loads from one store."""
@@ -51,24 +51,28 @@ def find_chunks(
     """
     stored = state.arrays[leaf]
     form = stored.form
-    if (embedded := state.embedded.get(leaf)) is not None:
-        return dict.fromkeys(indices, ChunkPlace("", 0, len(embedded), embedded))
-    if state.storage == "objects":
-        prefix = f"{state.prefix}{stored.prefix}"
-        found = [ChunkPlace(f"{prefix}{form.chunk_key(index)}", 0, None) for index in indices]
-        if state.missing == "error":
-            return dict(zip(indices, found, strict=True))
-        return {index: _if_stored(place.key, store) for index, place in zip(indices, found, strict=True)}
-    database = open_database(state.directory, store, databases)
-    keys = [f"{stored.prefix}{form.chunk_key(index)}".encode() for index in indices]
-    if len(indices) * 4 > prod(form.grid) and len(indices) > 4:  # few keys are looked up, many are listed
+    is_listed = state.storage == "ocdbt" and leaf not in state.embedded and len(indices) > 4
+    if is_listed and len(indices) * 4 > prod(form.grid):  # few keys are looked up, many are listed
         first = stored.prefix.encode()
         stop = first[:-1] + b"0" if first else None  # 0 follows / in ASCII
-        listed = dict(database.range(first, stop))
-        values = [listed.get(key) for key in keys]
-    else:
-        values = [database.get(key) for key in keys]
-    return {index: _place_of(value) for index, value in zip(indices, values, strict=True)}
+        listed = dict(open_database(state.directory, store, databases).range(first, stop))
+        return {index: _place_of(listed.get(first + form.chunk_key(index).encode())) for index in indices}
+    return {index: find_chunk(state, leaf, index, store, databases) for index in indices}
+
+
+def find_chunk(
+    state: ArraysState, leaf: int, index: tuple[int, ...], store: ReadStore, databases: Databases
+) -> ChunkPlace | None:
+    """Return the place of one write chunk. See `find_chunks`."""
+    stored = state.arrays[leaf]
+    if (embedded := state.embedded.get(leaf)) is not None:
+        return ChunkPlace("", 0, len(embedded), embedded)
+    key = f"{stored.prefix}{stored.form.chunk_key(index)}"
+    if state.storage == "ocdbt":
+        return _place_of(open_database(state.directory, store, databases).get(key.encode()))
+    if state.missing == "error":
+        return ChunkPlace(f"{state.prefix}{key}", 0, None)
+    return _if_stored(f"{state.prefix}{key}", store)
 
 
 def _place_of(value: Value | None) -> ChunkPlace | None:
