@@ -29,12 +29,13 @@ from ckptcore.model import (
     Box,
     HostArray,
     Node,
+    ReadItem,
     Receipt,
     TreeMetadata,
     WriteItem,
     WritePlan,
 )
-from ckptcore.planning import cuts_of, plan_read
+from ckptcore.planning import cuts_of
 from ckptcore.protocols import Layout, StorageOptions
 
 __all__ = ["CASES", "Case", "Count", "Mesh", "counts", "rows", "subchunked", "whole_shards"]
@@ -165,6 +166,7 @@ def counts(case: Case, layout: Layout) -> Count:
         finished = ObjectRecorder(storage, threads, sizes=_SIZES)
         state = layout.finish(tree, [receipt], finished)
         objects = {record.key: record for record in (*recorder.objects, *finished.objects)}
+        index = layout.index(tree, state)
         needed = read = counted = 0
         worst = 0.0
         for leaf, name in enumerate(_WEIGHTS):
@@ -175,7 +177,7 @@ def counts(case: Case, layout: Layout) -> Count:
                     continue
                 buffer = np.empty(box.shape, arrays[leaf].dtype)
                 reader = ObjectReader(storage, objects, threads, strict=True, sizes=_SIZES)
-                for _ in layout.read(plan_read(tree, state, [(leaf, (box,))]), [buffer], reader):
+                for _ in reader.read_boxes(index, [ReadItem(leaf, box)], [buffer]):
                     pass
                 if not np.array_equal(buffer, arrays[leaf][box.slices]):
                     raise AssertionError(f"{case.name}: {name} {box} was not read as it was saved")

@@ -17,6 +17,8 @@ from ckptcore.protocols import Coordinator, Executor, Rejoinable
 
 if TYPE_CHECKING:
     from ckptcore.commit.root import KnownRoots
+    from ckptcore.io.chunk_reads import IndexCache
+    from ckptcore.protocols import Layout
 
 __all__ = ["Runtime", "runtime_of", "with_registry"]
 
@@ -68,8 +70,8 @@ class Runtime:
         return StagingPool()
 
     @cached_property
-    def known_roots(self) -> KnownRoots:
-        """Parsed roots of the checkpoints that were opened last."""
+    def known_roots(self) -> KnownRoots[tuple[Layout, IndexCache]]:
+        """Parsed roots of the checkpoints that were opened last, each with its layout and the cache of its index."""
         from ckptcore.commit.root import KnownRoots  # only `ckptcore.open` needs it
 
         return KnownRoots()

@@ -9,7 +9,7 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,9 +23,19 @@ from ckptcore.errors import (
     StorageError,
     UnsupportedLeafError,
 )
-from ckptcore.model import HostArray, ReadPlan, Receipt, TreeMetadata
+from ckptcore.model import Receipt, TreeMetadata
 from ckptcore.model.tree import JSON
-from ckptcore.protocols import Continuation, FilesHandler, Inspection, Priority, ReadStore, Snapshot, WriteStore
+from ckptcore.planning import ChunkTable
+from ckptcore.protocols import (
+    ChunkIndex,
+    Continuation,
+    FilesHandler,
+    Inspection,
+    Priority,
+    ReadStore,
+    Snapshot,
+    WriteStore,
+)
 
 __all__ = [
     "FilesLayout",
@@ -146,13 +156,9 @@ class FilesLayout:
         """Nothing is left to write: what `state_of_files` gave to the one process that wrote is kept."""
         return receipts[0].state
 
-    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
-        """There are no boxes to read."""
-        yield from ()
-
-    def extents(self, tree: TreeMetadata, state: JSON) -> Iterator[tuple[int, str, int, int]]:
-        """There are no arrays."""
-        yield from ()
+    def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
+        """Return an empty index: there are no arrays."""
+        return ChunkTable(tree, {"files": [], "leaf": [], "file": [], "offset": []})
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
         """Files without a root of ours can be anything."""

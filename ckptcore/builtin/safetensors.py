@@ -14,29 +14,26 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from ckptcore.builtin.safetensors_header import METADATA, encode_header, file_metadata, file_names, header_entry
-from ckptcore.builtin.safetensors_places import SHARDING, KnownPlaces, SliceColumns, StoredSlice, write_slices
+from ckptcore.builtin.safetensors_slices import SHARDING, write_slices
 from ckptcore.errors import CheckpointError, PluginError
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import (
     ArraySegment,
     BytesSegment,
-    ReadPlan,
     Receipt,
     Segment,
-    StoredTile,
-    TileRead,
     WritePlan,
 )
 from ckptcore.model.tree import JSON, LEAF, Node, format_path
-from ckptcore.planning import leaf_names
+from ckptcore.planning import ChunkColumns, ChunkTable, leaf_names
 from ckptcore.planning.partition import run_extent
-from ckptcore.protocols import Inspection, ReadStore, Snapshot, WriteStore
+from ckptcore.protocols import ChunkIndex, Inspection, ReadStore, Snapshot, WriteStore
 
 if TYPE_CHECKING:
     from ckptcore.builtin.safetensors_header import TensorEntry
@@ -69,7 +66,7 @@ def finish_sessions(
     for state in states:
         columns = zip(state["leaf"], state["file"], state["offset"], state["name"], strict=True)
         places.update({leaf: (state["files"][file], offset, name) for leaf, file, offset, name in columns})
-    slices = SliceColumns()
+    slices = ChunkColumns()
     for state in states:
         if "slices" in state:
             slices.extend(state["slices"], tree, places)
@@ -116,7 +113,6 @@ class SafetensorsLayout:
     max_file_bytes: int = 5_000_000_000
     stem: str = "model"
     metadata: Mapping[str, str] = field(default_factory=dict, hash=False)
-    _known: KnownPlaces = field(default_factory=KnownPlaces, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.stem, str) or not _STEM.fullmatch(self.stem):
@@ -243,7 +239,7 @@ class SafetensorsLayout:
         offsets = {
             leaf: offset for state in states for leaf, offset in zip(state["leaf"], state["offset"], strict=True)
         }
-        slices = SliceColumns()
+        slices = ChunkColumns()
         for state in states:
             if "slices" in state:
                 slices.extend(state["slices"], tree, offsets)
@@ -278,35 +274,9 @@ class SafetensorsLayout:
 
         return renumbered_places(state, leaves)
 
-    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
-        """Read every box out of the bytes of its array, or of the slices that have elements of it."""
-        places = self._known.places(plan.tree, plan.state)
-        found: dict[int, Sequence[StoredSlice]] = {}
-        reads = []
-        for number, (item, buffer) in enumerate(zip(plan.items, buffers, strict=True)):
-            stored = found.get(item.leaf)
-            if stored is None:
-                stored = found[item.leaf] = places.of(plan.tree, item.leaf)
-            if len(stored) != 1:
-                stored = [part for part in stored if part.box.intersect(item.box) is not None]
-                if not stored:  # the box has no elements
-                    yield number
-            for part in stored:
-                reads.append(TileRead(part.key, part.offset, part.box, buffer.itemsize, ((number, item.box, buffer),)))
-        yield from store.read_tiles(_shared_tiles(reads))
-
-    def check_arrays(self, tree: TreeMetadata, state: JSON, leaves: Collection[int]) -> None:
-        """Refuse arrays whose slices do not cover them exactly."""
-        self._known.places(tree, state).check(tree, leaves)
-
-    def extents(self, tree: TreeMetadata, state: JSON) -> Iterator[tuple[int, str, int, int]]:
-        """Where each array lies, or its slices."""
-        yield from self._known.places(tree, state).extents(tree)
-
-    def tiles(self, tree: TreeMetadata, state: JSON, leaf: int) -> Iterator[StoredTile]:
-        """An array, or its slices: as they are."""
-        for part in self._known.places(tree, state).of(tree, leaf):
-            yield StoredTile(part.key, part.offset, part.box, True, is_exact=True)
+    def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
+        """Return the table of arrays and slices."""
+        return ChunkTable(tree, state)
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
         """A file of any name, an index, or a directory that has a file ``*.safetensors`` or an index."""
@@ -395,17 +365,6 @@ def _segment(snapshot: Snapshot, item_number: int, box: Box) -> ArraySegment:
         snapshot.release(item_number)
 
     return ArraySegment(box, item.spec.numpy_dtype.itemsize, open_arrays, close_arrays)
-
-
-def _shared_tiles(reads: Sequence[TileRead]) -> list[TileRead]:
-    """Put the targets of one array together, so that its bytes are read once."""
-    tiles: dict[tuple[str, int, Box, int], list[TileRead]] = {}
-    for read in reads:
-        tiles.setdefault((read.key, read.offset, read.box, read.itemsize), []).append(read)
-    return [
-        TileRead(key, offset, box, itemsize, tuple([target for read in same for target in read.targets]))
-        for (key, offset, box, itemsize), same in tiles.items()
-    ]
 
 
 def _expect_files(names: Sequence[str], files: Sequence[Sequence[int]], receipts: Sequence[Receipt]) -> None:

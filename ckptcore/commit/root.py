@@ -9,14 +9,13 @@ import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal, TypeAlias
+from typing import Final, Generic, Literal, TypeAlias, TypeVar
 
 from ckptcore.builtin.keys import check_key
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata, ValueRecord
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import JSON
-from ckptcore.protocols import Layout
 
 __all__ = [
     "HOST_COPIES",
@@ -358,15 +357,18 @@ _MOST_BYTES: Final = 1 << 20
 """Of the bytes of a root that is kept."""
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _Known(Generic[T]):
     data: bytes
     root: Root
-    layout: Layout
+    kept: T
 
 
-class KnownRoots:
-    """Roots that were parsed last, each with the layout that read it. Any thread.
+class KnownRoots(Generic[T]):
+    """Roots that were parsed last, each with what its reader keeps of it. Any thread.
 
     A root is known by all of its bytes, which are read and compared each time. One that has parts is not kept, for these have to be read and
     verified again; nor is one with values that somebody who is given them could change.
@@ -374,7 +376,7 @@ class KnownRoots:
 
     def __init__(self) -> None:
         """None yet."""
-        self._known: tuple[_Known, ...] = ()
+        self._known: tuple[_Known[T], ...] = ()
         self._lock = threading.Lock()
 
     def root(
@@ -389,25 +391,25 @@ class KnownRoots:
         known = self._find(data)
         return parse() if known is None else known.root
 
-    def layout(self, data: bytes, root: Root, make: Callable[[], Layout]) -> Layout:
-        """The layout that reads the checkpoint of a root; from then on the root is known.
+    def keep(self, data: bytes, root: Root, make: Callable[[], T]) -> T:
+        """Return what is kept of a root, and keep the root from now on.
 
         Args:
             data: the bytes of the root.
             root: what they say.
-            make: makes the layout; called where they are not known.
+            make: makes what is kept; called if the root is not known.
         """
         known = self._find(data)
         if known is not None and known.root is root:
-            return known.layout
-        layout = make()
+            return known.kept
+        kept = make()
         if not root.parts and len(data) <= _MOST_BYTES and not _has_containers(root):
             with self._lock:
                 others = [other for other in self._known if other.data != data]
-                self._known = (_Known(data, root, layout), *others[: _MOST - 1])
-        return layout
+                self._known = (_Known(data, root, kept), *others[: _MOST - 1])
+        return kept
 
-    def _find(self, data: bytes) -> _Known | None:
+    def _find(self, data: bytes) -> _Known[T] | None:
         for known in self._known:
             if known.data == data:
                 return known

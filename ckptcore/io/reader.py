@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.io.checked_tiles import TileShape, plan_checked
 from ckptcore.io.checksums import RecordedChecksums
+from ckptcore.io.chunk_reads import read_chunks
 from ckptcore.io.memory import map_pages
 from ckptcore.io.near_ranges import NearRanges, near_ranges
 from ckptcore.io.object_sizes import SIZES, ObjectSizes, Sizes
@@ -19,8 +20,8 @@ from ckptcore.io.read_tasks import ObjectShape, ReadPart, ReadTask, group_reads,
 from ckptcore.io.requests import requests_of
 from ckptcore.io.sources import EdgeBlocks, hold_object, open_reader
 from ckptcore.io.threads import IOThreads, ask_each
-from ckptcore.model import ObjectRecord, TileRead
-from ckptcore.protocols import StorageAddress, StorageBackend
+from ckptcore.model import HostArray, ObjectRecord, ReadItem, TileRead
+from ckptcore.protocols import ChunkIndex, StorageAddress, StorageBackend
 
 if TYPE_CHECKING:
     from ckptcore.io.held_objects import HeldObject, Holding
@@ -248,6 +249,10 @@ class ObjectReader:
         finally:
             reading.stopped = True
             crew.join()
+
+    def read_boxes(self, index: ChunkIndex, items: Sequence[ReadItem], buffers: Sequence[HostArray]) -> Iterator[int]:
+        """See `ckptcore.io.chunk_reads.read_chunks`."""
+        return read_chunks(index, items, buffers, self)
 
     def hold(self, key: str) -> HeldObject | None:
         """An object, open for reads of parts of it that are all of what is there now; None where the storage does not hold objects open.

@@ -12,13 +12,14 @@ from ckptcore.commit.location import Location, Place
 from ckptcore.commit.mark import Mark
 from ckptcore.commit.root import Composite, Member, Root
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError
+from ckptcore.io.chunk_reads import IndexCache
 from ckptcore.io.reader import ObjectReader
 from ckptcore.model.arrays import Box, HostArray
-from ckptcore.model.metadata import TreeMetadata
+from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.transfer import ReadPlan
 from ckptcore.model.tree import JSON, format_path
-from ckptcore.protocols import Layout
+from ckptcore.protocols import ChunkIndex, Layout
 
 if TYPE_CHECKING:
     from ckptcore.protocols import ReadBoxes, ReadThrough
@@ -32,6 +33,7 @@ __all__ = [
     "Source",
     "arrays_at",
     "check_file",
+    "extents_of",
     "file_pieces",
     "naming_arrays",
     "naming_further",
@@ -79,6 +81,7 @@ class Checkpoint:
         copies: copies of its boxes that are read instead: on a disk of this host, or those of a strategy.
         derived: makes its arrays, if they are not stored as they are in the tree. Layout, state and objects are then
             those of the checkpoint that is read, and only `read` translates between the two.
+        indexes: the cache of `index`.
     """
 
     location: Location
@@ -91,6 +94,7 @@ class Checkpoint:
     foreign: Origin = Origin()  # immutable
     copies: BoxCopies | None = None
     derived: DerivedArrays | None = None
+    indexes: IndexCache = field(default_factory=IndexCache, repr=False, compare=False)
 
     def __str__(self) -> str:
         return self.location.display
@@ -106,6 +110,15 @@ class Checkpoint:
         return self.store.objects
 
     @property
+    def index(self) -> ChunkIndex:
+        """Where the chunks of its arrays are; of a derived checkpoint, those of the checkpoint that is read.
+
+        Raises:
+            CorruptCheckpointError: the state does not fit the tree.
+        """
+        return self.indexes.index(self.layout, self.tree, self.state)
+
+    @property
     def is_files(self) -> bool:
         """True for files that an object wrote, which are no tree."""
         return self.layout.name == FilesLayout.name
@@ -116,7 +129,7 @@ class Checkpoint:
             return self.copies.read(plan, buffers, replace(self, copies=None).read)
         if self.derived is not None:
             return self.derived.read(plan, buffers)
-        return self.layout.read(plan, buffers, self.store)
+        return self.store.read_boxes(self.index, plan.items, buffers)
 
     def reading_through(self, read_through: ReadThrough) -> Checkpoint:
         """Return this checkpoint, of which boxes are read by a strategy."""
@@ -272,9 +285,18 @@ def arrays_at(opened: Checkpoint, key: str | None, start: int | None, stop: int 
         return arrays_at(opened.derived.sources[0], key, start, stop)
     return [
         format_path(opened.tree.paths[leaf])
-        for leaf, own, first, last in opened.layout.extents(opened.tree, opened.state)
+        for leaf, own, first, last in extents_of(opened)
         if own == key and (start is None or stop is None or (first < stop and start < last))
     ]
+
+
+def extents_of(opened: Checkpoint) -> Iterator[tuple[int, str, int, int]]:
+    """Return the ranges of bytes (leaf, object, start, stop) that hold the arrays of a checkpoint, by leaf."""
+    index, tree = opened.index, opened.tree
+    for leaf, record in enumerate(tree.leaves):
+        if isinstance(record, ArrayRecord) and leaf not in tree.aliases:
+            for key, start, stop in index.extents(leaf):
+                yield leaf, key, start, stop
 
 
 def check_file(opened: Checkpoint, record: ObjectRecord) -> None:

@@ -9,11 +9,10 @@ from typing import Final, Generic, TypeVar
 
 from ckptcore.commit.location import Place, resolve_location
 from ckptcore.commit.mark import read_mark
-from ckptcore.commit.root import KnownRoots
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CorruptCheckpointError
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, Source, naming_arrays
-from ckptcore.loading.opening import Opener, open_tree
+from ckptcore.loading.opening import Known, Opener, open_tree
 from ckptcore.runtime import runtime_of
 
 __all__ = [
@@ -116,7 +115,7 @@ class _OpenAlready(ConsistentRead[Checkpoint]):
         return True
 
 
-def tree_read(source: Source, context: Context, known: KnownRoots | None = None) -> ConsistentRead[Checkpoint]:
+def tree_read(source: Source, context: Context, known: Known | None = None) -> ConsistentRead[Checkpoint]:
     """Return attempts to read a tree; a single one for an open checkpoint.
 
     Args:

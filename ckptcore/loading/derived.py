@@ -15,7 +15,7 @@ from ckptcore.derivations import Stored, WholeArray, walk
 from ckptcore.derivations.batches import Batch, Fill, Place, StoredRead
 from ckptcore.errors import TransformError
 from ckptcore.io.memory import allocate
-from ckptcore.loading.checkpoint import Checkpoint, naming_further, replaced_beside
+from ckptcore.loading.checkpoint import Checkpoint, extents_of, naming_further, replaced_beside
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import ReadPlan
@@ -263,7 +263,7 @@ class Derived:
             return False  # it cuts what it makes itself
         if (lying := self._lying.get(array.checkpoint)) is None:
             lying = self._lying[array.checkpoint] = Counter()
-            for leaf, _, start, stop in below.layout.extents(below.tree, below.state):
+            for leaf, _, start, stop in extents_of(below):
                 lying[leaf] += stop - start
         return lying[below.tree.aliases.get(array.leaf, array.leaf)] == array.spec.nbytes
 

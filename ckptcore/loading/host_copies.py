@@ -20,9 +20,8 @@ from ckptcore.io.reader import ObjectReader
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import ReadItem, ReadPlan
-from ckptcore.model.tree import JSON
 from ckptcore.planning.partition import without
-from ckptcore.protocols import Layout
+from ckptcore.protocols import ChunkIndex
 from ckptcore.runtime import runtime_of
 
 __all__ = ["HostCopies", "find_copies"]
@@ -38,13 +37,11 @@ class _Source:
     """What one process copied.
 
     Attributes:
-        layout, state, tree, store: to read it by.
+        index, store: what reads it.
         name: for a person.
     """
 
-    layout: Layout
-    state: JSON
-    tree: TreeMetadata
+    index: ChunkIndex
     store: ObjectReader
     name: str
 
@@ -153,8 +150,7 @@ class HostCopies:
             items.append(
                 ReadItem(copy.leaf, Box(tuple([one.start for one in slices]), tuple([one.stop for one in slices])))
             )
-        plan = ReadPlan(source.tree, source.state, tuple(items))
-        return source.layout.read(plan, [piece.buffer for piece, _ in pieces], source.store)
+        return source.store.read_boxes(source.index, items, [piece.buffer for piece, _ in pieces])
 
 
 def _piece(number: int, item: ReadItem, box: Box, buffer: HostArray) -> _Piece:
@@ -183,6 +179,7 @@ def find_copies(location: Location, root: Root, context: Context) -> HostCopies 
             if not isinstance(found, Root) or found.save_id != root.save_id:
                 continue  # a process that died has left it
             layout = runtime_of(context).registry.layout(found.layout)
+            index = layout.index(found.tree, found.state)
             reader = ObjectReader(
                 inside, found.objects, runtime_of(context).io_threads, verify=context.io.verify, strict=True
             )
@@ -192,7 +189,7 @@ def find_copies(location: Location, root: Root, context: Context) -> HostCopies 
         except CheckpointError as error:
             logger.warning("%s cannot be read: %s", display, error)
             continue
-        sources.append(_Source(layout, found.state, found.tree, reader, display))
+        sources.append(_Source(index, reader, display))
         for leaf, copy in of_source:
             copies.setdefault(leaf, []).append(copy)
     return HostCopies(sources, copies) if copies else None

@@ -24,7 +24,6 @@ from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.tree import TreePath, format_path
 from ckptcore.planning import plan_read
-from ckptcore.protocols import PlacesTiles
 from ckptcore.runtime import runtime_of
 from ckptcore.select import Selection
 
@@ -144,14 +143,14 @@ def _batches(opened: Checkpoint, leaves: Sequence[int], most_bytes: int) -> Iter
 
 def _pieces(opened: Checkpoint, leaf: int, most_bytes: int) -> Iterable[StoredPiece]:
     """An array by what of it is stored or made together."""
-    spec, layout = _spec_of(opened, leaf), opened.layout
+    spec = _spec_of(opened, leaf)
     itemsize = spec.numpy_dtype.itemsize
     if not spec.size:
         return (StoredPiece(leaf, Box.whole(spec.shape), itemsize),)
     if opened.derived is not None:
         return [StoredPiece(leaf, box, itemsize) for box in opened.derived.pieces(leaf, most_bytes)]
-    tiles = layout.tiles(opened.tree, opened.state, leaf) if isinstance(layout, PlacesTiles) else ()
-    return pieces_of(leaf, Box.whole(spec.shape), itemsize, TileIndex(tiles))
+    whole = Box.whole(spec.shape)
+    return pieces_of(leaf, whole, itemsize, TileIndex(opened.index.boxes(leaf, whole)))
 
 
 def _boxes(

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Final
 from urllib.parse import unquote
 
 import numpy as np
 
 from ckptcore.builtin.local_files import LocalFile
 from ckptcore.errors import CorruptCheckpointError, NotMappableError
+from ckptcore.io.chunk_reads import native_reader
 from ckptcore.io.elements import is_little
 from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord
-from ckptcore.model.transfer import TileRead
-from ckptcore.planning import plan_read
-from ckptcore.protocols import Layout, PlacesTiles, ReadStore, StorageAddress
 
 __all__ = [
     "PlainPlace",
@@ -44,73 +40,30 @@ class PlainPlace:
 
 
 def find_plain_place(opened: Checkpoint, leaf: int) -> PlainPlace | None:
-    """The place of an array; None where it is compressed, in several pieces, or in no place that is told.
-
-    What a layout says of tiles need only be true most times, so where it does not vouch for a tile, that is only a first look. What
-    it reads is asked by a plan of one element, from a store that notes it.
+    """Return the place of an array; None if it is compressed, in several chunks, or in no known place.
 
     Raises:
-        CorruptCheckpointError: if what says where it is makes no sense.
+        CorruptCheckpointError: the metadata that describes the place is damaged.
     """
     record = opened.tree.leaves[leaf]
-    layout = opened.layout
-    if not isinstance(record, ArrayRecord) or not _places_tiles(type(layout)) or opened.copies or opened.derived:
-        return None
-    if not record.spec.size:
+    if not isinstance(record, ArrayRecord) or not record.spec.size or opened.copies or opened.derived:
         return None
     leaf = opened.tree.aliases.get(leaf, leaf)
-    shape = record.spec.shape
-    whole = Box.whole(shape)
-    tiles = iter(cast(PlacesTiles, layout).tiles(opened.tree, opened.state, leaf))
-    tile = next(tiles, None)
-    if tile is None or not tile.is_plain or tile.box != whole or next(tiles, None) is not None:
+    whole = Box.whole(record.spec.shape)
+    index = opened.index
+    chunks = iter(index.boxes(leaf, whole))
+    chunk = next(chunks, None)
+    if chunk is None or not chunk.is_plain or chunk.box != whole or next(chunks, None) is not None:
         return None
-    if tile.is_exact:
-        return PlainPlace(tile.key, tile.offset, False)
-    first = Box((0,) * len(shape), (1,) * len(shape))
-    store = _Noting(opened.store)
-    for _ in layout.read(
-        plan_read(opened.tree, opened.state, [(leaf, [first])]), [np.empty(first.shape, record.spec.numpy_dtype)], store
-    ):
-        pass
-    reads = store.noted
-    if len(reads) != 1 or reads[0].box != whole or reads[0].itemsize != record.spec.numpy_dtype.itemsize:
+    if chunk.is_exact:
+        return PlainPlace(chunk.key, chunk.offset, False)
+    native = native_reader(index)
+    if native is not None and native.reads(leaf, opened.store):
         return None
-    return PlainPlace(reads[0].key, reads[0].offset, reads[0].checksum is not None)
-
-
-@functools.lru_cache(maxsize=64)
-def _places_tiles(kind: type[Layout]) -> bool:
-    """Whether layouts of a type say where tiles are. Kept, for it is slow to find out and asked for each array."""
-    return issubclass(kind, PlacesTiles)
-
-
-class _Noting:
-    """A `ReadStore` that notes which tiles are read, and reads none of them."""
-
-    def __init__(self, store: ReadStore) -> None:
-        self._store = store
-        self.noted: list[TileRead] = []
-
-    @property
-    def address(self) -> StorageAddress | None:
-        return self._store.address
-
-    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        return self._store.get(key, start, stop)
-
-    def get_many(self, ranges: Sequence[tuple[str, int, int | None]]) -> Sequence[bytes | None]:
-        return self._store.get_many(ranges)
-
-    def size(self, key: str) -> int:
-        return self._store.size(key)
-
-    def list_names(self, prefix: str = "") -> Sequence[str]:
-        return self._store.list_names(prefix)
-
-    def read_tiles(self, reads: Sequence[TileRead]) -> Iterator[int]:
-        self.noted.extend(reads)
-        yield from dict.fromkeys([number for read in reads for number, _, _ in read.targets])
+    places = index.locate([chunk], opened.store)
+    if places.encoded or places.inline or places.fills:
+        return None
+    return PlainPlace(places.keys[0], places.starts[0], bool(places.checksums))
 
 
 _FILE: Final = "file://"

@@ -23,6 +23,7 @@ from ckptcore.errors import (
     ObjectNotFoundError,
     UncommittedCheckpointError,
 )
+from ckptcore.io.chunk_reads import IndexCache
 from ckptcore.io.reader import ObjectReader
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, Origin
 from ckptcore.model.metadata import TreeMetadata
@@ -101,7 +102,11 @@ def _check_member(location: Location, name: str) -> None:
         raise _lost_root(location)
 
 
-def open_tree(location: Location, mark: Mark, context: Context, known: KnownRoots | None = None) -> Checkpoint:
+Known: TypeAlias = KnownRoots[tuple[Layout, IndexCache]]
+"""Cache of parsed roots, with what reads their checkpoints."""
+
+
+def open_tree(location: Location, mark: Mark, context: Context, known: Known | None = None) -> Checkpoint:
     """Open the tree at a location, or the files that an object wrote there.
 
     Args:
@@ -182,7 +187,7 @@ def open_files(location: Location, mark: Mark, context: Context) -> Checkpoint:
     return Checkpoint(location, mark, None, FilesLayout(), None, tree, store, Origin())
 
 
-def _root_of(location: Location, mark: Mark, known: KnownRoots | None = None) -> Root | Composite | None:
+def _root_of(location: Location, mark: Mark, known: Known | None = None) -> Root | Composite | None:
     """The root of a checkpoint that is committed; None where there is none.
 
     Raises:
@@ -210,16 +215,16 @@ def _root_of(location: Location, mark: Mark, known: KnownRoots | None = None) ->
     return root
 
 
-def _open_own(location: Location, mark: Mark, root: Root, context: Context, known: KnownRoots | None) -> Checkpoint:
+def _open_own(location: Location, mark: Mark, root: Root, context: Context, known: Known | None) -> Checkpoint:
     """Open what ckptcore wrote."""
     if root.role == "member":
         _expect_committed(location, mark, root)
     data = mark.root
-    layout = (
-        known.layout(data, root, lambda: _layout_of(root, context))
-        if known is not None and isinstance(data, bytes)
-        else _layout_of(root, context)
-    )
+
+    def begin() -> tuple[Layout, IndexCache]:
+        return _layout_of(root, context), IndexCache()
+
+    layout, indexes = known.keep(data, root, begin) if known is not None and isinstance(data, bytes) else begin()
     store = ObjectReader(
         location.store, root.objects, runtime_of(context).io_threads, verify=context.io.verify, strict=True
     )
@@ -228,7 +233,7 @@ def _open_own(location: Location, mark: Mark, root: Root, context: Context, know
         from ckptcore.loading.host_copies import find_copies  # only who has hosts needs it
 
         copies = find_copies(location, root, context)
-    opened = Checkpoint(location, mark, root, layout, root.state, root.tree, store, copies=copies)
+    opened = Checkpoint(location, mark, root, layout, root.state, root.tree, store, copies=copies, indexes=indexes)
     if root.references:
         from ckptcore.loading.bases import with_bases  # only who refers to others needs it
 

@@ -15,7 +15,7 @@ from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
 from ckptcore.model.tree import format_path
 from ckptcore.planning import plan_read
-from ckptcore.protocols import ChecksArrays, Executor, LeafHandler, WantedLeaf
+from ckptcore.protocols import Executor, LeafHandler, WantedLeaf
 from ckptcore.runtime import runtime_of
 from ckptcore.tree.flattening import PLACEHOLDER
 from ckptcore.tree.scalars import are_interchangeable, array_of, value_of
@@ -387,11 +387,10 @@ def check_sizes(opened: Checkpoint, wanted: Collection[int]) -> None:
             with naming_further(opened.derived.sources[checkpoint]) if checkpoint else nullcontext():
                 check_sizes(opened.derived.sources[checkpoint], stored)
         return
-    if isinstance(opened.layout, ChecksArrays):
-        tree = opened.tree
-        originals = sorted({tree.aliases.get(leaf, leaf) for leaf in wanted})
-        arrays = [leaf for leaf in originals if isinstance(tree.leaves[leaf], ArrayRecord)]
-        opened.layout.check_arrays(tree, opened.state, arrays)
+    tree, index = opened.tree, opened.index
+    originals = sorted({tree.aliases.get(leaf, leaf) for leaf in wanted})
+    arrays = [leaf for leaf in originals if isinstance(tree.leaves[leaf], ArrayRecord)]
+    index.check(arrays)
     if opened.root is None:
         return  # its layout has looked at its files itself
     held = sum([record.size for record in opened.store.objects.values()])
@@ -403,7 +402,7 @@ def check_sizes(opened: Checkpoint, wanted: Collection[int]) -> None:
                 f"{record.spec.nbytes} bytes, but all objects together have {held} bytes; the root is damaged: load "
                 "another checkpoint"
             )
-    extents = [extent for extent in opened.layout.extents(opened.tree, opened.state) if extent[0] in wanted]
+    extents = [(leaf, *extent) for leaf in arrays for extent in index.extents(leaf)]
     # Not what the root states, or only a little of it: an object may be cut off, and a hostile root may state anything.
     keys = dict.fromkeys([key for _, key, _, _ in extents])
     sizes = {

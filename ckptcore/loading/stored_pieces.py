@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 
 from ckptcore.io.tiles import c_strides, flat_boxes, run_axis
 from ckptcore.model.arrays import Box
-from ckptcore.model.transfer import StoredTile
+from ckptcore.model.chunks import Chunk
 from ckptcore.planning.partition import cut_box
 
 __all__ = ["ALIGNMENT", "BatchSizes", "Order", "StoredPiece", "TileIndex", "batches_of", "pieces_of"]
@@ -55,12 +55,12 @@ class StoredPiece:
     leaf: int
     box: Box
     itemsize: int
-    tile: StoredTile | None = None
+    tile: Chunk | None = None
     start: int = 0
     stop: int = 0
 
     @classmethod
-    def of(cls, leaf: int, box: Box, itemsize: int, tile: StoredTile) -> StoredPiece:
+    def of(cls, leaf: int, box: Box, itemsize: int, tile: Chunk) -> StoredPiece:
         """The piece that a box of a tile is."""
         if not tile.is_plain:
             return cls(leaf, box, itemsize, tile, tile.offset, tile.offset)
@@ -101,7 +101,7 @@ class StoredPiece:
             return None
         return self._run(tile, first, middle), self._run(tile, middle, last)
 
-    def _run(self, tile: StoredTile, first: int, last: int) -> list[StoredPiece]:
+    def _run(self, tile: Chunk, first: int, last: int) -> list[StoredPiece]:
         """The elements of a tile from one on to another, in C order."""
         corner = tile.box.start
         return [
@@ -118,7 +118,7 @@ class StoredPiece:
 class TileIndex:
     """The tiles of an array, found by boxes."""
 
-    def __init__(self, tiles: Iterable[StoredTile]) -> None:
+    def __init__(self, tiles: Iterable[Chunk]) -> None:
         """Tiles that do not overlap."""
         self._tiles = list(tiles)
         self._axis = 0
@@ -135,9 +135,9 @@ class TileIndex:
         """Whether every part of every tile can be read by itself."""
         return all(tile.is_plain for tile in self._tiles)
 
-    def parts(self, box: Box) -> Iterator[tuple[Box, StoredTile]]:
+    def parts(self, box: Box) -> Iterator[tuple[Box, Chunk]]:
         """What each tile has of a box that has elements."""
-        tiles: Sequence[StoredTile] = self._tiles
+        tiles: Sequence[Chunk] = self._tiles
         if tiles and box.start:
             first = bisect.bisect_right(self._starts, box.start[self._axis] - self._longest)
             tiles = tiles[first : bisect.bisect_left(self._starts, box.stop[self._axis])]

@@ -16,7 +16,14 @@ from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFo
 from ckptcore.io.reader import ObjectReader
 from ckptcore.io.requests import requests_of
 from ckptcore.io.threads import run_each
-from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, arrays_at, file_pieces, naming_arrays
+from ckptcore.loading.checkpoint import (
+    Checkpoint,
+    CompositeCheckpoint,
+    arrays_at,
+    extents_of,
+    file_pieces,
+    naming_arrays,
+)
 from ckptcore.loading.consistent_read import ConsistentRead, open_checkpoint
 from ckptcore.loading.members import is_deleted, open_member, present_members
 from ckptcore.loading.opening import open_either, open_tree
@@ -349,7 +356,7 @@ def _read_foreign(opened: Checkpoint, context: Context, progress: ProgressCallba
         done += record.spec.nbytes
         if progress is not None:
             progress(done, opened.tree.nbytes)
-    keys = sorted({key for _, key, _, _ in opened.layout.extents(opened.tree, opened.state)})
+    keys = sorted({key for _, key, _, _ in extents_of(opened)})
     return VerifyReport(tuple(problems), len(keys), done, tuple(keys))
 
 

@@ -10,6 +10,7 @@ from ckptcore.model.arrays import (
     dtype_from_name,
     name_of_dtype,
 )
+from ckptcore.model.chunks import Chunk, ChunkPlaces
 from ckptcore.model.columns import IntegerColumn, ItemColumns
 from ckptcore.model.keys import check_directory_key, check_key
 from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
@@ -25,7 +26,6 @@ from ckptcore.model.transfer import (
     Ready,
     Receipt,
     Segment,
-    StoredTile,
     TileRead,
     WriteItem,
     WritePlan,
@@ -57,6 +57,8 @@ __all__ = [
     "BytesSegment",
     "Checksum",
     "ChecksumSegment",
+    "Chunk",
+    "ChunkPlaces",
     "HostArray",
     "IntegerColumn",
     "ItemColumns",
@@ -72,7 +74,6 @@ __all__ = [
     "Segment",
     "Shard",
     "Skeleton",
-    "StoredTile",
     "StridedMemory",
     "TileRead",
     "TreeMetadata",

@@ -22,7 +22,6 @@ __all__ = [
     "Ready",
     "Receipt",
     "Segment",
-    "StoredTile",
     "TileRead",
     "WriteItem",
     "WritePlan",
@@ -251,22 +250,3 @@ class TileRead:
     itemsize: int
     targets: tuple[tuple[int, Box, HostArray], ...]
     checksum: Checksum | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTile:
-    """A box of an array that is stored by itself.
-
-    Attributes:
-        key: the object it is in.
-        offset: where in the object it begins, in bytes; where that is not known, what orders tiles as they may lie.
-        box: where in the array; may reach beyond its ends, where it is stored so.
-        is_plain: whether its elements lie there in C order, uncompressed, and any of them can be read without the rest of the tile.
-        is_exact: whether it is known to be plain, little endian, at this offset of this object, and without a checksum behind it.
-    """
-
-    key: str
-    offset: int
-    box: Box
-    is_plain: bool
-    is_exact: bool = False

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
-from ckptcore.model.arrays import HostArray
+from ckptcore.errors import PluginError
+from ckptcore.model.arrays import ArraySpec, Box, HostArray
+from ckptcore.model.chunks import Chunk, ChunkPlaces
 from ckptcore.model.metadata import TreeMetadata
-from ckptcore.model.transfer import ReadPlan, Receipt, Segment, StoredTile, TileRead, WritePlan
+from ckptcore.model.transfer import Pending, ReadItem, Receipt, Segment, TileRead, WritePlan
 from ckptcore.model.tree import JSON
 from ckptcore.protocols.storage import StorageAddress
 
 __all__ = [
     "About",
-    "ChecksArrays",
+    "ChunkIndex",
     "ForecastsWrites",
     "InspectedComposite",
     "Inspection",
@@ -23,9 +26,8 @@ __all__ = [
     "LayoutFactory",
     "MarksCheckpoints",
     "MemberKind",
-    "PlacesTiles",
+    "NativeReader",
     "ReadStore",
-    "ReadsChunks",
     "SharesReplicas",
     "Snapshot",
     "WriteForecast",
@@ -135,6 +137,20 @@ class ReadStore(Protocol):
         """
         ...
 
+    def read_boxes(self, index: ChunkIndex, items: Sequence[ReadItem], buffers: Sequence[HostArray]) -> Iterator[int]:
+        """Fill ``buffers[i]`` with the box of ``items[i]``; yields `i` once it is complete and verified.
+
+        Args:
+            index: where the arrays are.
+            items: boxes to read.
+            buffers: C-contiguous and writable, of the box's shape and the stored dtype.
+
+        Raises:
+            CorruptCheckpointError: bytes are missing or wrong.
+            UnsupportedLeafError: an array is stored in a way that cannot be read.
+        """
+        ...
+
 
 MemberKind: TypeAlias = Literal["tree", "files"]
 """What one of several checkpointables is: a tree of arrays and values, or files that its object wrote itself."""
@@ -146,7 +162,7 @@ class Inspection:
 
     Attributes:
         tree: what is in it.
-        state: JSON for `Layout.read`: where things are.
+        state: JSON for `Layout.index`: where arrays are.
         writer: who wrote it, as far as can be told.
         custom: metadata of the user's that it carries.
         metrics: measurements that it carries.
@@ -197,6 +213,99 @@ class About:
     members: Mapping[str, MemberKind] = field(default_factory=dict)
 
 
+class ChunkIndex(Protocol):
+    """Where the chunks of the arrays of a checkpoint are. Any thread.
+
+    The core reads arrays with it: it asks for the chunks of a box, locates those whose place is not exact, and moves
+    their bytes. Leaves are numbers of arrays in the tree, never of aliases. What an index was made of may be hostile.
+
+    Subclasses inherit the answers of a layout whose chunks are raw and at exact places.
+    """
+
+    def boxes(self, leaf: int, box: Box) -> Iterable[Chunk]:
+        """Return the chunks that hold elements of a box of an array. Reads nothing; equal on every process.
+
+        Chunks do not overlap. Work is divided by these: a wrong place costs reads, never elements.
+
+        Raises:
+            CorruptCheckpointError: the array is not stored whole.
+            UnsupportedLeafError: the array is stored in a way that cannot be read.
+        """
+        ...
+
+    @property
+    def stored_specs(self) -> Mapping[int, ArraySpec]:
+        """By leaf, the shape and dtype that an array is stored as, if they differ from its own; chunks are boxes of that.
+
+        Bytes are the same. The shape may have one more axis, of the bytes of an element.
+        """
+        return {}
+
+    @abstractmethod
+    def extents(self, leaf: int) -> Iterable[tuple[str, int, int]]:
+        """Return the ranges of bytes (object, start, stop) that hold an array, as far as the metadata describes them.
+
+        Errors name arrays by it, and memory is bounded by it. Nothing for elements that are in no plain range.
+        """
+        ...
+
+    def check(self, leaves: Collection[int]) -> None:
+        """Refuse arrays whose chunks do not cover them exactly. Called before memory is allocated; reads nothing.
+
+        A hostile state of a few bytes may describe an array of any shape: the check must take no longer than reading
+        the state.
+
+        Raises:
+            CorruptCheckpointError, UnsupportedLeafError: as `boxes`, for the first such array.
+        """
+        return
+
+    def chunk_rows(self, leaf: int) -> int | None:
+        """Return the extent of a chunk along the first axis, for arrays in a regular grid; else None.
+
+        Conversions cut arrays between chunks that are read whole.
+        """
+        return None
+
+    def locate(self, chunks: Sequence[Chunk], store: ReadStore) -> ChunkPlaces:
+        """Find the bytes of chunks of one array. May read indexes, nodes of a tree, or headers.
+
+        Called for chunks that are not `Chunk.is_exact`, where their bytes are read.
+
+        Raises:
+            CorruptCheckpointError: a chunk is missing that has no fill value, or metadata is damaged.
+        """
+        return ChunkPlaces([chunk.key for chunk in chunks], [chunk.offset for chunk in chunks])
+
+    def decode(self, chunk: Chunk, data: bytes) -> Pending[HostArray]:
+        """Decode the bytes of an encoded chunk to the elements of its box, which may end with the array.
+
+        Raises:
+            CorruptCheckpointError: also from `Pending.result`.
+        """
+        name = type(self).__name__
+        raise PluginError(f"{name} locates encoded chunks and does not implement decode()")
+
+
+@runtime_checkable
+class NativeReader(Protocol):
+    """A chunk index that reads some arrays by itself, with the I/O library of its format."""
+
+    def reads(self, leaf: int, store: ReadStore) -> bool:
+        """Return whether this reads an array natively from a store."""
+        ...
+
+    def read(self, items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
+        """Fill ``buffers[i]`` with the box of ``items[i]``; yields `i` once it is complete and verified.
+
+        Buffers are C-contiguous and writable, of the box's shape and the stored dtype. Boxes have elements.
+
+        Raises:
+            CorruptCheckpointError: bytes are missing or wrong.
+        """
+        ...
+
+
 class Layout(Protocol):
     """How the arrays of a tree lie in objects. Knows no framework; keeps no state between calls; thread-safe.
 
@@ -224,21 +333,17 @@ class Layout(Protocol):
         """On the leader: make the parts one whole, also for foreign readers. The result is kept in the root."""
         ...
 
-    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
-        """Fill ``buffers[i]`` with the box of ``plan.items[i]``; yields `i` once it is there and verified.
+    def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
+        """Return where the chunks of a checkpoint are. Reads nothing; everything in `state` may be hostile.
 
-        Buffers are C-contiguous and writable, of the box's shape and the stored dtype. Everything in ``plan.state``
-        may be hostile.
+        The core keeps the index for as long as the checkpoint is open.
+
+        Args:
+            tree: the tree that was saved.
+            state: the JSON that `finish` or `inspect` returned.
 
         Raises:
-            CorruptCheckpointError: where bytes are missing or wrong.
-        """
-        ...
-
-    def extents(self, tree: TreeMetadata, state: JSON) -> Iterator[tuple[int, str, int, int]]:
-        """Where leaves lie, so that an error can name the array: (leaf, key, start, stop), in bytes.
-
-        Nothing where elements lie in no plain range of bytes; `state` may be hostile.
+            CorruptCheckpointError: the state does not fit the tree.
         """
         ...
 
@@ -318,62 +423,6 @@ class SharesReplicas(Protocol):
     @property
     def shares_replicas(self) -> bool:
         """Whether it is, with the options that it has."""
-        ...
-
-
-@runtime_checkable
-class ReadsChunks(Protocol):
-    """A layout with chunks of which a part is not read, or not verified, by itself."""
-
-    def chunk_rows(self, tree: TreeMetadata, state: JSON) -> Mapping[int, int]:
-        """By leaf, how many indices of the first axis a chunk has, where arrays lie in a regular grid of them; others are left out.
-
-        A conversion that cuts arrays does it between chunks: else it would decode each of them several times. At least 1 each;
-        `state` may be hostile.
-        """
-        ...
-
-
-@runtime_checkable
-class ChecksArrays(Protocol):
-    """A layout that checks that the boxes in its state cover each array exactly."""
-
-    def check_arrays(self, tree: TreeMetadata, state: JSON, leaves: Collection[int]) -> None:
-        """Refuse arrays whose stored boxes do not cover them exactly. Called before memory is allocated; reads nothing.
-
-        A hostile state of a few bytes may describe an array of any shape. The check must take about as long as reading
-        the state.
-
-        Args:
-            tree: that was saved.
-            state: may be hostile.
-            leaves: the numbers of arrays in the tree; never of aliases.
-
-        Raises:
-            CorruptCheckpointError: names the first such array.
-            UnsupportedLeafError: an array is stored in a way that cannot be read.
-        """
-        ...
-
-
-@runtime_checkable
-class PlacesTiles(Protocol):
-    """A layout that can tell where arrays are without asking the storage, so that processes can divide what they read."""
-
-    def tiles(self, tree: TreeMetadata, state: JSON, leaf: int) -> Iterator[StoredTile]:
-        """The tiles that an array is stored in, in any order; they do not overlap. Nothing where that is not known.
-
-        Processes of one job get equal ones for equal arguments. What is said of places need only be true most times: a plan made of it
-        reads too much where it is not, and never the wrong thing.
-
-        Args:
-            tree: that was saved.
-            state: may be hostile.
-            leaf: the number of an array in the tree; never an alias.
-
-        Raises:
-            CorruptCheckpointError: if the state makes no sense.
-        """
         ...
 
 

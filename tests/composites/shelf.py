@@ -8,7 +8,7 @@ each of several things is at its name. What has no index is files.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,13 @@ from ckptcore.model import (
     Box,
     HostArray,
     Node,
-    ReadPlan,
     Receipt,
-    TileRead,
     TreeMetadata,
 )
-from ckptcore.planning import leaf_names
+from ckptcore.planning import ChunkColumns, ChunkTable, leaf_names
 from ckptcore.protocols import (
     About,
+    ChunkIndex,
     InspectedComposite,
     Inspection,
     LayoutFactory,
@@ -98,30 +97,13 @@ class ShelfLayout:
         document = {"created": about.created, "custom": custom, "metrics": metrics, "members": list(about.members)}
         store.put(MARK, json.dumps(document).encode())
 
-    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
-        """Read every box that has wanted elements."""
-        places = _decode(plan.tree, plan.state)
-        tiles = []
-        for number, (item, buffer) in enumerate(zip(plan.items, buffers, strict=True)):
-            covered = 0
-            for key, box in places.get(item.leaf, ()):
-                common = box.intersect(item.box)
-                if common is not None:
-                    covered += common.size
-                    tiles.append(TileRead(key, 0, box, buffer.itemsize, ((number, item.box, buffer),)))
-            if covered != item.box.size:
-                raise CorruptCheckpointError(f"{item.box.size - covered} elements of leaf {item.leaf} are nowhere")
-            if not covered:
-                yield number
-        yield from store.read_tiles(tiles)
-
-    def extents(self, tree: TreeMetadata, state: JSON) -> Iterator[tuple[int, str, int, int]]:
-        """Each box is an object."""
+    def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
+        """The boxes, each in an object."""
+        columns = ChunkColumns()
         for leaf, places in _decode(tree, state).items():
-            record = tree.leaves[leaf]
-            assert isinstance(record, ArrayRecord)  # checked
             for key, box in places:
-                yield leaf, key, 0, box.size * record.spec.numpy_dtype.itemsize
+                columns.add(leaf, key, 0, box)
+        return ChunkTable(tree, columns.to_json())
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
         """A tree, or the one of a checkpoint."""

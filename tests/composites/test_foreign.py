@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ckptcore_testing.faults import FaultPlan
+from ckptcore_testing.layout_stores import WatchedIndex
 
 import ckptcore
 from ckptcore.errors import (
@@ -29,8 +30,8 @@ from ckptcore.errors import (
 )
 from ckptcore.hookspecs import hookimpl
 from ckptcore.loading.verify import has_its_sizes
-from ckptcore.model import HostArray, ReadPlan
-from ckptcore.protocols import LayoutFactory, ReadStore
+from ckptcore.model import JSON, HostArray, ReadItem, TreeMetadata
+from ckptcore.protocols import ChunkIndex, LayoutFactory, ReadStore
 from tests.composites.objects import Files, Linear
 from tests.composites.shelf import MARK, ShelfLayout, ShelfPlugin, put_on_shelf
 from tests.crashes.places import InterruptedPlan, faulty_context, through
@@ -340,11 +341,16 @@ class Caching(ShelfLayout):
         self.known: weakref.WeakKeyDictionary[ReadStore, int] = weakref.WeakKeyDictionary()
         self.reads: list[int] = []
 
-    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
-        """Count the reads of each store."""
+    def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
+        """An index that counts the reads of each store."""
+        return WatchedIndex(super().index(tree, state), self._read)
+
+    def _read(
+        self, index: ChunkIndex, items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore
+    ) -> Iterator[int]:
         self.known[store] = self.known.get(store, 0) + 1
         self.reads.append(self.known[store])
-        yield from super().read(plan, buffers, store)
+        yield from store.read_boxes(index, items, buffers)
 
 
 class CachingPlugin:

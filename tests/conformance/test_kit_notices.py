@@ -23,7 +23,7 @@ from ckptcore_testing import (
     bit_patterns,
 )
 from ckptcore_testing.builtin_samples import FILE, NUMPY
-from ckptcore_testing.layout_stores import local_directory
+from ckptcore_testing.layout_stores import WatchedIndex, local_directory
 from ckptcore_testing.samples import LayoutSample
 
 from ckptcore.builtin.host_leaves import HostArrayHandler
@@ -38,7 +38,7 @@ from ckptcore.model import (
     HostArray,
     LeafRecord,
     Pending,
-    ReadPlan,
+    ReadItem,
     Ready,
     Receipt,
     Shard,
@@ -46,6 +46,7 @@ from ckptcore.model import (
 )
 from ckptcore.protocols import (
     About,
+    ChunkIndex,
     Coordinator,
     Flattened,
     HostMemory,
@@ -287,56 +288,68 @@ class Wrapped:
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
         return self.inner.finish(tree, receipts, store)
 
-    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
-        yield from self.inner.read(plan, buffers, store)
+    def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
+        return WatchedIndex(self.inner.index(tree, state), self.read)
 
-    def extents(self, tree: TreeMetadata, state: JSON) -> Iterator[tuple[int, str, int, int]]:
-        yield from self.inner.extents(tree, state)
+    def read(
+        self, index: ChunkIndex, items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore
+    ) -> Iterator[int]:
+        yield from store.read_boxes(index, items, buffers)
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
         return self.inner.inspect(store, entry)
 
 
 class YieldsTwice(Wrapped):
-    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
-        for number in self.inner.read(plan, buffers, store):
+    def read(
+        self, index: ChunkIndex, items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore
+    ) -> Iterator[int]:
+        for number in store.read_boxes(index, items, buffers):
             yield number
             yield number
 
 
 class YieldsNothing(Wrapped):
-    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
-        for _ in self.inner.read(plan, buffers, store):
+    def read(
+        self, index: ChunkIndex, items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore
+    ) -> Iterator[int]:
+        for _ in store.read_boxes(index, items, buffers):
             pass
         yield from ()
 
 
 class YieldsEarly(Wrapped):
-    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
+    def read(
+        self, index: ChunkIndex, items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore
+    ) -> Iterator[int]:
         yield from range(len(buffers))
-        for _ in self.inner.read(plan, buffers, store):
+        for _ in store.read_boxes(index, items, buffers):
             pass
 
 
 class TrustsItsState(Wrapped):
-    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
-        _ = plan.state["files"]  # type: ignore[index,call-overload]  # that is what is wrong with it
-        yield from self.inner.read(plan, buffers, store)
+    def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
+        _ = state["files"]  # type: ignore[index,call-overload]  # that is what is wrong with it
+        return self.inner.index(tree, state)
 
 
 class AllocatesWhatItIsTold(Wrapped):
-    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
-        state = plan.state
+    def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
         offsets = state.get("offset") if isinstance(state, dict) else None
         if isinstance(offsets, list) and offsets and isinstance(offsets[0], int) and 0 < offsets[0] < 1 << 40:
             np.zeros(min(offsets[0], 1 << 29), np.uint8)
-        yield from self.inner.read(plan, buffers, store)
+        return self.inner.index(tree, state)
 
 
 class NamesOtherBytes(Wrapped):
-    def extents(self, tree: TreeMetadata, state: JSON) -> Iterator[tuple[int, str, int, int]]:
-        for leaf, key, start, stop in self.inner.extents(tree, state):
-            yield leaf, key, start - 4, stop - 4
+    def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
+        return OtherExtents(self.inner.index(tree, state), self.read)
+
+
+class OtherExtents(WatchedIndex):
+    def extents(self, leaf: int) -> Iterator[tuple[str, int, int]]:
+        for key, start, stop in self.inner.extents(leaf):
+            yield key, start - 4, stop - 4
 
 
 class FindsEverything(Wrapped):
@@ -369,8 +382,10 @@ class _Unreleased:
 
 
 class RoundsElements(Wrapped):
-    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
-        for number in self.inner.read(plan, buffers, store):
+    def read(
+        self, index: ChunkIndex, items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore
+    ) -> Iterator[int]:
+        for number in store.read_boxes(index, items, buffers):
             if buffers[number].dtype == np.float32 and buffers[number].size:
                 buffers[number].view(np.uint32)[...] &= np.uint32(0xFFFFFFFE)
             yield number

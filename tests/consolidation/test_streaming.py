@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 from ckptcore_orbax import Zarr3Layout
+from ckptcore_testing.layout_stores import WatchedIndex
 from ckptcore_tools.copies.streaming import StreamedSnapshot, StreamSizes, items_by_object
 
 import ckptcore
 from ckptcore.errors import CorruptCheckpointError, PluginError, SaveLostError
 from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.consistent_read import open_checkpoint
-from ckptcore.model import ArraySpec, Box, HostArray, ReadPlan, WriteItem, WritePlan
-from ckptcore.protocols import Layout, ReadsChunks, ReadStore
+from ckptcore.model import JSON, ArraySpec, Box, HostArray, ReadItem, TreeMetadata, WriteItem, WritePlan
+from ckptcore.protocols import ChunkIndex, Layout, ReadStore
 from tests.consolidation.test_jobs import CountedFiles
 
 ARRAYS, ARRAY_BYTES = 10, 8000
@@ -38,13 +39,18 @@ class Watched(ckptcore.SafetensorsLayout):
 
     __slots__ = ("batches", "fault", "gate", "silent")
 
-    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
+    def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
+        return WatchedIndex(super().index(tree, state), self._read)
+
+    def _read(
+        self, index: ChunkIndex, items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore
+    ) -> Iterator[int]:
         self.gate.wait(10)
-        self.batches.append([item.leaf for item in plan.items])
+        self.batches.append([item.leaf for item in items])
         if self.fault is not None:
             raise self.fault
         if not self.silent:
-            yield from super().read(plan, buffers, store)
+            yield from store.read_boxes(index, items, buffers)
 
 
 def watched() -> Watched:
@@ -218,9 +224,8 @@ def test_arrays_are_cut_between_chunks_and_shards(tmp_path: Path) -> None:
     opened = open_checkpoint(tmp_path / "source", CONTEXT)
     (items,) = items_by_object(ckptcore.SafetensorsLayout(), opened.tree, opened, (0,), StreamSizes(2000, 2000, 4000))
     starts = [item.boxes[0].start[0] for item in items]
-    assert isinstance(opened.layout, ReadsChunks)
-    rows = opened.layout.chunk_rows(opened.tree, opened.state)[0]
-    assert rows > 1 and all(start % rows == 0 for start in starts)
+    rows = opened.index.chunk_rows(0)
+    assert rows is not None and rows > 1 and all(start % rows == 0 for start in starts)
     assert 6 <= len(items) <= 12 and max(item.boxes[0].size for item in items) <= 500
 
 

@@ -116,7 +116,7 @@ def root_of(value: Any = 0, parts: tuple[str, ...] = ()) -> Root:
     return Root("0" * 16, "", {}, "safetensors", None, tree, {}, parts=parts)
 
 
-def is_kept(known: KnownRoots, data: bytes, root: Root) -> bool:
+def is_kept(known: KnownRoots[ckptcore.SafetensorsLayout], data: bytes, root: Root) -> bool:
     """Whether a root need not be parsed a second time."""
     parsed: list[bytes] = []
 
@@ -125,7 +125,7 @@ def is_kept(known: KnownRoots, data: bytes, root: Root) -> bool:
         return root
 
     for _ in range(2):
-        known.layout(data, known.root(data, parse), ckptcore.SafetensorsLayout)  # type: ignore[arg-type]  # it is a Root
+        known.keep(data, known.root(data, parse), ckptcore.SafetensorsLayout)  # type: ignore[arg-type]  # it is a Root
     return len(parsed) == 1
 
 
@@ -138,7 +138,7 @@ def test_values_that_could_be_changed_are_parsed_each_time(value: list[int] | Ma
 
 
 def test_few_roots_are_kept() -> None:
-    known = KnownRoots()
+    known = KnownRoots[ckptcore.SafetensorsLayout]()
     for number in range(6):
         assert is_kept(known, b"%d" % number, root_of())
 

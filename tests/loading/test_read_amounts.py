@@ -176,7 +176,7 @@ def test_arrays_in_one_place_are_put_together_once(count: int, tmp_path: Path, m
             super().__init__(*arguments)
             targets.append(len(self.targets))
 
-    monkeypatch.setattr("ckptcore.builtin.safetensors.TileRead", CountedTiles)
+    monkeypatch.setattr("ckptcore.io.chunk_reads.TileRead", CountedTiles)
     state = {"empty": [np.zeros((0, 3)) for _ in range(count)], "w": np.ones(3)}
     ckptcore.save(tmp_path / "c", state)
     (tmp_path / "c" / "checkpoint.json").unlink()

@@ -22,7 +22,7 @@ from ckptcore.loading.collective.shares import (
     message_offsets,
     plan_shares,
 )
-from ckptcore.model import ReadItem, StoredTile
+from ckptcore.model import Chunk, ReadItem
 from ckptcore.model.arrays import ArraySpec, Box
 from ckptcore.planning.partition import cells_of_wants, cut_box
 
@@ -200,15 +200,15 @@ def test_pieces_of_a_box_make_it_up(box: Box, most: int) -> None:
 
 
 @st.composite
-def stored(draw: st.DrawFn, is_plain: bool) -> dict[int, list[StoredTile]]:
+def stored(draw: st.DrawFn, is_plain: bool) -> dict[int, list[Chunk]]:
     """Tiles of all arrays, one behind the other in one object."""
     offset = draw(st.integers(0, 40))
-    found: dict[int, list[StoredTile]] = {}
+    found: dict[int, list[Chunk]] = {}
     for leaf, spec in SPECS.items():
         boxes = [box for box in draw(strategies.partitions(spec.shape)) if box.size]
         found[leaf] = []
         for box in boxes:
-            found[leaf].append(StoredTile("file", offset, box, is_plain))
+            found[leaf].append(Chunk("file", offset, box, is_plain))
             offset += box.size * spec.numpy_dtype.itemsize + draw(st.sampled_from([0, 4]))
     return found
 
@@ -272,7 +272,7 @@ def test_who_wants_a_part_of_what_is_only_read_whole_is_sent_all_that_anybody_wa
     """Two ranks want halves of three tiles: that in the middle is read by one, and the others into place or alone."""
     specs = {0: ArraySpec((12,), "int8")}
     wanted: list[Request] = [{0: (Box((0,), (6,)),)}, {0: (Box((6,), (12,)),)}]
-    tiles = [StoredTile("file", 9 * number, Box((4 * number,), (4 * number + 4,)), False) for number in range(3)]
+    tiles = [Chunk("file", 9 * number, Box((4 * number,), (4 * number + 4,)), False) for number in range(3)]
     plans = [plan_shares(specs, wanted, {0: 0, 1: 1}, rank, MessageSizes(), lambda _: tiles) for rank in (0, 1)]
     (sent,) = [message for message in plans[0].rounds[0].messages if len(message.members) > 1]
     assert [item.box for item in sent.pieces] == [Box((4,), (6,)), Box((6,), (8,))]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptcore.loading.stored_pieces import BatchSizes, StoredPiece, TileIndex, batches_of, pieces_of
-from ckptcore.model import ArraySpec, Box, StoredTile
+from ckptcore.model import ArraySpec, Box, Chunk
 
 
 def _file(shapes: list[tuple[int, ...]], offset: int = 24) -> list[StoredPiece]:
@@ -19,7 +19,7 @@ def _file(shapes: list[tuple[int, ...]], offset: int = 24) -> list[StoredPiece]:
     pieces = []
     for leaf, shape in enumerate(shapes):
         box = Box.whole(shape)
-        pieces += pieces_of(leaf, box, 4, TileIndex([StoredTile("file", offset, box, True)]))
+        pieces += pieces_of(leaf, box, 4, TileIndex([Chunk("file", offset, box, True)]))
         offset += box.size * 4
     return pieces
 
@@ -48,9 +48,7 @@ def test_without_a_place_a_batch_ends_anywhere() -> None:
 
 
 def test_what_is_only_read_whole_stays_together() -> None:
-    tiles = TileIndex(
-        [StoredTile("file", number, Box((10 * number,), (10 * number + 10,)), False) for number in range(5)]
-    )
+    tiles = TileIndex([Chunk("file", number, Box((10 * number,), (10 * number + 10,)), False) for number in range(5)])
     halves = [Box((5 * number,), (5 * number + 5,)) for number in range(10)]
     pieces = [piece for box in halves for piece in pieces_of(0, box, 64, tiles)]
     batches = list(batches_of(pieces, BatchSizes(aim=700, most=2000, block=16)))
@@ -61,7 +59,7 @@ def test_what_is_only_read_whole_stays_together() -> None:
 def test_what_is_before_a_byte_and_behind_it_make_up_a_piece(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 6), max_size=3).map(tuple))
     box = data.draw(strategies.boxes(shape))
-    tile = StoredTile("file", data.draw(st.integers(0, 9)), Box.whole(shape), True)
+    tile = Chunk("file", data.draw(st.integers(0, 9)), Box.whole(shape), True)
     piece = StoredPiece.of(0, box, 4, tile)
     position = data.draw(st.integers(0, tile.offset + 4 * tile.box.size))
     places = tile.offset + 4 * np.arange(tile.box.size).reshape(shape)
@@ -79,7 +77,7 @@ def test_what_is_before_a_byte_and_behind_it_make_up_a_piece(data: st.DataObject
 
 
 def test_tiles_that_do_not_make_up_a_box_are_not_believed() -> None:
-    tiles = TileIndex([StoredTile("file", 0, Box((0, 0), (3, 4)), True)])
+    tiles = TileIndex([Chunk("file", 0, Box((0, 0), (3, 4)), True)])
     (piece,) = pieces_of(2, Box.whole((4, 4)), 4, tiles)
     assert piece.tile is None and piece.box == Box.whole((4, 4))
     assert ArraySpec((4, 4), "int32").nbytes == piece.nbytes

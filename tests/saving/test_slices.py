@@ -15,12 +15,12 @@ from ckptcore_testing import ThreadJob, bit_patterns
 import ckptcore
 from ckptcore import Export, SafetensorsLayout
 from ckptcore.builtin.host_leaves import HostArrayHandler
-from ckptcore.builtin.safetensors_places import Places
 from ckptcore.commit.location import resolve_location
 from ckptcore.commit.occupants import read_root
 from ckptcore.commit.root import Root
 from ckptcore.errors import CheckpointError, ChecksumError, CorruptCheckpointError
 from ckptcore.model import ArraySpec, Box, Shard
+from ckptcore.planning import ChunkTable
 from ckptcore.protocols import Coordinator
 from ckptcore.runtime import runtime_of
 from tests.saving.test_failures import job_context
@@ -195,12 +195,12 @@ def test_a_hostile_state_is_refused(tmp_path: Path) -> None:
         swapped = {**slices, "box": [*slices["box"][4:8], *slices["box"][4:]]}  # one box twice, another not at all
         return [*found, swapped, [], 3, "slices", {}]
 
-    Places.from_json(tree, state).of(tree, 0)
+    ChunkTable(tree, state).check([0])
     for changed in changes(state["slices"]):
         with pytest.raises(CorruptCheckpointError):
-            places = Places.from_json(tree, {**state, "slices": changed})
+            table = ChunkTable(tree, {**state, "slices": changed})
             for leaf in (0, 1):
-                places.of(tree, leaf)
+                table.check([leaf])
             raise AssertionError(f"accepted {changed}")
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import secrets
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -20,15 +19,16 @@ from ckptcore.job.agreement import Agreement
 from ckptcore.loading.checkpoint import Checkpoint, naming_arrays
 from ckptcore.loading.collective.broadcasts import AHEAD, Broadcasts
 from ckptcore.loading.collective.joint import CollectiveAttempt, CollectiveRead
-from ckptcore.loading.collective.shares import Message, MessageSizes, Request, Round, SharedPlan, Tiles, plan_shares
+from ckptcore.loading.collective.shares import Message, MessageSizes, Request, Round, SharedPlan, plan_shares
 from ckptcore.loading.reading import Reading
 from ckptcore.model import BLOCK_BYTES
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
+from ckptcore.model.chunks import Chunk
 from ckptcore.model.metadata import ArrayRecord
-from ckptcore.model.transfer import Pending, ReadItem, StoredTile
+from ckptcore.model.transfer import Pending, ReadItem
 from ckptcore.model.tree import JSON
 from ckptcore.planning.replicas import group_of
-from ckptcore.protocols import Channels, PlacesTiles
+from ckptcore.protocols import Channels
 from ckptcore.runtime import runtime_of
 
 if TYPE_CHECKING:
@@ -101,14 +101,14 @@ class SharedArray:
         leaf, change, shape, dtype, axis, step = told
         return cls(leaf, change, ArraySpec(tuple(shape), dtype), axis, step)
 
-    def tiles(self) -> Iterable[StoredTile]:
+    def tiles(self) -> Iterable[Chunk]:
         """Return its bands as if they were stored one after the other. Each begins at a block, so that messages end at one."""
         if not self.step:
             return ()
         bands = Box.whole(self.spec.shape).bands(self.axis, self.step)
         stride = -(-bands[0].size * self.spec.numpy_dtype.itemsize // BLOCK_BYTES) * BLOCK_BYTES
         key = f"{self.leaf:09} {self.change}"  # sorts as leaves do
-        return [StoredTile(key, number * stride, band, is_plain=True) for number, band in enumerate(bands)]
+        return [Chunk(key, number * stride, band, is_plain=True) for number, band in enumerate(bands)]
 
 
 def stored_below(opened: Checkpoint) -> Checkpoint:
@@ -267,14 +267,12 @@ class _SharedAttempt(CollectiveAttempt[T]):
             message=max(1, min(_MESSAGE_BYTES, memory.exchange_bytes // _MOST_AT_ONCE)), round=memory.load_bytes
         )
 
-        layout = stored.layout
-        places: Tiles | None = None
-        if isinstance(layout, PlacesTiles):
-            places = functools.partial(layout.tiles, stored.tree, stored.state)
-
-        def tiles(number: int) -> Iterable[StoredTile]:
+        def tiles(number: int) -> Iterator[Chunk]:
             array = arrays[number]
-            return array.tiles() if not array.is_stored else () if places is None else places(array.leaf)
+            if array.is_stored:
+                yield from stored.index.boxes(array.leaf, Box.whole(array.spec.shape))
+            else:
+                yield from array.tiles()
 
         plan = plan_shares(specs, requests, request_of, rank, sizes, tiles)
         return renumbered(plan, {number_of[array]: leaf for leaf, array in self._own.items() if array in number_of})

@@ -11,7 +11,8 @@ from typing import Final, TypeAlias
 from ckptcore.loading.stored_pieces import ALIGNMENT, BatchSizes, Order, StoredPiece, TileIndex, batches_of, pieces_of
 from ckptcore.model import BLOCK_BYTES
 from ckptcore.model.arrays import ArraySpec, Box
-from ckptcore.model.transfer import ReadItem, StoredTile
+from ckptcore.model.chunks import Chunk
+from ckptcore.model.transfer import ReadItem
 from ckptcore.planning.partition import Wanting, cells_of_wants
 
 __all__ = ["Message", "MessageSizes", "Request", "Round", "SharedPlan", "Tiles", "message_offsets", "plan_shares"]
@@ -19,7 +20,7 @@ __all__ = ["Message", "MessageSizes", "Request", "Round", "SharedPlan", "Tiles",
 Request: TypeAlias = Mapping[int, Sequence[Box]]
 """The boxes that a process requests, by number of the leaf (never an alias), without duplicates."""
 
-Tiles: TypeAlias = Callable[[int], Iterable[StoredTile]]
+Tiles: TypeAlias = Callable[[int], Iterable[Chunk]]
 """Returns the tiles in which an array is stored, by number of its leaf: all plain or none. Empty if unknown."""
 
 _LEAST_BYTES: Final = 4 << 20
@@ -92,7 +93,7 @@ class SharedPlan:
     groups: tuple[tuple[int, ...], ...]
 
 
-def _nowhere(leaf: int) -> Iterable[StoredTile]:
+def _nowhere(leaf: int) -> Iterable[Chunk]:
     """Return no tiles: the location of the array is unknown."""
     return ()
 
@@ -267,7 +268,7 @@ class _Cell:
         return len(self.members) > 1 or not self.is_whole
 
 
-def _index(cells: Sequence[_Cell], tiles: Iterable[StoredTile]) -> TileIndex:
+def _index(cells: Sequence[_Cell], tiles: Iterable[Chunk]) -> TileIndex:
     """The tiles of an array, if its cells are to be cut at them."""
     if len(cells) == 1 and not cells[0].is_sent:
         return TileIndex(())

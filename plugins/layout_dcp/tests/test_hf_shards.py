@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from ckptcore_dcp.chunk_index import index_of
 from ckptcore_dcp.inspecting import inspect_dcp
-from ckptcore_dcp.state import ChunkTable
 from ckptcore_testing import ThreadJob
 
 import ckptcore
@@ -27,13 +27,13 @@ def expect_shards(path: Path, expected: Mapping[str, torch.Tensor]) -> None:
     """Whether a directory has these tensors, and no others."""
     found = inspect_dcp(Directory(path), None)
     assert found is not None
-    table = ChunkTable(found.tree, json.loads(json.dumps(found.state)))
+    table = index_of(found.tree, json.loads(json.dumps(found.state)))
     assert set(map(str, found.tree.paths)) == {str((name,)) for name in expected}
     for leaf, (name,) in enumerate(found.tree.paths):
         record = found.tree.leaves[leaf]
         assert isinstance(record, ArrayRecord) and record.spec.shape == tuple(expected[str(name)].shape)
         whole = np.zeros(record.spec.shape, record.spec.numpy_dtype)
-        for chunk in table.chunks(leaf):
+        for chunk in table.boxes(leaf, Box.whole(record.spec.shape)):
             data = (path / chunk.key).read_bytes()
             part: Any = np.frombuffer(data, whole.dtype, chunk.box.size, chunk.offset)
             whole[chunk.box.slices] = part.reshape(chunk.box.shape)

@@ -22,8 +22,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import zstandard
+from ckptcore_dcp.chunk_index import ItemIndex
 from ckptcore_dcp.inspecting import inspect_dcp
-from ckptcore_dcp.state import Chunk, ChunkTable
+from ckptcore_dcp.item_reading import StoredItem
 from torch.distributed.checkpoint import metadata as theirs
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
@@ -83,9 +84,9 @@ def _value(record: LeafRecord) -> object:
     return HostValueHandler().build(None, record, ())
 
 
-def _chunks(inspection: Inspection, leaf: int) -> Sequence[Chunk]:
+def _chunks(inspection: Inspection, leaf: int) -> Sequence[StoredItem]:
     state = json.loads(json.dumps(inspection.state))  # it has to be JSON
-    return ChunkTable(inspection.tree, state).chunks(leaf)
+    return ItemIndex(inspection.tree, state).items(leaf)
 
 
 def _tensor(path: Path, inspection: Inspection, leaf: int) -> torch.Tensor:

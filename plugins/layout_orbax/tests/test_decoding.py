@@ -15,8 +15,7 @@ from ckptcore_orbax.zarr.version3 import parse_zarr3
 from ckptcore_testing.layout_stores import DirectoryReadStore
 
 from ckptcore.errors import CorruptCheckpointError
-from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, Node, TreeMetadata
-from ckptcore.planning import plan_read
+from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, Node, ReadItem, TreeMetadata
 
 
 def _write(directory: Path, name: str, elements: np.ndarray) -> StoredName:
@@ -50,10 +49,11 @@ def test_nothing_is_written_to_the_caller_s_memory_after_an_error(
     state = ArraysState(directory="", storage="objects", missing=missing, source="other", arrays=stored)
     chunk = tmp_path / names[0] / "c" / "0"
     chunk.write_bytes(chunk.read_bytes()[:100])
-    plan = plan_read(tree, state.to_json(), [(leaf, (Box.whole(spec.shape),)) for leaf in stored])
+    index = Zarr3Layout().index(tree, state.to_json())
+    items = [ReadItem(leaf, Box.whole(spec.shape)) for leaf in stored]
     buffers = [np.zeros(spec.shape, np.int32) for _ in names]
     with pytest.raises(CorruptCheckpointError, match="array0") as raised:
-        list(Zarr3Layout().read(plan, buffers, DirectoryReadStore(tmp_path)))
+        list(DirectoryReadStore(tmp_path).read_boxes(index, items, buffers))
     held = [buffer[:: 1 << 16].copy() for buffer in buffers]
     time.sleep(0.3)
     assert raised.traceback  # holds on to what the load had

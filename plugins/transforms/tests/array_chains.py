@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from ckptcore_testing.layout_stores import WatchedIndex
 from ckptcore_testing.strategies import boxes
 from ckptcore_transforms.derived_arrays import permute, stack, weighted_sum
 from hypothesis import strategies as st
@@ -16,8 +17,8 @@ from ckptcore.context import Context
 from ckptcore.derivations import Stored, cast, concatenate, cut, pad, reshape
 from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.consistent_read import open_checkpoint
-from ckptcore.model import ArraySpec, Box, HostArray, ReadPlan
-from ckptcore.protocols import DerivedArray, ReadStore
+from ckptcore.model import JSON, ArraySpec, Box, HostArray, ReadItem, TreeMetadata
+from ckptcore.protocols import ChunkIndex, DerivedArray, ReadStore
 
 CASTS = ("float32", "bfloat16", "float16", "int8", "float64", "float8_e4m3fn")
 
@@ -127,15 +128,20 @@ def _shape_of(draw: st.DrawFn, size: int) -> tuple[int, ...]:
 
 @dataclass
 class Counted:
-    """Counts the elements that a layout reads."""
+    """A layout whose reads are counted."""
 
     opened: Checkpoint
-    plans: list[ReadPlan] = field(default_factory=list)
+    plans: list[Sequence[ReadItem]] = field(default_factory=list)
 
-    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterable[int]:
-        """Read like the layout."""
-        self.plans.append(plan)
-        return self.opened.layout.read(plan, buffers, store)
+    def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
+        """Return the index of the layout, watched."""
+        return WatchedIndex(self.opened.layout.index(tree, state), self._read)
+
+    def _read(
+        self, index: ChunkIndex, items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore
+    ) -> Iterator[int]:
+        self.plans.append(items)
+        return store.read_boxes(index, items, buffers)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.opened.layout, name)
@@ -143,7 +149,7 @@ class Counted:
     @property
     def elements(self) -> int:
         """Number of elements read."""
-        return sum([item.box.size for plan in self.plans for item in plan.items])
+        return sum([item.box.size for items in self.plans for item in items])
 
 
 def open_counted(location: str) -> tuple[Checkpoint, Counted]:

@@ -15,10 +15,9 @@ from typing import Any, Final
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import LEAF, ArrayRecord, Box, Node, TreeMetadata
-from ckptcore.planning import cuts_of
+from ckptcore.planning import ChunkColumns, cuts_of
 from ckptcore.protocols import Inspection, ReadStore
 from ckptcore_dcp.dtypes import spec_and_kind
-from ckptcore_dcp.state import Chunk, ChunkColumns
 
 __all__ = ["inspect_shards"]
 
@@ -82,7 +81,7 @@ def inspect_shards(store: ReadStore, names: Sequence[str]) -> Inspection | None:
             by_name.setdefault(part.name, []).append(part)
     if not files:
         return None
-    columns = ChunkColumns("elements")
+    columns = ChunkColumns()
     leaves: list[ArrayRecord] = []
     for name, parts in by_name.items():
         first = parts[0]
@@ -101,11 +100,13 @@ def inspect_shards(store: ReadStore, names: Sequence[str]) -> Inspection | None:
             if part.box.size:
                 boxes.setdefault(part.box, part)  # each process writes what it has, so a copy of a box is nothing rare
         for box, part in boxes.items():
-            columns.add(len(leaves), Chunk(box, part.key, part.offset))
+            columns.add(len(leaves), part.key, part.offset, box)
         leaves.append(ArrayRecord(spec, kind, cuts=cuts_of(shape, boxes) if len(boxes) > 1 else None))
     skeleton = Node("dict", tuple(by_name), (LEAF,) * len(by_name))
     return Inspection(
-        TreeMetadata(skeleton, tuple(leaves)), columns.to_json(), "torch.distributed.checkpoint (safetensors)"
+        TreeMetadata(skeleton, tuple(leaves)),
+        {"content": "elements", **columns.to_json()},
+        "torch.distributed.checkpoint (safetensors)",
     )
 
 

@@ -43,7 +43,7 @@ class InspectedChunks:
         return tuple(cuts) if any(cuts) else None
 
     def to_json(self) -> JSON:
-        """For `ckptcore_dcp.state.ChunkTable`."""
+        """For `ckptcore_dcp.chunk_index.index_of`."""
         found = self._columns
         used, file = np.unique(found.file, return_inverse=True)
         both = np.concatenate([self._within, self._within], axis=1)

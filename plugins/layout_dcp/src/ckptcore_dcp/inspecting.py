@@ -20,13 +20,13 @@ from typing import Final
 from ckptcore.errors import CorruptCheckpointError, UncommittedCheckpointError
 from ckptcore.model import LEAF, ArrayRecord, LeafRecord, Skeleton, TreeMetadata
 from ckptcore.protocols import Inspection, ReadStore
+from ckptcore_dcp.chunk_index import state_with_places
 from ckptcore_dcp.directories import WRITER, names_of_dcp
 from ckptcore_dcp.dtypes import spec_and_kind
 from ckptcore_dcp.hf_shards import inspect_shards
 from ckptcore_dcp.inspected_chunks import InspectedChunks
 from ckptcore_dcp.metadata import DcpChunk, DcpMetadata, DcpPath, DcpTensor, DcpValue, read_metadata
 from ckptcore_dcp.names import tree_of_names
-from ckptcore_dcp.places_in_values import state_with_places
 from ckptcore_dcp.storages import PlaceColumns, storage_of
 from ckptcore_dcp.stored_tensors import StoredTensor
 from ckptcore_dcp.tensors import leaf_record

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from ckptcore.errors import CorruptCheckpointError
-from ckptcore.model import ArrayRecord, ArraySpec, Box, TileRead, TreeMetadata, format_path
+from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray, TileRead, TreeMetadata, format_path
 from ckptcore.protocols import ReadStore
-from ckptcore_dcp.chunk_targets import ChunkTargets
 from ckptcore_dcp.dtypes import physical_spec
 from ckptcore_dcp.item_templates import KnownTemplates
 from ckptcore_dcp.pickles import read_pickle
-from ckptcore_dcp.state import Chunk
 from ckptcore_dcp.storages import Place, StoredBytes, gathered_box, inflated
 from ckptcore_dcp.stored_tensors import check_bounds, stored_tensor
 from ckptcore_dcp.transforms import undone
@@ -26,7 +25,7 @@ from ckptcore_dcp.zip_directories import Fetch
 from ckptcore_dcp.zip_records import STORED
 from ckptcore_dcp.zips import ZipMember, most_pickle_bytes, read_member, read_zip, torch_members
 
-__all__ = ["read_items"]
+__all__ = ["ItemTargets", "StoredItem", "read_items"]
 
 _Templates: TypeAlias = KnownTemplates[ArraySpec, Place]
 
@@ -40,7 +39,41 @@ _MOST_AROUND: Final = 1 << 20
 """... and how many more."""
 
 
-def read_items(tree: TreeMetadata, wanted: Sequence[ChunkTargets], store: ReadStore) -> Iterator[int]:
+@dataclass(frozen=True, slots=True)
+class StoredItem:
+    """An item of torch.save with the elements of a box of an array.
+
+    Attributes:
+        box: where in the array.
+        key: the object that holds it.
+        offset: where the item begins in the object, in bytes.
+        nbytes: its length as it is stored, in bytes.
+        transforms: what was done to it, as torch names it (``stream.zstd/1``), in order.
+    """
+
+    box: Box
+    key: str
+    offset: int
+    nbytes: int
+    transforms: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class ItemTargets:
+    """An item, and the arrays that want elements of it.
+
+    Attributes:
+        leaf: the array that it is of.
+        chunk: where it is.
+        targets: the number, box and buffer of each.
+    """
+
+    leaf: int
+    chunk: StoredItem
+    targets: list[tuple[int, Box, HostArray]] = field(default_factory=list)
+
+
+def read_items(tree: TreeMetadata, wanted: Sequence[ItemTargets], store: ReadStore) -> Iterator[int]:
     """Fill targets; yields the number of each once all of its chunks are there and verified as far as their format can.
 
     Raises:
@@ -78,20 +111,20 @@ def read_items(tree: TreeMetadata, wanted: Sequence[ChunkTargets], store: ReadSt
             yield number
 
 
-def _is_small(found: ChunkTargets) -> bool:
+def _is_small(found: ItemTargets) -> bool:
     return found.chunk.nbytes <= _SMALL_BYTES or bool(found.chunk.transforms)
 
 
-def _finished(found: ChunkTargets, left: dict[int, int]) -> Iterator[int]:
+def _finished(found: ItemTargets, left: dict[int, int]) -> Iterator[int]:
     for number, _, _ in found.targets:
         left[number] -= 1
         if not left[number]:
             yield number
 
 
-def _windows(small: Sequence[ChunkTargets]) -> Iterator[Sequence[ChunkTargets]]:
+def _windows(small: Sequence[ItemTargets]) -> Iterator[Sequence[ItemTargets]]:
     """Items that are read by one request."""
-    window: list[ChunkTargets] = []
+    window: list[ItemTargets] = []
     stop = 0
     for found in sorted(small, key=lambda found: (found.chunk.key, found.chunk.offset)):
         chunk = found.chunk
@@ -107,7 +140,7 @@ def _windows(small: Sequence[ChunkTargets]) -> Iterator[Sequence[ChunkTargets]]:
         yield window
 
 
-def _window_bytes(window: Sequence[ChunkTargets], store: ReadStore) -> memoryview:
+def _window_bytes(window: Sequence[ItemTargets], store: ReadStore) -> memoryview:
     key, start = window[0].chunk.key, window[0].chunk.offset
     stop = max(found.chunk.offset + found.chunk.nbytes for found in window)
     # A stated length is no reason to set aside memory: only what is there is asked for.
@@ -125,7 +158,7 @@ def _window_bytes(window: Sequence[ChunkTargets], store: ReadStore) -> memoryvie
 
 
 @contextmanager
-def _about(chunk: Chunk) -> Iterator[None]:
+def _about(chunk: StoredItem) -> Iterator[None]:
     """Let errors be about the bytes of an item: what is wrong in it may say that it lies anywhere."""
     try:
         yield
@@ -134,7 +167,7 @@ def _about(chunk: Chunk) -> Iterator[None]:
         raise type(error)(str(error), key=chunk.key, start=chunk.offset, stop=stop) from error
 
 
-def _copy(tree: TreeMetadata, found: ChunkTargets, stored: memoryview, templates: _Templates) -> None:
+def _copy(tree: TreeMetadata, found: ItemTargets, stored: memoryview, templates: _Templates) -> None:
     """Fill targets from an item that is in memory."""
     chunk = found.chunk
     origin = chunk.offset
@@ -158,7 +191,7 @@ def _copy(tree: TreeMetadata, found: ChunkTargets, stored: memoryview, templates
     templates.learn(expected, stored, origin, members, f"data/{place.tensor.storage}", place)
 
 
-def _read_large(tree: TreeMetadata, found: ChunkTargets, store: ReadStore) -> TileRead | None:
+def _read_large(tree: TreeMetadata, found: ItemTargets, store: ReadStore) -> TileRead | None:
     """The tile to read; None if elements do not lie in C order, and are in their places now."""
     chunk = found.chunk
 
@@ -178,7 +211,7 @@ def _read_large(tree: TreeMetadata, found: ChunkTargets, store: ReadStore) -> Ti
 
 
 def _place(
-    tree: TreeMetadata, found: ChunkTargets, fetch: Fetch, start: int, stop: int
+    tree: TreeMetadata, found: ItemTargets, fetch: Fetch, start: int, stop: int
 ) -> tuple[Place, Mapping[str, ZipMember]]:
     """Where the elements of the item between two offsets are, which is compared with what its checkpoint says; its members."""
     key, path = found.chunk.key, format_path(tree.paths[found.leaf])
@@ -209,7 +242,7 @@ def _place(
     return Place(tensor, StoredBytes.of_member(key, member, big_endian=big_endian)), members
 
 
-def _fill(found: ChunkTargets, place: Place, whole: bytes | None, store: ReadStore | None = None) -> None:
+def _fill(found: ItemTargets, place: Place, whole: bytes | None, store: ReadStore | None = None) -> None:
     """Fill targets from all bytes of a storage; without them from the store, which is asked for a part after another."""
     chunk = found.chunk
     for _, box, target in found.targets:
@@ -226,7 +259,7 @@ def _fill(found: ChunkTargets, place: Place, whole: bytes | None, store: ReadSto
         target[common.within(box)] = part
 
 
-def _chunk_spec(tree: TreeMetadata, found: ChunkTargets) -> ArraySpec:
+def _chunk_spec(tree: TreeMetadata, found: ItemTargets) -> ArraySpec:
     record = tree.leaves[found.leaf]
     assert isinstance(record, ArrayRecord)  # a plan has no other items
     return physical_spec(ArraySpec(found.chunk.box.shape, record.spec.dtype))

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ckptcore.errors import PluginError
-from ckptcore.model import JSON, ArrayRecord, HostArray, ReadPlan, Receipt, StoredTile, TreeMetadata
-from ckptcore.protocols import InspectedComposite, Inspection, ReadStore, Snapshot, WriteStore
+from ckptcore.model import JSON, ArrayRecord, Receipt, TreeMetadata
+from ckptcore.protocols import ChunkIndex, InspectedComposite, Inspection, ReadStore, Snapshot, WriteStore
+from ckptcore_dcp.chunk_index import index_of
 from ckptcore_dcp.directories import inspect_step_directory
 from ckptcore_dcp.dtypes import physical_spec, torch_dtype
 from ckptcore_dcp.inspecting import inspect_dcp
 from ckptcore_dcp.metadata import ChunkRows, DcpMetadata, DcpTensor, DcpValue, write_metadata
 from ckptcore_dcp.names import KnownNames, StoredNames
-from ckptcore_dcp.places_in_values import places_of_state, read_boxes_and_places
-from ckptcore_dcp.reading import expect_whole
-from ckptcore_dcp.state import KnownTables
-from ckptcore_dcp.storages import KnownPlaces
 from ckptcore_dcp.writing import file_of, write_items, write_values
 from ckptcore_dcp.written_columns import WrittenColumns
 
@@ -42,8 +39,6 @@ class DcpLayout:
     """
 
     spread_from: int | None = _MANY_PROCESSES
-    _known: KnownTables = field(default_factory=KnownTables, init=False, repr=False, compare=False)
-    _places: KnownPlaces = field(default_factory=KnownPlaces, init=False, repr=False, compare=False)
     _names: KnownNames = field(default_factory=KnownNames, init=False, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[type[DcpLayout], tuple[int | None]]:
@@ -107,36 +102,9 @@ class DcpLayout:
         columns: Any = state  # what a hostile one raises the caller knows
         return {**columns, "leaf": [leaves[leaf] for leaf in columns["leaf"]]}
 
-    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
-        """Read every box out of the chunks that have elements of it, and no more of them than that."""
-        table = self._known.table(plan.tree, plan.state)
-        places = places_of_state(self._places, plan.tree, plan.state)
-        yield from read_boxes_and_places(plan, buffers, store, table, places)
-
-    def check_arrays(self, tree: TreeMetadata, state: JSON, leaves: Collection[int]) -> None:
-        """Refuse arrays whose chunks do not cover them exactly."""
-        places = places_of_state(self._places, tree, state)
-        expect_whole(tree, [leaf for leaf in leaves if leaf not in places], self._known.table(tree, state))
-
-    def extents(self, tree: TreeMetadata, state: JSON) -> Iterator[tuple[int, str, int, int]]:
-        """Where the elements of each array lie; the items of other software for elements and what is around them."""
-        table = self._known.table(tree, state)
-        for leaf, record in enumerate(tree.leaves):
-            if not isinstance(record, ArrayRecord) or leaf in tree.aliases:
-                continue
-            for chunk in table.chunks(leaf):
-                nbytes = chunk.nbytes if table.content == "items" else chunk.box.size * record.spec.numpy_dtype.itemsize
-                yield leaf, chunk.key, chunk.offset, chunk.offset + nbytes
-        for leaf, place in places_of_state(self._places, tree, state).items():
-            yield leaf, place.key, *place.extent
-
-    def tiles(self, tree: TreeMetadata, state: JSON, leaf: int) -> Iterator[StoredTile]:
-        """The chunks that this layout wrote; where those of other software are, their items tell."""
-        table = self._known.table(tree, state)
-        if table.content == "items":
-            return
-        for chunk in table.chunks(leaf):
-            yield StoredTile(chunk.key, chunk.offset, chunk.box, True)
+    def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
+        """Return the table of chunks: of elements, or of the items of other software."""
+        return index_of(tree, state)
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
         """A directory with a ``.metadata``, or one of safetensors that torch.distributed.checkpoint wrote in parts."""

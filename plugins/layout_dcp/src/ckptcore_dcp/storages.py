@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from ckptcore.errors import CheckpointError, CorruptCheckpointError
-from ckptcore.model import JSON, ArrayRecord, Box, HostArray, ReadPlan, TileRead, TreeMetadata, format_path
+from ckptcore.model import JSON, ArrayRecord, Box, HostArray, ReadItem, TileRead, TreeMetadata, format_path
 from ckptcore.protocols import ReadStore
 from ckptcore_dcp.descriptor_sums import DescriptorSum
 from ckptcore_dcp.stored_tensors import StoredTensor, check_bounds
@@ -20,12 +20,12 @@ from ckptcore_dcp.zip_records import DEFLATED, MOST_INFLATED, STORED
 from ckptcore_dcp.zips import ZipMember, read_member
 
 __all__ = [
-    "KnownPlaces",
     "Place",
     "PlaceColumns",
     "StoredBytes",
     "gathered_box",
     "inflated",
+    "places_of",
     "read_places",
     "storage_of",
     "storages_of",
@@ -191,7 +191,7 @@ class PlaceColumns:
         self._rows.append([leaf, number, tensor.offset, None if tensor.is_contiguous else list(tensor.strides)])
 
     def to_json(self) -> JSON:
-        """For `KnownPlaces`."""
+        """For `places_of`."""
         return {
             "files": list(self._files),
             "storages": [
@@ -211,27 +211,13 @@ class PlaceColumns:
         }
 
 
-class KnownPlaces:
-    """The places that were read from a state last: a load asks for the same ones several times. Any thread."""
+def places_of(tree: TreeMetadata, state: JSON) -> Mapping[int, Place]:
+    """Return the place of each array, by leaf. The state may be hostile.
 
-    def __init__(self) -> None:
-        """Know none."""
-        self._last: tuple[TreeMetadata, JSON, Mapping[int, Place]] | None = None
-
-    def places(self, tree: TreeMetadata, state: JSON) -> Mapping[int, Place]:
-        """By leaf: where its elements are. The state may be hostile.
-
-        Raises:
-            CorruptCheckpointError: it does not fit the tree.
-            UnsupportedLeafError: an array repeats a few bytes far too often.
-        """
-        last = self._last
-        if last is None or last[0] is not tree or last[1] is not state:
-            last = self._last = (tree, state, _places(tree, state))
-        return last[2]
-
-
-def _places(tree: TreeMetadata, state: JSON) -> Mapping[int, Place]:
+    Raises:
+        CorruptCheckpointError: it does not fit the tree.
+        UnsupportedLeafError: an array repeats a few bytes far too often.
+    """
     try:
         columns: Any = state  # what is caught below is what a hostile one raises
         files = columns["files"]
@@ -281,9 +267,9 @@ def _c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def read_places(
-    plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore, places: Mapping[int, Place]
+    items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore, places: Mapping[int, Place]
 ) -> Iterator[int]:
-    """Fill ``buffers[i]`` with the box of ``plan.items[i]``; yields `i` once it is there.
+    """Fill ``buffers[i]`` with the box of ``items[i]``; yields `i` once it is there.
 
     What lies in C order goes straight to where it is wanted. Of a storage that is asked for whole the checksum behind it is
     compared. Other arrays are gathered in the calling thread, from at most 64 MiB of their bytes at a time where no elements overlap.
@@ -293,7 +279,7 @@ def read_places(
     """
     tiles: dict[int, list[int]] = {}
     gathered: dict[StoredBytes, list[int]] = {}
-    for number, item in enumerate(plan.items):
+    for number, item in enumerate(items):
         place = places.get(item.leaf)
         if place is None:
             raise CorruptCheckpointError(f"the checkpoint does not say where leaf {item.leaf} is stored")
@@ -306,16 +292,16 @@ def read_places(
     summed: set[tuple[str, int]] = set()
     reads: list[TileRead] = []
     for leaf, numbers in tiles.items():
-        targets = tuple([(number, plan.items[number].box, buffers[number]) for number in numbers])
+        targets = tuple([(number, items[number].box, buffers[number]) for number in numbers])
         reads.append(_tile(places[leaf], targets, summed))
     for number in store.read_tiles(reads):
-        if places[plan.items[number].leaf].storage.big_endian:
+        if places[items[number].leaf].storage.big_endian:
             _swap(buffers[number])
         yield number
     for storage, numbers in gathered.items():
         whole = inflated(storage, _fetching(store, storage.key)) if storage.compression != STORED else None
         for number in numbers:
-            item = plan.items[number]
+            item = items[number]
             _gather(places[item.leaf], item.box, buffers[number], store, whole)
             if storage.big_endian:
                 _swap(buffers[number])

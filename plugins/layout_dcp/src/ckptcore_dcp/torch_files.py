@@ -8,17 +8,18 @@ where ``pytorch_model.bin.index.json`` lists them, as Hugging Face's transformer
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, UnsupportedLeafError
-from ckptcore.model import JSON, LEAF, HostArray, Node, ReadPlan, Receipt, Skeleton, TreeMetadata, format_path
-from ckptcore.protocols import Inspection, ReadStore, Snapshot, WriteStore
+from ckptcore.model import JSON, LEAF, Node, Receipt, Skeleton, TreeMetadata, format_path
+from ckptcore.protocols import ChunkIndex, Inspection, ReadStore, Snapshot, WriteStore
+from ckptcore_dcp.chunk_index import PlaceIndex
 from ckptcore_dcp.directories import files_of_ranks
 from ckptcore_dcp.legacy_files import is_legacy, read_legacy
 from ckptcore_dcp.pickles import read_pickle
-from ckptcore_dcp.storages import KnownPlaces, PlaceColumns, StoredBytes, read_places, storage_of, storages_of
+from ckptcore_dcp.storages import PlaceColumns, StoredBytes, storage_of, storages_of
 from ckptcore_dcp.stored_tensors import StoredTensor
 from ckptcore_dcp.tensors import Leaf, leaf_record, tree_of
 from ckptcore_dcp.zips import most_pickle_bytes, read_member, read_zip, torch_members
@@ -40,8 +41,6 @@ _HEAD_BYTES: Final = 64
 @dataclass(frozen=True, slots=True)
 class TorchLayout:
     """What ``torch.save`` wrote: to be read only."""
-
-    _known: KnownPlaces = field(default_factory=KnownPlaces, init=False, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -72,14 +71,9 @@ class TorchLayout:
         """
         raise _read_only()
 
-    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
-        """Read boxes out of storages; of tensors that lie in C order only what is wanted of them."""
-        return read_places(plan, buffers, store, self._known.places(plan.tree, plan.state))
-
-    def extents(self, tree: TreeMetadata, state: JSON) -> Iterator[tuple[int, str, int, int]]:
-        """Where the elements of each array lie, with those of others between them where a tensor is a view."""
-        for leaf, place in self._known.places(tree, state).items():
-            yield leaf, place.key, *place.extent
+    def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
+        """Return where the storages of arrays are."""
+        return PlaceIndex(tree, state)
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
         """A file of torch.save, whatever its name; an index of several; a directory with ``pytorch_model.bin`` or an index.

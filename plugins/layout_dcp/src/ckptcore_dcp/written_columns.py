@@ -40,7 +40,7 @@ class WrittenColumns:
         self._box = _joined(states, "box")
 
     def to_json(self) -> JSON:
-        """For `ckptcore_dcp.state.ChunkTable`: where the elements are."""
+        """For `ckptcore_dcp.chunk_index.index_of`: where the elements are."""
         used, file = np.unique(self._file, return_inverse=True)
         return {
             "content": "elements",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,19 +11,22 @@ from pathlib import Path
 import numpy as np
 
 from ckptcore.errors import ChecksumError, ConditionFailedError, CorruptCheckpointError, ObjectNotFoundError
+from ckptcore.io.chunk_reads import read_chunks
 from ckptcore.model import (
     ArraySegment,
     Box,
     Checksum,
     ChecksumSegment,
+    Chunk,
     HostArray,
     ObjectRecord,
+    ReadItem,
     Segment,
     TileRead,
     WritePlan,
 )
 from ckptcore.plugins import installed_plugins
-from ckptcore.protocols import IF_ABSENT, StorageAddress, StorageBackend, StorageOptions
+from ckptcore.protocols import IF_ABSENT, ChunkIndex, ReadStore, StorageAddress, StorageBackend, StorageOptions
 from ckptcore_testing.coverage import assert_makes_up
 
 __all__ = [
@@ -33,6 +36,7 @@ __all__ = [
     "StoredObject",
     "StrictReadStore",
     "StrictWriteStore",
+    "WatchedIndex",
     "local_directory",
     "objects_below",
 ]
@@ -220,6 +224,10 @@ class StrictReadStore:
                 if remaining[number] == 0:
                     yield number
 
+    def read_boxes(self, index: ChunkIndex, items: Sequence[ReadItem], buffers: Sequence[HostArray]) -> Iterator[int]:
+        """Read through an index as the core does."""
+        return read_chunks(index, items, buffers, self)
+
     def _read_tile(self, read: TileRead) -> None:
         assert type(read.offset) is int and read.offset >= 0, f"a read of {read.key} from {read.offset!r}"
         nbytes = read.box.size * read.itemsize
@@ -318,3 +326,36 @@ def local_directory(directory: Path) -> StorageBackend:
 def objects_below(storage: StorageBackend) -> dict[str, StoredObject]:
     """Every object of a storage by key, sorted."""
     return {key: StoredObject(storage, key) for key in sorted(storage.list())}
+
+
+class WatchedIndex(ChunkIndex):
+    """An index whose reads go through one function, so that tests can count or spoil them. A `NativeReader`."""
+
+    def __init__(
+        self,
+        inner: ChunkIndex,
+        read: Callable[[ChunkIndex, Sequence[ReadItem], Sequence[HostArray], ReadStore], Iterator[int]],
+    ) -> None:
+        """Read through `read`, which is passed `inner` and the arguments of `NativeReader.read`."""
+        self.inner = inner
+        self._read = read
+
+    def boxes(self, leaf: int, box: Box) -> Iterable[Chunk]:
+        """Those of the inner index."""
+        return self.inner.boxes(leaf, box)
+
+    def extents(self, leaf: int) -> Iterable[tuple[str, int, int]]:
+        """Those of the inner index."""
+        return self.inner.extents(leaf)
+
+    def check(self, leaves: Collection[int]) -> None:
+        """As the inner index does."""
+        self.inner.check(leaves)
+
+    def reads(self, leaf: int, store: ReadStore) -> bool:
+        """Always."""
+        return True
+
+    def read(self, items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
+        """Call the function."""
+        return self._read(self.inner, items, buffers, store)

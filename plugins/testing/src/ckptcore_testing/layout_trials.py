@@ -29,7 +29,6 @@ from ckptcore.model import (
     Node,
     ObjectRecord,
     ReadItem,
-    ReadPlan,
     Receipt,
     Skeleton,
     TreeMetadata,
@@ -165,8 +164,8 @@ class Written:
                 for leaf, record in enumerate(tree.leaves)
                 if isinstance(record, ArrayRecord) and leaf not in tree.aliases
             ]
-        items = tuple([ReadItem(leaf, box) for leaf, box in wanted])
-        plan = ReadPlan(tree, self.state if state == "as written" else state, items)
+        items = [ReadItem(leaf, box) for leaf, box in wanted]
+        index = self.layout.index(tree, self.state if state == "as written" else state)
         buffers = []
         for leaf, box in wanted:
             record = tree.leaves[leaf]
@@ -175,7 +174,7 @@ class Written:
         if store is None:
             store = self.stores(verified=verified)[0]
         at_yield: dict[int, bytes] = {}
-        for number in self.layout.read(plan, buffers, store):
+        for number in store.read_boxes(index, items, buffers):
             assert 0 <= number < len(items), f"read yields {number}, and there are {len(items)} buffers"
             assert number not in at_yield, f"read yields {number} twice"
             at_yield[number] = buffers[number].tobytes()

@@ -35,7 +35,6 @@ from ckptcore.protocols import (
     About,
     InspectsComposites,
     Layout,
-    PlacesTiles,
     SharesReplicas,
     StorageBackend,
     WritesSessions,
@@ -341,8 +340,7 @@ class LayoutTests:
     def test_extents_are_where_leaves_lie(self, place: StorageBackend) -> None:
         written = write_trial(self.layout(), _small_trial(), place)
         objects = written.objects()
-        for leaf, key, start, stop in written.layout.extents(written.trial.tree, written.state):
-            assert leaf in written.trial.arrays
+        for leaf, key, start, stop in _extents(written, written.state):
             content = objects[key].read_bytes()
             assert 0 <= start <= stop <= len(content)
             if start == stop:
@@ -356,12 +354,13 @@ class LayoutTests:
 
     def test_tiles_make_up_arrays(self, place: StorageBackend) -> None:
         written = write_trial(self.layout(), _small_trial(), place)
-        if not isinstance(written.layout, PlacesTiles):
-            return
+        index = written.layout.index(written.trial.tree, written.state)
         for leaf in written.trial.arrays:
+            if leaf in written.trial.tree.aliases:
+                continue
             record = written.trial.tree.leaves[leaf]
             assert isinstance(record, ArrayRecord)
-            tiles = list(written.layout.tiles(written.trial.tree, written.state, leaf))
+            tiles = list(index.boxes(leaf, Box.whole(record.spec.shape)))
             boxes = [tile.box.intersect(Box.whole(record.spec.shape)) for tile in tiles]
             if tiles:
                 assert uncovered(record.spec, [box for box in boxes if box is not None]) is None
@@ -386,7 +385,7 @@ class LayoutTests:
                         partial(written.read, state=state, store=store), f"the state {state!r:.500}"
                     )
                 _only_checkpoint_errors(
-                    partial(_all_extents, written, state),
+                    partial(_describe_all, written, state),
                     f"extents of the state {state!r:.500}",
                 )
 
@@ -624,12 +623,26 @@ def _comes_back(written: Written, leaf: int) -> bool:
     return found.tobytes() == array.tobytes()
 
 
-def _all_extents(written: Written, state: JSON) -> None:
-    for _ in written.layout.extents(written.trial.tree, state):
-        pass
-    if isinstance(written.layout, PlacesTiles):
-        for leaf in written.trial.arrays:
-            list(written.layout.tiles(written.trial.tree, state, leaf))
+def _extents(written: Written, state: JSON) -> Iterator[tuple[int, str, int, int]]:
+    """All extents (leaf, object, start, stop) that a state describes."""
+    tree = written.trial.tree
+    index = written.layout.index(tree, state)
+    for leaf in written.trial.arrays:
+        if leaf not in tree.aliases:
+            for key, start, stop in index.extents(leaf):
+                yield leaf, key, start, stop
+
+
+def _describe_all(written: Written, state: JSON) -> None:
+    """Call everything of an index that reads nothing."""
+    tree = written.trial.tree
+    index = written.layout.index(tree, state)
+    for leaf in written.trial.arrays:
+        if leaf not in tree.aliases:
+            index.check([leaf])
+            index.chunk_rows(leaf)
+            list(index.extents(leaf))
+            list(index.boxes(leaf, Box.whole(written.trial.arrays[leaf].shape)))
 
 
 def _lengths(length: int) -> list[int]:

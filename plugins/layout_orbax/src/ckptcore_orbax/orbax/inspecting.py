@@ -15,11 +15,11 @@ from ckptcore.model import (
     ArraySpec,
     Box,
     LeafRecord,
+    ReadItem,
     TreeMetadata,
     ValueRecord,
     format_path,
 )
-from ckptcore.planning import plan_read
 from ckptcore.protocols import InspectedComposite, Inspection, MemberKind, ReadStore
 from ckptcore_orbax.ocdbt.database import Database
 from ckptcore_orbax.ocdbt.node import Value
@@ -28,9 +28,9 @@ from ckptcore_orbax.orbax.composites import Composite, find_composite
 from ckptcore_orbax.orbax.items import Item, find_item
 from ckptcore_orbax.orbax.trees import StoredTree, TreeLeaf, tree_of_names
 from ckptcore_orbax.orbax.values import scalar_record
+from ckptcore_orbax.zarr.chunk_index import ZarrIndex
 from ckptcore_orbax.zarr.chunk_places import Databases, open_database
 from ckptcore_orbax.zarr.formats import ArrayFormat
-from ckptcore_orbax.zarr.reading import read_arrays
 from ckptcore_orbax.zarr.state import ArraysState, StoredName, array_prefix
 from ckptcore_orbax.zarr.version2 import parse_zarr2, zarr2_array
 from ckptcore_orbax.zarr.version3 import parse_zarr3
@@ -277,8 +277,8 @@ def _scalars(
                 "another one"
             )
     buffers = [np.empty((), spec.numpy_dtype) for spec in specs]
-    plan = plan_read(tree, None, [(number, (Box((), ()),)) for number in numbers])
-    for _ in read_arrays(plan, state, buffers, store, databases):
+    items = [ReadItem(number, Box((), ())) for number in numbers]
+    for _ in store.read_boxes(ZarrIndex(tree, state, databases), items, buffers):
         pass
     return {
         number: scalar_record(buffer, state.arrays[number].name)

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal
 from weakref import WeakKeyDictionary
 
-from ckptcore.model import JSON, ArrayRecord, HostArray, ReadPlan, Receipt, StoredTile, TreeMetadata
-from ckptcore.protocols import About, InspectedComposite, Inspection, ReadStore, Snapshot, WriteForecast, WriteStore
+from ckptcore.model import JSON, ArrayRecord, Receipt, TreeMetadata
+from ckptcore.protocols import (
+    About,
+    ChunkIndex,
+    InspectedComposite,
+    Inspection,
+    ReadStore,
+    Snapshot,
+    WriteForecast,
+    WriteStore,
+)
 from ckptcore_orbax.orbax.finishing import finish_arrays
 from ckptcore_orbax.orbax.inspecting import inspect_composite, inspect_tree
 from ckptcore_orbax.orbax.markers import mark_checkpoint
-from ckptcore_orbax.zarr.chunk_places import Databases, KnownTiles
+from ckptcore_orbax.zarr.chunk_index import ZarrIndex
+from ckptcore_orbax.zarr.chunk_places import Databases
 from ckptcore_orbax.zarr.options import ArrayOptions, ArrayRule, Form, check_chunk_bytes, parse_compression
-from ckptcore_orbax.zarr.reading import read_arrays
-from ckptcore_orbax.zarr.state import DecodedStates
+from ckptcore_orbax.zarr.state import ArraysState
 from ckptcore_orbax.zarr.stored_arrays import array_names, stored_format
 from ckptcore_orbax.zarr.writing import forecast_arrays, write_arrays
 
@@ -46,8 +55,6 @@ class _OrbaxLayout:
     compression: str | None = None
     rules: Sequence[ArrayRule] = ()
     item: str = "state"
-    _states: DecodedStates = field(default_factory=DecodedStates, init=False, repr=False, compare=False)
-    _tiles: KnownTiles = field(default_factory=KnownTiles, init=False, repr=False, compare=False)
     _databases: Databases = field(default_factory=WeakKeyDictionary, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -147,26 +154,9 @@ class _OrbaxLayout:
         """Write the files by which Orbax and readers of zarr recognise a checkpoint."""
         mark_checkpoint(about, self._form(), store)
 
-    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
-        """Read every box out of the chunks that it touches."""
-        return read_arrays(plan, self._states.decoded(plan.state, plan.tree), buffers, store, self._databases)
-
-    def extents(self, tree: TreeMetadata, state: JSON) -> Iterator[tuple[int, str, int, int]]:
-        """Where the arrays lie that are stored as they are."""
-        return self._states.decoded(state, tree).direct_extents(tree)
-
-    def chunk_rows(self, tree: TreeMetadata, state: JSON) -> Mapping[int, int]:
-        """Those of read chunks: each is decoded, or compared with its checksum, as a whole."""
-        arrays = self._states.decoded(state, tree).arrays
-        return {leaf: stored.form.inner[0] for leaf, stored in arrays.items() if stored.form.inner}
-
-    def tiles(self, tree: TreeMetadata, state: JSON, leaf: int) -> Iterator[StoredTile]:
-        """The read chunks of an array; nothing of one that is stored with an axis more than it has, as text is."""
-        decoded, record = self._states.decoded(state, tree), tree.leaves[leaf]
-        stored = decoded.arrays.get(leaf)
-        if stored is None or not isinstance(record, ArrayRecord) or stored.form.spec.shape != record.spec.shape:
-            return iter(())
-        return self._tiles.tiles(decoded, leaf)
+    def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
+        """Return where the read chunks of each array are."""
+        return ZarrIndex(tree, ArraysState.from_json(state, tree), self._databases)
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
         """A checkpoint of Orbax's, or AXLearn's, with arrays in this layout.

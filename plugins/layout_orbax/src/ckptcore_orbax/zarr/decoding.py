@@ -1,106 +1,128 @@
-"""Decoding arrays that are not stored as they are: from the storage itself, or read chunk by read chunk in memory."""
+"""Decoding of read chunks through tensorstore: in memory, or from the storage itself."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
 import xxhash
 
-from ckptcore.errors import ChecksumError, CorruptCheckpointError, ObjectNotFoundError
-from ckptcore.model import Box, HostArray
+from ckptcore.errors import ChecksumError, CorruptCheckpointError
+from ckptcore.model import Box, Chunk, HostArray, ReadItem
 from ckptcore.protocols import ReadStore
 from ckptcore_orbax.zarr.chunk_codec import ChunkCodec, DecodingChunk
-from ckptcore_orbax.zarr.chunk_places import ChunkPlaces
-from ckptcore_orbax.zarr.chunking import flat_index
-from ckptcore_orbax.zarr.codecs import is_blosc
-from ckptcore_orbax.zarr.native_reading import expect_own_files, native_store, read_native
-from ckptcore_orbax.zarr.read_chunks import Target, fill_missing, inner_places
+from ckptcore_orbax.zarr.chunk_places import Databases
+from ckptcore_orbax.zarr.native_reading import Target, expect_own_files, native_store, read_native
 from ckptcore_orbax.zarr.state import DIGEST_BYTES, ArraysState, StoredName
-from ckptcore_orbax.zarr.version3 import inner_array
+from ckptcore_orbax.zarr.tensorstore_guard import begin_use, using_tensorstore
 
-__all__ = ["decode_arrays"]
-
-_DECODED_BYTES: Final = 128 << 20
-"""Elements that are decoded at a time, in bytes."""
-
-_LEAST_STARTED: Final = 2
-"""Read chunks that are decoded at a time, however large they are."""
-
-_FETCHED_BYTES: Final = 32 << 20
-"""The most bytes that are fetched at once, of read chunks that lie close to each other."""
-
-_GAP_BYTES: Final = 64 << 10
-"""How close that is."""
+__all__ = ["ChunkDecoder", "DecodedChunk", "expect_reasonable", "is_native", "read_natively"]
 
 _MOST_CHUNK_BYTES: Final = 1 << 30
 """A read chunk above is decoded only if its array is not much smaller: a hostile one may state any size."""
 
 
-@dataclass(frozen=True, slots=True)
-class _ReadChunk:
-    """A read chunk that is wanted.
+class ChunkDecoder:
+    """Decodes the read chunks of one array.
 
     Attributes:
-        number: of it in the array: that of its chunk, times the read chunks of a chunk, and its own.
-        box: where in the array; may reach beyond it.
-        key, start, stop: where its bytes are.
-        inline: the bytes of the object, where they stand with the keys.
-        targets: that want some of its elements.
+        leaf: the array.
     """
 
-    number: int
-    box: Box
-    key: str
-    start: int
-    stop: int | None
-    inline: bytes | None
-    targets: list[Target]
+    def __init__(self, state: ArraysState, leaf: int) -> None:
+        """Decode chunks of a leaf of a state."""
+        self.leaf = leaf
+        self._stored = state.arrays[leaf]
+        self._digests = state.digests.get(leaf)
+        self._codec = ChunkCodec(self._stored.name, self._stored.form, state.missing)
+        self._whole = Box.whole(self._stored.form.spec.shape)
+
+    def decode(self, chunk: Chunk, data: bytes) -> DecodedChunk:
+        """Begin to decode a chunk.
+
+        Raises:
+            CorruptCheckpointError: its bytes state a larger size than a read chunk has.
+        """
+        valid = chunk.box.intersect(self._whole)
+        assert valid is not None  # a box of the array touches it
+        elements = np.empty(valid.shape, self._stored.form.spec.numpy_dtype)
+        end_use = begin_use()
+        try:
+            decoding = self._codec.decode(data, _within(valid, chunk.box), elements)
+        except BaseException:
+            end_use()
+            raise
+        return DecodedChunk(self._stored, chunk, elements, self._digests, decoding, end_use)
 
 
-@dataclass(frozen=True, slots=True)
-class _Started:
-    """A read chunk that is being decoded into `elements`, which are those of `valid`; tensorstore takes `nbytes` for it.
+class DecodedChunk:
+    """A chunk that is being decoded; a `ckptcore.model.Pending`."""
 
-    That is all of the chunk, of which a hostile array may have next to nothing.
-    """
+    __slots__ = ("_chunk", "_decoding", "_digests", "_elements", "_end_use", "_stored")
 
-    leaf: int
-    nbytes: int
-    chunk: _ReadChunk
-    valid: Box
-    elements: HostArray
-    decoding: DecodingChunk
+    def __init__(
+        self,
+        stored: StoredName,
+        chunk: Chunk,
+        elements: HostArray,
+        digests: bytes | None,
+        decoding: DecodingChunk,
+        end_use: Callable[[], None],
+    ) -> None:
+        self._stored = stored
+        self._chunk = chunk
+        self._elements = elements
+        self._digests = digests
+        self._decoding: DecodingChunk | None = decoding
+        self._end_use = end_use
+
+    def result(self) -> HostArray:
+        """Wait for the elements, and compare them with their digest.
+
+        Raises:
+            CorruptCheckpointError: the bytes are not those of this chunk.
+        """
+        decoding = self._decoding
+        if decoding is not None:
+            try:
+                decoding.result()
+            finally:
+                decoding.settle()  # nothing writes to the elements any more
+                self._decoding = decoding = None
+                self._end_use()
+        if self._digests is not None:
+            _verify(self._stored, self._chunk, self._elements, self._digests)
+        return self._elements
 
 
-def decode_arrays(
-    state: ArraysState, wanted: Mapping[int, Sequence[Target]], places: ChunkPlaces, store: ReadStore
+def is_native(state: ArraysState, store: ReadStore) -> bool:
+    """Return whether tensorstore knows the storage that the arrays of a state are in."""
+    return native_store(state, store.address) is not None
+
+
+def read_natively(
+    state: ArraysState, items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore, databases: Databases
 ) -> Iterator[int]:
-    """Fill targets; yields the number of each once it is there and verified.
+    """Read boxes of arrays with tensorstore's own storage drivers. See `ckptcore.protocols.NativeReader`."""
+    with using_tensorstore():
+        native = native_store(state, store.address)
+        assert native is not None  # see `is_native`
+        wanted: dict[int, list[Target]] = {}
+        for number, (item, buffer) in enumerate(zip(items, buffers, strict=True)):
+            wanted.setdefault(item.leaf, []).append(Target(number, item.box, buffer))
+        for leaf in wanted:
+            expect_reasonable(state.arrays[leaf])
+        expect_own_files(wanted, state, store, databases)
+        yield from read_native(state, wanted, native)
 
-    What this layout wrote is fetched through the store, which verifies it, and decoded in memory; so is everything on a
-    storage that tensorstore cannot read, and what blosc compressed, which is looked at first. What other software wrote else is
-    read by tensorstore from the storage.
+
+def expect_reasonable(stored: StoredName) -> None:
+    """Refuse read chunks that are far larger than their array.
 
     Raises:
-        CorruptCheckpointError: where bytes are missing or wrong.
+        CorruptCheckpointError
     """
-    for leaf in wanted:
-        _expect_reasonable(state.arrays[leaf])
-    native = native_store(state, store.address) if state.source == "other" and state.missing == "error" else None
-    if native is not None:
-        natively = {leaf: wanted[leaf] for leaf in wanted if not is_blosc(inner_array(state.arrays[leaf].form))}
-        expect_own_files(natively, state, places, store)
-        yield from read_native(state, natively, native)
-        wanted = {leaf: wanted[leaf] for leaf in wanted if leaf not in natively}
-    yield from _decode(state, wanted, places, store)
-
-
-def _expect_reasonable(stored: StoredName) -> None:
     form = stored.form
     if form.inner_bytes > max(_MOST_CHUNK_BYTES, 4 * form.spec.nbytes):
         raise CorruptCheckpointError(
@@ -109,128 +131,7 @@ def _expect_reasonable(stored: StoredName) -> None:
         )
 
 
-def _decode(
-    state: ArraysState, wanted: Mapping[int, Sequence[Target]], places: ChunkPlaces, store: ReadStore
-) -> Iterator[int]:
-    """Decode the read chunks that targets touch, each once and whole, and copy what is wanted of them."""
-    started: deque[_Started] = deque()
-    waiting: dict[int, int] = {}
-    held = 0
-
-    def finish() -> Iterator[int]:
-        nonlocal held
-        oldest = started[0]
-        _take(state, oldest)
-        started.popleft()  # now that nothing writes to its elements any more, also if it is interrupted
-        held -= oldest.nbytes
-        waiting[oldest.leaf] -= 1
-        if not waiting[oldest.leaf]:
-            yield from (target.number for target in wanted[oldest.leaf])
-
-    try:
-        for leaf, targets in wanted.items():
-            stored = state.arrays[leaf]
-            form = stored.form
-            chunks = _read_chunks(state, stored, targets, places, store)
-            waiting[leaf] = len(chunks)
-            codec = ChunkCodec(stored.name, form, state.missing)
-            whole = Box.whole(form.spec.shape)
-            for chunk, data in _fetched(chunks, store):
-                valid = chunk.box.intersect(whole)
-                assert valid is not None  # a box of the array touches it
-                elements = np.empty(valid.shape, form.spec.numpy_dtype)
-                decoding = codec.decode(data, _within(valid, chunk.box), elements)
-                started.append(_Started(leaf, form.inner_bytes, chunk, valid, elements, decoding))
-                held += started[-1].nbytes
-                while held > _DECODED_BYTES and len(started) > _LEAST_STARTED:
-                    yield from finish()
-            if not chunks:
-                yield from (target.number for target in targets)
-        while started:
-            yield from finish()
-    finally:
-        # After an error, or where nobody asks for more, tensorstore still writes to memory that is about to be freed.
-        for left in started:
-            left.decoding.settle()
-
-
-def _read_chunks(
-    state: ArraysState, stored: StoredName, targets: Sequence[Target], places: ChunkPlaces, store: ReadStore
-) -> Sequence[_ReadChunk]:
-    """The read chunks that targets touch, in the order in which they lie; what is missing is filled at once."""
-    form = stored.form
-    found: dict[int, _ReadChunk] = {}
-    per_chunk = prod(form.inner_grid)
-    for target in targets:
-        for index, place in places.find(stored, target.box).items():
-            first = flat_index(index, form.grid) * per_chunk
-            for inner, box, extent in inner_places(state, stored, index, place, target.box, store):
-                if extent is None:
-                    fill_missing(state, stored, index, box, [target])
-                    continue
-                chunk = found.get(first + inner)
-                if chunk is None:
-                    assert place is not None  # what is not there has no extent
-                    start, nbytes = extent
-                    stop = None if nbytes is None else start + nbytes
-                    chunk = _ReadChunk(first + inner, box, place.key, start, stop, place.inline, [])
-                    found[first + inner] = chunk
-                chunk.targets.append(target)
-    return sorted(found.values(), key=lambda chunk: (chunk.key, chunk.start))
-
-
-def _fetched(chunks: Sequence[_ReadChunk], store: ReadStore) -> Iterator[tuple[_ReadChunk, bytes]]:
-    """Read chunks with their bytes; of those that lie close to each other, several are fetched at once."""
-    group: list[_ReadChunk] = []
-    for chunk in chunks:
-        if group and not _follows(group, chunk):
-            yield from _fetched_together(group, store)
-            group = []
-        group.append(chunk)
-    if group:
-        yield from _fetched_together(group, store)
-
-
-def _follows(group: Sequence[_ReadChunk], chunk: _ReadChunk) -> bool:
-    last = group[-1]
-    if chunk.inline is not None or last.key != chunk.key or last.stop is None or chunk.stop is None:
-        return False
-    return chunk.start - last.stop <= _GAP_BYTES and chunk.stop - group[0].start <= _FETCHED_BYTES
-
-
-def _fetched_together(group: Sequence[_ReadChunk], store: ReadStore) -> Iterator[tuple[_ReadChunk, bytes]]:
-    first = group[0]
-    if first.inline is not None:
-        yield first, first.inline[first.start : first.stop]
-        return
-    stop = None if first.stop is None else max(chunk.stop or 0 for chunk in group)
-    try:
-        data = store.get(first.key, first.start, stop)
-    except ObjectNotFoundError as error:
-        raise CorruptCheckpointError(f"a chunk is missing: {error}", key=first.key) from error
-    if stop is not None and len(data) != stop - first.start:
-        raise CorruptCheckpointError(
-            f"{first.key} ends at byte {first.start + len(data)}, where {stop} are expected; it was cut off: restore it from a "
-            "copy, or load another checkpoint",
-            key=first.key, start=first.start + len(data), stop=stop,
-        )  # fmt: skip
-    for chunk in group:
-        end = None if chunk.stop is None else chunk.stop - first.start
-        yield chunk, data[chunk.start - first.start : end] if len(group) > 1 else data
-
-
-def _take(state: ArraysState, started: _Started) -> None:
-    """Wait for a read chunk, verify it and copy its elements to the targets."""
-    started.decoding.result()
-    digests = state.digests.get(started.leaf)
-    if digests is not None:
-        _verify(state.arrays[started.leaf], started.chunk, started.elements, digests)
-    for target in started.chunk.targets:
-        if (common := target.box.intersect(started.valid)) is not None:
-            target.buffer[common.within(target.box)] = started.elements[common.within(started.valid)]
-
-
-def _verify(stored: StoredName, chunk: _ReadChunk, elements: HostArray, digests: bytes) -> None:
+def _verify(stored: StoredName, chunk: Chunk, elements: HostArray, digests: bytes) -> None:
     expected = digests[chunk.number * DIGEST_BYTES : (chunk.number + 1) * DIGEST_BYTES]
     found = xxhash.xxh3_64_digest(elements.reshape(-1).view(np.uint8).data)
     if found != expected:

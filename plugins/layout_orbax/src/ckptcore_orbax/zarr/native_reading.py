@@ -5,21 +5,22 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import quote, urlsplit
 
 import tensorstore
 
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
-from ckptcore.model import JSON
+from ckptcore.model import JSON, Box, HostArray
 from ckptcore.protocols import ReadStore, StorageAddress
 from ckptcore_orbax.zarr.chunk_codec import Telling
-from ckptcore_orbax.zarr.chunk_places import ChunkPlaces
-from ckptcore_orbax.zarr.read_chunks import Target
+from ckptcore_orbax.zarr.chunk_places import Databases, find_chunks
+from ckptcore_orbax.zarr.chunking import chunks_of, expect_countable
 from ckptcore_orbax.zarr.state import ArraysState, StoredName
 from ckptcore_orbax.zarr.tensorstore_guard import expect_usable
 
-__all__ = ["expect_own_files", "native_base", "native_store", "read_native"]
+__all__ = ["Target", "expect_own_files", "native_base", "native_store", "read_native"]
 
 _GOOGLE: Final = "https://storage.googleapis.com"
 
@@ -93,6 +94,21 @@ _OPTIONS: Final[Mapping[str, Callable[[Mapping[str, JSON]], Mapping[str, Any] | 
 """By scheme: what the options of an address are in a spec."""
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A box of an array, and the memory to fill.
+
+    Attributes:
+        number: of the item that asks for it.
+        box: in elements as they are stored.
+        buffer: C-contiguous, of the stored dtype and the box's shape.
+    """
+
+    number: int
+    box: Box
+    buffer: HostArray
+
+
 _STARTED_BYTES: Final = 128 << 20
 """Elements that are read at a time, in bytes."""
 
@@ -114,7 +130,7 @@ def native_store(state: ArraysState, address: StorageAddress | None) -> Mapping[
 
 
 def expect_own_files(
-    wanted: Mapping[int, Sequence[Target]], state: ArraysState, places: ChunkPlaces, store: ReadStore
+    wanted: Mapping[int, Sequence[Target]], state: ArraysState, store: ReadStore, databases: Databases
 ) -> None:
     """Hold files that tensorstore is about to open to what the store opens: it follows links out of the checkpoint, and waits
     for ever for who writes to a named pipe. Only file systems have either.
@@ -128,7 +144,10 @@ def expect_own_files(
     seen = {""}  # what stands with the keys of a database
     for leaf, targets in wanted.items():
         for target in targets:
-            for place in places.find(state.arrays[leaf], target.box).values():
+            stored = state.arrays[leaf]
+            expect_countable(target.box, stored.form.chunk, stored.name)
+            indices = [index for index, _ in chunks_of(stored.form.chunk, target.box)]
+            for place in find_chunks(state, leaf, indices, store, databases).values():
                 if place is None or place.key in seen:
                     continue
                 seen.add(place.key)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Final, Literal
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
-from ckptcore.model import JSON, ArrayRecord, Box, TreeMetadata, format_path
-from ckptcore_orbax.zarr.chunking import chunks_of, expect_countable
+from ckptcore.model import JSON, ArrayRecord, TreeMetadata, format_path
 from ckptcore_orbax.zarr.dtypes import stored_spec
 from ckptcore_orbax.zarr.formats import ArrayFormat
 from ckptcore_orbax.zarr.version2 import parse_zarr2
 from ckptcore_orbax.zarr.version3 import parse_zarr3
 
-__all__ = ["DIGEST_BYTES", "ArraysState", "DecodedStates", "Extents", "StoredName", "array_prefix"]
+__all__ = ["DIGEST_BYTES", "ArraysState", "Extents", "StoredName", "array_prefix"]
 
 DIGEST_BYTES: Final = 8
 """Bytes of the xxh3_64 of a chunk's elements."""
@@ -143,56 +142,6 @@ class ArraysState:
             raise CorruptCheckpointError(f"the layout cannot read where arrays are: {error}") from error
         except (TypeError, KeyError, IndexError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise CorruptCheckpointError(f"the layout cannot read where arrays are: {error!r}") from error
-
-    def direct_extents(self, tree: TreeMetadata) -> Iterator[tuple[int, str, int, int]]:
-        """Where the bytes of arrays that are stored directly are: (leaf, key, start, stop).
-
-        Raises:
-            CorruptCheckpointError: if an array is larger than the place that is stated for it.
-        """
-        if self.storage == "objects":
-            if self.source == "ckptcore":
-                yield from self._object_extents(tree)
-            return
-        room: dict[int, int] = {}
-        extents = self.extents
-        for leaf, file, start, stop in zip(extents.leaf, extents.file, extents.start, extents.stop, strict=True):
-            room[leaf] = room.get(leaf, 0) + stop - start
-            yield leaf, f"{self.prefix}{extents.files[file]}", start, stop
-        if self.source != "ckptcore":
-            return
-        for leaf, stored in self.arrays.items():
-            if stored.form.direct and leaf not in tree.aliases and room.get(leaf, 0) < stored.form.spec.nbytes:
-                raise CorruptCheckpointError(
-                    f"{format_path(tree.paths[leaf])} is {stored.form.spec}, {stored.form.spec.nbytes} bytes, and the root "
-                    f"gives it {room.get(leaf, 0)}; what describes the arrays is damaged: load another checkpoint"
-                )
-
-    def _object_extents(self, tree: TreeMetadata) -> Iterator[tuple[int, str, int, int]]:
-        for leaf, stored in self.arrays.items():
-            form = stored.form
-            if not form.direct or form.sharded or leaf in tree.aliases:
-                continue
-            whole = Box.whole(form.spec.shape)
-            expect_countable(whole, form.chunk, stored.name)
-            yield from (
-                (leaf, f"{self.prefix}{stored.prefix}{form.chunk_key(index)}", 0, form.chunk_bytes)
-                for index, _ in chunks_of(form.chunk, whole)
-            )
-
-
-class DecodedStates:
-    """The state that was decoded last: a load asks for the same one several times. Any thread."""
-
-    def __init__(self) -> None:
-        self._last: tuple[JSON, TreeMetadata, ArraysState] | None = None
-
-    def decoded(self, encoded: JSON, tree: TreeMetadata) -> ArraysState:
-        """What `ArraysState.from_json` gives, and raises."""
-        last = self._last
-        if last is None or last[0] is not encoded or last[1] is not tree:
-            last = self._last = (encoded, tree, ArraysState.from_json(encoded, tree))
-        return last[2]
 
 
 def _decode(encoded: Any, tree: TreeMetadata) -> ArraysState:

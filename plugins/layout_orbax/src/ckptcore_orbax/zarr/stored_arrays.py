@@ -25,7 +25,6 @@ __all__ = [
     "dimension_names",
     "stored_box",
     "stored_format",
-    "stored_target",
     "stored_view",
 ]
 
@@ -144,12 +143,3 @@ def stored_view(array: HostArray, stored: ArraySpec) -> HostArray:
     plain = np.ascontiguousarray(array, dtype=little).reshape(-1)
     shape = array.shape if array.ndim == len(stored.shape) else (*array.shape, stored.shape[-1])
     return plain.view(dtype).reshape(shape)
-
-
-def stored_target(buffer: HostArray, stored: ArraySpec) -> HostArray:
-    """The memory of a C-contiguous array as the elements that stand for its own."""
-    dtype = stored.numpy_dtype
-    if buffer.dtype == dtype:
-        return buffer
-    shape = buffer.shape if buffer.ndim == len(stored.shape) else (*buffer.shape, stored.shape[-1])
-    return buffer.reshape(-1).view(dtype).reshape(shape)

@@ -12,13 +12,13 @@ import functools
 import os
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
 from ckptcore.errors import CheckpointError
 
-__all__ = ["expect_usable", "using_tensorstore"]
+__all__ = ["begin_use", "expect_usable", "using_tensorstore"]
 
 _PATIENCE_SECONDS: Final = 10.0
 """How long the end of the program waits for daemon threads to leave tensorstore; one that reads from a storage may stand still."""
@@ -80,6 +80,20 @@ def expect_usable() -> None:
         CheckpointError: where it would end the process.
     """
     _uses().expect_usable()
+
+
+def begin_use() -> Callable[[], None]:
+    """Begin a piece of work of tensorstore; the end of the program waits until the returned function is called.
+
+    Raises:
+        CheckpointError: tensorstore would end the process.
+    """
+    uses = _uses()
+    return uses.end if uses.begin() else _nothing
+
+
+def _nothing() -> None:
+    pass
 
 
 @contextmanager

@@ -11,14 +11,14 @@ from typing import Final
 from ckptcore.context import Context
 from ckptcore.errors import PluginError, SaveLostError
 from ckptcore.io.memory import allocate
-from ckptcore.loading.checkpoint import Checkpoint
+from ckptcore.loading.checkpoint import Checkpoint, extents_of
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import WriteItem, WritePlan
 from ckptcore.model.tree import format_path
 from ckptcore.planning import plan_read
 from ckptcore.planning.partition import cut_runs
-from ckptcore.protocols import Layout, ReadsChunks, WritesRuns
+from ckptcore.protocols import Layout, WritesRuns
 
 __all__ = ["StreamSizes", "StreamedSnapshot", "items_by_object", "reading_context"]
 
@@ -96,13 +96,13 @@ def items_by_object(
             for leaves in layout.arrays_by_object(tree)
         ]
     stored = _stored_bytes(opened)
-    rows = opened.layout.chunk_rows(opened.tree, opened.state) if isinstance(opened.layout, ReadsChunks) else {}
+    index = opened.index
     return [
         [
             WriteItem(leaf, record.spec, (box,))
             for leaf in leaves
             if isinstance(record := tree.leaves[leaf], ArrayRecord)
-            for box in _pieces(record, stored.get(sources[leaf], 0), rows.get(sources[leaf]), sizes)
+            for box in _pieces(record, stored.get(sources[leaf], 0), index.chunk_rows(sources[leaf]), sizes)
         ]
         for leaves in layout.arrays_by_object(tree)
     ]
@@ -111,7 +111,7 @@ def items_by_object(
 def _stored_bytes(opened: Checkpoint) -> Mapping[int, int]:
     """By leaf how many bytes of objects are of it, as far as they are plain ranges."""
     stored: dict[int, int] = {}
-    for leaf, _, start, stop in opened.layout.extents(opened.tree, opened.state):
+    for leaf, _, start, stop in extents_of(opened):
         stored[leaf] = stored.get(leaf, 0) + stop - start
     return stored
 

@@ -8,7 +8,7 @@ each array.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +23,11 @@ from ckptcore.model import (
     BytesSegment,
     HostArray,
     Node,
-    ReadPlan,
     Receipt,
-    TileRead,
     TreeMetadata,
 )
-from ckptcore.planning import leaf_names
-from ckptcore.protocols import Inspection, ReadStore, Snapshot, WriteStore
+from ckptcore.planning import ChunkColumns, ChunkTable, leaf_names
+from ckptcore.protocols import ChunkIndex, Inspection, ReadStore, Snapshot, WriteStore
 
 __all__ = ["ScrollLayout"]
 
@@ -85,32 +83,12 @@ class ScrollLayout:
         store.put(INDEX, json.dumps(index).encode())
         return scrolls
 
-    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
-        places = scrolls_of(plan.tree, plan.state)
-        reads: list[TileRead] = []
-        empty: list[int] = []
-        for number, (item, buffer) in enumerate(zip(plan.items, buffers, strict=True)):
-            found = 0
-            for scroll in places.get(item.leaf, ()):
-                common = scroll.box.intersect(item.box) if item.box.size else None
-                if common is not None:
-                    found += common.size
-                    target = (number, item.box, buffer)
-                    reads.append(TileRead(scroll.key, scroll.offset, scroll.box, buffer.itemsize, (target,)))
-            if found != item.box.size:
-                raise CorruptCheckpointError(f"{found} of the {item.box.size} elements of {item.box} are in scrolls")
-            if not found:
-                empty.append(number)
-        yield from empty
-        yield from store.read_tiles(reads)
-
-    def extents(self, tree: TreeMetadata, state: JSON) -> Iterator[tuple[int, str, int, int]]:
+    def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
+        columns = ChunkColumns()
         for leaf, scrolls in scrolls_of(tree, state).items():
-            record = tree.leaves[leaf]
-            if isinstance(record, ArrayRecord):
-                for scroll in scrolls:
-                    nbytes = scroll.box.size * record.spec.numpy_dtype.itemsize
-                    yield leaf, scroll.key, scroll.offset, scroll.offset + nbytes
+            for scroll in scrolls:
+                columns.add(leaf, scroll.key, scroll.offset, scroll.box)
+        return ChunkTable(tree, columns.to_json())
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
         if entry not in (None, INDEX):

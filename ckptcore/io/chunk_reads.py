@@ -1,0 +1,352 @@
+"""Boxes of arrays read through a chunk index: the one read path of all layouts."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias, cast
+
+import numpy as np
+
+from ckptcore.errors import ChecksumError, CorruptCheckpointError, ObjectNotFoundError
+from ckptcore.io.elements import copy_elements, little_dtype
+from ckptcore.model import (
+    JSON,
+    ArraySpec,
+    Box,
+    Checksum,
+    Chunk,
+    HostArray,
+    Pending,
+    ReadItem,
+    TileRead,
+    TreeMetadata,
+)
+from ckptcore.protocols import ChunkIndex, Layout, NativeReader, ReadStore
+
+__all__ = ["IndexCache", "native_reader", "read_chunks"]
+
+_FETCHED_BYTES: Final = 32 << 20
+"""The most bytes of encoded chunks that are fetched at once, if they are close to each other."""
+
+_GAP_BYTES: Final = 64 << 10
+"""How close that is."""
+
+_DECODED_BYTES: Final = 128 << 20
+"""Elements that are decoded at a time, in bytes."""
+
+_LEAST_STARTED: Final = 2
+"""Chunks that are decoded at a time, however large they are."""
+
+_Target: TypeAlias = tuple[int, Box, HostArray]
+"""The number of an item, its box and its buffer."""
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """A chunk, and the targets that want elements of it."""
+
+    chunk: Chunk
+    targets: list[_Target] = field(default_factory=list)
+
+
+class IndexCache:
+    """The chunk index that was made last. Checkpoints that are opened with the same root share it. Any thread."""
+
+    def __init__(self) -> None:
+        """Start without an index."""
+        self._last: tuple[Layout, TreeMetadata, JSON, ChunkIndex] | None = None
+
+    def index(self, layout: Layout, tree: TreeMetadata, state: JSON) -> ChunkIndex:
+        """Return what `Layout.index` does for these arguments.
+
+        Raises:
+            CorruptCheckpointError: the state does not fit the tree.
+        """
+        last = self._last
+        if last is None or last[0] is not layout or last[1] is not tree or last[2] is not state:
+            last = self._last = (layout, tree, state, layout.index(tree, state))
+        return last[3]
+
+
+def read_chunks(
+    index: ChunkIndex, items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore
+) -> Iterator[int]:
+    """Fill ``buffers[i]`` with the box of ``items[i]``; yields `i` once it is complete and verified.
+
+    Args:
+        index: of the checkpoint; may be made of a hostile state.
+        items: the boxes to read, in any order.
+        buffers: C-contiguous and writable, of the box's shape and the stored dtype.
+        store: reads and verifies objects.
+
+    Raises:
+        CorruptCheckpointError: bytes are missing or wrong, or chunks do not cover a box.
+        UnsupportedLeafError: an array is stored in a way that cannot be read.
+    """
+    native, specs = native_reader(index), index.stored_specs
+    by_itself: list[_Target] = []
+    exact: dict[tuple[int, int], _Wanted] = {}
+    others: dict[int, dict[int, _Wanted]] = {}
+    for number, (item, buffer) in enumerate(zip(items, buffers, strict=True)):
+        box = item.box
+        if (spec := specs.get(item.leaf)) is not None:
+            box, buffer = _as_stored(box, buffer, spec)
+        size = missing = box.size
+        if native is not None and size and native.reads(item.leaf, store):
+            by_itself.append((number, box, buffer))
+            continue
+        chunks = index.boxes(item.leaf, box)
+        if not size:
+            yield number
+            continue
+        target = (number, box, buffer)
+        for chunk in chunks:
+            if chunk.box is box:
+                missing -= size
+            elif (common := chunk.box.intersect(box)) is not None:
+                missing -= common.size
+            else:
+                continue
+            if chunk.is_exact:
+                key = chunk.leaf, chunk.number
+                wanted = exact.get(key)
+                if wanted is None:
+                    wanted = exact[key] = _Wanted(chunk)
+            else:
+                of_leaf = others.setdefault(chunk.leaf, {})
+                wanted = of_leaf.get(chunk.number)
+                if wanted is None:
+                    wanted = of_leaf[chunk.number] = _Wanted(chunk)
+            wanted.targets.append(target)
+        if missing:
+            raise CorruptCheckpointError(
+                f"{missing} of the {size} elements of a box of leaf {item.leaf} are in no chunk; restore the checkpoint "
+                "from a copy, or load another one"
+            )
+    if by_itself and native is not None:
+        part = [ReadItem(items[number].leaf, box) for number, box, _ in by_itself]
+        for place in native.read(part, [buffer for _, _, buffer in by_itself], store):
+            yield by_itself[place][0]
+    tiles = [_tile(wanted, wanted.chunk.key, wanted.chunk.offset, None) for wanted in exact.values()]
+    if others:
+        yield from _Located(index, store, tiles).results(others)
+    else:
+        yield from store.read_tiles(tiles)
+
+
+def native_reader(index: ChunkIndex) -> NativeReader | None:
+    """Return an index as a native reader, or None if it is not one."""
+    return cast(NativeReader, index) if _is_native(type(index)) else None
+
+
+@functools.lru_cache(maxsize=64)
+def _is_native(kind: type[ChunkIndex]) -> bool:
+    """Return whether indexes of a type are `NativeReader`. Cached: the check is slow."""
+    return issubclass(kind, NativeReader)
+
+
+def _as_stored(box: Box, buffer: HostArray, spec: ArraySpec) -> tuple[Box, HostArray]:
+    """Return a box and its buffer as the elements that represent those of an array, which may be bytes on another axis."""
+    shape = buffer.shape
+    if len(spec.shape) > len(shape):
+        box = Box((*box.start, 0), (*box.stop, spec.shape[-1]))
+        shape = (*shape, spec.shape[-1])
+    return box, buffer.reshape(-1).view(spec.numpy_dtype).reshape(shape)
+
+
+def _tile(wanted: _Wanted, key: str, offset: int, checksum: Checksum | None) -> TileRead:
+    targets = tuple(wanted.targets)
+    return TileRead(key, offset, wanted.chunk.box, targets[0][2].itemsize, targets, checksum)
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """The bytes of an encoded chunk; `inline` if they are stored with its key."""
+
+    wanted: _Wanted
+    key: str
+    start: int
+    stop: int | None
+    inline: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoding:
+    """A chunk that is being decoded, and the bytes that its elements take."""
+
+    wanted: _Wanted
+    nbytes: int
+    elements: Pending[HostArray]
+
+
+class _Located:
+    """Chunks whose places the index finds with I/O: raw, encoded, inline, or missing with a fill value."""
+
+    def __init__(self, index: ChunkIndex, store: ReadStore, tiles: list[TileRead]) -> None:
+        self._index = index
+        self._store = store
+        self._tiles = tiles
+        self._encoded: list[_Encoded] = []
+        self._copied: dict[int, None] = {}
+        self._left: dict[int, int] = {}
+
+    def results(self, wanted: Mapping[int, Mapping[int, _Wanted]]) -> Iterator[int]:
+        """Yield the number of each target once all of its chunks are complete, of exact chunks too."""
+        for of_leaf in wanted.values():
+            self._locate(list(of_leaf.values()))
+        for one in self._encoded:
+            for number, _, _ in one.wanted.targets:
+                self._left[number] = self._left.get(number, 0) + 1
+        if self._copied:
+            in_tiles = {number for tile in self._tiles for number, _, _ in tile.targets}
+            yield from [number for number in self._copied if number not in in_tiles and number not in self._left]
+        for number in self._store.read_tiles(self._tiles):
+            if number not in self._left:
+                yield number
+        if self._encoded:
+            yield from self._decode(self._encoded)
+
+    def _locate(self, chunks: Sequence[_Wanted]) -> None:
+        """Find the chunks of one array. Copies those that are at hand, and collects the others."""
+        places = self._index.locate([one.chunk for one in chunks], self._store)
+        encoded, inline, fills, checksums = places.encoded, places.inline, places.fills, places.checksums
+        at: dict[tuple[str, int], Chunk] = {}
+        for row, (one, key, start) in enumerate(zip(chunks, places.keys, places.starts, strict=True)):
+            if row in encoded:
+                self._encoded.append(_Encoded(one, key, start, places.stops.get(row), inline.get(row)))
+            elif row in fills or row in inline:
+                if row in fills:
+                    _fill(one, fills[row])
+                else:
+                    _copy(one, _elements(one, inline[row], start, checksums.get(row)))
+                self._copied.update(dict.fromkeys([number for number, _, _ in one.targets]))
+            elif at.setdefault((key, start), one.chunk) is not one.chunk:
+                raise CorruptCheckpointError(
+                    f"leaf {one.chunk.leaf} has two chunks at byte {start} of {key}; what describes the arrays is "
+                    "damaged: restore the checkpoint from a copy, or load another one",
+                    key=key,
+                )
+            else:
+                self._tiles.append(_tile(one, key, start, checksums.get(row)))
+
+    def _decode(self, encoded: Sequence[_Encoded]) -> Iterator[int]:
+        """Decode chunks, each once and whole, several at a time, and copy to targets."""
+        started: deque[_Decoding] = deque()
+        held = 0
+        try:
+            for one, data in _fetched(encoded, self._store):
+                targets = one.wanted.targets
+                nbytes = max(one.wanted.chunk.box.size, 1) * targets[0][2].itemsize
+                started.append(_Decoding(one.wanted, nbytes, self._index.decode(one.wanted.chunk, data)))
+                held += nbytes
+                while held > _DECODED_BYTES and len(started) > _LEAST_STARTED:
+                    held -= started[0].nbytes
+                    yield from self._take(started)
+            while started:
+                yield from self._take(started)
+        finally:
+            # After an error a decoder may still write into memory that is about to be freed.
+            for left in started:
+                _settle(left.elements)
+
+    def _take(self, started: deque[_Decoding]) -> Iterator[int]:
+        oldest = started[0]
+        _copy(oldest.wanted, oldest.elements.result())
+        started.popleft()  # now that nothing writes to its elements any more, also if it is interrupted
+        for number, _, _ in oldest.wanted.targets:
+            self._left[number] -= 1
+            if not self._left[number]:
+                yield number
+
+
+def _settle(elements: Pending[HostArray]) -> None:
+    try:
+        elements.result()
+    except Exception:  # noqa: BLE001, S110  # another error is on its way already
+        pass
+
+
+def _copy(wanted: _Wanted, elements: HostArray) -> None:
+    """Copy elements of a chunk to its targets. The elements may end with the array, before the chunk does."""
+    origin = wanted.chunk.box.start
+    valid = Box(origin, tuple(map(int.__add__, origin, elements.shape)))
+    for _, box, buffer in wanted.targets:
+        if (common := box.intersect(valid)) is not None:
+            # With an ellipsis arrays without axes do not become scalars.
+            to: tuple[Any, ...] = (*common.within(box), ...)
+            of: tuple[Any, ...] = (*common.within(valid), ...)
+            copy_elements(buffer[to], elements[of])
+
+
+def _fill(wanted: _Wanted, value: HostArray) -> None:
+    for _, box, buffer in wanted.targets:
+        if (common := box.intersect(wanted.chunk.box)) is not None:
+            buffer[common.within(box)] = value
+
+
+def _elements(wanted: _Wanted, data: bytes, start: int, checksum: Checksum | None) -> HostArray:
+    """Return the elements of a raw chunk that is stored with its key.
+
+    Raises:
+        CorruptCheckpointError: there are not as many as the chunk has.
+        ChecksumError
+    """
+    box, dtype = wanted.chunk.box, wanted.targets[0][2].dtype
+    nbytes = box.size * dtype.itemsize
+    elements = memoryview(data)[start : start + nbytes]
+    if len(elements) != nbytes:
+        raise CorruptCheckpointError(
+            f"a chunk of leaf {wanted.chunk.leaf} has {len(elements)} bytes, where {nbytes} are expected; restore the "
+            "checkpoint from a copy, or load another one"
+        )
+    if checksum is not None:
+        end = start + nbytes
+        if checksum.encode(checksum.of(elements)) != data[end : end + checksum.nbytes]:
+            raise ChecksumError(
+                f"a chunk of leaf {wanted.chunk.leaf} is not what was written: its {checksum.name} differs; restore the "
+                "checkpoint from a copy, or load another one"
+            )
+    return np.frombuffer(elements, little_dtype(dtype)).reshape(box.shape)
+
+
+def _fetched(encoded: Sequence[_Encoded], store: ReadStore) -> Iterator[tuple[_Encoded, bytes]]:
+    """Fetch encoded chunks, several at once if they are close to each other."""
+    group: list[_Encoded] = []
+    for one in sorted(encoded, key=lambda one: (one.wanted.chunk.leaf, one.key, one.start)):
+        if group and not _follows(group, one):
+            yield from _fetched_together(group, store)
+            group = []
+        group.append(one)
+    if group:
+        yield from _fetched_together(group, store)
+
+
+def _follows(group: Sequence[_Encoded], one: _Encoded) -> bool:
+    last = group[-1]
+    if one.inline is not None or last.key != one.key or last.stop is None or one.stop is None:
+        return False
+    return one.start - last.stop <= _GAP_BYTES and one.stop - group[0].start <= _FETCHED_BYTES
+
+
+def _fetched_together(group: Sequence[_Encoded], store: ReadStore) -> Iterator[tuple[_Encoded, bytes]]:
+    first = group[0]
+    if first.inline is not None:
+        yield first, first.inline[first.start : first.stop]
+        return
+    stop = None if first.stop is None else max(one.stop or 0 for one in group)
+    try:
+        data = store.get(first.key, first.start, stop)
+    except ObjectNotFoundError as error:
+        raise CorruptCheckpointError(f"a chunk is missing: {error}", key=first.key) from error
+    if stop is not None and len(data) != stop - first.start:
+        raise CorruptCheckpointError(
+            f"{first.key} ends at byte {first.start + len(data)}, where {stop} are expected; it was cut off: restore it "
+            "from a copy, or load another checkpoint",
+            key=first.key, start=first.start + len(data), stop=stop,
+        )  # fmt: skip
+    for one in group:
+        end = None if one.stop is None else one.stop - first.start
+        yield one, data[one.start - first.start : end] if len(group) > 1 else data

@@ -1,0 +1,298 @@
+"""Tables of raw chunks: the columns that a layout keeps in its state, and the chunk index that reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from ckptcore.errors import CheckpointError, CorruptCheckpointError, PluginError
+from ckptcore.model.arrays import ArraySpec, Box, HostArray
+from ckptcore.model.chunks import Chunk, ChunkPlaces
+from ckptcore.model.metadata import ArrayRecord, TreeMetadata
+from ckptcore.model.transfer import Checksum, Pending
+from ckptcore.model.tree import JSON, format_path
+from ckptcore.planning.coverage import uncovered
+
+__all__ = ["ChunkColumns", "ChunkTable", "natural_column"]
+
+_MOST: Final = 1 << 62
+
+
+class ChunkColumns:
+    """Raw chunks as a layout writes them, one column for each property."""
+
+    def __init__(self) -> None:
+        """Start without chunks."""
+        self._files: dict[str, int] = {}
+        self._leaf: list[int] = []
+        self._file: list[int] = []
+        self._offset: list[int] = []
+        self._box: list[int] = []
+
+    def __len__(self) -> int:
+        """Number of chunks."""
+        return len(self._leaf)
+
+    def add(self, leaf: int, key: str, offset: int, box: Box) -> None:
+        """Add the chunk of a leaf that starts at a byte of an object."""
+        self._leaf.append(leaf)
+        self._file.append(self._files.setdefault(key, len(self._files)))
+        self._offset.append(offset)
+        self._box.extend(box.start)
+        self._box.extend(box.stop)
+
+    def extend(self, state: JSON, tree: TreeMetadata, without: Container[int] = ()) -> None:
+        """Add the chunks that another process of this save wrote, except those of some leaves."""
+        columns: Any = state
+        begin = 0
+        for leaf, file, offset in zip(columns["leaf"], columns["file"], columns["offset"], strict=True):
+            stop = begin + 2 * len(_spec(tree, leaf).shape)
+            if leaf not in without:
+                self._leaf.append(leaf)
+                self._file.append(self._files.setdefault(columns["files"][file], len(self._files)))
+                self._offset.append(offset)
+                self._box.extend(columns["box"][begin:stop])
+            begin = stop
+
+    def to_json(self) -> dict[str, JSON]:
+        """Return the state that `ChunkTable` reads."""
+        return {
+            "files": list(self._files),
+            "leaf": self._leaf,
+            "file": self._file,
+            "offset": self._offset,
+            "box": self._box,
+        }
+
+
+class ChunkTable:
+    """A `ckptcore.protocols.ChunkIndex` of a layout whose chunks are raw: elements in C order, little endian, uncompressed. Any thread.
+
+    The state has the columns of `ChunkColumns`. Without the column ``box`` each row is a whole array; such a state may
+    have a second table, ``slices``, for the arrays that are stored in several boxes.
+    """
+
+    def __init__(self, tree: TreeMetadata, state: JSON, checksum: Checksum | None = None) -> None:
+        """Read a state, which may be hostile.
+
+        Args:
+            tree: the tree that was saved.
+            state: JSON of `ChunkColumns`.
+            checksum: what is stored right behind each chunk, if anything.
+
+        Raises:
+            CorruptCheckpointError: the state does not fit the tree.
+        """
+        self._tree = tree
+        self._checksum = checksum
+        self._whole: dict[int, tuple[str, int]] = {}
+        self._cut: _CutArrays | None = None
+        self._reasons: dict[int, str | None] = {}
+        try:
+            columns: Any = state  # a hostile state raises what is caught below
+            cut = columns
+            if "box" not in columns:
+                leaves, keys, offsets = _whole_columns(tree, columns)
+                self._whole = dict(zip(leaves, zip(keys, offsets, strict=True), strict=True))
+                cut = columns.get("slices")
+            if cut is not None:
+                self._cut = _CutArrays(tree, cut)
+                if self._whole and not self._whole.keys().isdisjoint(self._cut.leaves()):
+                    raise ValueError("a leaf is in two places")
+        except (TypeError, KeyError, IndexError, ValueError, OverflowError, AttributeError) as error:
+            raise CorruptCheckpointError(
+                f"the layout cannot read where arrays are: {error!r} where a table of chunks should be"
+            ) from error
+
+    def boxes(self, leaf: int, box: Box) -> Iterable[Chunk]:
+        """See `ChunkIndex.boxes`. Refuses arrays that are not stored whole."""
+        place = self._whole.get(leaf) or self._whole_array(leaf)
+        if place is None:
+            if (reason := self.uncovered(leaf)) is not None:
+                raise self.not_whole(leaf, reason)
+            return self._chunks(leaf, _spec(self._tree, leaf), box)
+        shape = _spec(self._tree, leaf).shape
+        whole = box if box.stop == shape and not any(box.start) else Box.whole(shape)
+        return (Chunk(place[0], place[1], whole, True, self._checksum is None, leaf),)
+
+    def _whole_array(self, leaf: int) -> tuple[str, int] | None:
+        """Return the place of an array in a table of boxes that is one chunk, and keep it."""
+        place = None if self._cut is None else self._cut.whole_array(leaf, _spec(self._tree, leaf).shape)
+        if place is not None:
+            self._whole[leaf] = place
+        return place
+
+    def _chunks(self, leaf: int, spec: ArraySpec, within: Box | None = None) -> list[Chunk]:
+        return [] if self._cut is None else self._cut.chunks(leaf, spec, within, self._checksum is None)
+
+    def locate(self, chunks: Sequence[Chunk], store: object) -> ChunkPlaces:
+        """See `ChunkIndex.locate`. The table has all places."""
+        checksums = {} if self._checksum is None else dict.fromkeys(range(len(chunks)), self._checksum)
+        return ChunkPlaces([chunk.key for chunk in chunks], [chunk.offset for chunk in chunks], checksums=checksums)
+
+    def decode(self, chunk: Chunk, data: bytes) -> Pending[HostArray]:
+        """See `ChunkIndex.decode`. No chunk is encoded."""
+        raise PluginError(f"chunks of leaf {chunk.leaf} are not encoded")
+
+    @property
+    def stored_specs(self) -> Mapping[int, ArraySpec]:
+        """See `ChunkIndex.stored_specs`. Arrays are stored as they are."""
+        return {}
+
+    def chunk_rows(self, leaf: int) -> int | None:
+        """See `ChunkIndex.chunk_rows`. Chunks can be read in part."""
+        return None
+
+    def extents(self, leaf: int) -> Iterator[tuple[str, int, int]]:
+        """See `ChunkIndex.extents`."""
+        record = self._tree.leaves[leaf]
+        if not isinstance(record, ArrayRecord):
+            return
+        if (place := self._whole.get(leaf)) is not None:
+            yield *place, place[1] + record.spec.nbytes
+        else:
+            itemsize = record.spec.numpy_dtype.itemsize
+            for chunk in self._chunks(leaf, record.spec):
+                yield chunk.key, chunk.offset, chunk.offset + chunk.box.size * itemsize
+
+    def check(self, leaves: Collection[int]) -> None:
+        """See `ChunkIndex.check`."""
+        for leaf in leaves:
+            if self._whole.get(leaf) or self._whole_array(leaf):
+                continue
+            if (reason := self.uncovered(leaf)) is not None:
+                raise self.not_whole(leaf, reason)
+
+    def uncovered(self, leaf: int) -> str | None:
+        """Return the reason why the chunks of a leaf do not cover its array, or None if they do. Cached."""
+        if leaf not in self._reasons:
+            spec = _spec(self._tree, leaf)
+            self._reasons[leaf] = uncovered(spec, ()) if self._cut is None else self._cut.uncovered(leaf, spec)
+        return self._reasons[leaf]
+
+    def not_whole(self, leaf: int, reason: str) -> CheckpointError:
+        """Return the error for an array that its chunks do not cover."""
+        return CorruptCheckpointError(
+            f"{format_path(self._tree.paths[leaf])} ({_spec(self._tree, leaf)}) is not stored whole: {reason}; restore "
+            "the checkpoint from a copy, or load another one"
+        )
+
+
+class _CutArrays:
+    """Columns of arrays that are stored in boxes."""
+
+    def __init__(self, tree: TreeMetadata, columns: Any) -> None:
+        self._files: Sequence[str] = columns["files"]
+        if not isinstance(self._files, list | tuple) or {*map(type, self._files)} - {str}:
+            raise TypeError("file names are expected")
+        leaf = natural_column(columns["leaf"], len(tree.leaves))
+        count = len(leaf)
+        natural_column(columns["file"], len(self._files), count)
+        natural_column(columns["offset"], _MOST, count)
+        axes = np.array(
+            [len(record.spec.shape) if isinstance(record, ArrayRecord) else -1 for record in tree.leaves], int
+        )
+        widths = 2 * axes[leaf] if count else np.zeros(0, int)
+        if (widths < 0).any():
+            raise TypeError("a leaf is no array")
+        self._box = natural_column(columns["box"], _MOST, int(widths.sum()))
+        self._begins: HostArray = np.cumsum(widths) - widths
+        # Rows by leaf. A stable sort keeps the order of the state within a leaf.
+        self._order: HostArray = np.argsort(leaf, kind="stable")
+        self._rows_of: list[int] = np.searchsorted(leaf[self._order], np.arange(len(tree.leaves) + 1)).tolist()
+        # Single rows are read from the lists of the state: NumPy takes several times as long for one number.
+        self._lists: tuple[Sequence[int], ...] = (
+            columns["file"], columns["offset"], columns["box"], self._begins.tolist(),
+        )  # fmt: skip
+
+    def leaves(self) -> Iterator[int]:
+        """Return the leaves that have chunks."""
+        return (leaf for leaf in range(len(self._rows_of) - 1) if self._rows_of[leaf] < self._rows_of[leaf + 1])
+
+    def whole_array(self, leaf: int, shape: tuple[int, ...]) -> tuple[str, int] | None:
+        """Return the file and offset of an array that is one chunk, or None if it is not."""
+        first = self._rows_of[leaf]
+        if self._rows_of[leaf + 1] - first != 1:
+            return None
+        files, offsets, bounds, begins = self._lists
+        row, axes = self._order[first], len(shape)
+        half = begins[row] + axes
+        if tuple(bounds[half : half + axes]) != shape or any(bounds[half - axes : half]):
+            return None
+        return self._files[files[row]], offsets[row]
+
+    def _bounds(self, rows: HostArray, axes: int) -> tuple[HostArray, HostArray]:
+        """Return the starts and the stops of boxes, with a row for each."""
+        bounds = self._box[self._begins[rows][:, None] + np.arange(2 * axes)]
+        return bounds[:, :axes], bounds[:, axes:]
+
+    def uncovered(self, leaf: int, spec: ArraySpec) -> str | None:
+        """Return the reason why the chunks of a leaf do not cover an array, or None if they do."""
+        rows = self._order[self._rows_of[leaf] : self._rows_of[leaf + 1]]
+        axes = len(spec.shape)
+        if len(rows) > 1 and axes:
+            from ckptcore.planning.partition import makes_up  # only arrays in several boxes need it
+
+            if makes_up(spec.shape, *self._bounds(rows, axes)):
+                return None
+        return uncovered(spec, [chunk.box for chunk in self.chunks(leaf, spec)])
+
+    def chunks(self, leaf: int, spec: ArraySpec, within: Box | None = None, is_exact: bool = True) -> list[Chunk]:
+        """Return the chunks of a leaf; with a box, only those that share elements with it."""
+        rows = self._order[self._rows_of[leaf] : self._rows_of[leaf + 1]]
+        axes = len(spec.shape)
+        if within is not None and axes and len(rows) > 1:
+            starts, stops = self._bounds(rows, axes)
+            rows = rows[((starts < np.array(within.stop)) & (stops > np.array(within.start))).all(axis=1)]
+        files, offsets, bounds, begins = self._lists
+        found = []
+        for row in rows.tolist():
+            begin = begins[row]
+            half = begin + axes
+            box = Box(tuple(bounds[begin:half]), tuple(bounds[half : half + axes]))
+            found.append(Chunk(self._files[files[row]], offsets[row], box, True, is_exact, leaf, row))
+        return found
+
+
+def natural_column(found: Any, below: int, count: int | None = None) -> HostArray:
+    """Return a column of whole numbers from 0 on as an array; the column may be hostile.
+
+    Raises:
+        TypeError, ValueError, IndexError: the column is not one, not of this length, or has larger numbers.
+    """
+    if not isinstance(found, list | tuple) or not {int}.issuperset(map(type, found)):
+        raise TypeError("a column of whole numbers is expected")
+    if count is not None and len(found) != count:
+        raise ValueError("columns of different lengths")
+    numbers: HostArray = np.array(found, np.int64)
+    if len(numbers) and not (0 <= numbers.min() and numbers.max() < below):
+        raise IndexError(f"expected numbers from 0 to {below - 1}, found {numbers.min()} to {numbers.max()}")
+    return numbers
+
+
+def _whole_columns(tree: TreeMetadata, columns: Any) -> tuple[Sequence[int], Sequence[str], Sequence[int]]:
+    """Return the leaf, file and offset of each whole array. Checks columns, not rows: there may be 100,000s.
+
+    Raises:
+        TypeError, IndexError: the columns are hostile.
+    """
+    files, leaves, numbers, offsets = (columns[name] for name in ("files", "leaf", "file", "offset"))
+    if {*map(type, leaves), *map(type, numbers), *map(type, offsets)} - {int}:
+        raise TypeError("a number is expected")
+    if leaves and not (0 <= min(leaves) and max(leaves) < len(tree.leaves)):
+        raise IndexError(f"leaves {min(leaves)} to {max(leaves)} of {len(tree.leaves)}")
+    if min(numbers, default=0) < 0 or min(offsets, default=0) < 0:
+        raise IndexError("a file or an offset below 0")
+    keys = {number: files[number] for number in set(numbers)}
+    if {*map(type, keys.values())} - {str}:
+        raise TypeError("a file name is expected")
+    return leaves, [*map(keys.__getitem__, numbers)], offsets
+
+
+def _spec(tree: TreeMetadata, leaf: int) -> ArraySpec:
+    record = tree.leaves[leaf]
+    if not isinstance(record, ArrayRecord):
+        raise TypeError(f"leaf {leaf} is no array")
+    return record.spec

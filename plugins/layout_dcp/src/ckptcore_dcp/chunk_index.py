@@ -1,0 +1,162 @@
+"""The chunk indexes of dcp and torch: tables of elements or of items of torch.save, and places in storages."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
+from ckptcore.model import JSON, ArrayRecord, Box, Chunk, HostArray, ReadItem, TreeMetadata, format_path
+from ckptcore.planning import ChunkTable, natural_column
+from ckptcore.protocols import ChunkIndex, ReadStore
+from ckptcore_dcp.item_reading import ItemTargets, StoredItem, read_items
+from ckptcore_dcp.storages import PlaceColumns, places_of, read_places
+
+__all__ = ["ItemIndex", "PlaceIndex", "index_of", "state_with_places"]
+
+_PLACES: Final = "places"
+
+
+def state_with_places(chunks: JSON, places: PlaceColumns) -> JSON:
+    """Return the state of items, with the places of arrays within values: of a tuple of tensors, stored as one item."""
+    state: Any = chunks
+    encoded: Any = places.to_json()
+    return {**state, _PLACES: encoded} if encoded["arrays"] else state
+
+
+def index_of(tree: TreeMetadata, state: JSON) -> ChunkIndex:
+    """Return the index of a checkpoint of the layout dcp. Its chunks are elements, or items of torch.save around them.
+
+    Raises:
+        CorruptCheckpointError: the state, which may be hostile, does not fit the tree.
+    """
+    content = state.get("content") if isinstance(state, Mapping) else None
+    if content == "items":
+        return ItemIndex(tree, state)
+    if content != "elements":
+        raise CorruptCheckpointError("the layout dcp cannot read where arrays are: its state has no table of chunks")
+    return ChunkTable(tree, state)
+
+
+class PlaceIndex(ChunkIndex):
+    """Arrays in storages of torch.save files, which may be compressed, or lie in any order. A `NativeReader`."""
+
+    def __init__(self, tree: TreeMetadata, state: JSON) -> None:
+        """Read the JSON of `PlaceColumns`, which may be hostile.
+
+        Raises:
+            CorruptCheckpointError: it does not fit the tree.
+            UnsupportedLeafError: an array repeats a few bytes far too often.
+        """
+        self._places = places_of(tree, state)
+
+    def __contains__(self, leaf: int) -> bool:
+        """Return whether an array has a place."""
+        return leaf in self._places
+
+    def boxes(self, leaf: int, box: Box) -> Iterable[Chunk]:
+        """See `ChunkIndex.boxes`: unknown."""
+        return ()
+
+    def extents(self, leaf: int) -> Iterator[tuple[str, int, int]]:
+        """See `ChunkIndex.extents`: with the elements of others between those of a view."""
+        if (place := self._places.get(leaf)) is not None:
+            yield place.key, *place.extent
+
+    def reads(self, leaf: int, store: ReadStore) -> bool:
+        """See `NativeReader.reads`."""
+        return True
+
+    def read(self, items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
+        """See `NativeReader.read`: of tensors in C order only the elements that are wanted."""
+        return read_places(items, buffers, store, self._places)
+
+
+class ItemIndex(ChunkTable):
+    """Chunks that are items of torch.save, as torch.distributed.checkpoint writes them. A `NativeReader`."""
+
+    def __init__(self, tree: TreeMetadata, state: JSON) -> None:
+        """Read the columns of items, which may be hostile.
+
+        Raises:
+            CorruptCheckpointError: they do not fit the tree.
+        """
+        super().__init__(tree, state)
+        columns: Any = state  # a hostile state raises what is caught below
+        try:
+            sizes = columns["nbytes"]
+            natural_column(sizes, 1 << 62, len(columns["leaf"]))
+            self._sizes: Sequence[int] = sizes
+            self._transforms: dict[str, tuple[str, ...]] = {}
+            for row, names in columns["transforms"].items():
+                if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+                    raise TypeError("the names of transforms are expected")
+                self._transforms[row] = tuple(names)
+        except (TypeError, KeyError, IndexError, ValueError, OverflowError, AttributeError) as error:
+            raise CorruptCheckpointError(
+                f"the layout dcp cannot read where arrays are: {error!r} where a table of items should be"
+            ) from error
+        places = columns.get(_PLACES)
+        self._in_values = PlaceIndex(tree, {"files": [], "storages": [], "arrays": []} if places is None else places)
+
+    def items(self, leaf: int, box: Box | None = None) -> list[StoredItem]:
+        """Return the items of an array; with a box, those that have elements of it."""
+        record = self._tree.leaves[leaf]
+        assert isinstance(record, ArrayRecord)  # values are in no items
+        sizes, transforms = self._sizes, self._transforms
+        return [
+            StoredItem(chunk.box, chunk.key, chunk.offset, sizes[chunk.number], transforms.get(str(chunk.number), ()))
+            for chunk in self._chunks(leaf, record.spec, box)
+        ]
+
+    def boxes(self, leaf: int, box: Box) -> Iterable[Chunk]:
+        """See `ChunkIndex.boxes`: unknown, because items say where their elements are."""
+        return ()
+
+    def extents(self, leaf: int) -> Iterator[tuple[str, int, int]]:
+        """See `ChunkIndex.extents`: items with what is around their elements."""
+        yield from self._in_values.extents(leaf)
+        record = self._tree.leaves[leaf]
+        if isinstance(record, ArrayRecord):
+            for chunk in self._chunks(leaf, record.spec):
+                yield chunk.key, chunk.offset, chunk.offset + self._sizes[chunk.number]
+
+    def check(self, leaves: Collection[int]) -> None:
+        """See `ChunkIndex.check`."""
+        super().check([leaf for leaf in leaves if leaf not in self._in_values])
+
+    def not_whole(self, leaf: int, reason: str) -> CheckpointError:
+        """See `ChunkTable.not_whole`."""
+        record = self._tree.leaves[leaf]
+        if isinstance(record, ArrayRecord) and not self._chunks(leaf, record.spec):
+            return UnsupportedLeafError(
+                f"{format_path(self._tree.paths[leaf])} ({record.spec}) cannot be located: it is in a tuple or another "
+                "value that torch.distributed.checkpoint stored whole and compressed, or the metadata names no file for "
+                "it; pass a PLACEHOLDER for it, or load it with torch"
+            )
+        return super().not_whole(leaf, reason)
+
+    def reads(self, leaf: int, store: ReadStore) -> bool:
+        """See `NativeReader.reads`."""
+        return True
+
+    def read(self, items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
+        """See `NativeReader.read`."""
+        wanted: dict[tuple[int, str, int], ItemTargets] = {}
+        in_values: list[int] = []
+        for number, (item, buffer) in enumerate(zip(items, buffers, strict=True)):
+            if item.leaf in self._in_values:
+                in_values.append(number)
+                continue
+            super().check((item.leaf,))
+            for stored in self.items(item.leaf, item.box):
+                place = item.leaf, stored.key, stored.offset
+                found = wanted.get(place)
+                if found is None:
+                    found = wanted[place] = ItemTargets(item.leaf, stored)
+                found.targets.append((number, item.box, buffer))
+        yield from read_items(self._tree, list(wanted.values()), store)
+        if in_values:
+            part = [items[number] for number in in_values]
+            for place_number in self._in_values.read(part, [buffers[number] for number in in_values], store):
+                yield in_values[place_number]
