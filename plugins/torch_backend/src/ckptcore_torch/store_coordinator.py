@@ -129,7 +129,7 @@ class StoreCoordinator:
         timeout = self._timeout_seconds
 
         def run(store: WatchedStore) -> T:
-            return exchange(store, f"{self._handshake.life(store, key, timeout)}/{key}")
+            return exchange(store, f"{self._handshake.run_id(store, key, timeout)}/{key}")
 
         return watched(self._store, key, self._rank, timeout, run)
 

@@ -49,7 +49,7 @@ class StoreHandshake:
         self._size: Final = size
         self._word: Final = secrets.token_hex(8)
         self._lock: Final = threading.Lock()
-        self._life: str | None = None
+        self._run_id: str | None = None
         self._all_met: Final = threading.Event()
         self._ended: Final = threading.Event()
         self._answering: threading.Thread | None = None
@@ -60,28 +60,28 @@ class StoreHandshake:
         """Number of processes of the job."""
         return self._size
 
-    def life(self, store: WatchedStore, key: str, timeout_seconds: float) -> str:
+    def run_id(self, store: WatchedStore, key: str, timeout_seconds: float) -> str:
         """Return the key prefix of this run of the job. The first call waits for the leader.
 
         Raises:
             CoordinationTimeoutError: if the leader does not answer.
         """
-        if self._life is not None:
-            return self._life
+        if self._run_id is not None:
+            return self._run_id
         if self._rank == 0:
             with self._lock:
-                if self._life is None:
-                    self._life = self._word
+                if self._run_id is None:
+                    self._run_id = self._word
                     if self._size > 1:
                         self._answering = threading.Thread(target=self._answer, name="ckptcore-handshake", daemon=True)
                         self._answering.start()
-            return self._life
+            return self._run_id
         if not self._lock.acquire(timeout=timeout_seconds):
             raise self._unanswered(key, timeout_seconds)  # the thread with the lock got no answer either
         try:
-            if self._life is None:
-                self._life = self._ask(store, key, timeout_seconds)
-            return self._life
+            if self._run_id is None:
+                self._run_id = self._ask(store, key, timeout_seconds)
+            return self._run_id
         finally:
             self._lock.release()
 
@@ -120,10 +120,10 @@ class StoreHandshake:
         store.set(self._hello(self._rank), self._word.encode())
         while True:
             if store.has(self._welcome(self._rank)):
-                word, life = json.loads(store.get(self._welcome(self._rank)))
+                word, run_id = json.loads(store.get(self._welcome(self._rank)))
                 if word == self._word:  # otherwise it answers a process of an earlier run
-                    store.set(self._met(life, self._rank), b"")
-                    return str(life)
+                    store.set(self._met(run_id, self._rank), b"")
+                    return str(run_id)
             if time.monotonic() >= deadline:
                 raise self._unanswered(key, timeout_seconds)
             store.pause(pause)
@@ -170,8 +170,8 @@ class StoreHandshake:
     def _hello(self, rank: int) -> str:
         return f"handshake/hello/{rank}"
 
-    def _met(self, life: str, rank: int) -> str:
-        return f"handshake/met/{life}/{rank}"
+    def _met(self, run_id: str, rank: int) -> str:
+        return f"handshake/met/{run_id}/{rank}"
 
     def _welcome(self, rank: int) -> str:
         return f"handshake/welcome/{rank}"
