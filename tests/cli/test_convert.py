@@ -137,7 +137,7 @@ def test_a_map_that_does_not_fit(run_json: RunJson, checkpoint: Path, tmp_path: 
     for options, needed in (([], "head_dim"), (["--head-dim", 64], "rope_type")):
         code, document = run_json(ErrorDocument, *to_maxtext, *options)
         assert (code, document["error"]) == (6, "TransformError")
-        assert f"needs {needed}" in document["message"]
+        assert f"requires {needed}" in document["message"]
     assert not (tmp_path / "copy").exists()
 
 
