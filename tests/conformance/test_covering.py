@@ -43,6 +43,8 @@ def test_each_example_that_fails_is_named() -> None:
             example("second", "int8", "uint8"),
         )
 
-    with pytest.raises(ExceptionGroup) as caught:
+    with pytest.raises(AssertionError) as caught:
         Suite().test_describe_says_what_the_leaf_is()
-    assert [failure.__notes__ for failure in caught.value.exceptions] == [["example: first"], ["example: second"]]
+    failures = caught.value.__cause__
+    assert isinstance(failures, ExceptionGroup)
+    assert [failure.__notes__ for failure in failures.exceptions] == [["with first"], ["with second"]]
