@@ -328,7 +328,8 @@ def _follows(group: Sequence[_Encoded], one: _Encoded) -> bool:
     last = group[-1]
     if one.inline is not None or last.key != one.key or last.stop is None or one.stop is None:
         return False
-    return one.start - last.stop <= _GAP_BYTES and one.stop - group[0].start <= _FETCHED_BYTES
+    # The next array may have chunks before those of this one: a group only goes forward.
+    return 0 <= one.start - last.stop <= _GAP_BYTES and one.stop - group[0].start <= _FETCHED_BYTES
 
 
 def _fetched_together(group: Sequence[_Encoded], store: ReadStore) -> Iterator[tuple[_Encoded, bytes]]:
