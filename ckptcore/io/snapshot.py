@@ -67,6 +67,7 @@ class CopiedSnapshot:
         self.plan = plan
         self._give_back = give_back
         self._writer_ended = False
+        self._copy_failed = False
         self._pending: list[Sequence[Pending[HostArray]]] = [start(number) for number in range(len(plan.items))]
 
     def wait(self) -> None:
@@ -76,9 +77,9 @@ class CopiedSnapshot:
                 for array in arrays:
                     array.result()
         except Exception:
-            if not self._writer_ended:
+            if self._copy_failed or not self._writer_ended:
                 raise
-            # The memory went with the writer, whose own error tells why.
+            # The writer failed and freed the memory. The handle of the save raises its error.
 
     def writer_ended(self) -> None:
         """Say that nobody will take any more."""
@@ -86,7 +87,11 @@ class CopiedSnapshot:
 
     def take(self, item: int) -> Sequence[HostArray]:
         """See `Snapshot`."""
-        return [array.result() for array in self._pending[item]]
+        try:
+            return [array.result() for array in self._pending[item]]
+        except Exception:
+            self._copy_failed = True  # before the writer ends because of it: `wait` raises the error too
+            raise
 
     def release(self, item: int) -> None:
         """See `Snapshot`."""

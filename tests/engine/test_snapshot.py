@@ -1,0 +1,47 @@
+"""Copies of a state that a writer takes while the caller waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import pytest
+
+from ckptcore.io.snapshot import CopiedSnapshot
+from ckptcore.model import (
+    LEAF,
+    ArrayRecord,
+    ArraySpec,
+    Box,
+    HostArray,
+    Node,
+    Pending,
+    TreeMetadata,
+    WriteItem,
+    WritePlan,
+)
+
+SPEC = ArraySpec((4,), "uint8")
+TREE = TreeMetadata(Node("list", (0,), (LEAF,)), (ArrayRecord(SPEC),))
+PLAN = WritePlan(TREE, (WriteItem(0, SPEC, (Box.whole(SPEC.shape),)),), 0, 1, "save")
+
+
+def failed_copy(item: int) -> Sequence[Pending[HostArray]]:
+    pending: Future[HostArray] = Future()
+    pending.set_exception(RuntimeError("the device is gone"))
+    return [pending]
+
+
+def test_a_failed_copy_is_raised_also_if_the_writer_ended_because_of_it() -> None:
+    snapshot = CopiedSnapshot(PLAN, failed_copy, lambda array: None)
+    with pytest.raises(RuntimeError):
+        snapshot.take(0)
+    snapshot.writer_ended()
+    with pytest.raises(RuntimeError, match="device is gone"):
+        snapshot.wait()
+
+
+def test_a_writer_that_failed_by_itself_frees_copies_without_an_error() -> None:
+    snapshot = CopiedSnapshot(PLAN, failed_copy, lambda array: None)
+    snapshot.writer_ended()
+    snapshot.wait()
