@@ -8,8 +8,8 @@ Inspect and manage: `open` reads parts of arrays on demand, `metadata` describes
 byte, `copy` and `delete` do what they say, and `plan` predicts a save.
 
 Options are in `Context`. Modules with more: `ckptcore.policies`, `select`, `transforms`, `step_names`, `errors`, `events`,
-`results`, `handlers`, `context`; for authors of plugins `protocols`, `hookspecs`, `model`, `planning`. `copy`, `plan`, `tiers` and
-`transforms` are in distributions of their own, and an error names the command that installs them.
+`results`, `handlers`, `context`; for authors of plugins `protocols`, `hookspecs`, `model`, `planning`. `Update`, `copy`,
+`partial`, `plan`, `tiers` and `transforms` are in distributions of their own, and an error names the command that installs them.
 """
 
 import importlib
@@ -22,7 +22,6 @@ _NAMES: Final = {
     "ckptcore.api.descriptions": "abstract metadata open",
     "ckptcore.api.loads": "load load_async load_checkpointables load_into",
     "ckptcore.api.saves": "save save_async save_checkpointables save_checkpointables_async",
-    "ckptcore.api.sessions": "partial",
     "ckptcore.api.upkeep": "delete verify",
     "ckptcore.builtin.safetensors": "SafetensorsLayout",
     "ckptcore.builtin.sharded_arrays": "ArrayShard ShardedArray",
@@ -36,7 +35,6 @@ _NAMES: Final = {
     "ckptcore.training.reader": "CheckpointReader",
     "ckptcore.saving.exporting": "Export StepExport",
     "ckptcore.saving.plain": "PlainSave",
-    "ckptcore.saving.updates": "Update",
     "ckptcore.tree.flattening": "PLACEHOLDER",
     "ckptcore.tree.per_process": "PerProcess",
 }
@@ -82,15 +80,16 @@ if TYPE_CHECKING:
     from ckptcore.api.saves import save_async as save_async
     from ckptcore.api.saves import save_checkpointables as save_checkpointables
     from ckptcore.api.saves import save_checkpointables_async as save_checkpointables_async
-    from ckptcore.api.sessions import partial as partial
     from ckptcore.api.upkeep import delete as delete
     from ckptcore.api.upkeep import verify as verify
     from ckptcore.builtin.safetensors import SafetensorsLayout as SafetensorsLayout
     from ckptcore.builtin.sharded_arrays import ArrayShard as ArrayShard
     from ckptcore.builtin.sharded_arrays import ShardedArray as ShardedArray
     from ckptcore.context import Context as Context
+    from ckptcore.distributions import Update as Update
     from ckptcore.distributions import copy as copy
     from ckptcore.distributions import copy_steps as copy_steps
+    from ckptcore.distributions import partial as partial
     from ckptcore.distributions import plan as plan
     from ckptcore.distributions import tiers as tiers
     from ckptcore.distributions import transforms as transforms
@@ -103,7 +102,6 @@ if TYPE_CHECKING:
     from ckptcore.saving.exporting import Export as Export
     from ckptcore.saving.exporting import StepExport as StepExport
     from ckptcore.saving.plain import PlainSave as PlainSave
-    from ckptcore.saving.updates import Update as Update
     from ckptcore.training.checkpointer import Checkpointer as Checkpointer
     from ckptcore.training.reader import CheckpointReader as CheckpointReader
     from ckptcore.tree.flattening import PLACEHOLDER as PLACEHOLDER

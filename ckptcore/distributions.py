@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     # Type checkers see the lazy names of `ckptcore` here.
     import ckptcore_tiers as tiers  # noqa: TC004  # `__all__` exports the type only
     import ckptcore_transforms as transforms  # noqa: TC004
+    from ckptcore_incremental.partial_checkpoint import partial as partial  # noqa: PLC0414
+    from ckptcore_incremental.updates import Update as Update  # noqa: PLC0414
     from ckptcore_tools.copies import copy as copy  # noqa: PLC0414
     from ckptcore_tools.copies import copy_steps as copy_steps  # noqa: PLC0414
     from ckptcore_tools.dry_run import plan as plan  # noqa: PLC0414
@@ -66,6 +68,7 @@ DISTRIBUTIONS: Final = (
     Distribution("orbax", "ckptcore_orbax", layouts=("ocdbt", "zarr", "zarr3")),
     Distribution("fsspec", "ckptcore_fsspec", schemes=("abfs", "az", "hdfs", "http", "https", "sftp")),
     Distribution("ray", "ckptcore_ray"),
+    Distribution("incremental", "ckptcore_incremental", names={"Update": "updates", "partial": "partial_checkpoint"}),
     Distribution("testing", "ckptcore_testing"),
     Distribution("tiers", "ckptcore_tiers", names={"tiers": ""}),
     Distribution("transforms", "ckptcore_transforms", names={"transforms": ""}),

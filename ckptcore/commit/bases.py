@@ -8,7 +8,7 @@ of two concurrent operations sees the other (see `ckptcore.commit.locks`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Final
 
 from ckptcore.commit.clocks import SYSTEM_CLOCK
@@ -24,60 +24,17 @@ from ckptcore.errors import (
     CorruptCheckpointError,
     InvalidLocationError,
     ObjectNotFoundError,
-    SaveLostError,
-    StorageError,
 )
 from ckptcore.io.requests import requests_of
 from ckptcore.io.threads import IOThreads, ask_each
 from ckptcore.protocols import StorageBackend
 
-__all__ = ["announced_deletion", "bases_beside", "find_bases", "pinned_bases", "referring_to"]
-
-_CHANGE_SECONDS: Final = 180.0
-"""Seconds that an update waits for a save or a deletion that changes its base."""
+__all__ = ["announced_deletion", "base_locks", "bases_beside", "find_bases", "pin_name", "referring_to"]
 
 _PIN_SECONDS: Final = 90.0
 """Seconds that a deletion waits for a leased pin: longer than the lease of a killed process takes to expire."""
 
-_FIRST_POLL_SECONDS: Final = 0.01
 _LAST_POLL_SECONDS: Final = 2.0
-
-
-@contextmanager
-def pinned_bases(bases: Sequence[Location], conditions: Conditions) -> Iterator[None]:
-    """Keep the bases of an update from being deleted. A base in a directory that cannot be written is not kept.
-
-    Args:
-        bases: the locations; whether each base exists is to be checked inside the block.
-        conditions: of the Context.
-
-    Raises:
-        CheckpointNotFoundError, SaveLostError: one is being deleted or replaced.
-    """
-    with ExitStack() as held:
-        for base in bases:
-            locks = _locks(base, conditions)
-            try:
-                for name in (base.name, _pin_name(base)):
-                    held.enter_context(locks.pin(name))
-                _await_change(base)
-            except StorageError:
-                continue  # only the check before the commit protects it
-        yield
-
-
-def _await_change(base: Location) -> None:
-    """Wait while a save to a base or a deletion of it is running."""
-    deadline = SYSTEM_CLOCK.now() + _CHANGE_SECONDS
-    pause = _FIRST_POLL_SECONDS
-    while base.commits.is_changing(base):
-        if SYSTEM_CLOCK.now() >= deadline:
-            raise SaveLostError(
-                f"the base {base.display} is being deleted or replaced (waited {_CHANGE_SECONDS:.0f} seconds); save "
-                "with another base, or save all arrays. Nothing was written"
-            )
-        SYSTEM_CLOCK.sleep(pause)
-        pause = min(2 * pause, _LAST_POLL_SECONDS)
 
 
 @contextmanager
@@ -92,8 +49,8 @@ def announced_deletion(location: Location, conditions: Conditions) -> Iterator[N
         CheckpointReferredError: an update that refers to the checkpoint is being saved.
         StorageError: the storage failed, or the directory around the checkpoint cannot be written.
     """
-    locks = _locks(location, conditions)
-    pin = _pin_name(location)
+    locks = base_locks(location, conditions)
+    pin = pin_name(location)
     deadline = SYSTEM_CLOCK.now() + _PIN_SECONDS
     while (announced := location.commits.announce_deletion(location, locks, pin)) is None:
         if SYSTEM_CLOCK.now() >= deadline or not locks.may_expire(pin):
@@ -106,12 +63,13 @@ def announced_deletion(location: Location, conditions: Conditions) -> Iterator[N
         yield
 
 
-def _locks(location: Location, conditions: Conditions) -> Locks:
+def base_locks(location: Location, conditions: Conditions) -> Locks:
+    """Return the locks of the directory around a base, in which updates pin it."""
     directory = location.commits.with_conditions(conditions, location.absolute)
     return commit_method(directory).locks(location.display)
 
 
-def _pin_name(base: Location) -> str:
+def pin_name(base: Location) -> str:
     """Return the name of the pin of an update. Differs from a reader's pin, which `ckptcore.delete` ignores."""
     return f"{base.name}.base"
 

@@ -1,4 +1,4 @@
-"""Sessions of partial saves: resumed transactions that replace a session table, and leave.
+"""Session tables of partial saves: reading one, and the errors for sessions that cannot begin.
 
 With real directories the table is in the hidden directory of the partial save, whose lock excludes other sessions.
 Other storage has it in the place of the root, and compares and swaps it: a session takes over from one that failed.
@@ -8,23 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptcore.commit.occupants import parse_root, refuse_to_replace
-from ckptcore.commit.root import PARTIAL_KEY, PartialSave, Session
-from ckptcore.commit.root_json import encode_partial
+from ckptcore.commit.root import PARTIAL_KEY, PartialSave
 from ckptcore.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, SaveLostError
-from ckptcore.protocols import StorageBackend, Transaction
 
 if TYPE_CHECKING:
-    from ckptcore.commit.conditions import Conditions
     from ckptcore.commit.location import Location
 
 __all__ = [
-    "OpenSession",
     "PlannedSession",
-    "begin_session",
     "changed",
     "expect_no_checkpoint",
     "find_partial",
@@ -49,51 +44,6 @@ class PlannedSession:
     before: PartialSave | None
     partial: PartialSave
     kept: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True)
-class OpenSession:
-    """A session that may write. It ends with `complete` or `abort`.
-
-    Attributes:
-        location: the location of the partial save.
-        planned: the session.
-        transaction: the resumed transaction.
-    """
-
-    location: Location
-    planned: PlannedSession
-    transaction: Transaction
-
-    @property
-    def store(self) -> StorageBackend:
-        """The storage to write objects to."""
-        return self.transaction.store
-
-    def complete(self, session: Session) -> None:
-        """Add the session to the table; durable if the storage was opened durable.
-
-        Raises:
-            CheckpointExistsError: a save that began before the first session has committed.
-            SaveLostError: another session, or a deletion, took over. The session does not count.
-            CommitUnknownError: the session may count.
-        """
-        expect_no_checkpoint(self.location, self.planned.partial)
-        self.transaction.replace(encode_partial(self.planned.partial.complete(session)))
-        self.transaction.leave()
-
-    def abort(self) -> None:
-        """Remove the objects of the session; the whole partial save if no other session is complete."""
-        partial = self.planned.partial
-        if partial.sessions:
-            self.transaction.restore(encode_partial(replace(partial, owner=None)), self.planned.kept)
-        else:
-            self.transaction.abort()
-
-
-def begin_session(location: Location, planned: PlannedSession, conditions: Conditions) -> OpenSession:
-    """Begin a session. See `CommitMethod.begin_session`."""
-    return OpenSession(location, planned, location.commits.begin_session(location, planned, conditions))
 
 
 def find_partial(location: Location) -> PartialSave | None:

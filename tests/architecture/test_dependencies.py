@@ -34,7 +34,7 @@ PUBLIC = {
 }
 """The modules that a plugin may import; of the package `ckptcore.model` also the modules inside."""
 
-FEATURES = {"ckptcore_testing", "ckptcore_tiers", "ckptcore_tools", "ckptcore_transforms"}
+FEATURES = {"ckptcore_incremental", "ckptcore_testing", "ckptcore_tiers", "ckptcore_tools", "ckptcore_transforms"}
 """Packages of our own distributions that share the version of the core and may import more of it."""
 
 SHARED = {

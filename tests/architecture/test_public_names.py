@@ -16,7 +16,6 @@ PUBLIC_MODULES = {
     "ckptcore.api.descriptions",
     "ckptcore.api.loads",
     "ckptcore.api.saves",
-    "ckptcore.api.sessions",
     "ckptcore.api.upkeep",
     "ckptcore.context",
     "ckptcore.errors",

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
+from ckptcore_incremental.session_tables import decode_session
 from ckptcore_testing.hostile_json import tampered
 
 import ckptcore
 from ckptcore.commit.root import Session
 from ckptcore.commit.root_json import decode_root
-from ckptcore.commit.session_tables import decode_session
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedVersionError
 from ckptcore.model import JSON
 from tests.copying.places import new_place, objects_at, store_at

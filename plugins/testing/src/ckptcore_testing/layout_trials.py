@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
+from ckptcore_incremental.session_tables import SessionReceipts, unite_sessions
 
 from ckptcore.commit.receipts import decode_receipts, encode_receipts
-from ckptcore.commit.session_tables import SessionReceipts, unite_sessions
 from ckptcore.io.checksums import BlockChecksums
 from ckptcore.io.reader import ObjectReader
 from ckptcore.io.threads import IOThreads

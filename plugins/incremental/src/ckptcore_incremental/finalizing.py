@@ -11,7 +11,6 @@ from ckptcore.commit.location import Location, LocationLike, resolve_location
 from ckptcore.commit.occupants import remove_debris, root_bytes
 from ckptcore.commit.root import PARTIAL_KEY, PartialSave
 from ckptcore.commit.root_json import summarize_root
-from ckptcore.commit.session_tables import read_sessions, session_key, unite_sessions
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -33,7 +32,8 @@ from ckptcore.saving.parts import SavePart
 from ckptcore.saving.prepared import NOTHING_COMMITTED, CommitInfo
 from ckptcore.saving.roots import complete_tree, encode, finish_part, recorder_of
 from ckptcore.saving.save_requests import check_custom
-from ckptcore.saving.sessions import expect_same_layout, layout_of_sessions
+from ckptcore_incremental.session_tables import read_sessions, session_key, unite_sessions
+from ckptcore_incremental.sessions import expect_same_layout, layout_of_sessions
 
 __all__ = ["finalize_sessions"]
 

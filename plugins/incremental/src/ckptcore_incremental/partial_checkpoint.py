@@ -10,10 +10,10 @@ from ckptcore.context import Context, default_context
 from ckptcore.io.background import SaveHandle
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Layout
-from ckptcore.saving.finalizing import finalize_sessions
 from ckptcore.saving.save import begin_save, perform_save
 from ckptcore.saving.save_requests import Destination, OneTree, SaveRequest
-from ckptcore.saving.sessions import PartialSession
+from ckptcore_incremental.finalizing import finalize_sessions
+from ckptcore_incremental.sessions import PartialSession
 
 __all__ = ["PartialCheckpoint", "partial"]
 

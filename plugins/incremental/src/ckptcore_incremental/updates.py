@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
-from ckptcore.commit.bases import pinned_bases
+from ckptcore.commit.bases import base_locks, pin_name
+from ckptcore.commit.clocks import SYSTEM_CLOCK
+from ckptcore.commit.conditions import Conditions
 from ckptcore.commit.location import Location, LocationLike, Place, absolute_location
-from ckptcore.commit.references import overlay, stored_tree
+from ckptcore.commit.references import stored_tree
 from ckptcore.commit.root import Base, Composite, References, Root
 from ckptcore.context import Context
 from ckptcore.errors import (
@@ -17,6 +19,7 @@ from ckptcore.errors import (
     CorruptCheckpointError,
     InvalidLocationError,
     SaveLostError,
+    StorageError,
     UnsupportedVersionError,
 )
 from ckptcore.loading.bases import base_location, base_path, read_base
@@ -27,8 +30,15 @@ from ckptcore.protocols import SaveCommit
 from ckptcore.saving.plain import PlainCommit, PlainSave
 from ckptcore.saving.prepared import Save, SaveDraft
 from ckptcore.saving.tree_descriptions import TreeDescription
+from ckptcore_incremental.overlays import overlay
 
 __all__ = ["Update"]
+
+_CHANGE_SECONDS: Final = 180.0
+"""Seconds that an update waits for a save or a deletion that changes its base."""
+
+_FIRST_POLL_SECONDS: Final = 0.01
+_LAST_POLL_SECONDS: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +116,7 @@ class _UpdateCommit(PlainCommit):
         self._pins = ExitStack()
 
     def _take_claim(self, *, shown: bool) -> None:
-        self._pins.enter_context(pinned_bases(self._planned.bases, self._conditions))
+        self._pins.enter_context(_pinned_bases(self._planned.bases, self._conditions))
         super()._take_claim(shown=shown)
 
     def _completed(self, root: Root | Composite) -> Root | Composite:
@@ -137,6 +147,43 @@ class _UpdateCommit(PlainCommit):
         """Release the bases, once what was written is removed."""
         with self._pins:
             super().abort()
+
+
+@contextmanager
+def _pinned_bases(bases: Sequence[Location], conditions: Conditions) -> Iterator[None]:
+    """Keep the bases of an update from being deleted. A base in a directory that cannot be written is not kept.
+
+    Args:
+        bases: the locations; whether each base exists is to be checked inside the block.
+        conditions: of the Context.
+
+    Raises:
+        CheckpointNotFoundError, SaveLostError: one is being deleted or replaced.
+    """
+    with ExitStack() as held:
+        for base in bases:
+            locks = base_locks(base, conditions)
+            try:
+                for name in (base.name, pin_name(base)):
+                    held.enter_context(locks.pin(name))
+                _await_change(base)
+            except StorageError:
+                continue  # only the check before the commit protects it
+        yield
+
+
+def _await_change(base: Location) -> None:
+    """Wait while a save to a base or a deletion of it is running."""
+    deadline = SYSTEM_CLOCK.now() + _CHANGE_SECONDS
+    pause = _FIRST_POLL_SECONDS
+    while base.commits.is_changing(base):
+        if SYSTEM_CLOCK.now() >= deadline:
+            raise SaveLostError(
+                f"the base {base.display} is being deleted or replaced (waited {_CHANGE_SECONDS:.0f} seconds); save "
+                "with another base, or save all arrays. Nothing was written"
+            )
+        SYSTEM_CLOCK.sleep(pause)
+        pause = min(2 * pause, _LAST_POLL_SECONDS)
 
 
 def _plan_update(draft: SaveDraft, base: Place) -> tuple[_References, TreeDescription]:

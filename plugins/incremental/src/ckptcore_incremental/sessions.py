@@ -8,19 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ckptcore.commit.location import Location
-from ckptcore.commit.root import PartialSave
-from ckptcore.commit.session_tables import (
-    boxes_taken,
-    describe_session,
-    encode_session,
-    read_sessions,
-    refuse_boxes,
-    session_key,
-)
+from ckptcore.commit.root import PartialSave, Session
+from ckptcore.commit.root_json import encode_partial
 from ckptcore.commit.sessions import (
-    OpenSession,
     PlannedSession,
-    begin_session,
     expect_no_checkpoint,
     find_partial,
     read_unchanged,
@@ -30,11 +21,19 @@ from ckptcore.job.visibility import seen_by_all
 from ckptcore.model.arrays import Box
 from ckptcore.model.transfer import WritePlan
 from ckptcore.model.tree import JSON
-from ckptcore.protocols import Layout, SaveCommit, StorageBackend, WritesSessions
+from ckptcore.protocols import Layout, SaveCommit, StorageBackend, Transaction, WritesSessions
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.prepared import Save, SaveDraft, fail_before_claim
 from ckptcore.saving.preparing import save_created
 from ckptcore.saving.tree_descriptions import TreeDescription
+from ckptcore_incremental.session_tables import (
+    boxes_taken,
+    describe_session,
+    encode_session,
+    read_sessions,
+    refuse_boxes,
+    session_key,
+)
 
 __all__ = ["PartialSession", "expect_same_layout", "layout_of_sessions"]
 
@@ -94,7 +93,7 @@ class _SessionCommit:
         self._location = save.target.location
         self._planned = planned
         self._conditions = runtime_of(save.context).conditions
-        self._claim: OpenSession | None = None
+        self._claim: _OpenSession | None = None
 
     def claim(self) -> None:
         """Claim the location on the leader; see the claim on the other ranks."""
@@ -102,7 +101,8 @@ class _SessionCommit:
         with seen_by_all(agreement, "claimed", self._location.absolute, self._sees_claim):
             if agreement.rank == 0:
                 with self._save.recording.phase("claim"):
-                    self._claim = begin_session(self._location, self._planned, self._conditions)
+                    transaction = self._location.commits.begin_session(self._location, self._planned, self._conditions)
+                    self._claim = _OpenSession(self._location, self._planned, transaction)
 
     def _sees_claim(self) -> bool:
         found, partial = find_partial(self._location), self._planned.partial
@@ -160,6 +160,46 @@ class _SessionCommit:
         """Remove what the session wrote; earlier sessions still count."""
         if self._claim is not None:
             self._claim.abort()
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenSession:
+    """A session that may write. It ends with `complete` or `abort`.
+
+    Attributes:
+        location: the location of the partial save.
+        planned: the session.
+        transaction: the resumed transaction.
+    """
+
+    location: Location
+    planned: PlannedSession
+    transaction: Transaction
+
+    @property
+    def store(self) -> StorageBackend:
+        """The storage to write objects to."""
+        return self.transaction.store
+
+    def complete(self, session: Session) -> None:
+        """Add the session to the table; durable if the storage was opened durable.
+
+        Raises:
+            CheckpointExistsError: a save that began before the first session has committed.
+            SaveLostError: another session, or a deletion, took over. The session does not count.
+            CommitUnknownError: the session may count.
+        """
+        expect_no_checkpoint(self.location, self.planned.partial)
+        self.transaction.replace(encode_partial(self.planned.partial.complete(session)))
+        self.transaction.leave()
+
+    def abort(self) -> None:
+        """Remove the objects of the session; the whole partial save if no other session is complete."""
+        partial = self.planned.partial
+        if partial.sessions:
+            self.transaction.restore(encode_partial(replace(partial, owner=None)), self.planned.kept)
+        else:
+            self.transaction.abort()
 
 
 @dataclass(frozen=True, slots=True)
