@@ -9,7 +9,6 @@ from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.errors import CheckpointError
 from ckptcore.io.background import SaveHandle
 from ckptcore.io.object_writes import ObjectRecorder
-from ckptcore.loading.workers import WorkerOptions
 from ckptcore.model.transfer import Receipt
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
@@ -75,6 +74,8 @@ def write_parts(save: Save, store: StorageBackend, handle: SaveHandle | None, at
     if at_workers is None:
         _write_here(save, store, handle)
     else:
+        from ckptcore.loading.workers import WorkerOptions  # 5 ms; only single controllers have workers
+
         location, options = save.target.location, WorkerOptions.of(save.context)
         writes = at_workers.begin_writing(location, save.info.claimed, save.parts, options)
         try:
