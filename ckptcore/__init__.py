@@ -9,7 +9,8 @@ byte, `copy` and `delete` do what they say, and `plan` predicts a save.
 
 Options are in `Context`. Modules with more: `ckptcore.policies`, `select`, `transforms`, `step_names`, `errors`, `events`,
 `results`, `handlers`, `context`; for authors of plugins `protocols`, `hookspecs`, `model`, `planning`. `Update`, `copy`,
-`partial`, `plan`, `tiers` and `transforms` are in distributions of their own, and an error names the command that installs them.
+`partial`, `plan`, exports, `tiers` and `transforms` are in distributions of their own, and an error names the command that
+installs them.
 """
 
 import importlib
@@ -33,7 +34,6 @@ _NAMES: Final = {
     "ckptcore.model": "AbstractArray",
     "ckptcore.protocols": "StatefulCheckpointable",
     "ckptcore.training.reader": "CheckpointReader",
-    "ckptcore.saving.exporting": "Export StepExport",
     "ckptcore.saving.plain": "PlainSave",
     "ckptcore.tree.flattening": "PLACEHOLDER",
     "ckptcore.tree.per_process": "PerProcess",
@@ -86,7 +86,11 @@ if TYPE_CHECKING:
     from ckptcore.builtin.sharded_arrays import ArrayShard as ArrayShard
     from ckptcore.builtin.sharded_arrays import ShardedArray as ShardedArray
     from ckptcore.context import Context as Context
+    from ckptcore.distributions import Export as Export
+    from ckptcore.distributions import StepExport as StepExport
+    from ckptcore.distributions import StepExports as StepExports
     from ckptcore.distributions import Update as Update
+    from ckptcore.distributions import WithExports as WithExports
     from ckptcore.distributions import copy as copy
     from ckptcore.distributions import copy_steps as copy_steps
     from ckptcore.distributions import partial as partial
@@ -99,8 +103,6 @@ if TYPE_CHECKING:
     from ckptcore.loading.load_requests import Matching as Matching
     from ckptcore.model import AbstractArray as AbstractArray
     from ckptcore.protocols import StatefulCheckpointable as StatefulCheckpointable
-    from ckptcore.saving.exporting import Export as Export
-    from ckptcore.saving.exporting import StepExport as StepExport
     from ckptcore.saving.plain import PlainSave as PlainSave
     from ckptcore.training.checkpointer import Checkpointer as Checkpointer
     from ckptcore.training.reader import CheckpointReader as CheckpointReader

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from ckptcore_tools.copies import copy as copy  # noqa: PLC0414
     from ckptcore_tools.copies import copy_steps as copy_steps  # noqa: PLC0414
     from ckptcore_tools.dry_run import plan as plan  # noqa: PLC0414
+    from ckptcore_tools.exports import Export as Export  # noqa: PLC0414
+    from ckptcore_tools.exports import StepExport as StepExport  # noqa: PLC0414
+    from ckptcore_tools.exports import StepExports as StepExports  # noqa: PLC0414
+    from ckptcore_tools.exports import WithExports as WithExports  # noqa: PLC0414
 
 __all__ = ["DISTRIBUTIONS", "Distribution", "import_name", "install_hint", "installed_names", "lazy_names"]
 
@@ -75,7 +79,12 @@ DISTRIBUTIONS: Final = (
     Distribution(
         "tools",
         "ckptcore_tools",
-        names={"copy": "copies", "copy_steps": "copies", "plan": "dry_run"},
+        names={
+            "copy": "copies",
+            "copy_steps": "copies",
+            "plan": "dry_run",
+            **dict.fromkeys(("Export", "StepExport", "StepExports", "WithExports"), "exports"),
+        },
         internals={"main": "cli"},
     ),
 )

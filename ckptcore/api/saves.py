@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from ckptcore.commit.location import LocationLike
 from ckptcore.commit.occupants import Overwrite
@@ -10,7 +10,6 @@ from ckptcore.context import Context, default_context
 from ckptcore.io.background import SaveHandle
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Layout, SaveStrategy
-from ckptcore.saving.exporting import Export
 from ckptcore.saving.plain import PlainSave
 from ckptcore.saving.prepared import Save, SaveDraft
 from ckptcore.saving.save import begin_save, perform_save
@@ -26,7 +25,6 @@ def save(
     layout: str | Layout = "safetensors",
     overwrite: Overwrite = False,
     metadata: Mapping[str, JSON] | None = None,
-    exports: Sequence[Export] = (),
     strategy: SaveStrategy[SaveDraft, Save] | None = None,
     context: Context | None = None,
 ) -> None:
@@ -41,10 +39,7 @@ def save(
         overwrite: whether a checkpoint that is there is replaced, with every file that stands in its directory: True: atomically; ``"non-atomic"``: also where the storage
             cannot do so, and a crash would leave neither.
         metadata: JSON of the user's, kept with the checkpoint.
-        exports: further checkpoints of the state or of parts of it, in other layouts, that are written from the same copy in host
-            memory once this one is committed. What replaces and describes this one does so for them. The error of one says that
-            this one is committed.
-        strategy: what is written and committed, such as `Update`; None: everything that is given.
+        strategy: what is written and committed, such as `Update` or `WithExports`; None: everything that is given.
         context: options.
 
     Raises:
@@ -53,7 +48,7 @@ def save(
         BackgroundSaveError: if an earlier asynchronous save failed unnoticed; call again to save.
         StorageError: if the storage fails. What was there before is there still.
     """
-    request = _request(location, OneTree(state), layout, overwrite, metadata, exports, strategy)
+    request = _request(location, OneTree(state), layout, overwrite, metadata, strategy)
     perform_save(request, context or default_context())
 
 
@@ -64,7 +59,6 @@ def save_async(
     layout: str | Layout = "safetensors",
     overwrite: Overwrite = False,
     metadata: Mapping[str, JSON] | None = None,
-    exports: Sequence[Export] = (),
     strategy: SaveStrategy[SaveDraft, Save] | None = None,
     context: Context | None = None,
 ) -> SaveHandle:
@@ -75,7 +69,7 @@ def save_async(
 
     Takes and raises what `save` does, as far as it is known before the writing begins.
     """
-    request = _request(location, OneTree(state), layout, overwrite, metadata, exports, strategy)
+    request = _request(location, OneTree(state), layout, overwrite, metadata, strategy)
     return begin_save(request, context or default_context())
 
 
@@ -86,7 +80,7 @@ def save_checkpointables(
     layout: str | Layout = "safetensors",
     overwrite: Overwrite = False,
     metadata: Mapping[str, JSON] | None = None,
-    exports: Sequence[Export] = (),
+    strategy: SaveStrategy[SaveDraft, Save] | None = None,
     context: Context | None = None,
 ) -> None:
     """Save several objects into one checkpoint, each under its name and in its own way; return once it is committed.
@@ -96,13 +90,13 @@ def save_checkpointables(
         checkpointables: by name: trees, objects that have a state (modules, optimizers, iterators), objects that write
             files of their own. What is a tree is by itself a checkpoint at ``location/name``.
         layout: how arrays are laid out.
-        overwrite, metadata, exports, context: as for `save`.
+        overwrite, metadata, strategy, context: as for `save`.
 
     Raises:
         InvalidLocationError: if something cannot be a name.
         What `save` does, and what the objects themselves raise; nothing was committed.
     """
-    request = _request(location, checkpointables, layout, overwrite, metadata, exports)
+    request = _request(location, checkpointables, layout, overwrite, metadata, strategy)
     perform_save(request, context or default_context())
 
 
@@ -113,14 +107,14 @@ def save_checkpointables_async(
     layout: str | Layout = "safetensors",
     overwrite: Overwrite = False,
     metadata: Mapping[str, JSON] | None = None,
-    exports: Sequence[Export] = (),
+    strategy: SaveStrategy[SaveDraft, Save] | None = None,
     context: Context | None = None,
 ) -> SaveHandle:
     """Begin to save several objects and return once the save owns all it needs: they may change or advance afterwards.
 
     Takes and raises what `save_checkpointables` does, as far as it is known before the writing begins.
     """
-    request = _request(location, checkpointables, layout, overwrite, metadata, exports)
+    request = _request(location, checkpointables, layout, overwrite, metadata, strategy)
     return begin_save(request, context or default_context())
 
 
@@ -130,14 +124,14 @@ def _request(
     layout: str | Layout,
     overwrite: Overwrite,
     metadata: Mapping[str, JSON] | None,
-    exports: Sequence[Export],
-    strategy: SaveStrategy[SaveDraft, Save] | None = None,
+    strategy: SaveStrategy[SaveDraft, Save] | None,
 ) -> SaveRequest:
+    if strategy is not None and strategy.takes_placeholders and not isinstance(values, OneTree):
+        raise ValueError(f"strategy={strategy!r} is of one tree, and of no checkpointables. Nothing was written")
     return SaveRequest(
         destination=Destination(location, overwrite),
         values=values,
         layout=layout,
-        exports=exports,
         strategy=strategy or PlainSave(),
         notes=SaveNotes(custom=metadata),
     )

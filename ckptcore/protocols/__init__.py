@@ -69,7 +69,7 @@ from ckptcore.protocols.storage import (
     StorageOpener,
     StorageOptions,
 )
-from ckptcore.protocols.strategy import SaveCommit, SaveStrategy
+from ckptcore.protocols.strategy import FurtherSaves, SaveCommit, SaveStrategy, StepStrategy
 from ckptcore.protocols.transaction import Transaction
 from ckptcore.protocols.transforms import (
     DerivedArray,
@@ -120,6 +120,7 @@ __all__ = [
     "Flattened",
     "ForecastsLeaves",
     "ForecastsWrites",
+    "FurtherSaves",
     "GathersInGroups",
     "Held",
     "HeldReader",
@@ -162,6 +163,7 @@ __all__ = [
     "Snapshot",
     "StagedLoad",
     "StatefulCheckpointable",
+    "StepStrategy",
     "StorageAddress",
     "StorageBackend",
     "StorageOpener",

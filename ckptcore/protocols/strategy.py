@@ -6,15 +6,18 @@ core runs its stages: claim, write, commit. Every stage ends with an exchange of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, TypeVar
+import os
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar, runtime_checkable
 
+from ckptcore.protocols.layouts import Layout
 from ckptcore.protocols.storage import StorageBackend
 
-__all__ = ["SaveCommit", "SaveStrategy"]
+__all__ = ["FurtherSaves", "SaveCommit", "SaveStrategy", "StepStrategy"]
 
 DraftT_contra = TypeVar("DraftT_contra", contravariant=True)
 SaveT = TypeVar("SaveT")
+StrategyT = TypeVar("StrategyT")
 
 
 class SaveCommit(Protocol):
@@ -92,4 +95,60 @@ class SaveStrategy(Protocol[DraftT_contra, SaveT]):
 
     def begin(self, save: SaveT) -> SaveCommit:
         """Return the commit of a save that `prepare` returned, without I/O."""
+        ...
+
+
+@runtime_checkable
+class FurtherSaves(Protocol[SaveT]):
+    """Optional: a strategy whose saves have further saves, which write the same captured boxes to other locations.
+
+    Its `prepare` returns a save with `Save.further`. The core captures the boxes once for all of them.
+
+    Attributes:
+        layouts: the layouts of the further saves.
+        signature: text that the processes of a job compare; a save is refused if it differs.
+    """
+
+    @property
+    def layouts(self) -> Sequence[str | Layout]: ...
+
+    @property
+    def signature(self) -> str: ...
+
+    def after_commit(self, save: SaveT, write: Callable[[SaveT], None]) -> None:
+        """Write the further saves. On every rank, once the save is committed.
+
+        Args:
+            save: the save.
+            write: writes and commits a further save.
+        """
+        ...
+
+
+class StepStrategy(Protocol[StrategyT]):
+    """Strategies for the steps of a `Checkpointer`. Immutable.
+
+    Attributes:
+        layouts: layouts that the strategies need besides that of the `Checkpointer`, which refuses unknown ones.
+    """
+
+    @property
+    def layouts(self) -> Sequence[str | Layout]: ...
+
+    def check(self, steps: str | os.PathLike[str]) -> None:
+        """Refuse, when a `Checkpointer` begins, what would fail at a step.
+
+        Args:
+            steps: the directory of the run.
+        """
+        ...
+
+    def for_step(self, step: int, name: str, strategy: StrategyT) -> StrategyT:
+        """Return the strategy of a step. On every rank, with equal arguments.
+
+        Args:
+            step: its number.
+            name: the name of its directory.
+            strategy: the strategy that the directory of the run needs. The result wraps or is it.
+        """
         ...

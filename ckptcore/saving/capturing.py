@@ -1,4 +1,4 @@
-"""Capturing: what a save and its exports hold of a state until it is written."""
+"""Capturing: what a save and its further saves hold of a state until it is written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckptcore.io.snapshot import BoundedSnapshot, CopiedSnapshot, SharedSnapshot
 from ckptcore.model.arrays import HostArray
 from ckptcore.model.transfer import Pending, WritePlan
 from ckptcore.protocols import Executor, Held, LeafBoxes, Snapshot
-from ckptcore.saving.parts import ArraySource, Captured, FilesDescription, SavePart, TreeCaptured
+from ckptcore.saving.parts import ArraySource, Captured, FilesDescription, SavePart, SharedItems, TreeCaptured
 from ckptcore.saving.preparing import PreparedSave
 from ckptcore.saving.tree_descriptions import StartTransfer
 from ckptcore.saving.worker_writes import HeldByWorkers, boxes_at_workers
@@ -77,7 +77,7 @@ class Holding:
     def copy_bounded(self, memory: StagingMemory, limit: int) -> Sequence[BoundedSnapshot]:
         """Prepare copies that are made while they are written, so that at most `limit` bytes are held at a time.
 
-        Exports copy again, because the first copy is gone by then. Workers copy all that they hold at once: the bound is on the
+        Further saves copy again, because the first copy is gone by then. Workers copy all that they hold at once: the bound is on the
         memory of this process.
 
         Returns:
@@ -96,18 +96,17 @@ class Holding:
         for part, source in self._sources():
             starts[id(part)] = source.start_copy(part.plan, memory)
             part.captured = bounded(part.plan, starts[id(part)])
-        for export in self._save.exports:
-            export.part.captured = bounded(export.part.plan, _renumbered(starts[id(export.source)], export.items))
+        for part, shared in self._further():
+            part.captured = bounded(part.plan, _renumbered(starts[id(shared.part)], shared.items))
         for held in self._held:
             held.wait()
         return snapshots
 
     def close(self) -> None:
         """Release everything: the traceback of an error holds the parts for as long as it is kept."""
-        for part in self._save.save.parts:
-            part.close()
-        for export in self._save.exports:
-            export.part.close()
+        for save in (self._save.save, *self._save.save.further):
+            for part in save.parts:
+                part.close()
         for copied in self._copied:
             copied.writer_ended()
         for held in self._held:
@@ -137,18 +136,25 @@ class Holding:
                 yield part, source
             part.source = None
 
+    def _further(self) -> Iterator[tuple[SavePart, SharedItems]]:
+        """Give the parts of further saves, each with the items that it shares."""
+        for save in self._save.save.further:
+            for part in save.parts:
+                assert part.shared is not None  # as the strategy prepared it
+                yield part, part.shared
+
     def _capture(self, snapshot_of: Callable[[WritePlan, ArraySource], Snapshot]) -> None:
         shared: dict[int, SharedSnapshot] = {}
-        exported = [id(export.source) for export in self._save.exports]
+        written_again = [id(shared.part) for _, shared in self._further()]
         for part, source in self._sources():
             snapshot = snapshot_of(part.plan, source)
-            if id(part) in exported:
+            if id(part) in written_again:
                 shared[id(part)] = SharedSnapshot(snapshot)
                 part.captured = _share(shared[id(part)], part.plan, range(len(part.plan.items)))
             else:
                 part.captured = TreeCaptured(snapshot)
-        for export in self._save.exports:
-            export.part.captured = _share(shared[id(export.source)], export.part.plan, export.items)
+        for part, of_part in self._further():
+            part.captured = _share(shared[id(of_part.part)], part.plan, of_part.items)
 
 
 def _share(shared: SharedSnapshot, plan: WritePlan, items: Sequence[int]) -> Captured:

@@ -40,6 +40,7 @@ __all__ = [
     "FilesDescription",
     "PartDescription",
     "SavePart",
+    "SharedItems",
     "TreeCaptured",
     "describe_part",
     "files_below",
@@ -119,6 +120,21 @@ class ArraySource(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class SharedItems:
+    """The items of a part that a part of a further save writes too.
+
+    Attributes:
+        part: the part that captures them.
+        items: by item of the plan of the further part, the number of the item in the plan of that part.
+        worker_items: the same for each worker of this controller that writes of it.
+    """
+
+    part: SavePart
+    items: tuple[int, ...]
+    worker_items: tuple[tuple[int, ...], ...] = ()
+
+
 @dataclass(slots=True)
 class SavePart:
     """One tree, or the files of one object, from the value to the receipts. The stages of a save fill it one after the other.
@@ -132,6 +148,7 @@ class SavePart:
         source: what is captured; None once it is.
         captured: what is written; None before the capture and once it was closed.
         receipts: of what was written; on the leader those of all ranks before the commit.
+        shared: the items that it shares with a part of another save, which captures them; None if it captures its own.
     """
 
     directory: str
@@ -142,6 +159,7 @@ class SavePart:
     source: ArraySource | FilesDescription | None = None
     captured: Captured | None = None
     receipts: Sequence[Receipt] = ()
+    shared: SharedItems | None = None
 
     @property
     def plans(self) -> tuple[WritePlan, ...]:

@@ -94,6 +94,7 @@ class Save:
         agreement: with the other processes of the job.
         recording: of its phases.
         context: options.
+        further: saves of boxes that this save captures, which the strategy writes after its commit. Each has one part.
     """
 
     target: Target
@@ -103,6 +104,13 @@ class Save:
     agreement: Agreement
     recording: Recording
     context: Context
+    further: Sequence[Save] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of arrays that this process and its workers write, further saves included."""
+        own = sum(item.nbytes for part in self.parts for plan in part.plans for item in plan.items)
+        return own + sum(save.nbytes for save in self.further)
 
     @property
     def has_other_writers(self) -> bool:
@@ -138,12 +146,10 @@ class SaveDraft:
     Attributes:
         save: the save without parts.
         descriptions: the checkpointables. They hold the state.
-        exports: the number of exports.
     """
 
     save: Save
     descriptions: Sequence[PartDescription]
-    exports: int
 
     def plan(self, strategy: SaveStrategy[SaveDraft, Save]) -> Save:
         """Plan what this process writes of each checkpointable; return the save."""

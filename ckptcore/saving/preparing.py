@@ -14,15 +14,15 @@ from ckptcore.commit.location import resolve_location
 from ckptcore.commit.occupants import refuse_inside, refuse_to_replace
 from ckptcore.commit.root import Member, check_name, new_save_id
 from ckptcore.context import Context
-from ckptcore.errors import CheckpointError, TreeMismatchError, UnsupportedLeafError
+from ckptcore.errors import CheckpointError, UnsupportedLeafError
 from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement
 from ckptcore.loading.opening import foreign_checkpoints
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.tree import JSON, format_path
-from ckptcore.protocols import Executor, Layout, SharesReplicas
+from ckptcore.plugins import Plugins
+from ckptcore.protocols import Executor, FurtherSaves, Layout, SaveStrategy, SharesReplicas
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.exporting import Export, ExportPlans, PreparedExport
 from ckptcore.saving.parts import PartDescription, describe_part, naming
 from ckptcore.saving.prepared import NOTHING_COMMITTED, Save, SaveDraft, Target
 from ckptcore.saving.save_requests import OneTree, SaveRequest
@@ -37,23 +37,15 @@ _Descriptions: TypeAlias = Sequence[PartDescription]
 
 @dataclass(frozen=True, slots=True)
 class PreparedSave:
-    """A save with its exports.
+    """A save with the workers of its controller.
 
     Attributes:
         save: the checkpoint.
-        exports: further checkpoints of the same arrays.
         executor: the workers that write some of it; None if this process writes all.
     """
 
     save: Save
-    exports: Sequence[PreparedExport] = ()
     executor: Executor | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of arrays that this process and its workers write."""
-        saves = [self.save, *(export.save for export in self.exports)]
-        return sum(item.nbytes for save in saves for part in save.parts for plan in part.plans for item in plan.items)
 
 
 def prepare_save(request: SaveRequest, context: Context, recording: Recording, agreement: Agreement) -> PreparedSave:
@@ -80,16 +72,13 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
             info = replace(info, members={one.name: one.member(size) for one in descriptions})
         if agreement.rank == 0:
             _refuse_target(request, target, context)
-        exports = ExportPlans(request.exports, target, agreement, context)
-        exports.plan(descriptions)
         if size > 1:
-            stage.payload = _digests(info.members, descriptions, exports)
+            stage.payload = _digests(info.members, descriptions, request.strategy)
     payloads = stage.payloads
-    decided = agreement.lead("save", lambda: _decide(payloads, descriptions, exports=len(request.exports)))
+    decided = agreement.lead("save", lambda: _decide(payloads, descriptions))
     recording.save_id = decided["save_id"]
     if decided["different"]:
         descriptions = _unite(agreement, descriptions, decided["different"], payloads)
-        exports.plan_united(descriptions)
     save = Save(
         target=target,
         info=replace(info, save_id=decided["save_id"], created=decided["created"]),
@@ -99,9 +88,9 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
         recording=recording,
         context=context,
     )
-    save = request.strategy.prepare(SaveDraft(save, descriptions, len(request.exports)))
+    save = request.strategy.prepare(SaveDraft(save, descriptions))
     used = executor if executor is not None and any(part.worker_plans for part in save.parts) else None
-    return PreparedSave(save, exports.prepare(save, decided["exports"]), used)
+    return PreparedSave(save, used)
 
 
 def _describe_parts(
@@ -115,7 +104,7 @@ def _describe_parts(
         for name in values:
             check_name(name)
     shared = agreement.size > 1 or executor is not None
-    replicas = context.job.replicas if shared and _share_replicas(layout, request.exports, context) else None
+    replicas = context.job.replicas if shared and _share_replicas(layout, request.strategy, registry) else None
     # The same order on every process of a job, because `state_dict` may be collective.
     by_name = {
         name: describe_part(
@@ -175,19 +164,17 @@ def _refuse_what_differs(descriptions: _Descriptions, size: int) -> None:
             )
 
 
-def _share_replicas(layout: Layout, exports: Sequence[Export], context: Context) -> bool:
-    """True if processes may share what they all hold. Exports have the boxes that each process writes for the save."""
-    layouts = [
-        layout,
-        *(runtime_of(context).registry.layout(export.layout) for export in exports if isinstance(export, Export)),
-    ]
+def _share_replicas(layout: Layout, strategy: SaveStrategy[SaveDraft, Save], registry: Plugins) -> bool:
+    """Return whether processes may share what they all hold. Further saves have the boxes that each process writes for the save."""
+    further = strategy.layouts if isinstance(strategy, FurtherSaves) else ()
+    layouts = [layout, *map(registry.layout, further)]
     return all(isinstance(one, SharesReplicas) and one.shares_replicas for one in layouts)
 
 
 def _digests(
     members: Mapping[str, Member] | None,
     descriptions: _Descriptions,
-    exports: ExportPlans,
+    strategy: SaveStrategy[SaveDraft, Save],
 ) -> JSON:
     """Digests of what this rank saves. They are equal on two ranks only if these save the same.
 
@@ -195,7 +182,8 @@ def _digests(
     """
     names = None if members is None else [[name, member.kind, member.processes] for name, member in members.items()]
     trees = {str(number): tree_digest(description) for number, description in _common_trees(descriptions)}
-    return {"names": _digest([names, exports.names()]), "trees": trees, "unplanned": exports.mismatch}
+    signature = strategy.signature if isinstance(strategy, FurtherSaves) else ""
+    return {"names": _digest(names), "strategy": signature, "trees": trees}
 
 
 def _common_trees(descriptions: _Descriptions) -> Iterator[tuple[int, TreeDescription]]:
@@ -227,24 +215,24 @@ def _without_notes(tree: dict[str, JSON]) -> JSON:
     return {**columns, "extras": kept, "cuts": list(cuts)}
 
 
-def _decide(payloads: Sequence[Any], descriptions: _Descriptions, *, exports: int) -> dict[str, Any]:
+def _decide(payloads: Sequence[Any], descriptions: _Descriptions) -> dict[str, Any]:
     """On the leader: what is the save, and which ranks are to tell it their trees, by number of the part.
 
     Raises:
         CheckpointError: if the ranks save other things.
-        TreeMismatchError: if the trees are the same and an export is of what they do not have.
         UnsupportedLeafError: if no rank holds an array that all know of.
     """
-    ids = [new_save_id() for _ in range(1 + exports)]
-    decision = {"save_id": ids[0], "created": save_created(), "exports": ids[1:], "different": {}}
+    decision: dict[str, Any] = {"save_id": new_save_id(), "created": save_created(), "different": {}}
     if len(payloads) < 2:
         return decision
-    others = [rank for rank, payload in enumerate(payloads) if payload["names"] != payloads[0]["names"]]
-    if others:
-        raise CheckpointError(
-            f"the ranks {others} save other checkpointables or exports than rank 0 (names, order, kinds); every rank must give the "
-            "same, and may give other trees under them. Nothing was written"
-        )
+    for same, kind in (("names", "checkpointables (names, order, kinds)"), ("strategy", "further checkpoints")):
+        others = [rank for rank, payload in enumerate(payloads) if payload[same] != payloads[0][same]]
+        if others:
+            found = f": {payloads[others[0]][same]!r} and {payloads[0][same]!r}" if same == "strategy" else ""
+            raise CheckpointError(
+                f"the ranks {others} save other {kind} than rank 0{found}; every rank must give the same, and may give other trees "
+                "under them. Nothing was written"
+            )
     groups = {number: _groups(number, payloads) for number in payloads[0]["trees"]}
     decision["different"] = {
         number: [ranks[0] for ranks in by_tree] for number, by_tree in groups.items() if len(by_tree) > 1
@@ -252,9 +240,6 @@ def _decide(payloads: Sequence[Any], descriptions: _Descriptions, *, exports: in
     for number, description in _common_trees(descriptions):
         if str(number) not in decision["different"]:
             _refuse_what_nobody_holds(description)
-    unplanned = next((payload["unplanned"] for payload in payloads if payload["unplanned"] is not None), None)
-    if unplanned is not None and not decision["different"]:
-        raise TreeMismatchError(unplanned, [unplanned])
     return decision
 
 

@@ -1,9 +1,10 @@
-"""Save: prepare, capture, write and commit, then export."""
+"""Save: prepare, capture, write and commit, then write further saves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal
 
 from ckptcore.context import Context
@@ -14,12 +15,13 @@ from ckptcore.io.memory import StagingMemory
 from ckptcore.io.requests import requests_of
 from ckptcore.io.snapshot import BoundedSnapshot
 from ckptcore.job.agreement import Agreement
+from ckptcore.protocols import FurtherSaves
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.capturing import Copies, Holding
-from ckptcore.saving.exporting import write_exports
-from ckptcore.saving.prepared import NOTHING_COMMITTED, fail_before_claim, fail_everywhere
+from ckptcore.saving.prepared import NOTHING_COMMITTED, Save, fail_before_claim, fail_everywhere
 from ckptcore.saving.preparing import PreparedSave, prepare_save
 from ckptcore.saving.save_requests import SaveRequest
+from ckptcore.saving.worker_writes import HeldByWorkers
 from ckptcore.saving.write import write_save
 
 __all__ = ["begin_save", "perform_save"]
@@ -77,7 +79,7 @@ def begin_save(
             fail_everywhere(agreement, "describe", error)
         with recording.phase("describe"):
             save = prepare_save(request, context, recording, agreement)
-        handle = SaveHandle(save.save.target.location.display, save.nbytes)
+        handle = SaveHandle(save.save.target.location.display, save.save.nbytes)
         memory = StagingMemory(runtime.staging, runtime.io_threads)
         holding = Holding(save)
         to_copy: Sequence[BoundedSnapshot] = ()
@@ -125,18 +127,26 @@ def _write(
     committed: Callable[[], None] | None,
     handle: SaveHandle | None = None,
 ) -> None:
-    """Write and commit the checkpoint, call `committed`, then write the exports."""
+    """Write and commit the checkpoint, call `committed`, then write the further saves."""
     save, recording = prepared.save, prepared.save.recording
     try:
         write_save(save, handle, holding.at_workers)
     except BaseException as error:
         recording.finish(error=error)
         raise
-    if handle is not None or prepared.exports:  # which are operations of their own
+    if handle is not None or save.further:  # which are operations of their own
         recording.finish(None if handle is None else handle.progress.written)
     if committed is not None:
         committed()
-    write_exports(prepared.exports, save.target.location.display, handle, holding.at_workers)
+    if isinstance(save.strategy, FurtherSaves):
+        save.strategy.after_commit(save, partial(_write_further, handle=handle, at_workers=holding.at_workers))
+
+
+def _write_further(save: Save, *, handle: SaveHandle | None, at_workers: HeldByWorkers | None) -> None:
+    """Write and commit a save of boxes that another save captured."""
+    (part,) = save.parts
+    assert part.shared is not None  # as the strategy prepared it
+    write_save(save, handle, at_workers.share(part.shared.part, part.shared.worker_items) if at_workers else None)
 
 
 def _go_on(
@@ -150,7 +160,7 @@ def _go_on(
 ) -> None:
     """Write in the background what is held. The request is not kept, because it has the state."""
     save, runtime = prepared.save, runtime_of(prepared.save.context)
-    saves = [save, *(export.save for export in prepared.exports)]
+    saves = [save, *save.further]
     # The leader commits; ranks may be threads of one process.
     locations = [one.target.location.identity for one in saves] if save.agreement.rank == 0 else []
 

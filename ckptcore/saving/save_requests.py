@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -11,7 +11,6 @@ from ckptcore.commit.location import Place
 from ckptcore.commit.occupants import Overwrite
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Layout, SaveStrategy
-from ckptcore.saving.exporting import Export
 from ckptcore.saving.plain import PlainSave
 from ckptcore.saving.prepared import CommitInfo, Save, SaveDraft
 from ckptcore.step_names import whole_number
@@ -86,7 +85,7 @@ class SaveHooks:
     Attributes:
         allowed: on the leader before anything is written; an error of it stops the save.
         before_commit: on the leader right before the commit; an error of it stops the save.
-        committed: on every rank once the checkpoint exists, on the thread that waited for it, before exports are written.
+        committed: on every rank once the checkpoint exists, on the thread that waited for it, before further saves are written.
     """
 
     allowed: Callable[[], None] | None = None
@@ -102,7 +101,6 @@ class SaveRequest:
         destination: where it goes.
         values: one tree, or checkpointables by name.
         layout: a name, or a layout with options.
-        exports: further checkpoints in other layouts, of the same copy.
         strategy: what is written and committed.
         notes: what the user says about it.
         hooks: what is called.
@@ -111,7 +109,6 @@ class SaveRequest:
     destination: Destination
     values: OneTree | Mapping[str, object]
     layout: str | Layout
-    exports: Sequence[Export] = ()
     strategy: SaveStrategy[SaveDraft, Save] = field(default_factory=PlainSave)
     notes: SaveNotes = field(default_factory=SaveNotes)
     hooks: SaveHooks = field(default_factory=SaveHooks)

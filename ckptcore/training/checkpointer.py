@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Literal, TypeAlias
 
@@ -15,10 +15,10 @@ from ckptcore.errors import CheckpointError, CorruptCheckpointError, Unsupported
 from ckptcore.io.background import SaveHandle
 from ckptcore.model.tree import JSON
 from ckptcore.policies import EveryStep, PreservationPolicy, PreserveAll, SavePolicy
-from ckptcore.protocols import Layout, Rejoinable
+from ckptcore.protocols import Layout, Rejoinable, SaveStrategy, StepStrategy
 from ckptcore.redaction import redacted
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.exporting import StepExport, check_exports
+from ckptcore.saving.prepared import Save, SaveDraft
 from ckptcore.saving.save_requests import OneTree
 from ckptcore.step_names import StepNames, step_number, whole_number
 from ckptcore.training.path_directory import as_run_directory
@@ -60,7 +60,7 @@ class Checkpointer(CheckpointReader):
         when_busy: WhenBusy = "wait",
         if_in_use: IfInUse = "error",
         preemption_notice: PreemptionNotice | None = None,
-        exports: Sequence[StepExport] = (),
+        strategy: StepStrategy[SaveStrategy[SaveDraft, Save]] | None = None,
     ) -> None:
         """Own the directory of a run. Creates it if it does not exist.
 
@@ -77,15 +77,14 @@ class Checkpointer(CheckpointReader):
                 sign of life, and own the directory if there is none.
             preemption_notice: returns at each step whether this process is to be preempted. None: SIGTERM is the notice,
                 if the save policy contains `PreemptionCheckpointing`. In a job every process passes one, or none does.
-            exports: further checkpoints of steps in other layouts, such as weights for other programs, written from the
-                same copy once the step is committed.
+            strategy: what is written and committed at each step, such as `StepExports`; None: the step alone.
 
         Raises:
             DirectoryInUseError: if another job owns the directory.
             NotSharedError: if this process of a job does not see the directory of the leader; RankFailedError if another does not.
             StorageError: if it cannot be written.
-            UnknownPluginError: if an export has an unknown layout.
-            ValueError: if an argument has a wrong value; if two exports have one directory; if SIGTERM is the notice, and
+            UnknownPluginError: if the strategy needs an unknown layout.
+            ValueError: if an argument has a wrong value; if the strategy refuses the directory; if SIGTERM is the notice, and
                 this is not the main thread.
         """
         if when_busy not in ("wait", "skip", "queue"):
@@ -98,9 +97,13 @@ class Checkpointer(CheckpointReader):
         self._process = os.getpid()
         context = context or default_context()
         source = as_run_directory(directory)
+        if strategy is not None:
+            strategy.check(source.location)
+            for needed in strategy.layouts:
+                runtime_of(context).registry.layout(needed)
         options = StepOptions(
             layout=layout,
-            exports=check_exports(exports, source.location, runtime_of(context).registry),
+            strategy=strategy,
             when_busy="wait" if when_busy == "wait" else "queue",
         )
         self._decider = SaveDecider(save_policy or EveryStep(), skips_when_busy=when_busy == "skip")

@@ -15,8 +15,8 @@ from ckptcore.context import Context
 from ckptcore.io.background import SaveHandle
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.tree import JSON
-from ckptcore.protocols import Coordinator, Layout
-from ckptcore.saving.exporting import StepExport
+from ckptcore.protocols import Coordinator, Layout, SaveStrategy, StepStrategy
+from ckptcore.saving.prepared import Save, SaveDraft
 from ckptcore.saving.save import begin_save, perform_save
 from ckptcore.saving.save_requests import Destination, OneTree, SaveHooks, SaveNotes, SaveRequest
 from ckptcore.training.run_directory import OwnedRun, SavedStep
@@ -104,12 +104,12 @@ class StepOptions:
 
     Attributes:
         layout: how arrays are laid out.
-        exports: further checkpoints of steps in other layouts.
+        strategy: what is written and committed at each step; None: as the directory of the run needs.
         when_busy: what an asynchronous save does while another runs.
     """
 
     layout: str | Layout
-    exports: Sequence[StepExport]
+    strategy: StepStrategy[SaveStrategy[SaveDraft, Save]] | None
     when_busy: Literal["wait", "queue"]
 
 
@@ -241,7 +241,7 @@ class StepSaver:
 
     def _request(self, order: StepOrder, name: str, before: Past) -> SaveRequest:
         step = order.step
-        target = self._run.target(step, name)
+        target, chosen = self._run.target(step, name), self._options.strategy
         return SaveRequest(
             destination=Destination(
                 target.place,
@@ -250,8 +250,7 @@ class StepSaver:
             ),
             values=order.values,
             layout=self._options.layout,
-            exports=[export.of_step(name) for export in self._options.exports if export.wants(step)],
-            strategy=target.strategy,
+            strategy=target.strategy if chosen is None else chosen.for_step(step, name, target.strategy),
             notes=SaveNotes(custom=order.metadata, metrics=order.metrics or {}, step=step, epoch=order.epoch),
             hooks=SaveHooks(
                 allowed=partial(self._allow, step, before.step, is_new=not order.overwrite),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore import Checkpointer, CheckpointReader, StepExport
+from ckptcore import Checkpointer, CheckpointReader, StepExport, StepExports
 from ckptcore.errors import CheckpointExistsError, UnknownPluginError
 from ckptcore.policies import FixedInterval, LatestN
 
@@ -22,7 +22,7 @@ def _state(step: int) -> dict[str, Any]:
 def test_every_nth_step_is_exported_and_kept(blocking: bool, tmp_path: Path) -> None:
     exports = [StepExport(directory=tmp_path / "weights", subtree="model", every=4)]
     with Checkpointer(
-        tmp_path / "run", save_policy=FixedInterval(2), preservation_policy=LatestN(1), exports=exports
+        tmp_path / "run", save_policy=FixedInterval(2), preservation_policy=LatestN(1), strategy=StepExports(exports)
     ) as checkpointer:
         for step in range(1, 11):
             save = checkpointer.save_blocking if blocking else checkpointer.save
@@ -40,7 +40,7 @@ def test_several_objects_export_one_of_them(tmp_path: Path) -> None:
         StepExport(directory=tmp_path / "weights", subtree="model"),
         StepExport(directory=tmp_path / "w", subtree="model/w", every=2),
     ]
-    with Checkpointer(tmp_path / "run", exports=exports) as checkpointer:
+    with Checkpointer(tmp_path / "run", strategy=StepExports(exports)) as checkpointer:
         for step in (1, 2):
             checkpointer.save_checkpointables(step, {**_state(step), "rng": np.random.default_rng(0)})
     assert CheckpointReader(tmp_path / "weights").steps == (1, 2) and CheckpointReader(tmp_path / "w").steps == (2,)
@@ -53,7 +53,7 @@ def test_an_export_that_fails_is_told_and_the_step_is_there(tmp_path: Path) -> N
             raise OSError("the disk is on fire")
 
     with Checkpointer(
-        tmp_path / "run", exports=[StepExport(directory=tmp_path / "weights", layout=Failing(), every=2)]
+        tmp_path / "run", strategy=StepExports([StepExport(directory=tmp_path / "weights", layout=Failing(), every=2)])
     ) as checkpointer:
         for step in (1, 2, 3):
             checkpointer.save(step, _state(step))
@@ -69,11 +69,11 @@ def test_an_export_that_fails_is_told_and_the_step_is_there(tmp_path: Path) -> N
 
 def test_a_step_that_is_replaced_replaces_its_export(tmp_path: Path) -> None:
     exports = [StepExport(directory=tmp_path / "weights", subtree="model")]
-    with Checkpointer(tmp_path / "run", exports=exports) as checkpointer:
+    with Checkpointer(tmp_path / "run", strategy=StepExports(exports)) as checkpointer:
         checkpointer.save(1, _state(1)).result()  # type: ignore[union-attr]  # every step is saved
         checkpointer.save(1, _state(5), overwrite=True).result()  # type: ignore[union-attr]  # every step is saved
     assert CheckpointReader(tmp_path / "weights").load(1)["w"].tolist() == [5, 5, 5]
-    with Checkpointer(tmp_path / "other", exports=exports) as other:
+    with Checkpointer(tmp_path / "other", strategy=StepExports(exports)) as other:
         with pytest.raises(CheckpointExistsError, match="weights"):
             other.save(1, _state(9))
         assert other.steps == ()
@@ -84,12 +84,15 @@ def test_arguments_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         StepExport(directory=tmp_path, every=0)
     with pytest.raises(ValueError, match="where the steps are"):
-        Checkpointer(tmp_path / "run", exports=[StepExport(directory=tmp_path / "x" / ".." / "run")])
+        Checkpointer(tmp_path / "run", strategy=StepExports([StepExport(directory=tmp_path / "x" / ".." / "run")]))
     twice = [StepExport(directory=tmp_path / "w", every=2), StepExport(directory=f"{tmp_path}/w/", every=3)]
     with pytest.raises(ValueError, match="number 1 goes into .*, where number 0 goes"):
-        Checkpointer(tmp_path / "run", exports=twice)
+        Checkpointer(tmp_path / "run", strategy=StepExports(twice))
     with pytest.raises(UnknownPluginError, match="'safetensor'"):
-        Checkpointer(tmp_path / "run", exports=[StepExport(directory=tmp_path / "w", layout="safetensor", every=1000)])
+        Checkpointer(
+            tmp_path / "run",
+            strategy=StepExports([StepExport(directory=tmp_path / "w", layout="safetensor", every=1000)]),
+        )
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(TypeError, match="number 0"):
-        Checkpointer(tmp_path / "run", exports=["weights"])  # type: ignore[list-item]  # refused
+        Checkpointer(tmp_path / "run", strategy=StepExports(["weights"]))  # type: ignore[list-item]  # refused

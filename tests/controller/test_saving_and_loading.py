@@ -205,7 +205,9 @@ def test_exports_are_written_of_the_same_copy(
     export = ckptcore.Export(location=tmp_path / "export", subtree="model", layout="dcp")
 
     def save() -> None:
-        handle = ckptcore.save_async(tmp_path / "it", state, layout="ocdbt", exports=[export], context=context)
+        handle = ckptcore.save_async(
+            tmp_path / "it", state, layout="ocdbt", strategy=ckptcore.WithExports([export]), context=context
+        )
         handle.result()
 
     asked = crossings(workers, save)
@@ -219,7 +221,10 @@ def test_an_export_of_what_is_here_asks_no_worker(
     named = {"model": {"rows": make_rows(workers)}, "here": {"numbers": np.arange(3)}}
     export = ckptcore.Export(location=tmp_path / "export", subtree="here")
     asked = crossings(
-        workers, lambda: ckptcore.save_checkpointables(tmp_path / "it", named, exports=[export], context=context)
+        workers,
+        lambda: ckptcore.save_checkpointables(
+            tmp_path / "it", named, strategy=ckptcore.WithExports([export]), context=context
+        ),
     )
     assert asked == ["drop 0", "drop 1", "hold 0", "hold 1", "write 0", "write 1"]
     np.testing.assert_array_equal(ckptcore.load(tmp_path / "export")["numbers"], np.arange(3))

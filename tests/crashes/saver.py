@@ -85,7 +85,9 @@ def _save_in_bounded_memory(location: str, number: int) -> None:
 
 def _save_with_export(location: str, number: int) -> None:
     exports = [ckptcore.Export(location=exported(location), layout=OcdbtLayout())]
-    ckptcore.save_async(location, make_state(number), overwrite=True, exports=exports, context=_context()).result()
+    ckptcore.save_async(
+        location, make_state(number), overwrite=True, strategy=ckptcore.WithExports(exports), context=_context()
+    ).result()
 
 
 def exported(location: str) -> str:

@@ -93,7 +93,7 @@ def _save_update(at: Path) -> None:
 def _save_export(at: Path) -> None:
     export = ckptcore.Export(location=at / "weights", subtree="model")
     state = {"model": {"w": np.arange(6, dtype=np.float32).reshape(2, 3)}, "step": 7}
-    ckptcore.save(at, state, metadata=METADATA, exports=[export], context=_QUICK)
+    ckptcore.save(at, state, metadata=METADATA, strategy=ckptcore.WithExports([export]), context=_QUICK)
 
 
 def _save_step(at: Path) -> None:

@@ -81,7 +81,7 @@ class _Save:
         exports = []
         if self._cell.point == "export":
             exports = [ckptcore.Export(location=f"{self._above}/exported", layout=TrappedLayout(self._trap, "export"))]
-        self._save("broken", 2, self._hasty, exports=exports)
+        self._save("broken", 2, self._hasty, strategy=ckptcore.WithExports(exports))
 
     def again(self) -> None:
         name = "broken" if self._cell.point != "export" else "next"

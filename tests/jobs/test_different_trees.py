@@ -303,7 +303,7 @@ def test_exports_are_of_the_union(subtree: str, tmp_path: Path) -> None:
     export = ckptcore.Export(location=tmp_path / "export", layout="ocdbt", subtree=subtree)
     _run(
         lambda rank, context: ckptcore.save(
-            tmp_path / "c", _stage(rank), layout="zarr3", exports=[export], context=context
+            tmp_path / "c", _stage(rank), layout="zarr3", strategy=ckptcore.WithExports([export]), context=context
         )
     )
     whole: Any = ckptcore.load(tmp_path / "c")
@@ -319,7 +319,9 @@ def test_an_export_of_what_no_rank_has_is_refused(tmp_path: Path) -> None:
         states = [_stage(rank), _stage(0)]  # different, and the same on every rank
         for state in states:
             with pytest.raises(CheckpointError, match=r"layers\['9'\]"):
-                ckptcore.save(tmp_path / "c", state, layout="zarr3", exports=[export], context=context)
+                ckptcore.save(
+                    tmp_path / "c", state, layout="zarr3", strategy=ckptcore.WithExports([export]), context=context
+                )
         return "refused"
 
     assert _run(job) == ["refused"] * 4 and list(tmp_path.iterdir()) == []

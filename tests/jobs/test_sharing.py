@@ -251,7 +251,8 @@ def test_ranks_share_in_every_layout_that_takes_pieces(layout: str, tmp_path: Pa
 def test_safetensors_stays_whole_and_so_does_what_is_exported_to_it(tmp_path: Path) -> None:
     assert _saved(tmp_path / "c", "safetensors")[1:] == [0, 0]
     export = ckptcore.Export(location=tmp_path / "export", layout="safetensors")
-    assert _saved(tmp_path / "d", "ocdbt", exports=[export])[1:] == [0, 0]
+    assert _saved(tmp_path / "d", "ocdbt", strategy=ckptcore.WithExports([export]))[1:] == [0, 0]
     assert [path.name for path in sorted((tmp_path / "export").glob("*.safetensors"))] == ["model.safetensors"]
-    assert _saved(tmp_path / "e", "ocdbt", exports=[ckptcore.Export(location=tmp_path / "f", layout="dcp")])[1] > 0
+    shared = ckptcore.Export(location=tmp_path / "f", layout="dcp")
+    assert _saved(tmp_path / "e", "ocdbt", strategy=ckptcore.WithExports([shared]))[1] > 0
     assert _same(ckptcore.load(tmp_path / "f"), _state())

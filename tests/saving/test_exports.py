@@ -16,7 +16,7 @@ import pytest
 from ckptcore_testing import ThreadJob
 
 import ckptcore
-from ckptcore import Export
+from ckptcore import Export, WithExports
 from ckptcore.builtin.host_leaves import HostArrayHandler
 from ckptcore.errors import (
     CheckpointExistsError,
@@ -82,7 +82,7 @@ class Counting(HostArrayHandler):
 def test_a_save_writes_a_part_of_it_in_another_place_too(save: Callable[..., None], tmp_path: Path) -> None:
     state = _state()
     exports = [Export(location=tmp_path / "weights", subtree="model"), Export(location=tmp_path / "all")]
-    save(tmp_path / "c", state, metadata={"run": "a"}, exports=exports)
+    save(tmp_path / "c", state, metadata={"run": "a"}, strategy=WithExports(exports))
     assert _same(ckptcore.load(tmp_path / "c"), state) and _same(ckptcore.load(tmp_path / "all"), state)
     assert _same(ckptcore.load(tmp_path / "weights"), state["model"])
     assert ckptcore.metadata(tmp_path / "weights").custom == {"run": "a"}
@@ -105,7 +105,7 @@ def test_arrays_are_taken_from_the_device_once(save: Callable[..., None], times:
         Export(location=tmp_path / "weights", subtree="model"),
         Export(location=tmp_path / "w", subtree="model/layers"),
     ]
-    save(tmp_path / "c", state, exports=exports, context=context)
+    save(tmp_path / "c", state, strategy=WithExports(exports), context=context)
     taken = {key: count for (key, _), count in counting.taken.items()}
     assert taken[id(state["optimizer"]["m"])] == 1
     assert {taken[id(layer["w"])] for layer in state["model"]["layers"]} == {times if times == 1 else 3}
@@ -113,7 +113,9 @@ def test_arrays_are_taken_from_the_device_once(save: Callable[..., None], times:
 
 def test_what_changes_afterwards_is_in_no_export(tmp_path: Path) -> None:
     state = _state()
-    handle = ckptcore.save_async(tmp_path / "c", state, exports=[Export(location=tmp_path / "e", subtree="optimizer")])
+    handle = ckptcore.save_async(
+        tmp_path / "c", state, strategy=WithExports([Export(location=tmp_path / "e", subtree="optimizer")])
+    )
     state["optimizer"]["m"][:] = 99
     handle.result()
     assert _same(ckptcore.load(tmp_path / "e"), _state()["optimizer"])
@@ -123,7 +125,7 @@ def test_shared_arrays_are_shared_in_the_part_that_has_them(tmp_path: Path) -> N
     shared = np.arange(1000.0)
     state = {"a": {"first": shared}, "b": {"x": np.ones(3), "second": shared, "third": shared}}
     exports = [Export(location=tmp_path / "b", subtree=("b",)), Export(location=tmp_path / "leaf", subtree="b/second")]
-    ckptcore.save_async(tmp_path / "c", state, exports=exports).result()
+    ckptcore.save_async(tmp_path / "c", state, strategy=WithExports(exports)).result()
     assert _same(ckptcore.load(tmp_path / "b"), state["b"]) and _same(ckptcore.load(tmp_path / "leaf"), shared)
     assert (tmp_path / "b" / "model.safetensors").stat().st_size < 2 * shared.nbytes
     for name in ("c", "b", "leaf"):
@@ -138,7 +140,7 @@ def test_subtrees_are_named_by_keys_or_text(tmp_path: Path) -> None:
         "numbers": (("layers", 1, 2), np.full(3, 2.0)),
     }
     exports = [Export(location=tmp_path / name, subtree=path) for name, (path, _) in found.items()]
-    ckptcore.save(tmp_path / "c", state, exports=exports)
+    ckptcore.save(tmp_path / "c", state, strategy=WithExports(exports))
     for name, (_, expected) in found.items():
         assert _same(ckptcore.load(tmp_path / name), expected)
 
@@ -149,7 +151,7 @@ def test_a_part_that_is_not_there_is_refused_before_anything_is_written(
     begin: Any, subtree: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(TreeMismatchError, match=r"exports\[0\].*is not in the tree.*Nothing was written"):
-        begin(tmp_path / "c", _state(), exports=[Export(location=tmp_path / "e", subtree=subtree)])
+        begin(tmp_path / "c", _state(), strategy=WithExports([Export(location=tmp_path / "e", subtree=subtree)]))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -159,9 +161,11 @@ def test_what_a_layout_cannot_store_is_refused_before_anything_is_written(tmp_pa
             raise NameCollisionError("these would collide. Nothing was written")
 
     with pytest.raises(NameCollisionError):
-        ckptcore.save(tmp_path / "c", _state(), exports=[Export(location=tmp_path / "e", layout=Refusing())])
+        ckptcore.save(
+            tmp_path / "c", _state(), strategy=WithExports([Export(location=tmp_path / "e", layout=Refusing())])
+        )
     with pytest.raises(TypeError, match=r"exports\[0\] is 'weights'"):
-        ckptcore.save(tmp_path / "c", _state(), exports=["weights"])  # type: ignore[list-item]  # refused
+        ckptcore.save(tmp_path / "c", _state(), strategy=WithExports(["weights"]))  # type: ignore[list-item]  # refused
     assert list(tmp_path.iterdir()) == []
 
 
@@ -173,11 +177,11 @@ def test_each_checkpoint_has_a_place_of_its_own(tmp_path: Path) -> None:
         [Export(location=tmp_path)],
     ):
         with pytest.raises(InvalidLocationError, match="Nothing was written"):
-            ckptcore.save(tmp_path / "c", state, exports=exports)
+            ckptcore.save(tmp_path / "c", state, strategy=WithExports(exports))
     assert list(tmp_path.iterdir()) == []
     inside = [Export(location=tmp_path / "c" / "weights", subtree="model")]
     for value in (1, 2):
-        ckptcore.save(tmp_path / "c", _state(value), overwrite=True, exports=inside)
+        ckptcore.save(tmp_path / "c", _state(value), overwrite=True, strategy=WithExports(inside))
         assert _same(ckptcore.load(tmp_path / "c" / "weights"), _state(value)["model"])
         assert _same(ckptcore.load(tmp_path / "c"), _state(value))
     ckptcore.delete(tmp_path / "c")
@@ -192,10 +196,10 @@ def test_an_export_replaces_nothing_that_its_save_has_just_written(
     parts = {"model": {"w": np.ones(3)}, "optimizer": {"m": np.zeros(3)}}
     exports = [Export(location=tmp_path / "c" / inside, subtree="model")]
     with pytest.raises(InvalidLocationError, match="keeps its 'optimizer'.*Nothing was written"):
-        ckptcore.save_checkpointables(tmp_path / "c", parts, exports=exports, overwrite=overwrite)
+        ckptcore.save_checkpointables(tmp_path / "c", parts, strategy=WithExports(exports), overwrite=overwrite)
     assert list(tmp_path.iterdir()) == []
     exports = [Export(location=tmp_path / "c" / "weights", subtree="model")]
-    ckptcore.save_checkpointables(tmp_path / "c", parts, exports=exports, overwrite=overwrite)
+    ckptcore.save_checkpointables(tmp_path / "c", parts, strategy=WithExports(exports), overwrite=overwrite)
     assert set(ckptcore.load_checkpointables(tmp_path / "c")) == {"model", "optimizer"}
 
 
@@ -204,9 +208,9 @@ def test_what_is_there_is_replaced_only_when_asked(begin: Any, tmp_path: Path) -
     ckptcore.save(tmp_path / "e", {"mine": 1})
     exports = [Export(location=tmp_path / "e", subtree="model")]
     with pytest.raises(CheckpointExistsError):
-        begin(tmp_path / "c", _state(), exports=exports)
+        begin(tmp_path / "c", _state(), strategy=WithExports(exports))
     assert ckptcore.load(tmp_path / "e") == {"mine": 1} and not (tmp_path / "c").exists()
-    ckptcore.save(tmp_path / "c", _state(), exports=exports, overwrite=True)
+    ckptcore.save(tmp_path / "c", _state(), strategy=WithExports(exports), overwrite=True)
     assert _same(ckptcore.load(tmp_path / "e"), _state()["model"])
 
 
@@ -226,7 +230,7 @@ def test_an_export_that_fails_leaves_the_save_and_the_others(save: Callable[...,
         Export(location=tmp_path / "worse", layout=FailingWrites()),
     ]
     with pytest.raises(OSError, match="on fire") as caught:
-        save(tmp_path / "c", _state(), exports=exports)
+        save(tmp_path / "c", _state(), strategy=WithExports(exports))
     notes = "\n".join(caught.value.__notes__)
     assert (
         f"{tmp_path / 'c'} is committed; its export to {tmp_path / 'bad'} is not" in notes
@@ -234,14 +238,14 @@ def test_an_export_that_fails_leaves_the_save_and_the_others(save: Callable[...,
     )
     assert _same(ckptcore.load(tmp_path / "c"), _state()) and _same(ckptcore.load(tmp_path / "good"), _state()["model"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "good"]
-    save(tmp_path / "c", _state(2), exports=exports[1:2], overwrite=True)
+    save(tmp_path / "c", _state(2), strategy=WithExports(exports[1:2]), overwrite=True)
     assert _same(ckptcore.load(tmp_path / "good"), _state(2)["model"])
 
 
 @pytest.mark.parametrize("save", SAVES)
 def test_a_save_that_fails_exports_nothing(save: Callable[..., None], tmp_path: Path) -> None:
     with pytest.raises(OSError, match="on fire"):
-        save(tmp_path / "c", _state(), layout=FailingWrites(), exports=[Export(location=tmp_path / "e")])
+        save(tmp_path / "c", _state(), layout=FailingWrites(), strategy=WithExports([Export(location=tmp_path / "e")]))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -254,7 +258,7 @@ def test_nothing_holds_the_state_and_all_memory_is_given_back(limit: int | None,
         array = np.ones(100_000)
         known = weakref.ref(array)
         exports = [Export(location=tmp_path / "e", layout=layout), Export(location=tmp_path / "f", subtree="w")]
-        handle = ckptcore.save_async(tmp_path / "c", {"w": array}, exports=exports, context=context)
+        handle = ckptcore.save_async(tmp_path / "c", {"w": array}, strategy=WithExports(exports), context=context)
         del array
         handle.exception()
         assert known() is None
@@ -278,14 +282,18 @@ def test_memory_is_given_back_with_the_last_writer(tmp_path: Path) -> None:
 
     state = {"model": np.ones(1 << 20), "optimizer": np.ones(4 << 20)}
     exports = [Export(location=tmp_path / "e", layout=Looking(), subtree="model")]
-    ckptcore.save_async(tmp_path / "c", state, layout=Looking(), exports=exports, context=context).result()
+    ckptcore.save_async(
+        tmp_path / "c", state, layout=Looking(), strategy=WithExports(exports), context=context
+    ).result()
     assert seen == [40 << 20, 8 << 20] and runtime_of(context).staging.held_bytes == 0
 
 
 def test_exports_are_operations_of_their_own(tmp_path: Path) -> None:
     events: list[Event] = []
     context = ckptcore.Context(observers=(events.append,))
-    ckptcore.save_async(tmp_path / "c", _state(), exports=[Export(location=tmp_path / "e")], context=context).result()
+    ckptcore.save_async(
+        tmp_path / "c", _state(), strategy=WithExports([Export(location=tmp_path / "e")]), context=context
+    ).result()
     whole = [event.location for event in events if event.phase == "save"]
     assert whole == [str(tmp_path / "c"), str(tmp_path / "e")]
     assert {event.phase for event in events if event.location == str(tmp_path / "e")} == {
@@ -298,7 +306,7 @@ def test_exports_are_operations_of_their_own(tmp_path: Path) -> None:
 
 def test_progress_counts_exports(tmp_path: Path) -> None:
     handle = ckptcore.save_async(
-        tmp_path / "c", _state(), exports=[Export(location=tmp_path / "e", subtree="optimizer")]
+        tmp_path / "c", _state(), strategy=WithExports([Export(location=tmp_path / "e", subtree="optimizer")])
     )
     handle.result()
     assert handle.progress.written >= handle.progress.total >= 800_000
@@ -310,14 +318,14 @@ def test_one_of_several_checkpointables_is_exported(tmp_path: Path) -> None:
         Export(location=tmp_path / "m", subtree="model"),
         Export(location=tmp_path / "w", subtree=("model", "layers", 0)),
     ]
-    ckptcore.save_checkpointables(tmp_path / "c", values, exports=exports)
+    ckptcore.save_checkpointables(tmp_path / "c", values, strategy=WithExports(exports))
     assert _same(ckptcore.load(tmp_path / "m"), values["model"])
     assert _same(ckptcore.load(tmp_path / "w"), _state()["model"]["layers"][0])
     with pytest.raises(TreeMismatchError, match="names none of the checkpointables 'model', 'files', 'each'"):
-        ckptcore.save_checkpointables(tmp_path / "d", values, exports=[Export(location=tmp_path / "e")])
+        ckptcore.save_checkpointables(tmp_path / "d", values, strategy=WithExports([Export(location=tmp_path / "e")]))
     with pytest.raises(UnsupportedLeafError, match="'files' has files of its own"):
         ckptcore.save_checkpointables(
-            tmp_path / "d", values, exports=[Export(location=tmp_path / "e", subtree="files")]
+            tmp_path / "d", values, strategy=WithExports([Export(location=tmp_path / "e", subtree="files")])
         )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "m", "w"]
 
@@ -328,7 +336,7 @@ def test_several_processes_export_together(begin: Any, tmp_path: Path) -> None:
         handle = begin(
             tmp_path / "c",
             _state(),
-            exports=[Export(location=tmp_path / "e", subtree="model"), Export(location=tmp_path / "f")],
+            strategy=WithExports([Export(location=tmp_path / "e", subtree="model"), Export(location=tmp_path / "f")]),
             context=job_context(coordinator),
         )
         if handle is not None:
@@ -349,7 +357,9 @@ def test_a_rank_whose_export_fails_fails_it_for_all_and_no_other(tmp_path: Path)
 
     def job(coordinator: Coordinator) -> BaseException | None:
         exports = [Export(location=tmp_path / "e", layout=OnlyHere()), Export(location=tmp_path / "f", subtree="model")]
-        handle = ckptcore.save_async(tmp_path / "c", _state(), exports=exports, context=job_context(coordinator))
+        handle = ckptcore.save_async(
+            tmp_path / "c", _state(), strategy=WithExports(exports), context=job_context(coordinator)
+        )
         together.wait()
         return handle.exception()
 
@@ -365,7 +375,7 @@ def test_ranks_that_export_different_parts_are_refused(tmp_path: Path) -> None:
             ckptcore.save(
                 tmp_path / "c",
                 _state(),
-                exports=[Export(location=tmp_path / "e", subtree=subtree)],
+                strategy=WithExports([Export(location=tmp_path / "e", subtree=subtree)]),
                 context=job_context(coordinator),
             )
         except ckptcore.CheckpointError as error:
@@ -391,7 +401,7 @@ def test_a_rank_that_is_interrupted_keeps_nobody_waiting(tmp_path: Path) -> None
             for name, layout in (("a", Interrupted()), ("b", "safetensors"), ("d", "safetensors"))
         ]
         try:
-            ckptcore.save(tmp_path / "c", _state(), exports=exports, context=job_context(coordinator))
+            ckptcore.save(tmp_path / "c", _state(), strategy=WithExports(exports), context=job_context(coordinator))
         except (RankFailedError, KeyboardInterrupt) as error:
             return f"{type(error).__name__}: {error} {error.__notes__}"
         return "saved"

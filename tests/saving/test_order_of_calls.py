@@ -28,7 +28,9 @@ def _exported(location: str, number: int, context: ckptcore.Context) -> SaveHand
     """An export of a save to another location."""
     exports = [ckptcore.Export(location=location, layout="safetensors")]
     state = _state(number)
-    return ckptcore.save_async(f"{location}-of", state, exports=exports, overwrite="non-atomic", context=context)
+    return ckptcore.save_async(
+        f"{location}-of", state, strategy=ckptcore.WithExports(exports), overwrite="non-atomic", context=context
+    )
 
 
 def _several(location: str, number: int, context: ckptcore.Context) -> SaveHandle | None:

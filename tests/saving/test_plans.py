@@ -14,7 +14,7 @@ import pytest
 from ckptcore_testing import ThreadJob
 
 import ckptcore
-from ckptcore import AbstractArray, Context, Export, ShardedArray
+from ckptcore import AbstractArray, Context, Export, ShardedArray, WithExports
 from ckptcore.builtin.host_leaves import HostArrayHandler
 from ckptcore.context import IOOptions, JobOptions, MemoryOptions, PluginOptions
 from ckptcore.errors import (
@@ -165,7 +165,7 @@ def test_tied_arrays_count_once_and_exports_are_told(layout: str, tmp_path: Path
     exports = [Export(location=tmp_path / "e", layout=layout, subtree="model")]
     plan = ckptcore.plan(state, layout=layout, exports=exports)
     assert (plan.arrays, plan.array_bytes) == (2, 40_056)
-    ckptcore.save(tmp_path / "c", state, layout=layout, exports=exports)
+    ckptcore.save(tmp_path / "c", state, layout=layout, strategy=WithExports(exports))
     assert str(plan.exports[0].location) == str(tmp_path / "e")
     for planned, location in ((plan.processes, "c"), (plan.exports[0].processes, "e")):
         found = sum(path.is_file() for path in (tmp_path / location).rglob("*"))

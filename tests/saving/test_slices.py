@@ -13,7 +13,7 @@ import pytest
 from ckptcore_testing import ThreadJob, bit_patterns
 
 import ckptcore
-from ckptcore import Export, SafetensorsLayout
+from ckptcore import Export, SafetensorsLayout, WithExports
 from ckptcore.builtin.host_leaves import HostArrayHandler
 from ckptcore.commit.location import resolve_location
 from ckptcore.commit.occupants import read_root
@@ -214,7 +214,7 @@ def test_saves_in_the_background_and_exports_write_slices(limit: int | None, tmp
             coordinator, plugins=ckptcore.context.PluginOptions(handlers={np.ndarray: Rows(3)}), memory=memory
         )
         exports = [Export(location=tmp_path / "weights", subtree="model")]
-        ckptcore.save_async(tmp_path / "c", state, exports=exports, context=context).result()
+        ckptcore.save_async(tmp_path / "c", state, strategy=WithExports(exports), context=context).result()
 
     ThreadJob(3, timeout_seconds=60).run(job)
     assert np.array_equal(ckptcore.load(tmp_path / "c")["optimizer"]["m"], state["optimizer"]["m"])

@@ -265,7 +265,9 @@ def test_a_kill_leaves_the_checkpoint_of_other_software_or_the_new_one(tmp_path:
 def test_a_deletion_that_was_killed_leaves_an_export_that_goes_with_its_save(top: str) -> None:
     """The claim of the deletion took the place of the root, which said when the save began."""
     place = f"{top}/c"
-    ckptcore.save(place, {"a": np.ones(3)}, exports=[ckptcore.Export(location=f"{place}/weights")])
+    ckptcore.save(
+        place, {"a": np.ones(3)}, strategy=ckptcore.WithExports([ckptcore.Export(location=f"{place}/weights")])
+    )
     store_at(place).put(ROOT_KEY, encode_claim(Claimed("0123456789abcdef", "2024-01-01T00:00:00+00:00")))
     ckptcore.save(place, {"a": np.zeros(3)}, overwrite="non-atomic")
     assert ckptcore.load(place)["a"].tolist() == [0, 0, 0]

@@ -413,4 +413,4 @@ def test_an_update_has_no_exports(run: str) -> None:
     ckptcore.save(f"{run}/1", {"a": np.ones(3)})
     export = ckptcore.Export(location=f"{run}/3")
     with pytest.raises(ValueError, match="no exports"):
-        ckptcore.save(f"{run}/2", {}, strategy=ckptcore.Update(f"{run}/1"), exports=[export])
+        ckptcore.save(f"{run}/2", {}, strategy=ckptcore.WithExports([export], ckptcore.Update(f"{run}/1")))

@@ -67,7 +67,7 @@ def main(task: str, directory: Path) -> None:
             dcp.save(state, checkpoint_id=str(directory / "torch"))
         else:
             weights = ckptcore.Export(location=directory / "weights", subtree="model")
-            ckptcore.save(directory / "ckptcore", state, layout="dcp", exports=[weights])
+            ckptcore.save(directory / "ckptcore", state, layout="dcp", strategy=ckptcore.WithExports([weights]))
     else:
         model = _model(99)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.9)

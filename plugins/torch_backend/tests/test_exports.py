@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 
 import ckptcore
-from ckptcore import Export, StepExport
+from ckptcore import Export, StepExport, StepExports, WithExports
 
 
 def _trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -33,7 +33,7 @@ def test_weights_beside_a_tree(begin: Any, tmp_path: Path) -> None:
     model, optimizer = _trained()
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state = {"model": model, "optimizer": optimizer, "step": 1}
-    handle = begin(tmp_path / "c", state, exports=[Export(location=tmp_path / "w", subtree="model")])
+    handle = begin(tmp_path / "c", state, strategy=WithExports([Export(location=tmp_path / "w", subtree="model")]))
     if handle is not None:
         with torch.no_grad():
             for parameter in model.parameters():
@@ -48,7 +48,7 @@ def test_weights_beside_a_tree(begin: Any, tmp_path: Path) -> None:
 def test_weights_beside_the_steps_of_a_run(tmp_path: Path) -> None:
     model, optimizer = _trained()
     weights = StepExport(directory=tmp_path / "weights", subtree="model", every=2)
-    with ckptcore.Checkpointer(tmp_path / "run", exports=[weights]) as checkpointer:
+    with ckptcore.Checkpointer(tmp_path / "run", strategy=StepExports([weights])) as checkpointer:
         for step in (1, 2, 3):
             optimizer.step()
             checkpointer.save_checkpointables(step, {"model": model, "optimizer": optimizer})

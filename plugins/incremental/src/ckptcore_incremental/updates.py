@@ -87,10 +87,6 @@ class Update(PlainSave):
 
     def prepare(self, draft: SaveDraft) -> Save:
         """Put what was given over the tree of the base. See `SaveStrategy`."""
-        if draft.exports:
-            raise ValueError(
-                "save(..., exports=..., strategy=Update(...)): an update has no exports. Nothing was written"
-            )
         planned, written = _plan_update(draft, self.base)
         return PlainSave.prepare(_PlannedStrategy(self.base, planned), replace(draft, descriptions=[written]))
 

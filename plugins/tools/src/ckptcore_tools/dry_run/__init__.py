@@ -10,9 +10,9 @@ from ckptcore.commit.location import LocationLike
 from ckptcore.commit.occupants import Overwrite
 from ckptcore.context import Context, default_context
 from ckptcore.protocols import Layout
-from ckptcore.saving.exporting import Export
 from ckptcore_tools.dry_run.jobs import Asked, plan_running_job, plan_simulated_job
 from ckptcore_tools.dry_run.plans import ExportPlan, MemoryPlan, ObjectPlan, ProcessPlan, RequestCounts, SavePlan
+from ckptcore_tools.exports import Export
 
 __all__ = ["ExportPlan", "MemoryPlan", "ObjectPlan", "ProcessPlan", "RequestCounts", "SavePlan", "plan"]
 
@@ -41,7 +41,8 @@ def plan(
         processes: how many processes the job would have; None: the job that is running.
         location: where the save would go. It is examined, and refused as the save would be; nothing is written. None:
             nothing is examined, and requests are counted for an object storage.
-        layout, overwrite, exports, context: as for `save`. The locations of exports are examined only with a location.
+        layout, overwrite, context: as for `save`.
+        exports: as for `WithExports`. The locations of exports are examined only with a location.
 
     Raises:
         CheckpointExistsError, UnsupportedLeafError, UnsupportedKeyError, NameCollisionError: what the save would raise.

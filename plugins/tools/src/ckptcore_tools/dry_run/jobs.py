@@ -21,7 +21,6 @@ from ckptcore.model.transfer import Receipt, WriteItem
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Layout
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.exporting import Export
 from ckptcore.saving.preparing import PreparedSave, prepare_save
 from ckptcore.saving.save_requests import Destination, OneTree, SaveRequest
 from ckptcore_tools.dry_run.leaves import WrapLeaf, dry_run_context, running_leaves, simulated_leaves
@@ -42,6 +41,7 @@ from ckptcore_tools.dry_run.writes import (
     run_commit,
     run_writes,
 )
+from ckptcore_tools.exports import Export, WithExports
 
 __all__ = [
     "Asked",
@@ -249,7 +249,8 @@ class Asked:
 
     Attributes:
         location: where it would go; None: nothing is looked at.
-        layout, overwrite, exports: as of the save.
+        layout, overwrite: as of the save.
+        exports: as of `WithExports`.
     """
 
     location: Place | None
@@ -271,7 +272,7 @@ class Asked:
             ),
             values=OneTree(state),
             layout=self.layout,
-            exports=exports,
+            strategy=WithExports(exports),
         )
 
 
@@ -347,8 +348,10 @@ def _plan(asked: Asked, leader: _Played, written: Sequence[WrittenProcess], cont
         memory=tuple([process.memory for process in written]),
         exports=tuple(
             [
-                ExportPlan(location=str(export.location), layout=prepared.part.layout.name, processes=processes)
-                for export, prepared, processes in zip(asked.exports, leader.save.exports, checkpoints[1:], strict=True)
+                ExportPlan(location=str(export.location), layout=prepared.parts[0].layout.name, processes=processes)
+                for export, prepared, processes in zip(
+                    asked.exports, leader.save.save.further, checkpoints[1:], strict=True
+                )
             ]
         ),
         untold=tuple(dict.fromkeys([name for process in written for name in process.untold])),

@@ -141,11 +141,12 @@ def run_writes(save: PreparedSave, kind: StorageKind, context: Context) -> tuple
             host_bytes.append([source.host_bytes(item) for item in part.plan.items])
     of_part = {id(part): taken for part, taken in zip(save.save.parts, host_bytes, strict=True)}
     snapshots = [SizeOnlySnapshot(part.plan, of_part[id(part)]) for part in save.save.parts]
-    exported = [[of_part[id(export.source)][number] for number in export.items] for export in save.exports]
-    shares = [SizeOnlySnapshot(export.part.plan, taken) for export, taken in zip(save.exports, exported, strict=True)]
+    further = [(one, part, part.shared) for one in save.save.further for part in one.parts if part.shared is not None]
+    exported = [[of_part[id(shared.part)][number] for number in shared.items] for _, _, shared in further]
+    shares = [SizeOnlySnapshot(part.plan, taken) for (_, part, _), taken in zip(further, exported, strict=True)]
     written = [_run_checkpoint(save.save, snapshots, kind, context)]
     written += [
-        _run_checkpoint(export.save, [share], kind, context) for export, share in zip(save.exports, shares, strict=True)
+        _run_checkpoint(one, [share], kind, context) for (one, _, _), share in zip(further, shares, strict=True)
     ]
     memory = _memory(
         save.save.agreement.rank,
