@@ -23,18 +23,18 @@ MAPPINGS: Final = ("dict", "OrderedDict")
 
 
 def stored_leaves(tree: TreeMetadata, references: References) -> list[int]:
-    """The numbers of the leaves that a checkpoint has itself: all but arrays that it refers to, and those tied to these."""
+    """Return the numbers of the leaves that a checkpoint stores itself: all but referred arrays, and leaves tied to them."""
     referred = frozenset(references.leaf)
     return [leaf for leaf in range(len(tree.leaves)) if tree.aliases.get(leaf, leaf) not in referred]
 
 
 def stored_numbers(tree: TreeMetadata, references: References) -> Mapping[int, int]:
-    """By number of a leaf that a checkpoint has itself, the number in its `stored_tree`."""
+    """Return, by number of a leaf that a checkpoint stores itself, its number in the `stored_tree`."""
     return {leaf: number for number, leaf in enumerate(stored_leaves(tree, references))}
 
 
 def stored_tree(tree: TreeMetadata, references: References) -> TreeMetadata:
-    """The tree of what a checkpoint has itself, which is what its layout knows."""
+    """Return the tree of the leaves that a checkpoint stores itself; its layout has no other."""
     if not references:
         return tree
     kept = stored_leaves(tree, references)
@@ -48,11 +48,11 @@ def stored_tree(tree: TreeMetadata, references: References) -> TreeMetadata:
 
 
 def pruned(skeleton: Skeleton, kept: Collection[int]) -> Skeleton:
-    """A skeleton without some leaves, and without the containers that had no others. A container that loses a child is a mapping by its keys.
+    """Return a skeleton without some leaves and the containers that become empty. A container that loses a child becomes a mapping.
 
     Args:
-        skeleton: whose leaves are numbered from 0.
-        kept: the numbers of those that stay.
+        skeleton: the skeleton; its leaves are numbered from 0.
+        kept: the numbers of the leaves that stay.
     """
     made, _ = _pruned(skeleton, kept, 0)
     return Node("dict", (), ()) if made is None else made
@@ -78,7 +78,7 @@ def _pruned(skeleton: Skeleton, kept: Collection[int], number: int) -> tuple[Ske
 
 
 def cut_containers(skeleton: Skeleton, kept: Collection[int]) -> Mapping[TreePath, Node]:
-    """The containers that lose something by `pruned`, as they are before that."""
+    """Return the containers that lose children by `pruned`, as they are before."""
     leaves = [path for path, node in containers_and_leaves((), skeleton) if not isinstance(node, Node)]
     lost = [path for number, path in enumerate(leaves) if number not in kept]
     losing = {path[:length] for path in lost for length in range(len(path))}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import secrets
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -110,7 +110,7 @@ class Agreement:
             return
         error: BaseException | None = None
         outcome = b""
-        token = None if self._met else secrets.token_hex(8)
+        token = None if self._met else os.urandom(8).hex()
         try:
             yield stage
             outcome = encode_outcome(token, stage.payload)

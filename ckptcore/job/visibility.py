@@ -6,8 +6,8 @@ hosts with disks of their own have the same paths, often the same devices and in
 
 from __future__ import annotations
 
+import os
 import platform
-import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -102,7 +102,7 @@ def expect_one_directory(agreement: Agreement, store: StorageBackend, place: str
     """
     if agreement.size == 1:
         return
-    key = _PROBES + agreement.lead("probe", lambda: secrets.token_hex(8))
+    key = _PROBES + agreement.lead("probe", lambda: os.urandom(8).hex())
     try:
         with agreement.stage("shared"), seen_by_all(agreement, "probed", place, lambda: store.size(key) == 0):
             if agreement.rank == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import secrets
+import os
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -343,7 +343,7 @@ def _decide(payloads: Sequence[JSON]) -> JSON:
         "first": list(first.values()),
         "of": [numbers[digest] for digest, _, _, _ in told],
         "hosts": [host for _, _, _, host in told],
-        "key": secrets.token_hex(8),
+        "key": os.urandom(8).hex(),
     }
 
 

@@ -45,7 +45,7 @@ logger = logging.getLogger("ckptcore.finalizing")
 def finalize_sessions(
     location: LocationLike, layout: str | Layout | None, custom: Mapping[str, JSON] | None, context: Context
 ) -> None:
-    """See `ckptcore.partial`. On every rank; the leader does it."""
+    """Commit the sessions of a partial save as one checkpoint. Every rank calls this; the leader does the work."""
     key = runtime_of(context).exchange_key(location)  # before anything can fail: every rank counts it
     job = runtime_of(context).job()
     recording = Recording("save", str(location), context.observers, rank=job.rank)
@@ -81,7 +81,7 @@ def _finalize(
             )
     except CheckpointNotFoundError:
         if _remove_tables_of_committed(location):
-            return  # who finalized it died right after the commit
+            return  # a process that finalized it was killed right after the commit
         raise
     recording.save_id = partial.save_id
     try:
@@ -90,7 +90,7 @@ def _finalize(
             remove_debris(claim.store, {record.key for one in receipts for record in one.objects} | set(tables))
             info = CommitInfo(save_id=partial.save_id, created=partial.created, custom=custom)
             part = SavePart("", layout, WritePlan(tree, (), 0, 1, partial.save_id), receipts=receipts)
-            with _told_as_damage(location):
+            with _reported_as_damage(location):
                 root = finish_part(info, part, recorder_of(claim.store, context))
             claim.commit(*encode(complete_tree(info, layout, root, claim.store, context, recording)))
     except BaseException:
@@ -102,13 +102,13 @@ def _finalize(
 def _examine(
     location: Location, layout: Layout | None, context: Context, partial: PartialSave, store: StorageBackend
 ) -> tuple[Layout, TreeMetadata, Sequence[Receipt]]:
-    """The layout of sessions, and what all of them wrote, if that can be finalized. Writes nothing.
+    """Return the layout, the tree and the receipts of all sessions, if they can be finalized. Writes nothing.
 
     Raises:
         CheckpointNotFoundError: no session is complete.
         TreeMismatchError: arrays are not whole.
         CheckpointError: the layout is another one, or cannot store this.
-        CorruptCheckpointError: what sessions wrote down cannot be read.
+        CorruptCheckpointError: the tables of the sessions cannot be read.
     """
     layout = runtime_of(context).registry.layout(partial.layout) if layout is None else layout
     of_sessions = layout_of_sessions(layout)
@@ -119,7 +119,7 @@ def _examine(
             "with ckptcore.delete"
         )
     sessions = read_sessions(store, partial)
-    with _told_as_damage(location):
+    with _reported_as_damage(location):
         tree, receipts = unite_sessions(sessions, of_sessions)
     _expect_whole(tree, receipts)
     layout.check(tree, partial.ranks)
@@ -127,8 +127,8 @@ def _examine(
 
 
 @contextmanager
-def _told_as_damage(location: Location) -> Iterator[None]:
-    """Let what hostile receipts make layouts raise be an error about them; they come from a storage, where in a job they do not.
+def _reported_as_damage(location: Location) -> Iterator[None]:
+    """Report errors that hostile receipts cause in a layout as damage: these receipts come from the storage, not from a job.
 
     Raises:
         CorruptCheckpointError
@@ -154,10 +154,10 @@ def _told_as_damage(location: Location) -> Iterator[None]:
 
 
 def _expect_whole(tree: TreeMetadata, receipts: Sequence[Receipt]) -> None:
-    """Make sure that sessions wrote all of every array.
+    """Make sure that the sessions wrote every element of every array.
 
     Raises:
-        TreeMismatchError: names those that are not whole.
+        TreeMismatchError: names the incomplete arrays.
     """
     written = WrittenBoxes(tree.leaves, [ItemColumns.of(tree.leaves, receipt.items) for receipt in receipts])
     lacking = []
@@ -181,7 +181,7 @@ def _expect_whole(tree: TreeMetadata, receipts: Sequence[Receipt]) -> None:
 
 
 def _remove_tables(location: Location, partial: PartialSave) -> None:
-    """Remove what says what sessions wrote: the root of the checkpoint says it now."""
+    """Remove the tables of the sessions; the root of the checkpoint replaces them."""
     try:
         location.store.delete([*[session.key for session in partial.sessions], PARTIAL_KEY])
     except StorageError as error:
@@ -189,7 +189,7 @@ def _remove_tables(location: Location, partial: PartialSave) -> None:
 
 
 def _remove_tables_of_committed(location: Location) -> bool:
-    """Remove what says what sessions wrote beside a committed root; whether there was any."""
+    """Remove the tables of sessions next to a committed root. Return whether any existed."""
     data = root_bytes(location.store)
     if data is None:
         return False

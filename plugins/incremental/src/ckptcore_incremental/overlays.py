@@ -18,11 +18,11 @@ _SHOWN: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class Overlaid:
-    """A tree that was put over another one.
+    """A tree over another one.
 
     Attributes:
-        tree: the whole.
-        from_below: by leaf of the whole that is of the lower tree, its number there.
+        tree: the whole tree.
+        from_below: by leaf of the whole tree that is from the lower tree, its number there.
     """
 
     tree: TreeMetadata
@@ -32,19 +32,19 @@ class Overlaid:
 def overlay(
     below: TreeMetadata, above: TreeMetadata, left: Sequence[TreePath] = (), cut: Mapping[TreePath, Node] | None = None
 ) -> Overlaid:
-    """A tree over another one: what the upper one has comes from there, and all else from the lower one.
+    """Put a tree over another one: leaves of the upper tree come from there, all others from the lower tree.
 
-    Mappings have the keys of both, those of the lower one first; so has a container of which only some children were given. Any other
-    container of the upper tree takes the place of what is below, or of its children where it has the same. An upper tree without anything
-    leaves all as it is.
+    Mappings have the keys of both, those of the lower tree first, and so have containers of which only some children were
+    given. Any other container of the upper tree replaces the container below it; with the same keys, it replaces the
+    children. An empty upper tree changes nothing.
 
     Args:
         below, above: the trees.
-        left: paths that were left to the lower tree by name.
-        cut: containers that lost children by that, as they were given.
+        left: paths of placeholders, whose values come from the lower tree.
+        cut: containers that have placeholders, as they were given.
 
     Raises:
-        TreeMismatchError: if something cannot be put over what is below, or nothing is below a path that was left.
+        TreeMismatchError: the trees do not fit, or the lower tree has nothing at the path of a placeholder.
     """
     walk = _Overlay(below, above)
     is_nothing = isinstance(above.skeleton, Node) and above.skeleton.kind in MAPPINGS and not above.skeleton.keys
@@ -92,12 +92,12 @@ class _Overlay:
         self._trees = {True: below, False: above}
         self._numbers = {of: {path: leaf for leaf, path in enumerate(tree.paths)} for of, tree in self._trees.items()}
         self.sources: list[tuple[bool, int]] = []
-        """By leaf of the whole, whether it is of the lower tree, and its number there."""
+        """By leaf of the whole tree: True if it is from the lower tree, and its number in its tree."""
         self.records: list[LeafRecord] = []
         self.differences: list[str] = []
 
     def node(self, path: TreePath, below: Skeleton | None, above: Skeleton | None) -> Skeleton:
-        """What comes to a path, where at least one of the trees has something."""
+        """Return the node at a path; at least one of the trees has one."""
         if above is None or below is None:
             return self._take(path, above is None, below if above is None else above)
         if not isinstance(above, Node) or not isinstance(below, Node):
@@ -117,7 +117,7 @@ class _Overlay:
         return replace(below, keys=keys, children=tuple(children))
 
     def _take(self, path: TreePath, is_below: bool, skeleton: Skeleton | None) -> Skeleton:
-        """All of one tree at a path."""
+        """Take everything at a path from one tree."""
         assert skeleton is not None  # one of them has something
         if isinstance(skeleton, Node):
             for key, child in zip(skeleton.keys, skeleton.children, strict=True):

@@ -1,4 +1,4 @@
-"""Session tables: what the sessions of a partial save wrote, and the union of all of them.
+"""Receipts of the sessions of a partial save, and the union of all sessions.
 
 A table is an object of its own until the checkpoint is finalized: a line of JSON with the tree of the session, and after it the
 receipts of its processes in the form in which they are sent in a job. Only ckptcore reads it. Its version changes with
@@ -52,24 +52,24 @@ _VERSION: Final = 1
 
 
 def session_key(save_id: str, first: int) -> str:
-    """The object that says what a session wrote; `first` is the first rank of its processes."""
+    """Return the key of the table of a session; `first` is the first rank of its processes."""
     return f"checkpoint.{save_id}.session-{first}"
 
 
 def encode_session(tree: TreeMetadata, receipts: Sequence[Receipt]) -> bytes:
-    """The bytes of what a session wrote: a receipt for each of its processes, by rank."""
+    """Encode the table of a session: its tree, and a receipt for each of its processes, by rank."""
     head = json.dumps({"version": _VERSION, "tree": tree.to_json()}, separators=(",", ":")).encode("ascii")
     return head + b"\n" + encode_receipts([tree] * len(receipts), receipts)
 
 
 def describe_session(partial: PartialSave, data: bytes, receipts: Sequence[Receipt], created: str) -> Session:
-    """What the place of the root says of a session that is complete.
+    """Return the entry of a complete session in the session table of the partial save.
 
     Args:
-        partial: has the session as its owner.
-        data: its table.
-        receipts: of its processes.
-        created: now, ISO 8601 in UTC.
+        partial: the partial save, whose owner is the session.
+        data: the table of the session.
+        receipts: the receipts of its processes.
+        created: the present time, ISO 8601 in UTC.
     """
     assert partial.owner is not None
     leaves = {leaf for receipt in receipts for leaf in ItemColumns.of((), receipt.items).leaf.tolist()}
@@ -87,11 +87,11 @@ def describe_session(partial: PartialSave, data: bytes, receipts: Sequence[Recei
 
 
 def read_sessions(store: StorageBackend, partial: PartialSave) -> Sequence[SessionReceipts]:
-    """What all complete sessions wrote.
+    """Read the tables of all complete sessions.
 
     Args:
-        store: where they wrote it.
-        partial: what stands in the place of the root.
+        store: the store of the sessions.
+        partial: the partial save.
 
     Raises:
         CorruptCheckpointError, UnsupportedVersionError
@@ -117,15 +117,15 @@ def _read(store: StorageBackend, session: Session) -> bytes:
 
 
 def decode_session(data: bytes, session: Session) -> SessionReceipts:
-    """What a session wrote; the bytes may be hostile.
+    """Decode the table of a session. The bytes may be hostile.
 
     Args:
-        data: its table.
-        session: what the place of the root says of it.
+        data: the table.
+        session: its entry in the partial save.
 
     Raises:
-        CorruptCheckpointError: if they are none.
-        UnsupportedVersionError: if another version of this package wrote them.
+        CorruptCheckpointError: the bytes are no valid table.
+        UnsupportedVersionError: another version of this package wrote them.
     """
     try:
         line, _, rest = data.partition(b"\n")
@@ -156,7 +156,7 @@ def decode_session(data: bytes, session: Session) -> SessionReceipts:
 
 
 def _expect_sound(receipt: Receipt, tree: TreeMetadata, rank: int) -> None:
-    """Refuse a receipt whose columns do not fit each other, before anything is made as large as they say.
+    """Refuse a receipt whose columns contradict each other, before memory of their size is allocated.
 
     Raises:
         ValueError, TypeError, InvalidLocationError
@@ -193,12 +193,12 @@ _SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class SessionReceipts:
-    """What a session wrote.
+    """The tree and the receipts of a session.
 
     Attributes:
-        first: the first of the ranks of its processes.
-        tree: what is in it.
-        receipts: of its processes, by rank; leaves have the numbers of `tree`.
+        first: the first rank of its processes.
+        tree: the tree of the session.
+        receipts: the receipts of its processes, by rank; leaves have the numbers of `tree`.
     """
 
     first: int
@@ -209,15 +209,15 @@ class SessionReceipts:
 def unite_sessions(
     sessions: Sequence[SessionReceipts], layout: WritesSessions
 ) -> tuple[TreeMetadata, Sequence[Receipt]]:
-    """One tree with every leaf of all sessions, and the receipts of all their processes with the numbers of that.
+    """Return one tree with the leaves of all sessions, and all receipts with the leaf numbers of that tree.
 
     Args:
         sessions: at least one, in their order.
-        layout: that all of them were written in.
+        layout: the layout of all sessions.
 
     Raises:
-        TreeMismatchError: if the trees cannot be united.
-        NameCollisionError: if an array would have another name in the whole than was written.
+        TreeMismatchError: the trees cannot be united.
+        NameCollisionError: an array would have another name in the whole tree than in its session.
         KeyError, IndexError, TypeError, ValueError: what the layout raises for a hostile state.
     """
     tree, numbers = _unite(sessions, layout)
@@ -235,16 +235,16 @@ def unite_sessions(
 def boxes_taken(
     sessions: Sequence[SessionReceipts], tree: TreeMetadata, layout: WritesSessions
 ) -> Mapping[int, Sequence[Box]]:
-    """By array of the tree of a further session, the boxes that sessions before it wrote; arrays that none has are left out.
+    """Return, by array of a further session, the boxes that earlier sessions wrote; arrays without any are left out.
 
     Args:
-        sessions: those before it.
-        tree: of the further one.
-        layout: that all are written in.
+        sessions: the earlier sessions.
+        tree: the tree of the further session.
+        layout: the layout of all sessions.
 
     Raises:
-        TreeMismatchError: if the trees cannot be united, or an array is there whole already.
-        NameCollisionError: if an array would have another name in the whole.
+        TreeMismatchError: the trees cannot be united, or an earlier session wrote all of an array.
+        NameCollisionError: an array would have another name in the whole tree.
     """
     if not sessions:
         return {}
@@ -268,9 +268,9 @@ def refuse_boxes(tree: TreeMetadata, items: Sequence[WriteItem], taken: Mapping[
     """Refuse to write elements that an earlier session wrote.
 
     Args:
-        tree: of this session.
-        items: what this process is about to write.
-        taken: by leaf, as `boxes_taken` gives it.
+        tree: the tree of this session.
+        items: the items that this process will write.
+        taken: boxes by leaf, as from `boxes_taken`.
 
     Raises:
         TreeMismatchError
@@ -301,7 +301,7 @@ def _size(tree: TreeMetadata, leaf: int) -> int:
 
 
 def _unite(sessions: Sequence[SessionReceipts], layout: WritesSessions) -> tuple[TreeMetadata, Sequence[Sequence[int]]]:
-    """The union, and by session for each leaf its number there; of tied ones that of the leaf under which they are stored."""
+    """Return the union of the trees and, by session, the number of each leaf in it; for tied leaves that of the stored one."""
     trees = [session.tree for session in sessions]
     union = unite_trees(trees, [[number] for number in range(len(trees))], size=len(trees), savers="session")
     places = {path: number for number, path in enumerate(union.paths)}

@@ -1,4 +1,4 @@
-"""PartialSession: the strategy of a session of a partial save, which several sessions fill one after the other."""
+"""PartialSession: the save strategy of one session of a partial save."""
 
 from __future__ import annotations
 
@@ -215,10 +215,10 @@ class _SessionPlace:
     taken: Mapping[int, Sequence[Box]]
 
     def placed(self, plan: WritePlan) -> WritePlan:
-        """What a process writes, with the rank that it has among those of all sessions.
+        """Return the plan of a process, with its rank among the processes of all sessions.
 
         Raises:
-            TreeMismatchError: an earlier session wrote some of it.
+            TreeMismatchError: an earlier session wrote some of its elements.
         """
         refuse_boxes(plan.tree, plan.items, self.taken)
         first = self.planned.partial.owner
@@ -227,7 +227,7 @@ class _SessionPlace:
 
 
 def _plan_session(draft: SaveDraft) -> _SessionPlace:
-    """Read the sessions before this one, and refuse a session that does not fit them. On every rank; writes nothing."""
+    """Read the earlier sessions, and refuse a session that does not fit them. Every rank calls this; it writes nothing."""
     agreement, location = draft.save.agreement, draft.save.target.location
     save_id, created = draft.save.info.save_id, draft.save.info.created
     (description,) = draft.descriptions
@@ -272,9 +272,9 @@ def _plan_session(draft: SaveDraft) -> _SessionPlace:
             "taken": [[leaf, [[*box.start, *box.stop] for box in boxes]] for leaf, boxes in taken.items()],
         }
 
-    told = agreement.lead("session", look)
-    partial = PartialSave(*told["partial"])
-    taken = {leaf: [_box(bounds) for bounds in boxes] for leaf, boxes in told["taken"]}
+    agreed = agreement.lead("session", look)
+    partial = PartialSave(*agreed["partial"])
+    taken = {leaf: [_box(bounds) for bounds in boxes] for leaf, boxes in agreed["taken"]}
     if not before:
         return _SessionPlace(PlannedSession(None, partial, frozenset()), taken)
     found, kept = before[0]
@@ -283,10 +283,10 @@ def _plan_session(draft: SaveDraft) -> _SessionPlace:
 
 
 def layout_of_sessions(layout: Layout) -> WritesSessions:
-    """A layout as one that is written in sessions.
+    """Return a layout that can be written in sessions.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: the layout cannot.
     """
     if not isinstance(layout, WritesSessions):
         raise CheckpointError(
@@ -297,19 +297,19 @@ def layout_of_sessions(layout: Layout) -> WritesSessions:
 
 
 def expect_same_layout(location: Location, partial: PartialSave, layout: Layout, sessions: WritesSessions) -> None:
-    """Make sure that a layout is that of the sessions there are.
+    """Make sure that a layout is that of the earlier sessions.
 
     Raises:
         CheckpointError
     """
     if (layout.name, sessions.agreed) != (partial.layout, partial.agreed):
         raise CheckpointError(
-            f"the sessions at {location.display} have the layout {_told(partial.layout, partial.agreed)}, and this is "
-            f"{_told(layout.name, sessions.agreed)}: give the layout that they have, with its options. Nothing was written"
+            f"the sessions at {location.display} have the layout {_named(partial.layout, partial.agreed)}, and this is "
+            f"{_named(layout.name, sessions.agreed)}: give the layout that they have, with its options. Nothing was written"
         )
 
 
-def _told(name: str, agreed: str) -> str:
+def _named(name: str, agreed: str) -> str:
     return f"{name} ({agreed})" if agreed else name
 
 

@@ -1,4 +1,4 @@
-"""Update: the strategy of a save of a whole tree that writes what was given, and refers to a base for the rest."""
+"""Update: the save strategy that writes the given arrays, and refers to a base for all others."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ _LAST_POLL_SECONDS: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class _References:
-    """What an update refers to.
+    """The references of an update.
 
     Attributes:
         tree: the whole tree.
-        references: what of it is in bases.
+        references: the arrays of the tree that are in bases.
         bases: the locations of the bases.
     """
 
@@ -86,7 +86,7 @@ class Update(PlainSave):
         absolute_location(self.base)  # raises for what is no location
 
     def prepare(self, draft: SaveDraft) -> Save:
-        """Put what was given over the tree of the base. See `SaveStrategy`."""
+        """Put the given tree over the tree of the base. See `SaveStrategy`."""
         planned, written = _plan_update(draft, self.base)
         return PlainSave.prepare(_PlannedStrategy(self.base, planned), replace(draft, descriptions=[written]))
 
@@ -116,7 +116,7 @@ class _UpdateCommit(PlainCommit):
         super()._take_claim(shown=shown)
 
     def _completed(self, root: Root | Composite) -> Root | Composite:
-        """The root with the whole tree, if the bases are still those that were opened.
+        """Return the root with the whole tree, if the bases are still those that were opened.
 
         Raises:
             SaveLostError: one was deleted or replaced.
@@ -140,7 +140,7 @@ class _UpdateCommit(PlainCommit):
             super().settle(error)
 
     def abort(self) -> None:
-        """Release the bases, once what was written is removed."""
+        """Release the bases, after the written objects are removed."""
         with self._pins:
             super().abort()
 
@@ -183,11 +183,11 @@ def _await_change(base: Location) -> None:
 
 
 def _plan_update(draft: SaveDraft, base: Place) -> tuple[_References, TreeDescription]:
-    """Open the base, and put what was given over it. On every rank; writes nothing.
+    """Open the base, and put the given tree over it. Every rank calls this; it writes nothing.
 
     Raises:
         CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError, CompositeCheckpointError: the base cannot be opened.
-        TreeMismatchError: what was given does not go over it.
+        TreeMismatchError: the given tree does not fit the base.
         InvalidLocationError: it is the location itself, or where the Context allows no base.
         CheckpointError: other software wrote it.
     """

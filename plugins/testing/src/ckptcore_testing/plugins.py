@@ -27,6 +27,7 @@ __all__ = ["PUBLIC_MODULES", "PluginTests", "internal_imports"]
 PUBLIC_MODULES: Final = (
     "ckptcore",
     "ckptcore.errors",
+    "ckptcore.events",
     "ckptcore.handlers",
     "ckptcore.hookspecs",
     "ckptcore.model",
@@ -34,6 +35,7 @@ PUBLIC_MODULES: Final = (
     "ckptcore.policies",
     "ckptcore.protocols",
     "ckptcore.redaction",
+    "ckptcore.results",
     "ckptcore.training",
     "ckptcore_testing",
 )

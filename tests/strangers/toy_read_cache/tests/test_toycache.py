@@ -11,9 +11,10 @@ import pytest
 from toycache import CacheDirectory
 
 import ckptcore
-from ckptcore import AbstractArray, ArrayShard, Context, LoadReport, ShardedArray, select
+from ckptcore import AbstractArray, ArrayShard, Context, ShardedArray
 from ckptcore.errors import CheckpointError
 from ckptcore.model import Box
+from ckptcore.results import LoadReport
 
 FAST = Context(durability="none")
 STATE = {"w": np.arange(12.0).reshape(3, 4), "b": np.ones(5, "int8"), "n": 3, "empty": np.zeros((0, 2))}
@@ -85,7 +86,7 @@ def test_a_part_of_an_array_is_kept_as_it_was_read(location: Path, cache: CacheD
     rows = Box((1, 0), (3, 4))
     like = {"w": ShardedArray((3, 4), "float64", (ArrayShard(rows, None),))}
     for _ in range(2):
-        loaded = ckptcore.load(location, like, context=FAST, strategy=cache, select=select.names("w"))
+        loaded = ckptcore.load(location, like, context=FAST, strategy=cache, select=ckptcore.select.names("w"))
         np.testing.assert_array_equal(loaded["w"].shards[0].elements, STATE["w"][1:3])
 
 
