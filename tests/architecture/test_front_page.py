@@ -14,7 +14,7 @@ import pytest
 import ckptcore
 from ckptcore.distributions import lazy_names
 
-MOST_NAMES = 32
+MOST_NAMES = 28
 
 ALONE = """
 import sys
