@@ -68,9 +68,8 @@ def _fixed_timeline(events: Sequence[Event]) -> JSON:
 
 
 def _replace(functions: Sequence[tuple[object, object]]) -> None:
-    """Replace functions in every module of ckptcore and of its tools that has imported them."""
-    packages = ("ckptcore", "ckptcore_tools")
-    for module in [module for name, module in sys.modules.items() if name.partition(".")[0] in packages]:
+    """Replace functions in every module of ckptcore and of its distributions that has imported them."""
+    for module in [module for name, module in sys.modules.items() if name.startswith("ckptcore")]:
         if module.__name__ == __name__:
             continue
         for name, value in list(vars(module).items()):
