@@ -94,7 +94,7 @@ def read_chunks(
         box = item.box
         if (spec := specs.get(item.leaf)) is not None:
             box, buffer = _as_stored(box, buffer, spec)
-        size = missing = box.size
+        size = missing = buffer.size  # as of the box, without a call in Python
         if native is not None and size and native.reads(item.leaf, store):
             by_itself.append((number, box, buffer))
             continue
