@@ -126,8 +126,8 @@ def _request(
     metadata: Mapping[str, JSON] | None,
     strategy: SaveStrategy[SaveDraft, Save] | None,
 ) -> SaveRequest:
-    if strategy is not None and strategy.takes_placeholders and not isinstance(values, OneTree):
-        raise ValueError(f"strategy={strategy!r} is of one tree, and of no checkpointables. Nothing was written")
+    if strategy is not None and not hasattr(strategy, "prepare"):
+        raise TypeError(f"strategy={strategy!r}: expected a SaveStrategy, such as ckptcore.Update(base=...)")
     return SaveRequest(
         destination=Destination(location, overwrite),
         values=values,

@@ -443,7 +443,7 @@ class RenameMethod(CommitMethod):
                 if self.read_table(location) is not None:
                     raise CheckpointExistsError(
                         f"{location.display} is being filled by a partial save that is not finalized, and nothing replaces that: "
-                        "call ckptcore.finalize, or ckptcore.delete, first"
+                        "call ckptcore.partial(...).finalize, or ckptcore.delete, first"
                     )
                 self._delete_if_dead(partial)  # empty: the first session was killed as it began
             elif is_save_of(location.name, name):

@@ -14,7 +14,7 @@ class Transaction(Protocol):
     """The right to write one checkpoint at a location. It ends with `commit`, `leave`, `abort` or `restore`.
 
     Saves, copies, updates and partial saves are transactions. A session of a partial save resumes the transaction of
-    the session before it, replaces the session table, and leaves; `ckptcore.finalize` resumes it and commits.
+    the session before it, replaces the session table, and leaves. Finalizing resumes it and commits.
     """
 
     @property

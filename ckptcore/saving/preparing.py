@@ -67,6 +67,10 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
         )
         target = Target(location, request.destination.overwrite, request.hooks.before_commit)
         executor = runtime.workers()
+        if request.strategy.takes_placeholders and not isinstance(request.values, OneTree):
+            raise ValueError(
+                f"strategy={request.strategy!r} is for one tree, not for checkpointables. Nothing was written"
+            )
         descriptions = _describe_parts(request, context, executor, agreement)
         if not isinstance(request.values, OneTree):
             info = replace(info, members={one.name: one.member(size) for one in descriptions})

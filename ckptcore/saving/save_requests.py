@@ -84,7 +84,7 @@ class SaveHooks:
 
     Attributes:
         allowed: on the leader before anything is written; an error of it stops the save.
-        before_commit: on the leader right before the commit; an error of it stops the save.
+        before_commit: on each process that commits, right before it; an error of it stops the save.
         committed: on every rank once the checkpoint exists, on the thread that waited for it, before further saves are written.
     """
 

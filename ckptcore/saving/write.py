@@ -12,7 +12,7 @@ from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.model.transfer import Receipt
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.prepared import Save
+from ckptcore.saving.prepared import Save, fail_before_claim
 from ckptcore.saving.roots import finish_part, put_root, recorder_of
 from ckptcore.saving.worker_writes import HeldByWorkers
 
@@ -31,7 +31,11 @@ def write_save(save: Save, handle: SaveHandle | None = None, at_workers: HeldByW
         CheckpointError: why it is not committed; then nothing of it is left, and what was there before still is.
         CommitUnknownError: if that cannot be known.
     """
-    agreement, commit = save.agreement, save.strategy.begin(save)
+    agreement = save.agreement
+    try:
+        commit = save.strategy.begin(save)
+    except BaseException as error:  # noqa: BLE001  # sent to the other ranks, then raised
+        fail_before_claim(agreement, error)
     try:
         with agreement.stage("claim", meaning=commit.meaning):
             commit.claim()

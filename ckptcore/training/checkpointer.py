@@ -98,6 +98,11 @@ class Checkpointer(CheckpointReader):
         context = context or default_context()
         source = as_run_directory(directory)
         if strategy is not None:
+            if not hasattr(strategy, "for_step"):
+                raise TypeError(
+                    f"Checkpointer(strategy={strategy!r}): expected a StepStrategy, such as "
+                    "ckptcore.StepExports([ckptcore.StepExport(directory=...)])"
+                )
             strategy.check(source.location)
             for needed in strategy.layouts:
                 runtime_of(context).registry.layout(needed)

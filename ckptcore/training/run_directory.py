@@ -133,7 +133,7 @@ class StepTarget:
     Attributes:
         place: the directory of the step.
         is_worthless: True if a step that is there is damaged or incomplete, so that replacing it need not be atomic.
-        before_commit: called on the leader right before the commit; an error of it stops the save.
+        before_commit: called right before the commit by each process that commits; an error of it stops the save.
         strategy: how it is saved.
     """
 

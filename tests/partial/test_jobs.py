@@ -127,3 +127,23 @@ def test_an_error_of_one_rank_ends_the_session_everywhere(place: str) -> None:
     ckptcore.partial(other).finalize()
     assert same_value(ckptcore.load(other), {"a": np.ones(2), "b": np.ones(6)})
     assert set(objects_at(other)) == {"checkpoint.json", *ckptcore.metadata(other).objects}
+
+
+def test_a_failed_session_that_one_rank_noticed_fails_finalize_on_all_ranks(place: str) -> None:
+    ckptcore.partial(place).save({"a": np.ones(2)})
+
+    class Broken(ckptcore.SafetensorsLayout):
+        def write(self, snapshot: Any, store: Any) -> Any:
+            raise RuntimeError("this session fails")
+
+    def save(rank: int, context: ckptcore.Context) -> None:
+        session = ckptcore.partial(place, layout=Broken(), context=context)
+        handle = session.save_async({"b": _rows(np.arange(6.0), rank, 2)})
+        if rank == 0:
+            handle.exception()
+        with pytest.raises((RuntimeError, RankFailedError), match="this session fails"):
+            session.finalize()
+        session.finalize()
+
+    _run(2, save)
+    assert same_value(ckptcore.load(place), {"a": np.ones(2)})

@@ -340,6 +340,16 @@ def test_the_end_of_a_block_waits_for_sessions_and_does_not_finalize(place: str)
     assert sorted(ckptcore.load(place)) == ["a", "b"]
 
 
+def test_a_session_waits_for_those_that_began_before_it(place: str) -> None:
+    with ckptcore.partial(place) as session:
+        session.save_async({"a": np.ones(3)})
+        session.save({"b": np.zeros(2)})
+        session.save_async({"c": np.ones(4)})
+        session.save_async({"d": np.ones(5)})
+        session.finalize()
+    assert sorted(ckptcore.load(place)) == ["a", "b", "c", "d"]
+
+
 def test_the_end_of_a_block_raises_what_failed_and_nobody_asked_for(place: str) -> None:
     class Broken(ckptcore.SafetensorsLayout):
         def write(self, snapshot: Any, store: Any) -> Any:

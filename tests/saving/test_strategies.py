@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing import ThreadJob
 
 import ckptcore
-from ckptcore.errors import CheckpointNotFoundError, StorageError
-from ckptcore.protocols import SaveCommit, StorageBackend
+from ckptcore.errors import CheckpointNotFoundError, RankFailedError, StorageError
+from ckptcore.protocols import Coordinator, SaveCommit, StorageBackend
 
 
 @dataclass(frozen=True)
@@ -85,3 +86,50 @@ def test_a_strategy_that_fails_commits_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError):
         ckptcore.load(tmp_path / "c")
     assert list(tmp_path.iterdir()) == []
+
+
+class FailsToBegin(ckptcore.PlainSave):
+    """A strategy that fails on one rank before it claims."""
+
+    def begin(self, save: Any) -> SaveCommit:
+        if save.agreement.rank == 1:
+            raise StorageError("the second storage cannot be opened")
+        return super().begin(save)
+
+
+def test_a_strategy_that_fails_to_begin_on_one_rank_fails_on_all(tmp_path: Path) -> None:
+    def save(coordinator: Coordinator) -> None:
+        context = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
+        with pytest.raises((StorageError, RankFailedError), match="cannot be opened"):
+            ckptcore.save(tmp_path / "c", {"w": np.ones(3)}, strategy=FailsToBegin(), context=context)
+
+    ThreadJob(2, timeout_seconds=30).run(save)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_exports_are_of_one_strategy(tmp_path: Path) -> None:
+    inner = ckptcore.WithExports([ckptcore.Export(location=tmp_path / "a")])
+    with pytest.raises(ValueError, match="give all exports to one WithExports"):
+        ckptcore.WithExports([ckptcore.Export(location=tmp_path / "b")], inner)
+
+
+def test_a_strategy_of_another_kind_is_refused(tmp_path: Path) -> None:
+    exports: Any = ckptcore.WithExports([ckptcore.Export(location=tmp_path / "a")])
+    with pytest.raises(TypeError, match="expected a StepStrategy"):
+        ckptcore.Checkpointer(tmp_path / "run", strategy=exports)
+    steps: Any = ckptcore.StepExports([ckptcore.StepExport(directory=tmp_path / "a")])
+    with pytest.raises(TypeError, match="expected a SaveStrategy"):
+        ckptcore.save(tmp_path / "c", {"w": np.ones(3)}, strategy=steps)
+
+
+def test_a_run_refuses_updates_of_several_objects(tmp_path: Path) -> None:
+    class Updates(ckptcore.StepExports):
+        def for_step(self, step: int, name: str, strategy: Any) -> Any:
+            return ckptcore.Update(base=tmp_path / "base")
+
+    ckptcore.save(tmp_path / "base", {"w": np.ones(3)})
+    with (
+        ckptcore.Checkpointer(tmp_path / "run", strategy=Updates([])) as run,
+        pytest.raises(ValueError, match="is for one tree"),
+    ):
+        run.save_checkpointables(1, {"a": {"w": np.ones(3)}, "b": {"w": np.ones(3)}})

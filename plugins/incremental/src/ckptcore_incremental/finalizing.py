@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from ckptcore.commit.location import Location, LocationLike, resolve_location
@@ -43,14 +43,28 @@ logger = logging.getLogger("ckptcore.finalizing")
 
 
 def finalize_sessions(
-    location: LocationLike, layout: str | Layout | None, custom: Mapping[str, JSON] | None, context: Context
+    location: LocationLike,
+    layout: str | Layout | None,
+    custom: Mapping[str, JSON] | None,
+    context: Context,
+    wait: Callable[[], None],
 ) -> None:
-    """Commit the sessions of a partial save as one checkpoint. Every rank calls this; the leader does the work."""
+    """Commit the sessions of a partial save as one checkpoint. Every rank calls this; the leader does the work.
+
+    Args:
+        location: the path or URL of the partial save.
+        layout: its layout; None: that of the sessions.
+        custom: metadata of the user's.
+        context: options.
+        wait: waits for the sessions of this process. An error of a session on one rank is an error on all ranks.
+    """
     key = runtime_of(context).exchange_key(location)  # before anything can fail: every rank counts it
     job = runtime_of(context).job()
     recording = Recording("save", str(location), context.observers, rank=job.rank)
     try:
         agreement = Agreement(job, key, recording)
+        with agreement.stage("sessions", meaning=NOTHING_COMMITTED):
+            wait()
         with agreement.stage("finalize", meaning=NOTHING_COMMITTED):
             checked = check_custom(custom)
             chosen = None if layout is None else runtime_of(context).registry.layout(layout)

@@ -10,6 +10,7 @@ from ckptcore.context import Context, default_context
 from ckptcore.io.background import SaveHandle
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Layout
+from ckptcore.runtime import runtime_of
 from ckptcore.saving.save import begin_save, perform_save
 from ckptcore.saving.save_requests import Destination, OneTree, SaveRequest
 from ckptcore_incremental.finalizing import finalize_sessions
@@ -97,10 +98,11 @@ class PartialCheckpoint:
             SaveLostError: if a session is running there, or began meanwhile.
             CorruptCheckpointError: if the tables of the sessions are damaged.
         """
-        self._wait()
-        finalize_sessions(self._location, self._layout, metadata, self._context)
+        finalize_sessions(self._location, self._layout, metadata, self._context, self._wait)
 
     def _request(self, state: object) -> SaveRequest:
+        # A session is planned after the one before it: it reads the table of sessions.
+        runtime_of(self._context).saves.wait()
         return SaveRequest(
             destination=Destination(self._location),
             values=OneTree(state),
@@ -110,9 +112,13 @@ class PartialCheckpoint:
 
     def _wait(self) -> None:
         while self._handles:
-            handle = self._handles.pop(0)
-            if handle.matters:
-                handle.result()
+            handle = self._handles[0]
+            try:
+                if handle.matters:
+                    handle.result()
+            finally:
+                if handle.done():  # not if the wait was interrupted
+                    self._handles.remove(handle)
 
     def __enter__(self) -> Self:
         """Return this checkpoint."""

@@ -126,6 +126,8 @@ class _SessionCommit:
         with self._save.recording.phase("commit"):
             (part,) = self._save.parts
             data = encode_session(part.plan.tree, part.receipts)
+            if self._save.target.before_commit is not None:
+                self._save.target.before_commit()
             self._claim.store.put(session_key(partial.save_id, part.receipts[0].rank), data)
             self._claim.complete(describe_session(partial, data, part.receipts, save_created()))
 

@@ -16,7 +16,7 @@ from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement
 from ckptcore.loading.opening import foreign_checkpoints
 from ckptcore.model.transfer import WritePlan
-from ckptcore.protocols import Layout, SaveCommit, SaveStrategy
+from ckptcore.protocols import FurtherSaves, Layout, SaveCommit, SaveStrategy
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import PartDescription, SavePart, SharedItems
 from ckptcore.saving.plain import PlainSave
@@ -60,7 +60,7 @@ class WithExports:
 
     Raises:
         TypeError: if something is no export.
-        ValueError: if the strategy is an update, which has no exports.
+        ValueError: if the strategy is an update, which has no exports, or has further saves itself.
     """
 
     exports: Sequence[Export]
@@ -77,6 +77,11 @@ class WithExports:
         if self.strategy.takes_placeholders:
             raise ValueError(
                 f"WithExports(..., strategy={self.strategy!r}): an update has no exports. Nothing was written"
+            )
+        if isinstance(self.strategy, FurtherSaves):
+            raise ValueError(  # noqa: TRY004  # a strategy, but one that cannot be wrapped
+                f"WithExports(..., strategy={self.strategy!r}): this strategy has further saves itself; give all exports "
+                "to one WithExports. Nothing was written"
             )
 
     @property
