@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
+import xxhash
+
 from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import Location, Place
 from ckptcore.commit.mark import Mark
@@ -116,6 +118,8 @@ class Checkpoint:
         Raises:
             CorruptCheckpointError: the state does not fit the tree.
         """
+        if self.derived is not None:
+            return self.derived.sources[0].index
         return self.indexes.index(self.layout, self.tree, self.state)
 
     @property
@@ -153,8 +157,10 @@ class _Through:
 
     def read(self, plan: ReadPlan, buffers: Sequence[HostArray], read_stored: ReadBoxes) -> Iterable[int]:
         """See `BoxCopies.read`. The checkpoint may itself have copies on this host."""
-        root = self.checkpoint.root
-        return self.read_through(None if root is None else root.save_id, plan, buffers, self.checkpoint.read)
+        root = self.checkpoint.mark.root
+        # The members of a composite have one save id, but each has a root of its own.
+        content_id = xxhash.xxh3_128_hexdigest(root) if isinstance(root, bytes) else None
+        return self.read_through(content_id, plan, buffers, self.checkpoint.read)
 
 
 class DerivedArrays(Protocol):

@@ -129,6 +129,7 @@ class _StoredValue:
             raise _files_instead(checkpoint)
         with load.recording.phase("read", sum([record.size for record in checkpoint.objects.values()])):
             self._files = {key: b"".join(file_pieces(checkpoint, record)) for key, record in checkpoint.objects.items()}
+        self._skeleton = None  # an attempt before this one may have found a tree
 
     def build(self, load: Load[object], reading: Reading) -> object:
         """Put the leaves into Python's own containers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Final
 
@@ -35,7 +36,8 @@ def uncovered(spec: ArraySpec, boxes: Sequence[Box]) -> str | None:
         bounds = np.array([(*box.start, *box.stop) for box in boxes], np.int64).reshape(len(boxes), -1)
         if makes_up(spec.shape, bounds[:, : len(spec.shape)], bounds[:, len(spec.shape) :]):
             return None
-    filled = [box for box in boxes if box.size]
+    # A hostile box may end before it begins, on two axes, so that its size is positive.
+    filled = [box for box in boxes if all(map(operator.lt, box.start, box.stop))]
     for box in filled:
         if len(box.start) != len(spec.shape) or not whole.contains(box):
             return f"{_span(box)} lies outside of it"

@@ -21,13 +21,14 @@ class ReadThrough(Protocol):
     """Reads boxes of stored arrays in place of the checkpoint, such as from a cache."""
 
     def __call__(
-        self, save_id: str | None, plan: ReadPlan, buffers: Sequence[HostArray], read_stored: ReadBoxes
+        self, content_id: str | None, plan: ReadPlan, buffers: Sequence[HostArray], read_stored: ReadBoxes
     ) -> Iterable[int]:
         """Fill buffers with the boxes of a plan. Yields the number of each box once it is complete.
 
         Args:
-            save_id: the save that is read; no other save has the same id. None if other software wrote the checkpoint:
-                its bytes may change, so nothing may be kept of it.
+            content_id: identifies the stored tree: another save, and another checkpointable of the same save, has
+                another id. None if other software wrote the checkpoint: its bytes may change, so nothing may be kept
+                of it.
             plan: the boxes, of arrays as they are stored.
             buffers: for each box, C-contiguous memory of its shape and the stored dtype.
             read_stored: reads boxes from the checkpoint, and verifies them. Takes any boxes of the tree of the plan.

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import ckptcore
@@ -23,6 +25,7 @@ from ckptcore.errors import (
     UnsupportedLeafError,
 )
 from ckptcore.loading.consistent_read import open_checkpoint
+from ckptcore.loading.load import Load
 from ckptcore.model import BLOCK_BYTES
 from tests.composites.objects import Files, Linear
 
@@ -208,3 +211,18 @@ def test_a_file_that_is_not_what_it_was(change: str, tmp_path: Path) -> None:
         assert found.files == {"as it": b"was"}
     with pytest.raises(CheckpointError):
         ckptcore.copy(tmp_path / "c", tmp_path / "d", layout="safetensors")
+
+
+def test_a_tree_that_files_replace_while_it_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ckptcore.save_checkpointables(tmp_path / "a", {"m": {"w": np.ones(3)}})
+    ckptcore.save_checkpointables(tmp_path / "b", {"m": Files({"f": b"1"})})
+    read = Load.read
+
+    def replace_first(load: Any, *arguments: Any) -> Any:
+        if (tmp_path / "b").exists():
+            shutil.rmtree(tmp_path / "a")
+            (tmp_path / "b").rename(tmp_path / "a")
+        return read(load, *arguments)
+
+    monkeypatch.setattr(Load, "read", replace_first)
+    assert ckptcore.load(tmp_path / "a" / "m") == {"f": b"1"}

@@ -10,7 +10,8 @@ import pytest
 
 from ckptcore.io.reader import ObjectReader
 from ckptcore.io.threads import IOThreads
-from ckptcore.model import Box, Chunk, ChunkPlaces, HostArray, Pending, ReadItem
+from ckptcore.model import ArraySpec, Box, Chunk, ChunkPlaces, HostArray, Pending, ReadItem
+from ckptcore.planning import uncovered
 from ckptcore.protocols import ChunkIndex, ReadStore
 from tests.engine.watched_storage import memory_storage
 
@@ -55,3 +56,10 @@ def test_arrays_are_fetched_together_in_any_order_of_their_chunks(offsets: Seque
     assert sorted(store.read_boxes(EncodedChunks(offsets), items, buffers)) == [0, 1, 2]
     for offset, buffer in zip(offsets, buffers, strict=True):
         assert buffer.tolist() == stored[offset : offset + 4].tolist()
+
+
+def test_boxes_that_end_before_they_begin_cover_nothing() -> None:
+    inverted = Box((10, 10), (0, 5))
+    assert inverted.size == 50
+    half = Box((0, 0), (10, 5))
+    assert "are in no box" in str(uncovered(ArraySpec((10, 10), "uint8"), [half, inverted]))

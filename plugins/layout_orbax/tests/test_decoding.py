@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Literal
 
@@ -59,3 +61,35 @@ def test_nothing_is_written_to_the_caller_s_memory_after_an_error(
     assert raised.traceback  # holds on to what the load had
     for buffer, before in zip(buffers, held, strict=True):
         assert np.array_equal(buffer[:: 1 << 16], before)
+
+
+def test_an_error_holds_nothing_of_tensorstore(tmp_path: Path) -> None:
+    """In a daemon thread: at the end of the program objects of tensorstore that an error holds would abort it."""
+    elements = np.arange(1 << 10, dtype=np.int32)
+    stored = _write(tmp_path, "array", elements)
+    tree = TreeMetadata(Node("dict", ("array",), (LEAF,)), (ArrayRecord(ArraySpec(elements.shape, "int32")),))
+    state = ArraysState(directory="", storage="objects", missing="fill", source="other", arrays={0: stored})
+    chunk = tmp_path / "array" / "c" / "0"
+    chunk.write_bytes(chunk.read_bytes()[:10])
+    errors: list[BaseException] = []
+
+    def read() -> None:
+        index = Zarr3Layout().index(tree, state.to_json())
+        buffer = np.zeros(elements.shape, np.int32)
+        try:
+            list(DirectoryReadStore(tmp_path).read_boxes(index, [ReadItem(0, Box.whole(elements.shape))], [buffer]))
+        except CorruptCheckpointError as error:
+            errors.append(error)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    reader.join()
+    held = []
+    error: BaseException | None = errors[0]
+    while error is not None:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            for value in frame.f_locals.values():
+                parts = [value, *[getattr(value, name, None) for name in getattr(type(value), "__slots__", ())]]
+                held += [type(part).__name__ for part in parts if type(part).__module__.startswith("tensorstore")]
+        error = error.__cause__
+    assert held == []

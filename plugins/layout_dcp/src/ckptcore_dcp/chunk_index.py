@@ -143,7 +143,7 @@ class ItemIndex(ChunkTable):
 
     def read(self, items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
         """See `NativeReader.read`."""
-        wanted: dict[tuple[int, str, int], ItemTargets] = {}
+        wanted: dict[tuple[int, str, int, Box], ItemTargets] = {}
         in_values: list[int] = []
         for number, (item, buffer) in enumerate(zip(items, buffers, strict=True)):
             if item.leaf in self._in_values:
@@ -151,7 +151,8 @@ class ItemIndex(ChunkTable):
                 continue
             super().check((item.leaf,))
             for stored in self.items(item.leaf, item.box):
-                place = item.leaf, stored.key, stored.offset
+                # With the box: a hostile state may have two chunks at one place.
+                place = item.leaf, stored.key, stored.offset, stored.box
                 found = wanted.get(place)
                 if found is None:
                     found = wanted[place] = ItemTargets(item.leaf, stored)

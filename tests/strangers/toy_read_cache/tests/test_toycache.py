@@ -122,3 +122,13 @@ def test_a_damaged_file_of_the_cache_is_the_matter_of_the_cache(location: Path, 
     for file in cache.directory.iterdir():
         file.unlink()
     check(ckptcore.load(location, context=FAST, strategy=cache))
+
+
+def test_members_of_a_composite_are_kept_apart(tmp_path: Path, cache: CacheDirectory) -> None:
+    state = {"model": {"w": np.arange(4.0)}, "average": {"w": np.arange(4.0) * 100}}
+    ckptcore.save_checkpointables(tmp_path / "c", state, context=FAST)
+    for _ in range(2):
+        for name, tree in state.items():
+            loaded = ckptcore.load(tmp_path / "c" / name, context=FAST, strategy=cache)
+            np.testing.assert_array_equal(loaded["w"], tree["w"])
+    assert cache.hits == 2

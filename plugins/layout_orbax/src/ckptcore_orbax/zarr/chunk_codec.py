@@ -41,7 +41,7 @@ _NO_DAMAGE: Final[Mapping[str, type[StorageError]]] = {
 
 
 class ChunkCodec:
-    """Encodes and decodes the read chunks of one array, many at a time. One thread; tensorstore uses threads of its own."""
+    """Encodes and decodes the read chunks of one array, many at a time. Any thread; tensorstore uses threads of its own."""
 
     def __init__(self, name: str, form: ArrayFormat, missing: Literal["error", "fill"] = "error") -> None:
         """Of an array.
@@ -151,9 +151,11 @@ class DecodingChunk:
             self._reading.result()
             self._memory.delete_range(tensorstore.KvStore.KeyRange()).result()
 
-    def settle(self) -> None:
-        """Wait until nothing writes to its elements any more, whatever became of it."""
-        self._reading.exception()
+    def release(self) -> None:
+        """Wait until nothing writes to its elements any more, and release tensorstore's objects."""
+        if self._reading is not None:
+            self._reading.exception()
+        self._reading = self._memory = None
 
 
 class Telling:

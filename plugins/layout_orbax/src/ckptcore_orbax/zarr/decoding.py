@@ -15,7 +15,7 @@ from ckptcore_orbax.zarr.chunk_codec import ChunkCodec, DecodingChunk
 from ckptcore_orbax.zarr.chunk_places import Databases
 from ckptcore_orbax.zarr.native_reading import Target, expect_own_files, native_store, read_native
 from ckptcore_orbax.zarr.state import DIGEST_BYTES, ArraysState, StoredName
-from ckptcore_orbax.zarr.tensorstore_guard import begin_use, using_tensorstore
+from ckptcore_orbax.zarr.tensorstore_guard import begin_use, clear_frames, using_tensorstore
 
 __all__ = ["ChunkDecoder", "DecodedChunk", "expect_reasonable", "is_native", "read_natively"]
 
@@ -50,7 +50,8 @@ class ChunkDecoder:
         end_use = begin_use()
         try:
             decoding = self._codec.decode(data, _within(valid, chunk.box), elements)
-        except BaseException:
+        except BaseException as error:
+            clear_frames(error)
             end_use()
             raise
         return DecodedChunk(self._stored, chunk, elements, self._digests, decoding, end_use)
@@ -87,8 +88,11 @@ class DecodedChunk:
         if decoding is not None:
             try:
                 decoding.result()
+            except BaseException as error:
+                clear_frames(error)
+                raise
             finally:
-                decoding.settle()  # nothing writes to the elements any more
+                decoding.release()  # nothing writes to the elements any more
                 self._decoding = decoding = None
                 self._end_use()
         if self._digests is not None:

@@ -18,7 +18,7 @@ from typing import Final
 
 from ckptcore.errors import CheckpointError
 
-__all__ = ["begin_use", "expect_usable", "using_tensorstore"]
+__all__ = ["begin_use", "clear_frames", "expect_usable", "using_tensorstore"]
 
 _PATIENCE_SECONDS: Final = 10.0
 """How long the end of the program waits for daemon threads to leave tensorstore; one that reads from a storage may stand still."""
@@ -96,6 +96,14 @@ def _nothing() -> None:
     pass
 
 
+def clear_frames(error: BaseException) -> None:
+    """Clear the frames of an error and of its causes: they hold objects of tensorstore, which must not outlive the use."""
+    found: BaseException | None = error
+    while found is not None:
+        traceback.clear_frames(found.__traceback__)
+        found = found.__cause__
+
+
 @contextmanager
 def using_tensorstore() -> Iterator[None]:
     """A context in which tensorstore is used, and after which nothing of it is left: the end of the program waits for it.
@@ -109,9 +117,7 @@ def using_tensorstore() -> Iterator[None]:
         yield
     except BaseException as error:
         if counted:
-            traceback.clear_frames(
-                error.__traceback__
-            )  # they hold objects of tensorstore's, which the error would outlive
+            clear_frames(error)
         raise
     finally:
         if counted:

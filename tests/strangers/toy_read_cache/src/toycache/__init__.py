@@ -35,16 +35,16 @@ class CacheDirectory:
         return load.run_here(self.read)
 
     def read(
-        self, save_id: str | None, plan: ReadPlan, buffers: Sequence[HostArray], read_stored: ReadBoxes
+        self, content_id: str | None, plan: ReadPlan, buffers: Sequence[HostArray], read_stored: ReadBoxes
     ) -> Iterator[int]:
         """See `ckptcore.protocols.ReadThrough`."""
-        if save_id is None:  # other software may write other bytes in its place
+        if content_id is None:  # other software may write other bytes in its place
             yield from read_stored(plan, buffers)
             return
         missing = []
         for number, (item, buffer) in enumerate(zip(plan.items, buffers, strict=True)):
             try:
-                data = self._file(save_id, item.leaf, item.box).read_bytes()
+                data = self._file(content_id, item.leaf, item.box).read_bytes()
             except FileNotFoundError:
                 missing.append(number)
                 continue
@@ -54,11 +54,11 @@ class CacheDirectory:
         rest = ReadPlan(plan.tree, plan.state, tuple(plan.items[number] for number in missing))
         for found in read_stored(rest, [buffers[number] for number in missing]):
             number = missing[found]
-            self._keep(self._file(save_id, plan.items[number].leaf, plan.items[number].box), buffers[number])
+            self._keep(self._file(content_id, plan.items[number].leaf, plan.items[number].box), buffers[number])
             yield number
 
-    def _file(self, save_id: str, leaf: int, box: Box) -> Path:
-        key = hashlib.sha256(repr((save_id, leaf, box.start, box.stop)).encode()).hexdigest()
+    def _file(self, content_id: str, leaf: int, box: Box) -> Path:
+        key = hashlib.sha256(repr((content_id, leaf, box.start, box.stop)).encode()).hexdigest()
         return self.directory / key
 
     def _keep(self, file: Path, buffer: HostArray) -> None:
