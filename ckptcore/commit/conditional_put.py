@@ -211,7 +211,7 @@ class ConditionalPutTransaction:
             if found is not None and found[0] == root:
                 return True
             if found is None or found[0] != self._claim:
-                self._done = True  # what is there now belongs to the other save
+                self._done = True  # the objects belong to the other save now
                 raise SaveLostError(
                     f"another save took {self._location.display} over before this one committed; this one is lost"
                 ) from error
@@ -249,7 +249,7 @@ class ConditionalPutTransaction:
         if self._done:
             return
         self._done = True
-        with suppress(SaveLostError):  # what is there then belongs to the other save
+        with suppress(SaveLostError):  # then the objects belong to the other save
             self.give_up()
 
     def leave(self) -> None:

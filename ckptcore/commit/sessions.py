@@ -125,7 +125,7 @@ def changed(location: Location) -> SaveLostError:
     """Return the error for a session table that changed since it was read."""
     return SaveLostError(
         f"the partial save to {location.display} was changed at the same time: another session began or ended, or it was finalized or "
-        "deleted. Look at what is there and call again. Nothing was written"
+        "deleted. Check the location and call again. Nothing was written"
     )
 
 

@@ -187,7 +187,7 @@ class Derived:
             if not numbers:
                 continue
             wanted = [(reads[number].array.leaf, (reads[number].box,)) for number in numbers]
-            plan = plan_read(below.tree, below.state, wanted)
+            plan = plan_read(below.tree, wanted)
             with naming_further(below) if checkpoint else nullcontext():
                 for there in below.read(plan, [reads[number].buffer for number in numbers]):
                     yield numbers[there]

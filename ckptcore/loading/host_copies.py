@@ -139,7 +139,7 @@ class HostCopies:
                 rest.extend([piece for piece, _ in unread.values()])
         if rest:
             items = tuple([ReadItem(piece.leaf, piece.box) for piece in rest])
-            whole = ReadPlan(plan.tree, plan.state, items)
+            whole = ReadPlan(plan.tree, items)
             for there in read_whole(whole, [piece.buffer for piece in rest]):
                 yield from land(rest[there])
 

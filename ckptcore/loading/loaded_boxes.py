@@ -213,7 +213,7 @@ def _read(opened: Checkpoint, batch: Sequence[StoredPiece], tied: Mapping[int, S
         elements = allocate_for(opened, piece.leaf, ArraySpec(piece.box.shape, spec.dtype))
         path, others = opened.tree.paths[piece.leaf], tuple(tied.get(piece.leaf, ()))
         parts.append(LoadedBox(path, others, spec, piece.box, elements))
-    plan = plan_read(opened.tree, opened.state, [(piece.leaf, (piece.box,)) for piece in batch])
+    plan = plan_read(opened.tree, [(piece.leaf, (piece.box,)) for piece in batch])
     left = set(range(len(batch))).difference(opened.read(plan, [part.elements for part in parts]))
     if left:
         raise unread(opened, batch[min(left)].leaf)

@@ -139,7 +139,7 @@ class Session:
         """
 
         def fill(opened: Checkpoint) -> None:
-            count = sum(1 for _ in opened.read(plan_read(opened.tree, opened.state, [(leaf, boxes)]), buffers))
+            count = sum(1 for _ in opened.read(plan_read(opened.tree, [(leaf, boxes)]), buffers))
             if count != len(boxes):
                 raise unread(opened, leaf)
 

@@ -331,7 +331,7 @@ def _read(reading: Reading, units: Sequence[LeafRead]) -> Iterator[LeafRead]:
             yield unit
     buffers = [buffer for unit in units if unit.number is None for buffer in unit.buffers]
     wanted = [(unit.leaf, unit.boxes) for unit in units if unit.number is None]
-    for number in opened.read(plan_read(opened.tree, opened.state, wanted), buffers):
+    for number in opened.read(plan_read(opened.tree, wanted), buffers):
         unit = owners[number]
         unit.waiting -= 1
         if unit.waiting == 0:

@@ -261,7 +261,7 @@ def _read_in_pieces(opened: Checkpoint, leaf: int, spec: ArraySpec) -> None:
     check_sizes(opened, [leaf])
     assert opened.derived is not None  # it is in another checkpoint
     for box in opened.derived.pieces(leaf, _REFERRED_BYTES) if spec.size else ():
-        plan = plan_read(opened.tree, opened.state, [(leaf, (box,))])
+        plan = plan_read(opened.tree, [(leaf, (box,))])
         buffer = allocate_for(opened, leaf, ArraySpec(box.shape, spec.dtype))
         if not list(opened.read(plan, [buffer])):
             raise unread(opened, leaf)

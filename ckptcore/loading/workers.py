@@ -186,7 +186,7 @@ class ReadBoxes:
         arrays = [[allocate(ArraySpec(box.shape, read.spec.dtype)) for box in read.boxes] for read in self.reads]
         buffers = [array for of_leaf in arrays for array in of_leaf]
         owners = [read.leaf for read in self.reads for _ in read.boxes]
-        plan = plan_read(opened.tree, opened.state, [(read.leaf, read.boxes) for read in self.reads])
+        plan = plan_read(opened.tree, [(read.leaf, read.boxes) for read in self.reads])
         filled = set(opened.read(plan, buffers))
         missing = next((leaf for number, leaf in enumerate(owners) if number not in filled), None)
         if missing is not None:

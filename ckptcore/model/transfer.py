@@ -131,12 +131,10 @@ class ReadPlan:
 
     Attributes:
         tree: the tree that was saved.
-        state: the JSON that the layout gave from `finish` or `inspect`.
         items: the boxes, in no particular order.
     """
 
     tree: TreeMetadata
-    state: JSON
     items: tuple[ReadItem, ...]
 
 

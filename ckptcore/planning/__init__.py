@@ -9,7 +9,7 @@ from ckptcore.errors import NameCollisionError
 from ckptcore.model.arrays import Box, Shard
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import ReadItem, ReadPlan, WriteItem, WritePlan
-from ckptcore.model.tree import JSON, Attribute, Key, TreePath, format_path
+from ckptcore.model.tree import Attribute, Key, TreePath, format_path
 from ckptcore.planning.chunk_table import ChunkColumns, ChunkTable, natural_column
 from ckptcore.planning.coverage import check_coverage, uncovered
 from ckptcore.planning.replicas import Owners, written_boxes
@@ -57,16 +57,15 @@ def plan_write(
     return WritePlan(tree, tuple(items), rank, size, save_id, name)
 
 
-def plan_read(tree: TreeMetadata, state: JSON, wanted: Iterable[tuple[int, Sequence[Box]]]) -> ReadPlan:
-    """What one process reads.
+def plan_read(tree: TreeMetadata, wanted: Iterable[tuple[int, Sequence[Box]]]) -> ReadPlan:
+    """Plan what one process reads.
 
     Args:
         tree: the tree that was saved.
-        state: the layout's own.
         wanted: numbers of leaves, each with boxes of it; the items come in this order.
     """
     items = [ReadItem(tree.aliases.get(leaf, leaf), box) for leaf, boxes in wanted for box in boxes]
-    return ReadPlan(tree, state, tuple(items))
+    return ReadPlan(tree, tuple(items))
 
 
 def cuts_of(shape: tuple[int, ...], boxes: Iterable[Box]) -> tuple[tuple[int, ...], ...] | None:

@@ -112,7 +112,7 @@ class ArraySource(Protocol):
         ...
 
     def start_copy(self, plan: WritePlan, memory: HostMemory) -> StartTransfer:
-        """Return what begins the transfer of an item into memory that nobody can change."""
+        """Return the function that begins to copy an item into memory of the save."""
         ...
 
     def start_view(self, plan: WritePlan) -> StartTransfer:
@@ -174,7 +174,7 @@ class SavePart:
 
 
 class Captured(Protocol):
-    """What a part held when the save began: nobody can change it any more, or has promised not to."""
+    """The captured content of a part. It does not change after the save began."""
 
     def write(self, part: SavePart, store: WriteStore) -> JSON:
         """Write it; the layout's receipt."""

@@ -58,7 +58,7 @@ class SaveNotes:
     Attributes:
         custom: metadata; JSON.
         metrics: measurements.
-        step, epoch: how far the training is, in integers of any type; None if nobody says.
+        step, epoch: progress of the training, as integers of any type; None if unknown.
     """
 
     custom: Mapping[str, JSON] | None = None

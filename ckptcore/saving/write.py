@@ -28,7 +28,7 @@ def write_save(save: Save, handle: SaveHandle | None = None, at_workers: HeldByW
         at_workers: what workers of this controller hold, and write.
 
     Raises:
-        CheckpointError: why it is not committed; then nothing of it is left, and what was there before still is.
+        CheckpointError: nothing was committed, and the objects of this save are removed. An earlier checkpoint stays.
         CommitUnknownError: if that cannot be known.
     """
     agreement = save.agreement

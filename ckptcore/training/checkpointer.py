@@ -288,7 +288,7 @@ class Checkpointer(CheckpointReader):
         """Wait until every save and deletion has ended.
 
         Raises:
-            CheckpointError: the first error of a save that nobody asked for, of a deletion, or of other work of the
+            CheckpointError: the first error of a save that no caller has retrieved, of a deletion, or of other work of the
                 directory. It is raised once.
         """
         if self._is_inherited():

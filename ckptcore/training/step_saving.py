@@ -81,7 +81,7 @@ class StepSaves:
         return under_way if beginning is None else under_way | {beginning}
 
     def take_errors(self) -> Sequence[BaseException]:
-        """Wait until every save that was begun is over; the errors that nobody has asked for, each once.
+        """Wait for all running saves. Return the errors that no caller has retrieved, each once.
 
         Who is interrupted while it waits, waits again the next time.
         """

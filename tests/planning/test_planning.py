@@ -64,7 +64,7 @@ def test_only_replica_0_is_written_and_aliases_are_not() -> None:
 
 
 def test_an_alias_is_read_where_it_is_stored() -> None:
-    plan = plan_read(TREE, None, [(2, [Box((0,), (4,))]), (0, [Box((1,), (2,))])])
+    plan = plan_read(TREE, [(2, [Box((0,), (4,))]), (0, [Box((1,), (2,))])])
     assert [item.leaf for item in plan.items] == [0, 0]
 
 

@@ -259,7 +259,7 @@ class _Direct:
         """Read all boxes. Runs on the separate thread."""
         opened = self._opened
         try:
-            plan = ReadPlan(opened.tree, opened.state, tuple(self._items))
+            plan = ReadPlan(opened.tree, tuple(self._items))
             for number in opened.read(plan, self._buffers):
                 if self._is_stopped:
                     break
@@ -307,7 +307,7 @@ def _itemsizes(opened: Checkpoint) -> Callable[[int], int]:
 def _read_all(opened: Checkpoint, items: Sequence[ReadItem], buffers: Sequence[HostArray]) -> None:
     """Fill buffers with boxes."""
     missing = set(range(len(items)))
-    plan = ReadPlan(opened.tree, opened.state, tuple(items))
+    plan = ReadPlan(opened.tree, tuple(items))
     missing.difference_update(opened.read(plan, buffers))
     if missing:
         raise unread(opened, items[min(missing)].leaf)

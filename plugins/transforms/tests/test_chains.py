@@ -62,7 +62,7 @@ def _check_reading(data: st.DataObject) -> None:
         parts = data.draw(partitions(part.elements.shape))
         buffers: list[HostArray] = [np.zeros(box.shape, record.spec.numpy_dtype) for box in parts]
         counted.plans.clear()
-        plan = plan_read(made.tree, made.state, [(leaves[path], parts)])
+        plan = plan_read(made.tree, [(leaves[path], parts)])
         assert sorted(made.read(plan, buffers)) == list(range(len(parts)))
         for box, buffer in zip(parts, buffers, strict=True):
             assert buffer.tobytes() == part.elements[box.slices].tobytes()

@@ -56,7 +56,7 @@ def _read(opened: Checkpoint, wanted: Sequence[tuple[int, Box]]) -> list[HostArr
         record = opened.tree.leaves[leaf]
         assert isinstance(record, ArrayRecord)
         buffers.append(np.empty(box.shape, record.spec.numpy_dtype))
-    plan = plan_read(opened.tree, opened.state, [(leaf, (box,)) for leaf, box in wanted])
+    plan = plan_read(opened.tree, [(leaf, (box,)) for leaf, box in wanted])
     assert sorted(opened.read(plan, buffers)) == list(range(len(wanted)))
     return buffers
 
@@ -141,7 +141,7 @@ def test_what_lies_where_it_goes_is_read_into_place(location: str) -> None:
     derived = derive(opened, _tree([one]), {0: one}, values={})
     assert isinstance(derived.derived, Derived)
     buffer = np.empty((3, 10), np.float32)
-    plan = plan_read(derived.tree, None, [(0, (Box.whole((3, 10)),))])
+    plan = plan_read(derived.tree, [(0, (Box.whole((3, 10)),))])
     (fill,) = derived.derived._fills(one, [Place(0, Box.whole((3, 10)), buffer)])
     assert fill.held_bytes == 0 and fill.steps == []
     assert list(derived.read(plan, [buffer])) == [0]

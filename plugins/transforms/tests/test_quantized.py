@@ -56,7 +56,7 @@ def _read(opened: Checkpoint, box: Box) -> HostArray:
     record = opened.tree.leaves[0]
     assert isinstance(record, ArrayRecord)
     out = np.empty(box.shape, record.spec.numpy_dtype)
-    list(opened.read(plan_read(opened.tree, opened.state, [(0, (box,))]), [out]))
+    list(opened.read(plan_read(opened.tree, [(0, (box,))]), [out]))
     return out
 
 

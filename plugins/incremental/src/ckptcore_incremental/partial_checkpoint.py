@@ -125,7 +125,7 @@ class PartialCheckpoint:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Wait for asynchronous sessions; raise an error that nobody asked for, or add it to that of the block."""
+        """Wait for asynchronous sessions; raise the first error that no caller has retrieved, or add it as a note."""
         if error is None:
             self._wait()
             return

@@ -58,7 +58,7 @@ class TieredSteps:
         return [{str(step): name for step, name in names.items()} for names in (near, self._list_far())]
 
     def _list_far(self) -> Mapping[int, str]:
-        """List the far directory. If it does not answer, an owner takes what it knows: nobody else writes there."""
+        """List the far directory. If it does not answer, the owner uses its last list: no other process writes there."""
         far = self.directories[1]
         try:
             return far.list_visible()

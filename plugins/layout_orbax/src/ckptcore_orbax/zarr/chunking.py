@@ -15,7 +15,6 @@ from ckptcore.model import ArraySpec, Box
 
 __all__ = [
     "MOST_CELLS",
-    "cell_box",
     "chunks_of",
     "expect_countable",
     "flat_index",
@@ -43,12 +42,6 @@ def expect_countable(box: Box, step: Sequence[int], name: str) -> None:
             f"{name!r} is said to have {cells} chunks where at most {MOST_CELLS} are expected; what describes the arrays is "
             "damaged: restore it from a copy, or load another checkpoint"
         )
-
-
-def cell_box(step: tuple[int, ...], index: tuple[int, ...]) -> Box:
-    """The box of a cell; it may reach beyond the array."""
-    start = tuple(map(int.__mul__, index, step))
-    return Box(start, tuple(map(int.__add__, start, step)))
 
 
 def flat_index(index: tuple[int, ...], grid: Sequence[int]) -> int:

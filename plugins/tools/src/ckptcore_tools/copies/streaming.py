@@ -261,7 +261,7 @@ class StreamedSnapshot:
         owners = [position for position, item in enumerate(items) for _ in item.boxes]
         left = [len(item.boxes) for item in items]
         wanted = [(self._sources[item.leaf], item.boxes) for item in items]
-        plan = plan_read(self._opened.tree, self._opened.state, wanted)
+        plan = plan_read(self._opened.tree, wanted)
         arrays: list[list[HostArray]] = [[] for _ in items]
         for position, buffer in zip(owners, buffers, strict=True):
             arrays[position].append(buffer)

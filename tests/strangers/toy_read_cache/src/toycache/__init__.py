@@ -51,7 +51,7 @@ class CacheDirectory:
             buffer.reshape(-1).view("u1")[:] = memoryview(data)
             self.hits += 1
             yield number
-        rest = ReadPlan(plan.tree, plan.state, tuple(plan.items[number] for number in missing))
+        rest = ReadPlan(plan.tree, tuple(plan.items[number] for number in missing))
         for found in read_stored(rest, [buffers[number] for number in missing]):
             number = missing[found]
             self._keep(self._file(content_id, plan.items[number].leaf, plan.items[number].box), buffers[number])
