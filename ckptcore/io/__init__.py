@@ -8,7 +8,7 @@
 - `checksums`: a checksum per block
 - `errands`: one thing to do for each of many
 - `segments`, `object_writes`, `recorder`: objects as they are written
-- `tiles`, `takers`, `read_tasks`, `near_ranges`, `sources`, `reader`: objects as they are read
+- `chunks`, `destinations`, `read_tasks`, `near_ranges`, `sources`, `reader`: objects as they are read
 - `chunk_reads`: boxes of arrays, read through the chunk index of a layout
 - `transfers`: objects as they are copied from one storage to another
 """

@@ -16,12 +16,12 @@ from ckptcore.protocols import Buffer
 
 __all__ = [
     "BlockChecksums",
+    "InlineChecksum",
     "PiecedSum",
     "RecordedChecksums",
-    "Trailer",
     "encoded",
     "first_covered",
-    "trailers_of",
+    "inline_checksums",
 ]
 
 _SUM: Final = struct.Struct("<Q")
@@ -201,7 +201,7 @@ class PiecedSum:
         return value
 
 
-class Trailer:
+class InlineChecksum:
     """A checksum that is written behind the bytes it is of.
 
     Attributes:
@@ -268,20 +268,20 @@ def first_covered(segments: Sequence[Segment], number: int, segment: ChecksumSeg
     return first
 
 
-def trailers_of(segments: Sequence[Segment], sizes: Sequence[int]) -> dict[int, Trailer]:
+def inline_checksums(segments: Sequence[Segment], sizes: Sequence[int]) -> dict[int, InlineChecksum]:
     """The checksum by number of segment, for the segments that hold one and for those that one is of.
 
     Raises:
         PluginError: one is of segments that it cannot be of.
     """
-    found: dict[int, Trailer] = {}
+    found: dict[int, InlineChecksum] = {}
     before = -1
     for number, segment in enumerate(segments):
         if not isinstance(segment, ChecksumSegment):
             continue
         first = first_covered(segments, number, segment, before)
-        trailer = Trailer(segment.checksum, sizes[first] if number - first == 1 else sum(sizes[first:number]))
+        one = InlineChecksum(segment.checksum, sizes[first] if number - first == 1 else sum(sizes[first:number]))
         for covered in range(first, number + 1):
-            found[covered] = trailer
+            found[covered] = one
         before = number
     return found

@@ -18,15 +18,15 @@ from ckptcore.model import (
     Box,
     Checksum,
     Chunk,
+    ChunkRead,
     HostArray,
     Pending,
     ReadItem,
-    TileRead,
     TreeMetadata,
 )
 from ckptcore.protocols import ChunkIndex, Layout, NativeReader, ReadStore
 
-__all__ = ["IndexCache", "native_reader", "read_chunks"]
+__all__ = ["IndexCache", "native_reader", "read_boxes"]
 
 _FETCHED_BYTES: Final = 32 << 20
 """The most bytes of encoded chunks that are fetched at once, if they are close to each other."""
@@ -71,7 +71,7 @@ class IndexCache:
         return last[3]
 
 
-def read_chunks(
+def read_boxes(
     index: ChunkIndex, items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore
 ) -> Iterator[int]:
     """Fill ``buffers[i]`` with the box of ``items[i]``; yields `i` once it is complete and verified.
@@ -130,11 +130,11 @@ def read_chunks(
         part = [ReadItem(items[number].leaf, box) for number, box, _ in by_itself]
         for place in native.read(part, [buffer for _, _, buffer in by_itself], store):
             yield by_itself[place][0]
-    tiles = [_tile(wanted, wanted.chunk.key, wanted.chunk.offset, None) for wanted in exact.values()]
+    chunks = [_chunk_read(wanted, wanted.chunk.key, wanted.chunk.offset, None) for wanted in exact.values()]
     if others:
-        yield from _Located(index, store, tiles).results(others)
+        yield from _Located(index, store, chunks).results(others)
     else:
-        yield from store.read_tiles(tiles)
+        yield from store.read_chunks(chunks)
 
 
 def native_reader(index: ChunkIndex) -> NativeReader | None:
@@ -157,9 +157,9 @@ def _as_stored(box: Box, buffer: HostArray, spec: ArraySpec) -> tuple[Box, HostA
     return box, buffer.reshape(-1).view(spec.numpy_dtype).reshape(shape)
 
 
-def _tile(wanted: _Wanted, key: str, offset: int, checksum: Checksum | None) -> TileRead:
+def _chunk_read(wanted: _Wanted, key: str, offset: int, checksum: Checksum | None) -> ChunkRead:
     targets = tuple(wanted.targets)
-    return TileRead(key, offset, wanted.chunk.box, targets[0][2].itemsize, targets, checksum)
+    return ChunkRead(key, offset, wanted.chunk.box, targets[0][2].itemsize, targets, checksum)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,10 +185,10 @@ class _Decoding:
 class _Located:
     """Chunks whose places the index finds with I/O: raw, encoded, inline, or missing with a fill value."""
 
-    def __init__(self, index: ChunkIndex, store: ReadStore, tiles: list[TileRead]) -> None:
+    def __init__(self, index: ChunkIndex, store: ReadStore, chunks: list[ChunkRead]) -> None:
         self._index = index
         self._store = store
-        self._tiles = tiles
+        self._chunks = chunks
         self._encoded: list[_Encoded] = []
         self._copied: dict[int, None] = {}
         self._left: dict[int, int] = {}
@@ -201,9 +201,9 @@ class _Located:
             for number, _, _ in one.wanted.targets:
                 self._left[number] = self._left.get(number, 0) + 1
         if self._copied:
-            in_tiles = {number for tile in self._tiles for number, _, _ in tile.targets}
-            yield from [number for number in self._copied if number not in in_tiles and number not in self._left]
-        for number in self._store.read_tiles(self._tiles):
+            in_chunks = {number for chunk in self._chunks for number, _, _ in chunk.targets}
+            yield from [number for number in self._copied if number not in in_chunks and number not in self._left]
+        for number in self._store.read_chunks(self._chunks):
             if number not in self._left:
                 yield number
         if self._encoded:
@@ -230,7 +230,7 @@ class _Located:
                     key=key,
                 )
             else:
-                self._tiles.append(_tile(one, key, start, checksums.get(row)))
+                self._chunks.append(_chunk_read(one, key, start, checksums.get(row)))
 
     def _decode(self, encoded: Sequence[_Encoded]) -> Iterator[int]:
         """Decode chunks, each once and whole, several at a time, and copy to targets."""

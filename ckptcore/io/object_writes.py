@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 from ckptcore.errors import ConditionFailedError, ObjectNotFoundError
-from ckptcore.io.checksums import BlockChecksums, Trailer
+from ckptcore.io.checksums import BlockChecksums, InlineChecksum
 from ckptcore.io.memory import map_pages
 from ckptcore.io.object_sizes import SIZES, Sizes
 from ckptcore.io.requests import requests_of
@@ -240,7 +240,7 @@ class ObjectWrites:
         data = task.fill(bounce)
         if task.summed:
             self._sum(task, data)
-        if task.trailers and not self._place_trailers(task, data):
+        if task.checksums and not self._place_checksums(task, data):
             return False
         writer = target.open(self._storage)
         if target.sums is not None:
@@ -272,32 +272,32 @@ class ObjectWrites:
 
     def _sum(self, task: WriteTask, data: memoryview) -> None:
         """Sum what checksums in the object are of, while it is in cache, and wake who waits for them."""
-        pieces: list[tuple[Trailer, int, int, int]] = []
-        for trailer, start, stop in task.summed:
-            value = trailer.checksum.of(data[start:stop])
-            if stop - start == trailer.nbytes:
-                trailer.complete(value)
+        pieces: list[tuple[InlineChecksum, int, int, int]] = []
+        for checksum, start, stop in task.summed:
+            value = checksum.checksum.of(data[start:stop])
+            if stop - start == checksum.nbytes:
+                checksum.complete(value)
             else:
-                pieces.append((trailer, task.start + start, stop - start, value))
+                pieces.append((checksum, task.start + start, stop - start, value))
         with self._summing:
-            for trailer, start, nbytes, value in pieces:
-                trailer.add(start, nbytes, value)
+            for checksum, start, nbytes, value in pieces:
+                checksum.add(start, nbytes, value)
             self._summing.notify_all()
 
-    def _place_trailers(self, task: WriteTask, data: memoryview) -> bool:
+    def _place_checksums(self, task: WriteTask, data: memoryview) -> bool:
         """Put checksums where they go, once they are there; False if writing failed and they never will be.
 
         What they are of is in this task, which is summed, or in tasks taken before it. A thread sums all of a task before
         it waits, so some thread never waits.
         """
-        for trailer, position, start, stop in task.trailers:
-            if trailer.data is None:
+        for checksum, position, start, stop in task.checksums:
+            if checksum.data is None:
                 with self._summing:
-                    while trailer.data is None:
+                    while checksum.data is None:
                         if self._stopped:
                             return False
                         self._summing.wait()
-            data[position : position + stop - start] = trailer.data[start:stop]
+            data[position : position + stop - start] = checksum.data[start:stop]
         return True
 
     def _take_bounce(self) -> memoryview:

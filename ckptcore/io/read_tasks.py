@@ -11,21 +11,21 @@ from math import prod
 import numpy as np
 
 from ckptcore.errors import CorruptCheckpointError
+from ckptcore.io.destinations import BoxDestination, Destination, RunDestination
 from ckptcore.io.elements import is_little, little_dtype
 from ckptcore.io.object_sizes import Sizes
-from ckptcore.io.takers import BoxTaker, RunTaker, Taker
-from ckptcore.io.tiles import Extent, TileCheck, intersect, run_axis, runs
-from ckptcore.model import Box, HostArray, TileRead
+from ckptcore.io.tiles import ChunkCheck, Extent, intersect, run_axis, runs
+from ckptcore.model import Box, ChunkRead, HostArray
 
 __all__ = [
     "ObjectShape",
     "ReadPart",
     "ReadTask",
+    "destinations_of",
     "group_reads",
     "group_tasks",
     "plan_object",
     "share",
-    "takers_of",
 ]
 
 
@@ -60,7 +60,7 @@ class ObjectShape:
         return self.step if self.step > 1 else self.sizes.direct
 
     def keeps_elements(self, offset: int, itemsize: int) -> bool:
-        """Whether no element of a tile at `offset` lies across the ends of what is read."""
+        """Whether no element of a chunk at `offset` lies across the ends of what is read."""
         grid = self.step if self.step > 1 else self.part_bytes
         return offset % itemsize == 0 and grid % itemsize == 0
 
@@ -74,45 +74,47 @@ class ReadPart:
     """Bytes `start` to `stop` of an object.
 
     Attributes:
-        memory: where to read them, in the array that wants them; None: into memory of the reader, for the takers.
-        takers: the arrays that want some of them, and which bytes of the object each is to take.
+        memory: where to read them, in the array that wants them; None: into memory of the reader, for the destinations.
+        destinations: the arrays that want some of them, and which bytes of the object each is to take.
         holes: bytes that are read straight into the array that alone wants them, in order, where others are not.
-        checks: tiles to compare with the checksums behind them, of which all or some bytes are in the part.
+        checks: chunks to compare with the checksums behind them, of which all or some bytes are in the part.
     """
 
-    __slots__ = ("checks", "holes", "memory", "start", "stop", "takers")
+    __slots__ = ("checks", "destinations", "holes", "memory", "start", "stop")
 
-    def __init__(self, start: int, stop: int, memory: memoryview | None, takers: list[tuple[Taker, int, int]]) -> None:
+    def __init__(
+        self, start: int, stop: int, memory: memoryview | None, destinations: list[tuple[Destination, int, int]]
+    ) -> None:
         self.start = start
         self.stop = stop
         self.memory = memory
-        self.takers = takers
-        self.holes: list[tuple[RunTaker, int, int]] = []
-        self.checks: list[TileCheck] = []
+        self.destinations = destinations
+        self.holes: list[tuple[RunDestination, int, int]] = []
+        self.checks: list[ChunkCheck] = []
 
     def cut_holes(self, least: int) -> None:
         """Let arrays that want `least` bytes or more be read into straight, if no two arrays want the same bytes."""
-        if not any(stop - start >= least for _, start, stop in self.takers):
+        if not any(stop - start >= least for _, start, stop in self.destinations):
             return
-        wanted: list[tuple[int, int, RunTaker]] = []
-        for taker, start, stop in self.takers:
-            if isinstance(taker, BoxTaker):
+        wanted: list[tuple[int, int, RunDestination]] = []
+        for destination, start, stop in self.destinations:
+            if isinstance(destination, BoxDestination):
                 return
-            wanted.append((max(start, taker.start), min(stop, taker.stop), taker))
+            wanted.append((max(start, destination.start), min(stop, destination.stop), destination))
         wanted.sort(key=lambda entry: entry[0])
         if any(after[0] < before[1] for before, after in itertools.pairwise(wanted)):
             return
-        self.takers = [(taker, start, stop) for start, stop, taker in wanted if stop - start < least]
-        self.holes = [(taker, start, stop) for start, stop, taker in wanted if stop - start >= least]
+        self.destinations = [(destination, start, stop) for start, stop, destination in wanted if stop - start < least]
+        self.holes = [(destination, start, stop) for start, stop, destination in wanted if stop - start >= least]
 
     def buffers(self, spare: memoryview) -> list[tuple[int, memoryview]]:
         """Where to read the bytes: into `spare`, as long as the part, but for the holes."""
         found: list[tuple[int, memoryview]] = []
         position = self.start
-        for taker, start, stop in self.holes:
+        for destination, start, stop in self.holes:
             if position < start:
                 found.append((position, spare[position - self.start : start - self.start]))
-            found.append((start, taker.memory(start, stop)))
+            found.append((start, destination.memory(start, stop)))
             position = stop
         if position < self.stop:
             found.append((position, spare[position - self.start :]))
@@ -129,7 +131,7 @@ class ReadTask:
         requests: the parts that are asked for together, in order; one that is read straight into its array may be
             larger than what is asked for at once, and then is alone.
         numbers: of the targets that take part, each once.
-        checked_numbers: of the targets that wait for tiles to be compared whose last bytes are here, once for each tile.
+        checked_numbers: of the targets that wait for chunks to be compared whose last bytes are here, once for each chunk.
     """
 
     __slots__ = ("checked_numbers", "key", "most", "nbytes", "numbers", "requests")
@@ -144,42 +146,42 @@ class ReadTask:
                 self.requests[-1].append(part)
             else:
                 self.requests.append([part])
-        numbers = {taker.number for part in parts for taker, _, _ in part.takers}
-        numbers.update([taker.number for part in parts for taker, _, _ in part.holes])
+        numbers = {destination.number for part in parts for destination, _, _ in part.destinations}
+        numbers.update([destination.number for part in parts for destination, _, _ in part.holes])
         self.numbers: Iterable[int] = numbers
         self.checked_numbers = [
             number for part in parts for check in part.checks if check.end <= part.stop for number in check.numbers
         ]
 
 
-def plan_object(shape: ObjectShape, takers: Iterable[Taker]) -> list[ReadTask]:
-    """Tasks that read what takers want of one object; every step that is wanted is read, and most of them once."""
+def plan_object(shape: ObjectShape, destinations: Iterable[Destination]) -> list[ReadTask]:
+    """Tasks that read what destinations want of one object; every step that is wanted is read, and most of them once."""
     parts: list[ReadPart] = []
-    ranges: list[tuple[int, int, Taker]] = []
+    ranges: list[tuple[int, int, Destination]] = []
     step, least = shape.step, shape.direct_bytes
-    for taker in takers:
-        start, stop = taker.start, taker.stop
-        if isinstance(taker, BoxTaker):
+    for destination in destinations:
+        start, stop = destination.start, destination.stop
+        if isinstance(destination, BoxDestination):
             mark = len(ranges)
-            for low, high in taker.spans(shape.gap_bytes):
+            for low, high in destination.spans(shape.gap_bytes):
                 begin, end = low // step * step, shape.above(high)
                 if len(ranges) > mark and begin <= ranges[-1][1]:  # else it would take what is in both twice
-                    ranges[-1] = ranges[-1][0], end, taker
+                    ranges[-1] = ranges[-1][0], end, destination
                 else:
-                    ranges.append((begin, end, taker))
+                    ranges.append((begin, end, destination))
             continue
         # Whole steps of a run go straight into its array.
         first = shape.above(start)
         last = stop if stop == shape.size else stop // step * step
         if stop - start < least or last <= first:
-            ranges.append((start // step * step, shape.above(stop), taker))
+            ranges.append((start // step * step, shape.above(stop), destination))
             continue
         for begin, end in _cut(first, last, shape.task_bytes):
-            parts.append(ReadPart(begin, end, taker.memory(begin, end), [(taker, begin, end)]))
+            parts.append(ReadPart(begin, end, destination.memory(begin, end), [(destination, begin, end)]))
         if start < first:
-            ranges.append((first - step, first, taker))
+            ranges.append((first - step, first, destination))
         if last < stop:
-            ranges.append((last, shape.above(stop), taker))
+            ranges.append((last, shape.above(stop), destination))
     parts.sort(key=lambda part: part.start)
     parts.extend(_windows(shape, ranges, [part.start for part in parts]))
     parts.sort(key=lambda part: part.start)
@@ -208,8 +210,8 @@ def _cut(start: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
         start = end
 
 
-def _windows(shape: ObjectShape, ranges: list[tuple[int, int, Taker]], direct: Sequence[int]) -> list[ReadPart]:
-    """Parts that together hold all ranges, without overlap, each with its takers.
+def _windows(shape: ObjectShape, ranges: list[tuple[int, int, Destination]], direct: Sequence[int]) -> list[ReadPart]:
+    """Parts that together hold all ranges, without overlap, each with its destinations.
 
     Args:
         shape: of the object.
@@ -232,51 +234,51 @@ def _windows(shape: ObjectShape, ranges: list[tuple[int, int, Taker]], direct: S
     return windows
 
 
-def share(shape: ObjectShape, windows: Sequence[ReadPart], ranges: Iterable[tuple[int, int, Taker]]) -> None:
-    """Give takers to the windows that hold the bytes (start, stop) they want; windows follow each other where they do."""
+def share(shape: ObjectShape, windows: Sequence[ReadPart], ranges: Iterable[tuple[int, int, Destination]]) -> None:
+    """Give destinations to the windows that hold the bytes (start, stop) they want; windows follow each other where they do."""
     starts = [window.start for window in windows]
-    for start, stop, taker in ranges:
+    for start, stop, destination in ranges:
         place = bisect.bisect_right(starts, start) - 1
         while start < stop:
             window = windows[place]
             end = min(window.stop, stop)
-            takers = window.takers
-            if takers and takers[-1][0] is taker and isinstance(taker, BoxTaker):
-                takers[-1] = (taker, takers[-1][1], max(takers[-1][2], end))
+            destinations = window.destinations
+            if destinations and destinations[-1][0] is destination and isinstance(destination, BoxDestination):
+                destinations[-1] = (destination, destinations[-1][1], max(destinations[-1][2], end))
             else:
-                takers.append((taker, start, end))
+                destinations.append((destination, start, end))
             start = end
             place += 1
     for window in windows:
         window.cut_holes(shape.sizes.direct)
 
 
-def takers_of(shape: ObjectShape, read: TileRead) -> Iterator[Taker]:
-    """What takes the bytes of a tile that its targets want.
+def destinations_of(shape: ObjectShape, read: ChunkRead) -> Iterator[Destination]:
+    """What takes the bytes of a chunk that its targets want.
 
     Raises:
-        CorruptCheckpointError: the tile does not lie within the object, or a target does not fit its box.
+        CorruptCheckpointError: the chunk does not lie within the object, or a target does not fit its box.
     """
-    tile, itemsize, offset = read.box, read.itemsize, read.offset
+    chunk, itemsize, offset = read.box, read.itemsize, read.offset
     # A box that begins at zero, as most do, has its shape at hand.
-    tile_shape = tile.stop if not any(tile.start) and len(tile.start) == len(tile.stop) else _shape(read, tile)
-    nbytes = prod(tile_shape) * itemsize
+    chunk_shape = chunk.stop if not any(chunk.start) and len(chunk.start) == len(chunk.stop) else _shape(read, chunk)
+    nbytes = prod(chunk_shape) * itemsize
     end = offset + nbytes if read.checksum is None else offset + nbytes + read.checksum.nbytes
-    if offset < 0 or itemsize <= 0 or end > shape.size or (tile_shape and min(tile_shape) < 0):
+    if offset < 0 or itemsize <= 0 or end > shape.size or (chunk_shape and min(chunk_shape) < 0):
         raise CorruptCheckpointError(
             f"{read.key!r} does not hold what the checkpoint says: expected bytes {offset} to {end} for an "
-            f"array of shape {list(tile_shape)}{'' if read.checksum is None else ' and its checksum'}, found {shape.size} "
+            f"array of shape {list(chunk_shape)}{'' if read.checksum is None else ' and its checksum'}, found {shape.size} "
             "bytes; it was cut off, or what describes it is damaged: restore it from a copy, or load another checkpoint",
             key=read.key,
             start=offset,
             stop=end,
         )
     for number, box, array in read.targets:
-        if box is tile or box == tile:
-            box_shape = tile_shape
+        if box is chunk or box == chunk:
+            box_shape = chunk_shape
         else:
             box_shape = _shape(read, box)
-        if array.shape != box_shape or array.itemsize != itemsize or len(box_shape) != len(tile_shape):
+        if array.shape != box_shape or array.itemsize != itemsize or len(box_shape) != len(chunk_shape):
             raise _mismatch(
                 read, f"an array of shape {list(array.shape)} with {array.itemsize} bytes per element for it"
             )
@@ -284,15 +286,15 @@ def takers_of(shape: ObjectShape, read: TileRead) -> Iterator[Taker]:
             raise ValueError(f"target {number} of a read is not C-contiguous and writable")
         if nbytes == 0:
             continue
-        if box_shape is tile_shape and is_little(array.dtype):
-            yield RunTaker(number, offset, offset + nbytes, array, -1)
+        if box_shape is chunk_shape and is_little(array.dtype):
+            yield RunDestination(number, offset, offset + nbytes, array, -1)
         else:
-            yield from _part_takers(shape, read, tile_shape, number, box, array)
+            yield from _part_destinations(shape, read, chunk_shape, number, box, array)
 
 
-def _part_takers(
-    shape: ObjectShape, read: TileRead, tile_shape: tuple[int, ...], number: int, box: Box, array: HostArray
-) -> Iterator[Taker]:
+def _part_destinations(
+    shape: ObjectShape, read: ChunkRead, chunk_shape: tuple[int, ...], number: int, box: Box, array: HostArray
+) -> Iterator[Destination]:
     corner, itemsize = read.box.start, read.itemsize
     common = intersect((box.start, box.stop), (corner, read.box.stop))
     if common is None:
@@ -300,27 +302,27 @@ def _part_takers(
     extent = _relative(common, corner)
     origin = tuple(map(int.__sub__, box.start, corner))
     inside = _relative(common, box.start)
-    axis = max(run_axis(tile_shape, extent), run_axis(array.shape, inside))
+    axis = max(run_axis(chunk_shape, extent), run_axis(array.shape, inside))
     lengths = tuple(map(int.__sub__, extent[1], extent[0]))
     run_bytes = prod(lengths[axis:]) * itemsize
     little = is_little(array.dtype)
     if little and (prod(lengths[:axis]) == 1 or run_bytes >= shape.sizes.run):
         places = runs(array.shape, inside, axis)
-        for (_, flat), (_, place) in zip(runs(tile_shape, extent, axis), places, strict=True):
+        for (_, flat), (_, place) in zip(runs(chunk_shape, extent, axis), places, strict=True):
             start = read.offset + flat * itemsize
-            yield RunTaker(number, start, start + run_bytes, array, place * itemsize)
+            yield RunDestination(number, start, start + run_bytes, array, place * itemsize)
     elif shape.keeps_elements(read.offset, itemsize):
-        yield BoxTaker(number, read.offset, tile_shape, extent, array.view(little_dtype(array.dtype)), origin)
+        yield BoxDestination(number, read.offset, chunk_shape, extent, array.view(little_dtype(array.dtype)), origin)
     else:
         # Elements lie across the ends of what is read: take them apart into bytes, an axis of their own.
         if not little:
             raise _mismatch(read, f"elements that are not aligned, for an array of {array.dtype}")
         as_bytes = array.reshape(-1).view(np.uint8).reshape(*array.shape, itemsize)
         extent = (*extent[0], 0), (*extent[1], itemsize)
-        yield BoxTaker(number, read.offset, (*tile_shape, itemsize), extent, as_bytes, (*origin, 0))
+        yield BoxDestination(number, read.offset, (*chunk_shape, itemsize), extent, as_bytes, (*origin, 0))
 
 
-def _shape(read: TileRead, box: Box) -> tuple[int, ...]:
+def _shape(read: ChunkRead, box: Box) -> tuple[int, ...]:
     if len(box.start) != len(box.stop) or any(map(int.__gt__, box.start, box.stop)):
         raise _mismatch(read, f"a box from {list(box.start)} to {list(box.stop)}")
     return tuple(map(int.__sub__, box.stop, box.start))
@@ -330,7 +332,7 @@ def _relative(extent: Extent, origin: tuple[int, ...]) -> Extent:
     return tuple(map(int.__sub__, extent[0], origin)), tuple(map(int.__sub__, extent[1], origin))
 
 
-def _mismatch(read: TileRead, found: str) -> CorruptCheckpointError:
+def _mismatch(read: ChunkRead, found: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         f"what describes {read.key!r} is damaged: expected a box from {list(read.box.start)} to {list(read.box.stop)} with "
         f"{read.itemsize} bytes per element at byte {read.offset}, found {found}; "
@@ -339,9 +341,9 @@ def _mismatch(read: TileRead, found: str) -> CorruptCheckpointError:
     )
 
 
-def group_reads(reads: Iterable[TileRead]) -> Mapping[str, list[TileRead]]:
+def group_reads(reads: Iterable[ChunkRead]) -> Mapping[str, list[ChunkRead]]:
     """The reads of each object."""
-    by_key: dict[str, list[TileRead]] = {}
+    by_key: dict[str, list[ChunkRead]] = {}
     for read in reads:
         by_key.setdefault(read.key, []).append(read)
     return by_key

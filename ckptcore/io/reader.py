@@ -10,17 +10,17 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from typing import TYPE_CHECKING, Final
 
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
-from ckptcore.io.checked_tiles import TileShape, plan_checked
+from ckptcore.io.checked_tiles import ChunkShape, plan_checked
 from ckptcore.io.checksums import RecordedChecksums
-from ckptcore.io.chunk_reads import read_chunks
+from ckptcore.io.chunk_reads import read_boxes
 from ckptcore.io.memory import map_pages
 from ckptcore.io.near_ranges import NearRanges, near_ranges
 from ckptcore.io.object_sizes import SIZES, ObjectSizes, Sizes
-from ckptcore.io.read_tasks import ObjectShape, ReadPart, ReadTask, group_reads, plan_object, takers_of
+from ckptcore.io.read_tasks import ObjectShape, ReadPart, ReadTask, destinations_of, group_reads, plan_object
 from ckptcore.io.requests import requests_of
 from ckptcore.io.sources import EdgeBlocks, hold_object, open_reader
 from ckptcore.io.threads import IOThreads, ask_each
-from ckptcore.model import HostArray, ObjectRecord, ReadItem, TileRead
+from ckptcore.model import ChunkRead, HostArray, ObjectRecord, ReadItem
 from ckptcore.protocols import ChunkIndex, StorageAddress, StorageBackend
 
 if TYPE_CHECKING:
@@ -38,9 +38,9 @@ class ObjectReader:
     Attributes:
         object_sizes: how large the objects are.
         objects: what is known of them, by key.
-        bytes_read: bytes asked of the storage for tiles, blocks read whole included.
+        bytes_read: bytes asked of the storage for chunks, blocks read whole included.
         bytes_got: bytes got of the storage for all else: encoded chunks, and what tells where they are.
-        requests: ranges of bytes asked of the storage for tiles.
+        requests: ranges of bytes asked of the storage for chunks.
         counting: held while these change.
     """
 
@@ -60,8 +60,8 @@ class ObjectReader:
         Args:
             storage: where the objects are.
             objects: what is known of them, by key; may be hostile. Those without checksums are read without
-                verification, but for tiles with a checksum behind them.
-            threads: what reads tiles, together with the calling thread.
+                verification, but for chunks with a checksum behind them.
+            threads: what reads chunks, together with the calling thread.
             verify: whether checksums are compared.
             strict: whether other objects are refused; else they are read without verification.
             progress: called with a number of bytes each time that many more are in their arrays, from any thread.
@@ -209,10 +209,10 @@ class ObjectReader:
         sums.verify(begin, memoryview(data))
         return data
 
-    def read_tiles(self, reads: Sequence[TileRead]) -> Generator[int, None, None]:
-        """Fill targets; yields the number of a target once all its tiles here are read and verified.
+    def read_chunks(self, reads: Sequence[ChunkRead]) -> Generator[int, None, None]:
+        """Fill targets; yields the number of a target once all its chunks here are read and verified.
 
-        A tile with a checksum behind it is verified by that, and read whole for it, where the object has no checksums of
+        A chunk with a checksum behind it is verified by that, and read whole for it, where the object has no checksums of
         blocks or the blocks it lies in are clearly more bytes; else by those.
 
         The thread that asks for the next number reads too. When this ends, however it does, no thread writes into a
@@ -243,16 +243,16 @@ class ObjectReader:
         nbytes = sum([task.nbytes for task in tasks])
         worth_it = self._far or nbytes >= self._sizes.inline
         helpers = min(self._threads.at_once(self._concurrency), len(tasks)) - 1 if worth_it else 0
-        crew = self._threads.start(reading.work, helpers, self._concurrency)
+        pool = self._threads.start(reading.work, helpers, self._concurrency)
         try:
             yield from reading.results(len(waiting) - len(complete))
         finally:
             reading.stopped = True
-            crew.join()
+            pool.join()
 
     def read_boxes(self, index: ChunkIndex, items: Sequence[ReadItem], buffers: Sequence[HostArray]) -> Iterator[int]:
-        """See `ckptcore.io.chunk_reads.read_chunks`."""
-        return read_chunks(index, items, buffers, self)
+        """See `ckptcore.io.chunk_reads.read_boxes`."""
+        return read_boxes(index, items, buffers, self)
 
     def hold(self, key: str) -> HeldObject | None:
         """An object, open for reads of parts of it that are all of what is there now; None where the storage does not hold objects open.
@@ -278,8 +278,8 @@ class ObjectReader:
             self.bytes_read += nbytes
             self.requests += 1
 
-    def _plan(self, key: str, size: int, reads: Sequence[TileRead], recorded: bool) -> list[ReadTask]:
-        """Tasks that read tiles of one object of so many bytes, of whose blocks checksums were recorded or not."""
+    def _plan(self, key: str, size: int, reads: Sequence[ChunkRead], recorded: bool) -> list[ReadTask]:
+        """Tasks that read chunks of one object of so many bytes, of whose blocks checksums were recorded or not."""
         sizes = self._sizes
         request = self._storage.request_bytes
         gap = self._gap_bytes
@@ -288,8 +288,8 @@ class ObjectReader:
         blocks = ObjectShape(key, size, sizes.block, max(sizes.block, request // sizes.block * sizes.block), gap, sizes)
         shape = blocks if recorded else plain
         if self._verify and any(read.checksum is not None for read in reads):
-            return plan_checked(shape, TileShape(key, size, 1, plain.part_bytes, gap, sizes), reads)
-        return plan_object(shape, [taker for read in reads for taker in takers_of(shape, read)])
+            return plan_checked(shape, ChunkShape(key, size, 1, plain.part_bytes, gap, sizes), reads)
+        return plan_object(shape, [destination for read in reads for destination in destinations_of(shape, read)])
 
 
 class _Reading:
@@ -398,9 +398,9 @@ class _Reading:
     def _read_parts(
         self, key: str, parts: Sequence[ReadPart], sums: RecordedChecksums | None, hand: _Hand, checked: list[int]
     ) -> int:
-        """Read parts that follow each other by one request, verify them, and let takers have what they want of them.
+        """Read parts that follow each other by one request, verify them, and let destinations have what they want of them.
 
-        The targets that waited for a tile which is complete now are added to `checked`.
+        The targets that waited for a chunk which is complete now are added to `checked`.
         """
         start, stop = parts[0].start, parts[-1].stop
         spare = hand.memory(stop - start)
@@ -413,7 +413,7 @@ class _Reading:
         self._read_into(key, buffers)
         hand.bytes_read += stop - start
         hand.requests += 1
-        if parts[0].checks:  # all parts are of whole tiles then
+        if parts[0].checks:  # all parts are of whole chunks then
             for part in parts:
                 for check in part.checks:
                     if check.compare(part.start, part.stop, buffers):
@@ -425,8 +425,8 @@ class _Reading:
             if part.memory is not None:
                 taken += len(part.memory)
                 continue
-            for taker, low, high in part.takers:
-                taken += taker.take(spare, start, low, high)
+            for destination, low, high in part.destinations:
+                taken += destination.take(spare, start, low, high)
             for _, low, high in part.holes:
                 taken += high - low
         return taken

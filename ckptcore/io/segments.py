@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from ckptcore.errors import PluginError
-from ckptcore.io.checksums import Trailer, encoded, first_covered, trailers_of
+from ckptcore.io.checksums import InlineChecksum, encoded, first_covered, inline_checksums
 from ckptcore.io.elements import bytes_of, is_little, little_dtype, plain
 from ckptcore.io.object_sizes import Sizes
 from ckptcore.io.tiles import Extent, c_strides, flat_boxes, intersect, run_axis
@@ -27,36 +27,36 @@ class WriteTask:
     Attributes:
         credits: (number of a segment, bytes of it that are in this task), for arrays only.
         summed: (checksum, start, stop): bytes of the task that a checksum in the object is of, from its own start on.
-        trailers: (checksum, position, start, stop): where in the task bytes of a checksum go, that `fill` leaves out.
+        checksums: (checksum, position, start, stop): where in the task bytes of a checksum go, that `fill` leaves out.
     """
 
-    __slots__ = ("_pieces", "credits", "start", "stop", "summed", "trailers")
+    __slots__ = ("_pieces", "checksums", "credits", "start", "stop", "summed")
 
     def __init__(self, start: int) -> None:
         self.start = start
         self.stop = start
         self.credits: list[tuple[int, int]] = []
-        self.summed: list[tuple[Trailer, int, int]] = []
-        self.trailers: list[tuple[Trailer, int, int, int]] = []
+        self.summed: list[tuple[InlineChecksum, int, int]] = []
+        self.checksums: list[tuple[InlineChecksum, int, int, int]] = []
         self._pieces: list[tuple[int, _Run, int, int]] = []
 
     def add(self, run: _Run, start: int, stop: int) -> None:
         """Append bytes `start` to `stop` of the object, which lie in `run`."""
         self.stop = stop
         position = start - self.start
-        if isinstance(run.source, Trailer):
-            self.trailers.append((run.source, position, start - run.start, stop - run.start))
+        if isinstance(run.source, InlineChecksum):
+            self.checksums.append((run.source, position, start - run.start, stop - run.start))
             return
         self._pieces.append((position, run, start - run.start, stop - run.start))
         if run.segment >= 0:
             self.credits.append((run.segment, stop - start))
-        trailer = run.trailer
-        if trailer is not None:
+        checksum = run.checksum
+        if checksum is not None:
             summed = self.summed
-            if summed and summed[-1][0] is trailer:  # what one checksum is of has no gap
-                summed[-1] = trailer, summed[-1][1], stop - self.start
+            if summed and summed[-1][0] is checksum:  # what one checksum is of has no gap
+                summed[-1] = checksum, summed[-1][1], stop - self.start
             else:
-                summed.append((trailer, position, stop - self.start))
+                summed.append((checksum, position, stop - self.start))
 
     def fill(self, memory: memoryview) -> memoryview:
         """Copy the bytes to the start of a buffer. Reads each byte of an array once: it may change meanwhile."""
@@ -117,21 +117,21 @@ class ObjectSegments:
 
     def _open_runs(self) -> Generator[_Run, None, None]:
         position = 0
-        trailers = trailers_of(self._segments, self._sizes)
+        inline = inline_checksums(self._segments, self._sizes)
         for number, (segment, size) in enumerate(zip(self._segments, self._sizes, strict=True)):
             self._opened = number + 1
-            trailer = trailers.get(number)
+            checksum = inline.get(number)
             if isinstance(segment, BytesSegment):
                 if size:
-                    yield _Run(-1, position, position + size, memoryview(segment.data), trailer)
+                    yield _Run(-1, position, position + size, memoryview(segment.data), checksum)
             elif isinstance(segment, ChecksumSegment):
-                assert trailer is not None  # `trailers_of` has one for each
+                assert checksum is not None  # `inline_checksums` has one for each
                 if size:
-                    yield _Run(-1, position, position + size, trailer, None)
+                    yield _Run(-1, position, position + size, checksum, None)
             else:
                 self._outstanding[number] = size
                 for start, stop, source in _open(segment, size):
-                    yield _Run(number, position + start, position + stop, source, trailer)
+                    yield _Run(number, position + start, position + stop, source, checksum)
                 if size == 0:
                     self._outstanding.pop(number)
                     segment.close()
@@ -165,19 +165,24 @@ class ObjectSegments:
 class _Run:
     """Bytes `start` to `stop` of an object, of one segment; `segment` is -1 for bytes that nobody closes.
 
-    `trailer` is the checksum in the object that is of them, if one is.
+    `checksum` is the checksum in the object that is of them, if one is.
     """
 
-    __slots__ = ("segment", "source", "start", "stop", "trailer")
+    __slots__ = ("checksum", "segment", "source", "start", "stop")
 
     def __init__(
-        self, segment: int, start: int, stop: int, source: memoryview | _Gathering | Trailer, trailer: Trailer | None
+        self,
+        segment: int,
+        start: int,
+        stop: int,
+        source: memoryview | _Gathering | InlineChecksum,
+        checksum: InlineChecksum | None,
     ) -> None:
         self.segment = segment
         self.start = start
         self.stop = stop
         self.source = source
-        self.trailer = trailer
+        self.checksum = checksum
 
 
 class _Gathering:

@@ -14,8 +14,8 @@ from typing import Final, Generic, Protocol, TypeVar
 from ckptcore.io.background import call_into
 
 __all__ = [
-    "Crew",
     "IOThreads",
+    "WorkerPool",
     "ask_each",
     "renew_in_children",
     "run_each",
@@ -66,10 +66,10 @@ class IOThreads:
             work()
         return future
 
-    def start(self, worker: Callable[[], None], parallelism: int, concurrency: int = 1) -> Crew:
-        """Let up to `parallelism` threads call `worker` once each; it must not raise. `Crew.join` must follow.
+    def start(self, worker: Callable[[], None], parallelism: int, concurrency: int = 1) -> WorkerPool:
+        """Let up to `parallelism` threads call `worker` once each; it must not raise. `WorkerPool.join` must follow.
 
-        Fewer do where there are fewer threads, or they are busy until the crew is joined: what must be done, the
+        Fewer do where there are fewer threads, or they are busy until the pool is joined: what must be done, the
         caller has to be ready to do itself.
 
         Args:
@@ -77,13 +77,13 @@ class IOThreads:
             parallelism: how often, at most.
             concurrency: what the storage that `worker` waits for is worth, see `at_once`.
         """
-        crew = Crew(worker)
+        pool = WorkerPool(worker)
         most = self.at_once(concurrency)
         group = self._far if most > self.count else self._near
         for _ in range(min(parallelism, most)):
-            if not group.give(crew.work, most):
+            if not group.give(pool.work, most):
                 break
-        return crew
+        return pool
 
     def run(self, worker: Callable[[], None], parallelism: int, concurrency: int = 1) -> None:
         """Call `worker` on this thread and on up to ``parallelism - 1`` others at once; returns when all have returned.
@@ -91,11 +91,11 @@ class IOThreads:
         `worker` must not raise, and return when nothing is left to do. Never waits for a thread that has not begun,
         so it can be nested. Arguments as of `start`.
         """
-        crew = self.start(worker, min(parallelism, self.at_once(concurrency)) - 1, concurrency)
+        pool = self.start(worker, min(parallelism, self.at_once(concurrency)) - 1, concurrency)
         try:
             worker()
         finally:
-            crew.join()
+            pool.join()
 
     def __del__(self) -> None:
         for group in (getattr(self, "_near", None), getattr(self, "_far", None)):
@@ -177,7 +177,7 @@ def _serve(
         del group
 
 
-class Crew:
+class WorkerPool:
     """Threads that call one worker."""
 
     def __init__(self, worker: Callable[[], None]) -> None:
@@ -187,7 +187,7 @@ class Crew:
         self._idle = threading.Condition(self._lock)
 
     def work(self) -> None:
-        """Call the worker, unless the crew was joined before."""
+        """Call the worker, unless the pool was joined before."""
         with self._lock:
             worker = self._worker
             if worker is None:

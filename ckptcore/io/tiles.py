@@ -14,8 +14,8 @@ from ckptcore.io.checksums import PiecedSum, encoded
 from ckptcore.model import Checksum
 
 __all__ = [
+    "ChunkCheck",
     "Extent",
-    "TileCheck",
     "c_strides",
     "flat_boxes",
     "intersect",
@@ -123,13 +123,13 @@ def _cut(shape: tuple[int, ...], axis: int, index: tuple[int, ...], start: int, 
         _cut(shape, axis + 1, (*index, last), 0, kept, found)
 
 
-class TileCheck:
-    """A tile to compare with its checksum; its bytes are read in one part or several. Any thread.
+class ChunkCheck:
+    """A chunk to compare with its checksum; its bytes are read in one part or several. Any thread.
 
     Attributes:
         start, stop: where in the object the bytes are that the checksum is of; it begins at `stop`.
         end: where the checksum ends.
-        numbers: the targets that wait for this, where several parts hold the tile; else none waits for it alone.
+        numbers: the targets that wait for this, where several parts hold the chunk; else none waits for it alone.
     """
 
     __slots__ = ("_checksum", "_key", "_lock", "_pieces", "_stored", "end", "numbers", "start", "stop")
@@ -146,13 +146,13 @@ class TileCheck:
         self._stored = b""
 
     def expect_pieces(self, numbers: Sequence[int]) -> None:
-        """Say that several parts hold the tile, the last all of the checksum, and which targets wait for it."""
+        """Say that several parts hold the chunk, the last all of the checksum, and which targets wait for it."""
         self.numbers = numbers
         self._pieces = PiecedSum(self._checksum, self.stop - self.start)
         self._lock = threading.Lock()
 
     def compare(self, start: int, stop: int, buffers: Sequence[tuple[int, memoryview]]) -> bool:
-        """Take in a part of the object; compare and return True if it was the last part of the tile.
+        """Take in a part of the object; compare and return True if it was the last part of the chunk.
 
         Args:
             start: where the part begins.
@@ -199,7 +199,7 @@ class TileCheck:
 
 
 def _between(buffers: Sequence[tuple[int, memoryview]], start: int, stop: int) -> list[memoryview]:
-    """Where bytes `start` to `stop` of an object lie, of buffers as `TileCheck.compare` takes them."""
+    """Where bytes `start` to `stop` of an object lie, of buffers as `ChunkCheck.compare` takes them."""
     place = bisect.bisect_right(buffers, start, key=_position) - 1
     position, buffer = buffers[place]
     found = [buffer[start - position : stop - position]]

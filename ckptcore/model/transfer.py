@@ -16,13 +16,13 @@ __all__ = [
     "BytesSegment",
     "Checksum",
     "ChecksumSegment",
+    "ChunkRead",
     "Pending",
     "ReadItem",
     "ReadPlan",
     "Ready",
     "Receipt",
     "Segment",
-    "TileRead",
     "WriteItem",
     "WritePlan",
 ]
@@ -229,8 +229,8 @@ Segment: TypeAlias = BytesSegment | ArraySegment | ChecksumSegment
 
 
 @dataclass(frozen=True, slots=True)
-class TileRead:
-    """A box stored in C order, uncompressed and little endian, and the arrays that want elements of it.
+class ChunkRead:
+    """Read of a chunk stored in C order, uncompressed and little endian, into the arrays that want elements of it.
 
     Attributes:
         key: the object it is in.
@@ -238,8 +238,8 @@ class TileRead:
         box: where in the array its elements are.
         itemsize: bytes per element.
         targets: for each array that wants some of it: its number, its box and the array to fill (C-contiguous and
-            writable, of the box's shape). A target may want only part of the tile, and the tile only be part of it.
-        checksum: what stands right behind the bytes of the tile and is of all of them; None: nothing does.
+            writable, of the box's shape). A target may want only part of the chunk, and the chunk only be part of it.
+        checksum: of all bytes of the chunk, stored right behind them; None: there is none.
     """
 
     key: str

@@ -11,7 +11,7 @@ from ckptcore.errors import PluginError
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.chunks import Chunk, ChunkPlaces
 from ckptcore.model.metadata import TreeMetadata
-from ckptcore.model.transfer import Pending, ReadItem, Receipt, Segment, TileRead, WritePlan
+from ckptcore.model.transfer import ChunkRead, Pending, ReadItem, Receipt, Segment, WritePlan
 from ckptcore.model.tree import JSON
 from ckptcore.protocols.storage import StorageAddress
 
@@ -125,15 +125,15 @@ class ReadStore(Protocol):
         """Names one level below a directory, sorted; those of directories end in ``/``."""
         ...
 
-    def read_tiles(self, reads: Sequence[TileRead]) -> Iterator[int]:
-        """Fill targets over the core's I/O threads; yields the number of a target once all its tiles here are read.
+    def read_chunks(self, reads: Sequence[ChunkRead]) -> Iterator[int]:
+        """Fill targets over the core's I/O threads; yields the number of a target once all its chunks here are read.
 
-        A store that verifies has compared a tile by then: with what was recorded of its object, or with the checksum that
-        stands behind the tile. For that it may read all of a tile of which a part is wanted.
+        A store that verifies has compared a chunk by then: with the checksums recorded for its object, or with the
+        checksum behind the chunk. It may read all of a chunk for this if only a part is requested.
 
         Raises:
             ObjectNotFoundError, ChecksumError
-            CorruptCheckpointError: an object ends too early, or tiles that have checksums overlap without being the same.
+            CorruptCheckpointError: an object ends too early, or chunks that have checksums overlap without being equal.
         """
         ...
 

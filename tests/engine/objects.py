@@ -18,9 +18,9 @@ from ckptcore.model import (
     BytesSegment,
     Checksum,
     ChecksumSegment,
+    ChunkRead,
     HostArray,
     Segment,
-    TileRead,
 )
 
 TINY = Sizes(block=64, task=256, write=256, inline=0, direct=48, run=128)
@@ -118,9 +118,9 @@ def _counted(shape: tuple[int, ...], dtype: str) -> HostArray:
 @st.composite
 def tiles(
     draw: st.DrawFn, key: str, sources: Sequence[HostArray], offsets: Sequence[int]
-) -> tuple[list[TileRead], list[tuple[HostArray, HostArray]]]:
+) -> tuple[list[ChunkRead], list[tuple[HostArray, HostArray]]]:
     """Reads of some boxes of stored arrays: by one tile or several; and (array to fill, what it must hold) by number."""
-    reads: list[TileRead] = []
+    reads: list[ChunkRead] = []
     targets: list[tuple[HostArray, HostArray]] = []
     for source, offset in zip(sources, offsets, strict=True):
         wanted: list[tuple[int, Box, HostArray]] = []
@@ -134,9 +134,9 @@ def tiles(
             for start, stop in itertools.pairwise(rows):
                 tile = Box((start, *(0,) * (source.ndim - 1)), (stop, *source.shape[1:]))
                 row_bytes = source.nbytes // source.shape[0]
-                reads.append(TileRead(key, offset + start * row_bytes, tile, source.itemsize, tuple(wanted)))
+                reads.append(ChunkRead(key, offset + start * row_bytes, tile, source.itemsize, tuple(wanted)))
         elif wanted:
-            reads.append(TileRead(key, offset, Box.whole(source.shape), source.itemsize, tuple(wanted)))
+            reads.append(ChunkRead(key, offset, Box.whole(source.shape), source.itemsize, tuple(wanted)))
     return draw(st.permutations(reads)), targets
 
 
@@ -172,12 +172,12 @@ def summed(
 
 
 def checked(
-    reads: Sequence[TileRead],
+    reads: Sequence[ChunkRead],
     checksum: Checksum,
     sources: Sequence[HostArray],
     offsets: Sequence[int],
     alone: Sequence[bool],
-) -> list[TileRead]:
+) -> list[ChunkRead]:
     """The same reads, with a checksum for those of whole sources that have one behind them."""
     places = {
         (offset, source.nbytes)

@@ -20,7 +20,7 @@ from ckptcore.io.memory import allocate
 from ckptcore.io.reader import ObjectReader
 from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.io.threads import IOThreads
-from ckptcore.model import ArraySegment, ArraySpec, Box, ObjectRecord, TileRead
+from ckptcore.model import ArraySegment, ArraySpec, Box, ObjectRecord, ChunkRead
 
 SIZE = 192 << 20
 
@@ -62,8 +62,8 @@ def read(columns):
         box = Box((0, number * width), (rows, (number + 1) * width))
         targets.append((number, box, allocate(ArraySpec(box.shape, "uint8"))))
     reader = ObjectReader(Storage(), {"x": ObjectRecord("x", SIZE)}, IOThreads(4))
-    tile = TileRead("x", 0, Box.whole((rows, 8192)), 1, tuple(targets))
-    assert sorted(reader.read_tiles([tile])) == list(range(columns))
+    tile = ChunkRead("x", 0, Box.whole((rows, 8192)), 1, tuple(targets))
+    assert sorted(reader.read_chunks([tile])) == list(range(columns))
     assert all((array == 3).all() for _, _, array in targets)
 
 

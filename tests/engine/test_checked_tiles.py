@@ -16,7 +16,7 @@ from ckptcore.io.object_sizes import SIZES, Sizes
 from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.io.reader import ObjectReader
 from ckptcore.io.threads import IOThreads
-from ckptcore.model import Box, BytesSegment, Checksum, ChecksumSegment, HostArray, ObjectRecord, Segment, TileRead
+from ckptcore.model import Box, BytesSegment, Checksum, ChecksumSegment, ChunkRead, HostArray, ObjectRecord, Segment
 from tests.engine.checksum_fakes import Crc32, Length
 from tests.engine.objects import TINY, checked, stored, summed, tiles
 from tests.engine.watched_storage import WatchedStorage, memory_storage
@@ -67,12 +67,12 @@ class Chunks:
         self.storage.read_calls = 0
         return ObjectReader(self.storage, self.records, self.threads, verify=verify, sizes=self.sizes)
 
-    def reads(self, boxes: Sequence[tuple[int, Box]]) -> tuple[list[TileRead], list[HostArray]]:
+    def reads(self, boxes: Sequence[tuple[int, Box]]) -> tuple[list[ChunkRead], list[HostArray]]:
         """A read of one box of each of these chunks, and its array."""
         arrays: list[HostArray] = [np.zeros(box.shape, np.uint8) for _, box in boxes]
         whole = Box.whole(self.shape)
         found = [
-            TileRead("x", chunk * self.stride, whole, 1, ((number, box, array),), self.checksum)
+            ChunkRead("x", chunk * self.stride, whole, 1, ((number, box, array),), self.checksum)
             for number, ((chunk, box), array) in enumerate(zip(boxes, arrays, strict=True))
         ]
         return found, arrays
@@ -81,7 +81,7 @@ class Chunks:
         """Read boxes of chunks, and compare what comes."""
         reads, arrays = self.reads(boxes)
         reader = self.reader(verify=verify)
-        assert sorted(reader.read_tiles(reads)) == list(range(len(boxes)))
+        assert sorted(reader.read_chunks(reads)) == list(range(len(boxes)))
         for (chunk, box), array in zip(boxes, arrays, strict=True):
             assert np.array_equal(array, self.chunks[chunk][box.slices])
         assert reader.bytes_read == sum([stop - start for _, start, stop in self.storage.reads])
@@ -104,7 +104,7 @@ def test_targets_get_what_slicing_gives(data: st.DataObject) -> None:
     filled: list[int] = []
     verify = data.draw(st.booleans())
     reader = ObjectReader(storage, records, threads, verify=verify, sizes=TINY, progress=filled.append)
-    numbers = list(reader.read_tiles(reads))
+    numbers = list(reader.read_chunks(reads))
     assert sorted(numbers) == sorted({number for read in reads for number, _, _ in read.targets})
     for array, expected in targets:
         assert same_bits(array, expected)
@@ -140,7 +140,7 @@ def test_a_damaged_byte_of_what_is_wanted_is_found(data: st.DataObject) -> None:
     reader = ObjectReader(storage, {record.key: record for record in recorder.objects}, threads, sizes=TINY)
     complete: list[int] = []
     try:
-        complete.extend(reader.read_tiles(reads))
+        complete.extend(reader.read_chunks(reads))
     except ChecksumError as error:
         assert error.key == "x"
         assert error.start is not None and error.stop is not None
@@ -225,7 +225,7 @@ def test_no_way_of_all_costs_clearly_less(picks: list[tuple[int, int, int]], sha
     chunks.checksum.summed.clear()
     reads, _ = chunks.reads(boxes)
     reader = chunks.reader()
-    list(reader.read_tiles([dataclasses.replace(read, checksum=None) for read in reads]))
+    list(reader.read_chunks([dataclasses.replace(read, checksum=None) for read in reads]))
     by_blocks = reader.bytes_read
     whole = len({chunk for chunk, _ in boxes}) * (chunks.chunk_bytes + 4)
     allowance = 4 * len(boxes) + 2 * 64  # gaps of up to 4 bytes are read in vain, and two blocks
@@ -241,7 +241,7 @@ def test_damage_in_a_chunk_or_its_checksum_is_found(recorded: bool, place: int, 
     reads, _ = chunks.reads([(place // 1028, box), (8, box)])
     reader = chunks.reader()
     try:
-        list(reader.read_tiles(reads))
+        list(reader.read_chunks(reads))
     except ChecksumError as caught:
         error = caught
     else:
@@ -265,7 +265,7 @@ def test_without_verification_damage_is_read(recorded: bool) -> None:
     chunks = Chunks(3, (16, 64), recorded=recorded)
     chunks.damage(1028 + 5)
     reads, arrays = chunks.reads([(1, Box.whole(chunks.shape))])
-    assert list(chunks.reader(verify=False).read_tiles(reads)) == [0]
+    assert list(chunks.reader(verify=False).read_chunks(reads)) == [0]
     assert arrays[0].tobytes() == chunks.storage.get("x")[1028:2052]
 
 
@@ -279,7 +279,7 @@ def test_no_target_comes_before_all_of_its_tile_is_compared(threads: int) -> Non
         chunks.damage(place)
         seen: list[int] = []
         with pytest.raises(ChecksumError):
-            seen.extend(chunks.reader().read_tiles(reads))
+            seen.extend(chunks.reader().read_chunks(reads))
         assert set(seen) <= {2}
 
 
@@ -302,16 +302,16 @@ def test_large_chunks_are_read_straight_into_their_arrays_and_others_window_by_w
     array = np.zeros((10, MIB), np.uint8)
     whole = Box.whole(chunks.shape)
     storage = Straight(chunks.storage, MIB)
-    read = TileRead("x", chunks.stride, whole, 1, ((0, whole, array),), chunks.checksum)
+    read = ChunkRead("x", chunks.stride, whole, 1, ((0, whole, array),), chunks.checksum)
     reader = ObjectReader(storage, chunks.records, chunks.threads)
-    assert list(reader.read_tiles([read])) == [0]
+    assert list(reader.read_chunks([read])) == [0]
     assert np.array_equal(array, chunks.chunks[1])
     assert spare == [4]
     assert reader.bytes_read == chunks.stride
     # Of a chunk that no array wants as it is, no more than 4 MiB and the checksum are held at once.
     part = np.zeros((10, 3), np.uint8)
-    read = TileRead("x", 0, whole, 1, ((0, Box((0, 7), (10, 10)), part),), chunks.checksum)
-    assert list(chunks.reader().read_tiles([read])) == [0]
+    read = ChunkRead("x", 0, whole, 1, ((0, Box((0, 7), (10, 10)), part),), chunks.checksum)
+    assert list(chunks.reader().read_chunks([read])) == [0]
     assert np.array_equal(part, chunks.chunks[0][:, 7:10])
     assert max([stop - start for _, start, stop in chunks.storage.reads]) <= 4 * MIB + 4
 
@@ -338,11 +338,11 @@ def test_elements_that_are_not_aligned_are_no_matter() -> None:
         box = Box((3, 2), (39, 29))
         arrays = [np.zeros(box.shape, np.complex128) for _ in values]
         reads = [
-            TileRead(f"x{recorded}", number * (19200 + 4), Box.whole((40, 30)), 16, ((number, box, array),), crc)
+            ChunkRead(f"x{recorded}", number * (19200 + 4), Box.whole((40, 30)), 16, ((number, box, array),), crc)
             for number, array in enumerate(arrays)
         ]
         reader = ObjectReader(storage, {record.key: record for record in recorder.objects}, threads, sizes=TINY)
-        assert sorted(reader.read_tiles(reads)) == [0, 1, 2, 3, 4]
+        assert sorted(reader.read_chunks(reads)) == [0, 1, 2, 3, 4]
         for chunk, array in zip(values, arrays, strict=True):
             assert np.array_equal(array, chunk[box.slices])
 
@@ -352,8 +352,8 @@ def test_elements_that_no_window_is_a_multiple_of_are_no_matter() -> None:
     text = chunks.chunks.view("S5")
     box = Box((3, 2), (97, 11))
     array = np.zeros(box.shape, "S5")
-    read = TileRead("x", chunks.stride, Box.whole((100, 12)), 5, ((0, box, array),), chunks.checksum)
-    assert list(chunks.reader().read_tiles([read])) == [0]
+    read = ChunkRead("x", chunks.stride, Box.whole((100, 12)), 5, ((0, box, array),), chunks.checksum)
+    assert list(chunks.reader().read_chunks([read])) == [0]
     assert array.tobytes() == text[1][box.slices].tobytes()
 
 
@@ -364,9 +364,9 @@ def test_chunks_share_a_request_only_up_to_what_is_moved_at_a_time() -> None:
     assert max([stop - start for _, start, stop in chunks.storage.reads]) == 3 * 68
 
 
-def tile(offset: int, nbytes: int, number: int = 0) -> TileRead:
+def tile(offset: int, nbytes: int, number: int = 0) -> ChunkRead:
     box = Box((0,), (nbytes,))
-    return TileRead("x", offset, box, 1, ((number, box, np.zeros(nbytes, np.uint8)),), Crc32())
+    return ChunkRead("x", offset, box, 1, ((number, box, np.zeros(nbytes, np.uint8)),), Crc32())
 
 
 @pytest.mark.parametrize("recorded", [True, False])
@@ -375,36 +375,36 @@ def tile(offset: int, nbytes: int, number: int = 0) -> TileRead:
     "read",
     [tile(3080, 1), tile(1 << 80, 10), tile(-1, 10), tile(2056, 1025), tile(2056, 1028), tile(0, 3081), tile(3081, 0)],
 )
-def test_tiles_that_do_not_lie_in_their_object_are_refused(read: TileRead, verify: bool, recorded: bool) -> None:
+def test_tiles_that_do_not_lie_in_their_object_are_refused(read: ChunkRead, verify: bool, recorded: bool) -> None:
     chunks = Chunks(3, (16, 64), recorded=recorded)
     assert chunks.size == 3084
     reader = chunks.reader(verify=verify)
     with pytest.raises(
         CorruptCheckpointError, match="does not hold what the checkpoint says.*and its checksum"
     ) as caught:
-        list(reader.read_tiles([read]))
+        list(reader.read_chunks([read]))
     assert caught.value.key == "x"
     assert reader.requests == 0
 
 
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("other", [tile(3, 1024, 1), tile(0, 1025, 1), tile(1027, 10, 1), tile(500, 20, 1)])
-def test_tiles_that_overlap_are_refused(other: TileRead, recorded: bool) -> None:
+def test_tiles_that_overlap_are_refused(other: ChunkRead, recorded: bool) -> None:
     chunks = Chunks(3, (16, 64), recorded=recorded)
     reader = chunks.reader()
     for reads in ([tile(0, 1024), other], [other, tile(0, 1024)]):
         with pytest.raises(CorruptCheckpointError, match="expected chunks of bytes that do not overlap"):
-            list(reader.read_tiles(reads))
+            list(reader.read_chunks(reads))
     assert reader.requests == 0
 
 
 def test_a_tile_of_which_nothing_is_wanted_is_not_read() -> None:
     chunks = Chunks(3, (16, 64), recorded=False)
     reads, _ = chunks.reads([(0, Box((4, 4), (4, 4))), (1, Box((20, 0), (22, 64)))])
-    empty = TileRead("x", 0, Box((0,), (0,)), 1, ((2, Box((0,), (0,)), np.zeros(0, np.uint8)),), chunks.checksum)
-    bare = TileRead("x", 0, Box.whole(chunks.shape), 1, (), chunks.checksum)
+    empty = ChunkRead("x", 0, Box((0,), (0,)), 1, ((2, Box((0,), (0,)), np.zeros(0, np.uint8)),), chunks.checksum)
+    bare = ChunkRead("x", 0, Box.whole(chunks.shape), 1, (), chunks.checksum)
     reader = chunks.reader()
-    assert sorted(reader.read_tiles([*reads, empty, bare])) == [0, 1, 2]
+    assert sorted(reader.read_chunks([*reads, empty, bare])) == [0, 1, 2]
     assert reader.requests == 0
 
 
@@ -415,5 +415,5 @@ def test_a_failing_sum_ends_the_read(threads: int) -> None:
         reads, _ = chunks.reads([(number, Box.whole(chunks.shape)) for number in range(5)])
         failing = Crc32(fail_at=fail_at, jitter=1e-4)
         with pytest.raises(RuntimeError, match=f"sum {fail_at} failed"):
-            list(chunks.reader().read_tiles([dataclasses.replace(read, checksum=failing) for read in reads]))
+            list(chunks.reader().read_chunks([dataclasses.replace(read, checksum=failing) for read in reads]))
         assert chunks.storage.busy == 0

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptcore.errors import ChecksumError, CorruptCheckpointError
-from ckptcore.model import Box, BytesSegment, Checksum, ChecksumSegment, Segment, TileRead
+from ckptcore.model import Box, BytesSegment, Checksum, ChecksumSegment, ChunkRead, Segment
 from tests.engine.checksum_fakes import Crc32, Length
 from tests.engine.objects import stored, summed
 
@@ -43,9 +43,9 @@ def test_a_checksum_of_what_it_cannot_be_of_is_refused(tmp_path: Path, segments:
         DirectoryWriteStore(tmp_path).write("x", segments)
 
 
-def read(offset: int, nbytes: int) -> TileRead:
+def read(offset: int, nbytes: int) -> ChunkRead:
     box = Box((0,), (nbytes,))
-    return TileRead("x", offset, box, 1, ((0, Box((1,), (2,)), np.zeros(1, np.uint8)),), Crc32())
+    return ChunkRead("x", offset, box, 1, ((0, Box((1,), (2,)), np.zeros(1, np.uint8)),), Crc32())
 
 
 @pytest.mark.parametrize("with_digests", [True, False])
@@ -57,15 +57,15 @@ def test_tiles_are_compared_with_what_stands_behind_them(tmp_path: Path, with_di
         found = (tmp_path / "x").read_bytes()
         return DirectoryReadStore(tmp_path, {"x": hashlib.sha256(found).digest()} if with_digests else None)
 
-    assert list(store().read_tiles([read(4, 20)])) == [0]
+    assert list(store().read_chunks([read(4, 20)])) == [0]
     with pytest.raises(ChecksumError) as caught:  # of fewer bytes than the checksum is of
-        list(store().read_tiles([read(5, 19)]))
+        list(store().read_chunks([read(5, 19)]))
     assert (caught.value.start, caught.value.stop) == (5, 28)
     with pytest.raises(CorruptCheckpointError, match="crc32 is expected from 25 to 29"):
-        list(store().read_tiles([read(4, 21)]))
+        list(store().read_chunks([read(4, 21)]))
     for place in (4, 23, 24, 27):
         damaged = bytearray(data)
         damaged[place] ^= 1
         (tmp_path / "x").write_bytes(damaged)
         with pytest.raises(ChecksumError):
-            list(store().read_tiles([read(4, 20)]))
+            list(store().read_chunks([read(4, 20)]))

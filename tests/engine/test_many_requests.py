@@ -19,7 +19,7 @@ from ckptcore.io.near_ranges import near_ranges
 from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.io.reader import ObjectReader
 from ckptcore.io.threads import IOThreads, ask_each, run_each
-from ckptcore.model import ArraySegment, Box, BytesSegment, HostArray, Segment, TileRead
+from ckptcore.model import ArraySegment, Box, BytesSegment, ChunkRead, HostArray, Segment
 from ckptcore.protocols import ObjectWriter
 from tests.engine.objects import TINY, Opened, stored, stored_bytes, tiles
 
@@ -35,9 +35,9 @@ def whole(opened: Opened, number: int, array: HostArray) -> ArraySegment:
     return opened.segment(number, box, [(box, array)])
 
 
-def read_whole(key: str, number: int, offset: int, array: HostArray) -> TileRead:
+def read_whole(key: str, number: int, offset: int, array: HostArray) -> ChunkRead:
     box = Box.whole(array.shape)
-    return TileRead(key, offset, box, array.itemsize, ((number, box, array),))
+    return ChunkRead(key, offset, box, array.itemsize, ((number, box, array),))
 
 
 def test_parts_are_whole_many_at_once_and_not_copied_by_the_writer() -> None:
@@ -143,7 +143,7 @@ def test_what_is_written_in_parts_is_what_slicing_gives(data: st.DataObject) -> 
     assert storage.peak_held_bytes <= (storage.part_bytes if len(found) <= storage.part_bytes else 0)
     records = {record.key: record for record in recorder.objects}
     reader = ObjectReader(storage, records, io_threads, verify=data.draw(st.booleans()), sizes=TINY)
-    assert sorted(reader.read_tiles(reads)) == sorted({number for read in reads for number, _, _ in read.targets})
+    assert sorted(reader.read_chunks(reads)) == sorted({number for read in reads for number, _, _ in read.targets})
     for array, expected in targets:
         assert same_bits(array, expected)
 
@@ -164,7 +164,7 @@ def test_reads_of_many_objects_are_under_way_together(recorded: bool) -> None:
     arrays = [np.zeros(len(data), np.uint8) for data in objects.values()]
     reader = ObjectReader(storage, records, IOThreads())
     reads = [read_whole(key, number, 0, arrays[number]) for number, key in enumerate(objects)]
-    assert sorted(reader.read_tiles(reads)) == list(range(24))
+    assert sorted(reader.read_chunks(reads)) == list(range(24))
     assert [array.tobytes() for array in arrays] == list(objects.values())
     assert storage.count("get") == 24
     assert storage.count("head") == (0 if recorded else 24)
@@ -178,7 +178,7 @@ def test_a_large_array_is_read_by_requests_of_the_size_that_suits_the_storage(ve
     recorder = written(storage, {"x": data.tobytes()})
     array = np.zeros(16 * MIB, np.uint8)
     reader = ObjectReader(storage, {record.key: record for record in recorder.objects}, IOThreads(), verify=verify)
-    assert list(reader.read_tiles([read_whole("x", 0, 0, array)])) == [0]
+    assert list(reader.read_chunks([read_whole("x", 0, 0, array)])) == [0]
     assert np.array_equal(array, data)
     asked = sorted([(request.start, request.stop) for request in storage.requests])
     assert asked == [(start, start + 2 * MIB) for start in range(0, 16 * MIB, 2 * MIB)]
@@ -193,7 +193,7 @@ def test_what_is_near_is_read_together_and_what_is_far_apart_is_not() -> None:
     places = [0, 900_000, 1_700_000, 10 * MIB]
     arrays = [np.zeros(100, np.uint8) for _ in places]
     reads = [read_whole("x", number, start, arrays[number]) for number, start in enumerate(places)]
-    assert sorted(reader.read_tiles(reads)) == [0, 1, 2, 3]
+    assert sorted(reader.read_chunks(reads)) == [0, 1, 2, 3]
     assert [array.tobytes() for array in arrays] == [data[start : start + 100] for start in places]
     assert storage.count("get") == 2
 
@@ -242,7 +242,7 @@ def test_an_error_of_a_size_is_raised() -> None:
     arrays = [np.zeros(1, np.uint8) for _ in range(2)]
     with pytest.raises(ObjectNotFoundError):
         list(
-            ObjectReader(storage, {}, IOThreads()).read_tiles(
+            ObjectReader(storage, {}, IOThreads()).read_chunks(
                 [read_whole(key, number, 0, arrays[number]) for number, key in enumerate(["a", "b"])]
             )
         )

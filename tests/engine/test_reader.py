@@ -16,7 +16,7 @@ from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.io.reader import ObjectReader
 from ckptcore.io.sources import EdgeBlocks
 from ckptcore.io.threads import IOThreads
-from ckptcore.model import Box, BytesSegment, HostArray, ObjectRecord, TileRead
+from ckptcore.model import Box, BytesSegment, ChunkRead, HostArray, ObjectRecord
 from tests.engine.objects import TINY
 from tests.engine.watched_storage import WatchedStorage, memory_storage
 
@@ -45,9 +45,9 @@ def noise(nbytes: int) -> bytes:
     return np.random.default_rng(nbytes).bytes(nbytes)
 
 
-def read_whole(number: int, offset: int, array: HostArray) -> TileRead:
+def read_whole(number: int, offset: int, array: HostArray) -> ChunkRead:
     box = Box.whole(array.shape)
-    return TileRead("x", offset, box, array.itemsize, ((number, box, array),))
+    return ChunkRead("x", offset, box, array.itemsize, ((number, box, array),))
 
 
 @pytest.mark.parametrize("verify", [True, False])
@@ -55,7 +55,7 @@ def test_a_large_array_is_read_straight_into_its_memory_and_each_byte_once(verif
     stored = Stored(noise(9 * MIB + 500))
     array = np.zeros(9 * MIB + 400, np.uint8)
     reader = stored.reader(verify=verify)
-    assert list(reader.read_tiles([read_whole(0, 100, array)])) == [0]
+    assert list(reader.read_chunks([read_whole(0, 100, array)])) == [0]
     assert array.tobytes() == stored.data[100:]
     assert reader.bytes_read == (9 * MIB + 500 if verify else 9 * MIB + 400)
     assert reader.requests == (10 if verify else 3)
@@ -67,7 +67,7 @@ def test_many_small_arrays_share_a_request(verify: bool) -> None:
     arrays = [np.zeros(16, np.float32) for _ in range(1000)]
     reader = stored.reader(verify=verify)
     reads = [read_whole(number, 100 + 64 * number, array) for number, array in enumerate(arrays)]
-    assert sorted(reader.read_tiles(reads)) == list(range(1000))
+    assert sorted(reader.read_chunks(reads)) == list(range(1000))
     assert b"".join([array.tobytes() for array in arrays]) == stored.data[100:]
     assert reader.requests == 1
     assert reader.bytes_read == len(stored.data) - (0 if verify else 100)
@@ -78,7 +78,7 @@ def test_a_block_that_arrays_share_is_read_once() -> None:
     arrays = [np.zeros(MIB + 1000, np.uint8) for _ in range(7)]
     reader = stored.reader()
     reads = [read_whole(number, array.nbytes * number, array) for number, array in enumerate(arrays)]
-    assert sorted(reader.read_tiles(reads)) == list(range(7))
+    assert sorted(reader.read_chunks(reads)) == list(range(7))
     assert reader.bytes_read == 8 * MIB
     assert b"".join([array.tobytes() for array in arrays]) == stored.data[: 7 * (MIB + 1000)]
 
@@ -92,12 +92,12 @@ def test_columns_are_read_by_the_span_and_shared_by_targets(verify: bool) -> Non
     arrays = [np.zeros((512, 1024), np.uint16) for _ in boxes]
     targets = tuple([(number, box, array) for number, (box, array) in enumerate(zip(boxes, arrays, strict=True))])
     reader = stored.reader(verify=verify)
-    assert sorted(reader.read_tiles([TileRead("x", 0, whole, 2, targets)])) == [0, 1, 2, 3]
+    assert sorted(reader.read_chunks([ChunkRead("x", 0, whole, 2, targets)])) == [0, 1, 2, 3]
     assert reader.bytes_read == 4 * MIB
     for box, array in zip(boxes, arrays, strict=True):
         assert np.array_equal(array, matrix[box.slices])
     reader = stored.reader(verify=verify)
-    list(reader.read_tiles([TileRead("x", 0, whole, 2, targets[1:2])]))
+    list(reader.read_chunks([ChunkRead("x", 0, whole, 2, targets[1:2])]))
     assert reader.bytes_read == (4 * MIB if verify else 511 * 8192 + 2048)
 
 
@@ -110,7 +110,7 @@ def test_columns_that_several_arrays_want_are_taken_once() -> None:
     targets = tuple([(number, box, array) for number, (box, array) in enumerate(zip(boxes, arrays, strict=True))])
     filled: list[int] = []
     reader = ObjectReader(stored.storage, stored.records, stored.threads, sizes=TINY, progress=filled.append)
-    assert sorted(reader.read_tiles([TileRead("x", 0, Box.whole(matrix.shape), 1, targets)])) == [0, 1, 2]
+    assert sorted(reader.read_chunks([ChunkRead("x", 0, Box.whole(matrix.shape), 1, targets)])) == [0, 1, 2]
     assert sum(filled) == sum([array.nbytes for array in arrays])
     for box, array in zip(boxes, arrays, strict=True):
         assert np.array_equal(array, matrix[box.slices])
@@ -120,13 +120,13 @@ def test_rows_far_apart_are_read_alone_where_nothing_is_verified() -> None:
     matrix = np.frombuffer(noise(8 * MIB), np.uint8).reshape(8, MIB)
     stored = Stored(matrix.tobytes())
     array = np.zeros((8, 1000), np.uint8)
-    read = TileRead("x", 0, Box.whole(matrix.shape), 1, ((5, Box((0, 10), (8, 1010)), array),))
+    read = ChunkRead("x", 0, Box.whole(matrix.shape), 1, ((5, Box((0, 10), (8, 1010)), array),))
     reader = stored.reader(verify=False)
-    assert list(reader.read_tiles([read])) == [5]
+    assert list(reader.read_chunks([read])) == [5]
     assert np.array_equal(array, matrix[:, 10:1010])
     assert (reader.bytes_read, reader.requests) == (8000, 8)
     reader = stored.reader()
-    assert list(reader.read_tiles([read])) == [5]
+    assert list(reader.read_chunks([read])) == [5]
     assert reader.bytes_read == 8 * MIB
 
 
@@ -135,9 +135,9 @@ def test_long_rows_are_read_straight_into_an_array() -> None:
     stored = Stored(noise(4 * 4096), sizes=TINY, request_bytes=64)
     matrix = np.frombuffer(stored.data, np.uint8).reshape(4, 4096)
     array = np.zeros((4, 1024), np.uint8)
-    read = TileRead("x", 0, Box.whole(matrix.shape), 1, ((0, Box((0, 1024), (4, 2048)), array),))
+    read = ChunkRead("x", 0, Box.whole(matrix.shape), 1, ((0, Box((0, 1024), (4, 2048)), array),))
     reader = stored.reader()
-    assert list(reader.read_tiles([read])) == [0]
+    assert list(reader.read_chunks([read])) == [0]
     assert np.array_equal(array, matrix[:, 1024:2048])
     assert reader.bytes_read == 4096
 
@@ -147,7 +147,7 @@ def test_a_slow_storage_is_asked_for_much_at_once() -> None:
     arrays = [np.zeros(3 * MIB + 5, np.uint8) for _ in range(5)]
     reads = [read_whole(number, number * (3 * MIB + 5), array) for number, array in enumerate(arrays)]
     reader = stored.reader()
-    assert sorted(reader.read_tiles(reads)) == list(range(5))
+    assert sorted(reader.read_chunks(reads)) == list(range(5))
     assert b"".join([array.tobytes() for array in arrays]) == stored.data[: 15 * MIB + 25]
     assert reader.requests <= 4
     assert reader.bytes_read == 16 * MIB
@@ -158,15 +158,15 @@ def test_what_is_not_known_is_read_without_verification() -> None:
     stored.records = {"x": ObjectRecord("x", 3000)}
     array = np.zeros(10, np.uint8)
     reader = stored.reader()
-    assert list(reader.read_tiles([read_whole(0, 1001, array)])) == [0]
+    assert list(reader.read_chunks([read_whole(0, 1001, array)])) == [0]
     assert reader.bytes_read == 10
     stored.records = {}
     reader = stored.reader()
     assert (reader.size("x"), reader.get("x", 5, 9)) == (3000, stored.data[5:9])
-    assert list(reader.read_tiles([read_whole(0, 1001, array)])) == [0]
+    assert list(reader.read_chunks([read_whole(0, 1001, array)])) == [0]
     assert array.tobytes() == stored.data[1001:1011]
     with pytest.raises(ObjectNotFoundError):
-        list(reader.read_tiles([TileRead("y", 0, Box((), ()), 1, ())]))
+        list(reader.read_chunks([ChunkRead("y", 0, Box((), ()), 1, ())]))
 
 
 @pytest.mark.parametrize("verify", [True, False])
@@ -175,14 +175,14 @@ def test_a_strict_reader_refuses_objects_that_it_was_not_told_of(verify: bool) -
     stored.storage.put("stray", noise(3000))
     reader = stored.reader(verify=verify, strict=True)
     array = np.zeros(3000, np.uint8)
-    stray = TileRead("stray", 0, Box((0,), (10,)), 1, ((1, Box((0,), (10,)), np.zeros(10, np.uint8)),))
+    stray = ChunkRead("stray", 0, Box((0,), (10,)), 1, ((1, Box((0,), (10,)), np.zeros(10, np.uint8)),))
     refused: list[Callable[[], object]] = [
         lambda: reader.get("stray"),
         lambda: reader.get("stray", 5, 5),
         lambda: reader.size("stray"),
         lambda: reader.size("absent"),
-        lambda: list(reader.read_tiles([read_whole(0, 0, array), stray])),
-        lambda: list(reader.read_tiles([TileRead("stray", 0, Box((0,), (0,)), 1, ())])),
+        lambda: list(reader.read_chunks([read_whole(0, 0, array), stray])),
+        lambda: list(reader.read_chunks([ChunkRead("stray", 0, Box((0,), (0,)), 1, ())])),
     ]
     for refuse in refused:
         with pytest.raises(CorruptCheckpointError, match="the root does not list this object") as caught:
@@ -191,7 +191,7 @@ def test_a_strict_reader_refuses_objects_that_it_was_not_told_of(verify: bool) -
         assert repr(caught.value.key) in str(caught.value)
     assert stored.storage.read_calls == 0 and not array.any()
     assert reader.size("x") == 3000 and reader.get("x") == stored.data
-    assert list(reader.read_tiles([read_whole(0, 0, array)])) == [0]
+    assert list(reader.read_chunks([read_whole(0, 0, array)])) == [0]
     assert array.tobytes() == stored.data
 
 
@@ -221,41 +221,41 @@ def test_targets_without_elements_are_complete_at_once() -> None:
     empty = np.zeros((0, 3), np.float32)
     tile = Box((0, 0), (10, 3))
     reads = [
-        TileRead("x", 0, tile, 4, ((7, Box((2, 0), (2, 3)), empty),)),
-        TileRead("x", 3000, Box((0, 0), (0, 3)), 4, ((8, Box((0, 0), (0, 3)), empty),)),
-        TileRead("x", 0, tile, 4, ((9, Box((10, 0), (12, 3)), np.zeros((2, 3), np.float32)),)),
+        ChunkRead("x", 0, tile, 4, ((7, Box((2, 0), (2, 3)), empty),)),
+        ChunkRead("x", 3000, Box((0, 0), (0, 3)), 4, ((8, Box((0, 0), (0, 3)), empty),)),
+        ChunkRead("x", 0, tile, 4, ((9, Box((10, 0), (12, 3)), np.zeros((2, 3), np.float32)),)),
     ]
     reader = stored.reader()
-    assert list(reader.read_tiles(reads)) == [7, 8, 9]
+    assert list(reader.read_chunks(reads)) == [7, 8, 9]
     assert reader.requests == 0
-    assert list(reader.read_tiles([])) == []
+    assert list(reader.read_chunks([])) == []
 
 
-HOSTILE: Sequence[TileRead] = [
-    TileRead("x", 2999, Box((0,), (2,)), 1, ()),
-    TileRead("x", -1, Box((0,), (2,)), 1, ()),
-    TileRead("x", 1 << 80, Box((0,), (1,)), 1, ()),
-    TileRead("x", 0, Box((0, 0), (1 << 40, 1 << 40)), 8, ()),
-    TileRead("x", 0, Box((0,), (2,)), 0, ()),
-    TileRead("x", 0, Box((0,), (2,)), -4, ()),
-    TileRead("x", 0, Box((5,), (2,)), 1, ()),
-    TileRead("x", 0, Box((0,), (-2,)), 1, ()),
-    TileRead("x", 0, Box((0, 0), (-2, -2)), 1, ()),
-    TileRead("x", 0, Box((0, 0), (2,)), 1, ()),
-    TileRead("x", 0, Box((0,), (2,)), 1, ((0, Box((0,), (3,)), np.zeros(2, np.uint8)),)),
-    TileRead("x", 0, Box((0,), (2,)), 2, ((0, Box((0,), (2,)), np.zeros(2, np.uint8)),)),
-    TileRead("x", 0, Box((0,), (2,)), 1, ((0, Box((0, 0), (2, 2)), np.zeros((2, 2), np.uint8)),)),
-    TileRead("x", 0, Box((0,), (2,)), 1, ((0, Box((3,), (1,)), np.zeros(2, np.uint8)),)),
+HOSTILE: Sequence[ChunkRead] = [
+    ChunkRead("x", 2999, Box((0,), (2,)), 1, ()),
+    ChunkRead("x", -1, Box((0,), (2,)), 1, ()),
+    ChunkRead("x", 1 << 80, Box((0,), (1,)), 1, ()),
+    ChunkRead("x", 0, Box((0, 0), (1 << 40, 1 << 40)), 8, ()),
+    ChunkRead("x", 0, Box((0,), (2,)), 0, ()),
+    ChunkRead("x", 0, Box((0,), (2,)), -4, ()),
+    ChunkRead("x", 0, Box((5,), (2,)), 1, ()),
+    ChunkRead("x", 0, Box((0,), (-2,)), 1, ()),
+    ChunkRead("x", 0, Box((0, 0), (-2, -2)), 1, ()),
+    ChunkRead("x", 0, Box((0, 0), (2,)), 1, ()),
+    ChunkRead("x", 0, Box((0,), (2,)), 1, ((0, Box((0,), (3,)), np.zeros(2, np.uint8)),)),
+    ChunkRead("x", 0, Box((0,), (2,)), 2, ((0, Box((0,), (2,)), np.zeros(2, np.uint8)),)),
+    ChunkRead("x", 0, Box((0,), (2,)), 1, ((0, Box((0, 0), (2, 2)), np.zeros((2, 2), np.uint8)),)),
+    ChunkRead("x", 0, Box((0,), (2,)), 1, ((0, Box((3,), (1,)), np.zeros(2, np.uint8)),)),
 ]
 
 
 @pytest.mark.parametrize("read", HOSTILE)
-def test_descriptions_that_make_no_sense_are_refused_before_anything_is_read(read: TileRead) -> None:
+def test_descriptions_that_make_no_sense_are_refused_before_anything_is_read(read: ChunkRead) -> None:
     stored = Stored(noise(3000), sizes=TINY)
     for verify in (True, False):
         reader = stored.reader(verify=verify)
         with pytest.raises(CorruptCheckpointError) as caught:
-            list(reader.read_tiles([read]))
+            list(reader.read_chunks([read]))
         assert caught.value.key == "x"
         assert "x" in str(caught.value)
         assert reader.requests == 0
@@ -264,7 +264,7 @@ def test_descriptions_that_make_no_sense_are_refused_before_anything_is_read(rea
 def test_a_read_behind_the_end_names_the_range() -> None:
     stored = Stored(noise(3000), sizes=TINY)
     with pytest.raises(CorruptCheckpointError, match="expected bytes 2990 to 3010.*found 3000 bytes") as caught:
-        list(stored.reader().read_tiles([TileRead("x", 2990, Box((0,), (20,)), 1, ())]))
+        list(stored.reader().read_chunks([ChunkRead("x", 2990, Box((0,), (20,)), 1, ())]))
     assert (caught.value.start, caught.value.stop) == (2990, 3010)
 
 
@@ -272,7 +272,7 @@ def test_checksums_of_the_wrong_number_are_refused() -> None:
     stored = Stored(noise(3000), sizes=TINY)
     stored.records = {"x": ObjectRecord("x", 1 << 60, stored.records["x"].checksums)}
     with pytest.raises(CorruptCheckpointError, match="checksums of 'x' are damaged"):
-        list(stored.reader().read_tiles([read_whole(0, 0, np.zeros(4, np.uint8))]))
+        list(stored.reader().read_chunks([read_whole(0, 0, np.zeros(4, np.uint8))]))
     with pytest.raises(CorruptCheckpointError, match="checksums of 'x' are damaged"):
         stored.reader().get("x")
 
@@ -282,7 +282,7 @@ def test_an_object_that_was_cut_off_is_found() -> None:
     stored.storage.put("x", stored.data[:2000])
     for verify in (True, False):
         with pytest.raises(CorruptCheckpointError):
-            list(stored.reader(verify=verify).read_tiles([read_whole(0, 0, np.zeros(2500, np.uint8))]))
+            list(stored.reader(verify=verify).read_chunks([read_whole(0, 0, np.zeros(2500, np.uint8))]))
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -293,7 +293,7 @@ def test_nothing_writes_into_targets_after_the_end(threads: int, end: str) -> No
     arrays = [np.zeros(1000, np.uint8) for _ in range(40)]
     reads = [read_whole(number, number * 1000, array) for number, array in enumerate(arrays)]
     reader = stored.reader()
-    results = reader.read_tiles(reads)
+    results = reader.read_chunks(reads)
     if end == "error":
         stored.storage.fail_read_at = 60
         with pytest.raises(StorageError, match="read 60 of 'x' failed because the test said so"):
@@ -316,7 +316,7 @@ def test_a_target_must_be_memory_that_can_be_filled() -> None:
     frozen.flags.writeable = False
     for array in (frozen, np.zeros((8,), np.uint8)[::2]):
         with pytest.raises(ValueError, match="not C-contiguous and writable"):
-            list(stored.reader().read_tiles([read_whole(0, 0, array)]))
+            list(stored.reader().read_chunks([read_whole(0, 0, array)]))
 
 
 def test_names_come_from_the_storage() -> None:

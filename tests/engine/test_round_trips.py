@@ -16,7 +16,7 @@ from ckptcore.io.elements import plain
 from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.io.reader import ObjectReader
 from ckptcore.io.threads import IOThreads
-from ckptcore.model import Box, BytesSegment, TileRead
+from ckptcore.model import Box, BytesSegment, ChunkRead
 from tests.engine.objects import TINY, Opened, stored, stored_bytes, tiles
 from tests.engine.watched_storage import WatchedStorage, memory_storage
 
@@ -52,7 +52,7 @@ def test_targets_get_what_slicing_gives(data: st.DataObject) -> None:
     verify = data.draw(st.booleans())
     filled: list[int] = []
     reader = ObjectReader(storage, records, threads, verify=verify, sizes=TINY, progress=filled.append)
-    numbers = list(reader.read_tiles(reads))
+    numbers = list(reader.read_chunks(reads))
     assert sorted(numbers) == sorted({number for read in reads for number, _, _ in read.targets})
     for array, expected in targets:
         assert same_bits(array, expected)
@@ -77,7 +77,7 @@ def test_a_damaged_byte_is_found_or_not_read(data: st.DataObject) -> None:
     storage.put("x", bytes(damaged))
     reader = ObjectReader(storage, {record.key: record for record in recorder.objects}, threads, sizes=TINY)
     try:
-        list(reader.read_tiles(reads))
+        list(reader.read_chunks(reads))
     except ChecksumError as error:
         assert error.key == "x"
         assert error.start is not None and error.stop is not None
@@ -123,12 +123,12 @@ def test_any_order_of_threads_gives_the_same(seed: int) -> None:
             right = Box((0, half), source.shape)
             arrays = [np.empty(left.shape, np.uint8), np.empty(right.shape, np.uint8)]
             targets = ((2 * number, left, arrays[0]), (2 * number + 1, right, arrays[1]))
-            reads.append(TileRead("x", offset, Box.whole(source.shape), 1, targets))
+            reads.append(ChunkRead("x", offset, Box.whole(source.shape), 1, targets))
             results.extend([(arrays[0], source[:, :half]), (arrays[1], source[:, half:])])
             offset += source.nbytes
         records = {record.key: record for record in recorder.objects}
         reader = ObjectReader(storage, records, threads, sizes=TINY)
-        for number in reader.read_tiles(reads):
+        for number in reader.read_chunks(reads):
             found, expected = results[number]
             assert np.array_equal(plain(found), plain(expected))  # complete as soon as its number comes
         assert storage.read_calls > 20

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptcore.errors import ObjectNotFoundError
-from ckptcore.model import TileRead
+from ckptcore.model import ChunkRead
 from ckptcore.protocols import StorageAddress
 
 __all__ = ["Directory"]
@@ -36,5 +36,5 @@ class Directory:
     def list_names(self, prefix: str = "") -> Sequence[str]:
         return sorted(entry.name + ("/" if entry.is_dir() else "") for entry in (self.path / prefix).iterdir())
 
-    def read_tiles(self, reads: Sequence[TileRead]) -> Iterator[int]:
+    def read_chunks(self, reads: Sequence[ChunkRead]) -> Iterator[int]:
         raise NotImplementedError

@@ -26,7 +26,7 @@ from ckptcore_testing.layout_stores import DirectoryReadStore
 import ckptcore
 from ckptcore.errors import CheckpointError, ChecksumError, CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.hookspecs import hookimpl
-from ckptcore.model import JSON, LEAF, ArrayRecord, ArraySpec, Box, HostArray, ReadItem, TileRead, TreeMetadata
+from ckptcore.model import JSON, LEAF, ArrayRecord, ArraySpec, Box, ChunkRead, HostArray, ReadItem, TreeMetadata
 from ckptcore.protocols import Inspection, LayoutFactory
 
 _FORMATS = pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
@@ -55,16 +55,16 @@ class _CountingStore(DirectoryReadStore):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self.got = 0
-        self.tiles: list[TileRead] = []
+        self.tiles: list[ChunkRead] = []
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         data = super().get(key, start, stop)
         self.got += len(data)
         return data
 
-    def read_tiles(self, reads: Sequence[TileRead]) -> Iterator[int]:
+    def read_chunks(self, reads: Sequence[ChunkRead]) -> Iterator[int]:
         self.tiles.extend(reads)
-        return super().read_tiles(reads)
+        return super().read_chunks(reads)
 
 
 def _inspect(path: Path) -> Inspection:

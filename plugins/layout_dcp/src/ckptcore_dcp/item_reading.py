@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from ckptcore.errors import CorruptCheckpointError
-from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray, TileRead, TreeMetadata, format_path
+from ckptcore.model import ArrayRecord, ArraySpec, Box, ChunkRead, HostArray, TreeMetadata, format_path
 from ckptcore.protocols import ReadStore
 from ckptcore_dcp.dtypes import physical_spec
 from ckptcore_dcp.item_templates import KnownTemplates
@@ -84,7 +84,7 @@ def read_items(tree: TreeMetadata, wanted: Sequence[ItemTargets], store: ReadSto
     for found in wanted:
         for number, _, _ in found.targets:
             left[number] = left.get(number, 0) + 1
-    tiles: list[TileRead] = []
+    tiles: list[ChunkRead] = []
     for found in wanted:
         if not _is_small(found):
             with _about(found.chunk):
@@ -105,7 +105,7 @@ def read_items(tree: TreeMetadata, wanted: Sequence[ItemTargets], store: ReadSto
     for tile in tiles:
         for number, _, _ in tile.targets:
             in_tiles[number] = in_tiles.get(number, 0) + 1
-    for number in store.read_tiles(tiles):
+    for number in store.read_chunks(tiles):
         left[number] -= in_tiles[number]
         if not left[number]:
             yield number
@@ -191,7 +191,7 @@ def _copy(tree: TreeMetadata, found: ItemTargets, stored: memoryview, templates:
     templates.learn(expected, stored, origin, members, f"data/{place.tensor.storage}", place)
 
 
-def _read_large(tree: TreeMetadata, found: ItemTargets, store: ReadStore) -> TileRead | None:
+def _read_large(tree: TreeMetadata, found: ItemTargets, store: ReadStore) -> ChunkRead | None:
     """The tile to read; None if elements do not lie in C order, and are in their places now."""
     chunk = found.chunk
 
@@ -205,7 +205,7 @@ def _read_large(tree: TreeMetadata, found: ItemTargets, store: ReadStore) -> Til
         alone = tensor.offset == 0 and tensor.spec.nbytes == storage.nbytes
         whole = alone and is_read_whole([box for _, box, _ in found.targets], chunk.box, itemsize)
         checksum = storage.checksum if whole else None
-        return TileRead(chunk.key, place.extent[0], chunk.box, itemsize, tuple(found.targets), checksum)
+        return ChunkRead(chunk.key, place.extent[0], chunk.box, itemsize, tuple(found.targets), checksum)
     _fill(found, place, None if storage.compression == STORED else inflated(storage, fetch), store)
     return None
 

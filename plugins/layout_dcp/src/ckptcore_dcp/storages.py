@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from ckptcore.errors import CheckpointError, CorruptCheckpointError
-from ckptcore.model import JSON, ArrayRecord, Box, HostArray, ReadItem, TileRead, TreeMetadata, format_path
+from ckptcore.model import JSON, ArrayRecord, Box, ChunkRead, HostArray, ReadItem, TreeMetadata, format_path
 from ckptcore.protocols import ReadStore
 from ckptcore_dcp.descriptor_sums import DescriptorSum
 from ckptcore_dcp.stored_tensors import StoredTensor, check_bounds
@@ -290,11 +290,11 @@ def read_places(
         else:
             gathered.setdefault(place.storage, []).append(number)
     summed: set[tuple[str, int]] = set()
-    reads: list[TileRead] = []
+    reads: list[ChunkRead] = []
     for leaf, numbers in tiles.items():
         targets = tuple([(number, items[number].box, buffers[number]) for number in numbers])
         reads.append(_tile(places[leaf], targets, summed))
-    for number in store.read_tiles(reads):
+    for number in store.read_chunks(reads):
         if places[items[number].leaf].storage.big_endian:
             _swap(buffers[number])
         yield number
@@ -312,7 +312,7 @@ def _fetching(store: ReadStore, key: str) -> Fetch:
     return lambda start, stop: store.get(key, start, stop)
 
 
-def _tile(place: Place, targets: tuple[tuple[int, Box, HostArray], ...], summed: set[tuple[str, int]]) -> TileRead:
+def _tile(place: Place, targets: tuple[tuple[int, Box, HostArray], ...], summed: set[tuple[str, int]]) -> ChunkRead:
     tensor, storage = place.tensor, place.storage
     spec = tensor.spec
     checksum = None
@@ -325,7 +325,7 @@ def _tile(place: Place, targets: tuple[tuple[int, Box, HostArray], ...], summed:
     ):
         checksum = storage.checksum
         summed.add((storage.key, storage.start))
-    return TileRead(storage.key, place.extent[0], Box.whole(spec.shape), tensor.itemsize, targets, checksum)
+    return ChunkRead(storage.key, place.extent[0], Box.whole(spec.shape), tensor.itemsize, targets, checksum)
 
 
 def inflated(storage: StoredBytes, fetch: Fetch) -> bytes:

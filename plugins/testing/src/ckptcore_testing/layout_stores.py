@@ -11,18 +11,18 @@ from pathlib import Path
 import numpy as np
 
 from ckptcore.errors import ChecksumError, ConditionFailedError, CorruptCheckpointError, ObjectNotFoundError
-from ckptcore.io.chunk_reads import read_chunks
+from ckptcore.io.chunk_reads import read_boxes
 from ckptcore.model import (
     ArraySegment,
     Box,
     Checksum,
     ChecksumSegment,
     Chunk,
+    ChunkRead,
     HostArray,
     ObjectRecord,
     ReadItem,
     Segment,
-    TileRead,
     WritePlan,
 )
 from ckptcore.plugins import installed_plugins
@@ -211,7 +211,7 @@ class StrictReadStore:
         """Names one level below."""
         return list(self._storage.list_names(prefix.removesuffix("/")))
 
-    def read_tiles(self, reads: Sequence[TileRead]) -> Iterator[int]:
+    def read_chunks(self, reads: Sequence[ChunkRead]) -> Iterator[int]:
         """Fill targets from files, and hold each read to what it says of itself; the last read comes first."""
         remaining: dict[int, int] = {}
         for read in reads:
@@ -226,9 +226,9 @@ class StrictReadStore:
 
     def read_boxes(self, index: ChunkIndex, items: Sequence[ReadItem], buffers: Sequence[HostArray]) -> Iterator[int]:
         """Read through an index as the core does."""
-        return read_chunks(index, items, buffers, self)
+        return read_boxes(index, items, buffers, self)
 
-    def _read_tile(self, read: TileRead) -> None:
+    def _read_tile(self, read: ChunkRead) -> None:
         assert type(read.offset) is int and read.offset >= 0, f"a read of {read.key} from {read.offset!r}"
         nbytes = read.box.size * read.itemsize
         data = self._verified(read.key)[read.offset : read.offset + nbytes]
@@ -250,7 +250,7 @@ class StrictReadStore:
             if common is not None:
                 target[common.within(box)] = tile[common.within(read.box)]
 
-    def _compare(self, read: TileRead, checksum: Checksum, data: bytes) -> None:
+    def _compare(self, read: ChunkRead, checksum: Checksum, data: bytes) -> None:
         """Compare what stands behind a tile, whoever verified the object: a layout may not name what is not there."""
         stop = read.offset + len(data)
         end = stop + checksum.nbytes

@@ -11,13 +11,13 @@ from ckptcore.io.elements import bytes_of
 from ckptcore.io.tiles import Extent, c_strides, flat_boxes, intersect, spans
 from ckptcore.model import HostArray
 
-__all__ = ["BoxTaker", "RunTaker", "Taker"]
+__all__ = ["BoxDestination", "Destination", "RunDestination"]
 
 _SMALL_BYTES: Final = 16 << 10
 """Up to here an array is filled element by element; beyond NumPy would keep the interpreter lock for some dtypes."""
 
 
-class RunTaker:
+class RunDestination:
     """An array that wants the bytes `start` to `stop` of an object as they are, at one place of its memory."""
 
     __slots__ = ("_array", "_memory", "_place", "number", "start", "stop")
@@ -54,8 +54,8 @@ class RunTaker:
         return stop - start
 
 
-class BoxTaker:
-    """An array that wants a box of a tile whose elements lie apart, in the object or in its memory."""
+class BoxDestination:
+    """An array that wants a box of a chunk whose elements lie apart, in the object or in its memory."""
 
     __slots__ = (
         "_array",
@@ -83,11 +83,11 @@ class BoxTaker:
 
         Args:
             number: of the target.
-            offset: of the tile in the object, in bytes.
-            shape: of the tile.
-            extent: what is wanted, relative to the tile; not empty.
+            offset: of the chunk in the object, in bytes.
+            shape: of the chunk.
+            extent: what is wanted, relative to the chunk; not empty.
             array: of the little endian dtype that the object has.
-            origin: where the array begins, relative to the tile.
+            origin: where the array begins, relative to the chunk.
         """
         self.number = number
         self._offset = offset
@@ -130,4 +130,4 @@ class BoxTaker:
         return taken
 
 
-Taker = RunTaker | BoxTaker
+Destination = RunDestination | BoxDestination
