@@ -12,7 +12,7 @@ from ckptcore.commit.location import IndirectPlace, Location, Within, resolve_lo
 from ckptcore.commit.root import ROOT_KEY, Root
 from ckptcore.commit.root_json import decode_root
 from ckptcore.errors import ObjectNotFoundError
-from ckptcore.io.sources import hold_reader, open_reader
+from ckptcore.io.requests import hold_reader, open_reader
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import JSON
 from ckptcore.plugins import Plugins

@@ -17,6 +17,8 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Any, Final
 
+from ckptcore_tools.copies.transfers import Transfer
+
 from ckptcore.commit.location import Location, Within, resolve_location
 from ckptcore.commit.mark import Mark
 from ckptcore.commit.occupants import ADMINISTRATION, parse_root, read_root, root_bytes
@@ -30,7 +32,6 @@ from ckptcore.errors import (
     ObjectNotFoundError,
     StorageError,
 )
-from ckptcore.io.transfers import Transfer
 from ckptcore.loading.manifests import Manifest, StoredRoot
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.protocols import StorageBackend

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 
 from ckptcore.commit.root import ROOT_KEY
 from ckptcore.errors import ConditionFailedError, ObjectNotFoundError
-from ckptcore.io.object_sizes import SIZES
+from ckptcore.io.requests import SIZES
 from ckptcore.io.snapshot import ViewedSnapshot
 from ckptcore.model.arrays import HostArray
 from ckptcore.model.objects import CHECKSUM_BYTES, ObjectRecord

@@ -15,7 +15,7 @@ from ckptcore.commit.root_json import encode_composite, encode_root
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.context import Context
 from ckptcore.errors import PluginError, UnsupportedLeafError
-from ckptcore.io.object_sizes import SIZES
+from ckptcore.io.requests import SIZES
 from ckptcore.job.visibility import sees_claim
 from ckptcore.model.transfer import Receipt
 from ckptcore.protocols import (

@@ -14,9 +14,7 @@ import numpy as np
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.io.checksums import BlockChecksums, RecordedChecksums
 from ckptcore.io.memory import map_pages
-from ckptcore.io.object_sizes import SIZES, Sizes
-from ckptcore.io.requests import requests_of
-from ckptcore.io.sources import open_reader
+from ckptcore.io.requests import SIZES, Sizes, open_reader, requests_of
 from ckptcore.io.threads import IOThreads, run_each
 from ckptcore.model import ObjectRecord
 from ckptcore.protocols import ObjectWriter, RangeReader, StorageBackend
