@@ -17,7 +17,7 @@ from ckptcore.loading.load_requests import LoadAccount, LoadRequest
 from ckptcore.loading.matching import Matched
 from ckptcore.loading.open_sessions import Session
 from ckptcore.loading.reading import allocate_for, check_sizes, unread
-from ckptcore.loading.stored_pieces import BatchSizes, StoredPiece, TileIndex, batches_of, pieces_of
+from ckptcore.loading.stored_pieces import BatchSizes, ChunkLookup, StoredPiece, batches_of, pieces_of
 from ckptcore.loading.stored_trees import abstract_leaves, chosen_leaves, transformed
 from ckptcore.model import BLOCK_BYTES
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
@@ -126,13 +126,13 @@ def _batches(opened: Checkpoint, leaves: Sequence[int], most_bytes: int) -> Iter
     alone: list[Sequence[StoredPiece]] = []
     for leaf in leaves:
         for piece in _pieces(opened, leaf, most_bytes):
-            if piece.tile is None and piece.nbytes > most_bytes * _MOST_CUTS:
+            if piece.chunk is None and piece.nbytes > most_bytes * _MOST_CUTS:
                 raise CorruptCheckpointError(
                     f"{format_path(opened.tree.paths[leaf])} of {opened.location.display} is said to be "
                     f"{_spec_of(opened, leaf)}, more than {_MOST_CUTS} parts of {most_bytes} bytes; its metadata is "
                     "damaged: load another checkpoint"
                 )
-            is_whole = piece.tile is not None and not piece.tile.is_plain
+            is_whole = piece.chunk is not None and not piece.chunk.is_plain
             if is_whole and most_bytes < piece.nbytes <= _ITEM_BYTES:
                 alone.append((piece,))
             else:
@@ -150,7 +150,7 @@ def _pieces(opened: Checkpoint, leaf: int, most_bytes: int) -> Iterable[StoredPi
     if opened.derived is not None:
         return [StoredPiece(leaf, box, itemsize) for box in opened.derived.pieces(leaf, most_bytes)]
     whole = Box.whole(spec.shape)
-    return pieces_of(leaf, whole, itemsize, TileIndex(opened.index.boxes(leaf, whole)))
+    return pieces_of(leaf, whole, itemsize, ChunkLookup(opened.index.boxes(leaf, whole)))
 
 
 def _boxes(

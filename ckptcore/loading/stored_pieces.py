@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from math import prod
 from typing import Final, TypeAlias
 
-from ckptcore.io.tiles import c_strides, flat_boxes, run_axis
+from ckptcore.io.elements import c_strides, flat_boxes, run_axis
 from ckptcore.model.arrays import Box
 from ckptcore.model.chunks import Chunk
 from ckptcore.planning.partition import cut_box
 
-__all__ = ["ALIGNMENT", "BatchSizes", "Order", "StoredPiece", "TileIndex", "batches_of", "pieces_of"]
+__all__ = ["ALIGNMENT", "BatchSizes", "ChunkLookup", "Order", "StoredPiece", "batches_of", "pieces_of"]
 
 ALIGNMENT: Final = 64
 """Elements of a message begin at multiples of so many bytes: of any dtype, and of what vector instructions like."""
@@ -46,38 +46,40 @@ class StoredPiece:
 
     Attributes:
         leaf: the array.
-        box: of it, within one tile where that is known.
+        box: of it, within one chunk where that is known.
         itemsize: bytes per element.
-        tile: what it is a part of; None where nobody knows.
-        start, stop: its first byte in the object of the tile, and the one behind its last, as far as that can be told.
+        chunk: what it is a part of; None where nobody knows.
+        start, stop: its first byte in the object of the chunk, and the one behind its last, as far as that can be told.
     """
 
     leaf: int
     box: Box
     itemsize: int
-    tile: Chunk | None = None
+    chunk: Chunk | None = None
     start: int = 0
     stop: int = 0
 
     @classmethod
-    def of(cls, leaf: int, box: Box, itemsize: int, tile: Chunk) -> StoredPiece:
-        """The piece that a box of a tile is."""
-        if not tile.is_plain:
-            return cls(leaf, box, itemsize, tile, tile.offset, tile.offset)
-        strides = c_strides(tile.box.shape)
-        first = sum([(at - corner) * step for at, corner, step in zip(box.start, tile.box.start, strides, strict=True)])
-        last = sum(
-            [(at - 1 - corner) * step for at, corner, step in zip(box.stop, tile.box.start, strides, strict=True)]
+    def of(cls, leaf: int, box: Box, itemsize: int, chunk: Chunk) -> StoredPiece:
+        """The piece that a box of a chunk is."""
+        if not chunk.is_plain:
+            return cls(leaf, box, itemsize, chunk, chunk.offset, chunk.offset)
+        strides = c_strides(chunk.box.shape)
+        first = sum(
+            [(at - corner) * step for at, corner, step in zip(box.start, chunk.box.start, strides, strict=True)]
         )
-        return cls(leaf, box, itemsize, tile, tile.offset + first * itemsize, tile.offset + (last + 1) * itemsize)
+        last = sum(
+            [(at - 1 - corner) * step for at, corner, step in zip(box.stop, chunk.box.start, strides, strict=True)]
+        )
+        return cls(leaf, box, itemsize, chunk, chunk.offset + first * itemsize, chunk.offset + (last + 1) * itemsize)
 
     @property
     def order(self) -> Order:
         """Where it stands among all: by object and place in it; what is in no known place stands first."""
-        tile = self.tile
-        if tile is not None and tile.is_plain:
-            return tile.key, self.start, self.leaf, self.box.start
-        return "" if tile is None else tile.key, self.leaf, self.start, self.box.start
+        chunk = self.chunk
+        if chunk is not None and chunk.is_plain:
+            return chunk.key, self.start, self.leaf, self.box.start
+        return "" if chunk is None else chunk.key, self.leaf, self.start, self.box.start
 
     @property
     def nbytes(self) -> int:
@@ -89,67 +91,67 @@ class StoredPiece:
 
         An element that the byte is within goes to what lies behind.
         """
-        tile = self.tile
-        if tile is None or not tile.is_plain or not self.start < position < self.stop:
+        chunk = self.chunk
+        if chunk is None or not chunk.is_plain or not self.start < position < self.stop:
             return None
-        shape, corner = tile.box.shape, tile.box.start
+        shape, corner = chunk.box.shape, chunk.box.start
         inside = tuple(map(int.__sub__, self.box.start, corner)), tuple(map(int.__sub__, self.box.stop, corner))
         if prod(self.box.shape[: run_axis(shape, inside)]) != 1:
             return None  # its bytes do not follow each other
-        first, middle, last = [(byte - tile.offset) // self.itemsize for byte in (self.start, position, self.stop)]
+        first, middle, last = [(byte - chunk.offset) // self.itemsize for byte in (self.start, position, self.stop)]
         if middle <= first:
             return None
-        return self._run(tile, first, middle), self._run(tile, middle, last)
+        return self._run(chunk, first, middle), self._run(chunk, middle, last)
 
-    def _run(self, tile: Chunk, first: int, last: int) -> list[StoredPiece]:
-        """The elements of a tile from one on to another, in C order."""
-        corner = tile.box.start
+    def _run(self, chunk: Chunk, first: int, last: int) -> list[StoredPiece]:
+        """The elements of a chunk from one on to another, in C order."""
+        corner = chunk.box.start
         return [
             StoredPiece.of(
                 self.leaf,
                 Box(tuple(map(int.__add__, corner, start)), tuple(map(int.__add__, corner, stop))),
                 self.itemsize,
-                tile,
+                chunk,
             )
-            for start, stop in flat_boxes(tile.box.shape, first, last)
+            for start, stop in flat_boxes(chunk.box.shape, first, last)
         ]
 
 
-class TileIndex:
-    """The tiles of an array, found by boxes."""
+class ChunkLookup:
+    """The chunks of an array, found by boxes."""
 
-    def __init__(self, tiles: Iterable[Chunk]) -> None:
-        """Tiles that do not overlap."""
-        self._tiles = list(tiles)
+    def __init__(self, chunks: Iterable[Chunk]) -> None:
+        """Take chunks that do not overlap."""
+        self._chunks = list(chunks)
         self._axis = 0
-        axes = range(len(self._tiles[0].box.start)) if self._tiles else ()
-        counts = [len({tile.box.start[axis] for tile in self._tiles}) for axis in axes]
+        axes = range(len(self._chunks[0].box.start)) if self._chunks else ()
+        counts = [len({chunk.box.start[axis] for chunk in self._chunks}) for axis in axes]
         if counts:
             self._axis = axis = counts.index(max(counts))
-            self._tiles.sort(key=lambda tile: (tile.box.start[axis], tile.box.start))
-            self._starts = [tile.box.start[axis] for tile in self._tiles]
-            self._longest = max([tile.box.shape[axis] for tile in self._tiles])
+            self._chunks.sort(key=lambda chunk: (chunk.box.start[axis], chunk.box.start))
+            self._starts = [chunk.box.start[axis] for chunk in self._chunks]
+            self._longest = max([chunk.box.shape[axis] for chunk in self._chunks])
 
     @property
     def is_plain(self) -> bool:
-        """Whether every part of every tile can be read by itself."""
-        return all(tile.is_plain for tile in self._tiles)
+        """Whether every part of every chunk can be read by itself."""
+        return all(chunk.is_plain for chunk in self._chunks)
 
     def parts(self, box: Box) -> Iterator[tuple[Box, Chunk]]:
-        """What each tile has of a box that has elements."""
-        tiles: Sequence[Chunk] = self._tiles
-        if tiles and box.start:
+        """What each chunk has of a box that has elements."""
+        chunks: Sequence[Chunk] = self._chunks
+        if chunks and box.start:
             first = bisect.bisect_right(self._starts, box.start[self._axis] - self._longest)
-            tiles = tiles[first : bisect.bisect_left(self._starts, box.stop[self._axis])]
-        for tile in tiles:
-            common = tile.box.intersect(box)
+            chunks = chunks[first : bisect.bisect_left(self._starts, box.stop[self._axis])]
+        for chunk in chunks:
+            common = chunk.box.intersect(box)
             if common is not None:
-                yield common, tile
+                yield common, chunk
 
 
-def pieces_of(leaf: int, box: Box, itemsize: int, tiles: TileIndex) -> list[StoredPiece]:
-    """A box by the tiles that it is in; one piece in no known place where they do not make it up."""
-    pieces = [StoredPiece.of(leaf, part, itemsize, tile) for part, tile in tiles.parts(box)]
+def pieces_of(leaf: int, box: Box, itemsize: int, chunks: ChunkLookup) -> list[StoredPiece]:
+    """A box by the chunks that it is in; one piece in no known place where they do not make it up."""
+    pieces = [StoredPiece.of(leaf, part, itemsize, chunk) for part, chunk in chunks.parts(box)]
     if sum([piece.box.size for piece in pieces]) != box.size:
         return [StoredPiece(leaf, box, itemsize)]
     return pieces
@@ -159,7 +161,7 @@ def batches_of(pieces: Iterable[StoredPiece], sizes: BatchSizes) -> Iterator[lis
     """What is read at once, in the order in which it is stored.
 
     A batch ends where a block of the object does: a block is read whole for its checksum, and by two if it is in two batches. What is
-    of one tile that is only read whole stays together. Where neither fits, a batch ends anywhere.
+    of one chunk that is only read whole stays together. Where neither fits, a batch ends anywhere.
 
     Args:
         pieces: that do not overlap.
@@ -178,7 +180,7 @@ def batches_of(pieces: Iterable[StoredPiece], sizes: BatchSizes) -> Iterator[lis
             continue
         near = unit[0].start + min(room + sizes.block // 2, sizes.most - held - _slack(unit[0]))
         border = near // sizes.block * sizes.block
-        is_plain = unit[0].tile is not None and unit[0].tile.is_plain
+        is_plain = unit[0].chunk is not None and unit[0].chunk.is_plain
         if is_plain and unit[0].stop <= border:
             batch.append(unit)  # the block ends behind it
             held += nbytes
@@ -206,20 +208,20 @@ def batches_of(pieces: Iterable[StoredPiece], sizes: BatchSizes) -> Iterator[lis
 
 
 def _units(pieces: Iterable[StoredPiece]) -> Iterator[list[StoredPiece]]:
-    """Pieces in order; those of a tile that is only read whole together."""
+    """Pieces in order; those of a chunk that is only read whole together."""
 
     def unit_of(piece: StoredPiece) -> tuple[int, Box]:
-        alone = piece.tile is None or piece.tile.is_plain
-        return piece.leaf, piece.box if alone or piece.tile is None else piece.tile.box
+        alone = piece.chunk is None or piece.chunk.is_plain
+        return piece.leaf, piece.box if alone or piece.chunk is None else piece.chunk.box
 
     for _, together in itertools.groupby(sorted(pieces, key=lambda piece: piece.order), unit_of):
         yield list(together)
 
 
 def _smaller(piece: StoredPiece, box: Box) -> StoredPiece:
-    if piece.tile is None:
+    if piece.chunk is None:
         return StoredPiece(piece.leaf, box, piece.itemsize)
-    return StoredPiece.of(piece.leaf, box, piece.itemsize, piece.tile)
+    return StoredPiece.of(piece.leaf, box, piece.itemsize, piece.chunk)
 
 
 def _slack(piece: StoredPiece) -> int:
@@ -234,8 +236,8 @@ def _take_back(batch: list[list[StoredPiece]], following: StoredPiece, block_byt
     taken: list[list[StoredPiece]] = []
     while kept:
         *_, last = kept[-1]
-        same = last.tile is not None and following.tile is not None and last.tile.key == following.tile.key
-        if not same or last.stop <= border or not last.tile or not last.tile.is_plain:
+        same = last.chunk is not None and following.chunk is not None and last.chunk.key == following.chunk.key
+        if not same or last.stop <= border or not last.chunk or not last.chunk.is_plain:
             break
         kept.pop()
         if (parts := last.cut_at(border)) is not None:

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptcore.loading.collective.shares import (
+    ChunksOf,
     Message,
     MessageSizes,
     Request,
     SharedPlan,
-    Tiles,
     message_offsets,
     plan_shares,
 )
@@ -46,10 +46,10 @@ def requests(draw: st.DrawFn) -> list[Request]:
 
 
 def _plans(
-    wanted: Sequence[Request], of: Sequence[int], sizes: MessageSizes, tiles: Tiles = lambda _: ()
+    wanted: Sequence[Request], of: Sequence[int], sizes: MessageSizes, chunks: ChunksOf = lambda _: ()
 ) -> list[SharedPlan]:
     request_of = dict(enumerate(of))
-    return [plan_shares(SPECS, wanted, request_of, rank, sizes, tiles) for rank in request_of]
+    return [plan_shares(SPECS, wanted, request_of, rank, sizes, chunks) for rank in request_of]
 
 
 @given(requests(), st.data(), st.sampled_from([1, 8, 64, 1 << 20]), st.sampled_from([None, 30, 200]))
@@ -201,7 +201,7 @@ def test_pieces_of_a_box_make_it_up(box: Box, most: int) -> None:
 
 @st.composite
 def stored(draw: st.DrawFn, is_plain: bool) -> dict[int, list[Chunk]]:
-    """Tiles of all arrays, one behind the other in one object."""
+    """ChunksOf of all arrays, one behind the other in one object."""
     offset = draw(st.integers(0, 40))
     found: dict[int, list[Chunk]] = {}
     for leaf, spec in SPECS.items():

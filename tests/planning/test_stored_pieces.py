@@ -10,7 +10,7 @@ from ckptcore_testing import strategies
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptcore.loading.stored_pieces import BatchSizes, StoredPiece, TileIndex, batches_of, pieces_of
+from ckptcore.loading.stored_pieces import BatchSizes, ChunkLookup, StoredPiece, batches_of, pieces_of
 from ckptcore.model import ArraySpec, Box, Chunk
 
 
@@ -19,7 +19,7 @@ def _file(shapes: list[tuple[int, ...]], offset: int = 24) -> list[StoredPiece]:
     pieces = []
     for leaf, shape in enumerate(shapes):
         box = Box.whole(shape)
-        pieces += pieces_of(leaf, box, 4, TileIndex([Chunk("file", offset, box, True)]))
+        pieces += pieces_of(leaf, box, 4, ChunkLookup([Chunk("file", offset, box, True)]))
         offset += box.size * 4
     return pieces
 
@@ -41,14 +41,14 @@ def test_small_arrays_and_large_ones_alike(shapes: list[tuple[int, ...]]) -> Non
 
 
 def test_without_a_place_a_batch_ends_anywhere() -> None:
-    pieces = [piece for leaf in range(9) for piece in pieces_of(leaf, Box.whole((10, 16)), 4, TileIndex(()))]
+    pieces = [piece for leaf in range(9) for piece in pieces_of(leaf, Box.whole((10, 16)), 4, ChunkLookup(()))]
     batches = list(batches_of(pieces, BatchSizes(aim=1000, most=1000, block=1 << 20)))
     assert max(sum(piece.nbytes for piece in batch) for batch in batches) <= 1000
     assert sum(piece.box.size for batch in batches for piece in batch) == 9 * 160
 
 
 def test_what_is_only_read_whole_stays_together() -> None:
-    tiles = TileIndex([Chunk("file", number, Box((10 * number,), (10 * number + 10,)), False) for number in range(5)])
+    tiles = ChunkLookup([Chunk("file", number, Box((10 * number,), (10 * number + 10,)), False) for number in range(5)])
     halves = [Box((5 * number,), (5 * number + 5,)) for number in range(10)]
     pieces = [piece for box in halves for piece in pieces_of(0, box, 64, tiles)]
     batches = list(batches_of(pieces, BatchSizes(aim=700, most=2000, block=16)))
@@ -77,7 +77,7 @@ def test_what_is_before_a_byte_and_behind_it_make_up_a_piece(data: st.DataObject
 
 
 def test_tiles_that_do_not_make_up_a_box_are_not_believed() -> None:
-    tiles = TileIndex([Chunk("file", 0, Box((0, 0), (3, 4)), True)])
+    tiles = ChunkLookup([Chunk("file", 0, Box((0, 0), (3, 4)), True)])
     (piece,) = pieces_of(2, Box.whole((4, 4)), 4, tiles)
-    assert piece.tile is None and piece.box == Box.whole((4, 4))
+    assert piece.chunk is None and piece.box == Box.whole((4, 4))
     assert ArraySpec((4, 4), "int32").nbytes == piece.nbytes

@@ -101,7 +101,7 @@ class SharedArray:
         leaf, change, shape, dtype, axis, step = told
         return cls(leaf, change, ArraySpec(tuple(shape), dtype), axis, step)
 
-    def tiles(self) -> Iterable[Chunk]:
+    def chunks(self) -> Iterable[Chunk]:
         """Return its bands as if they were stored one after the other. Each begins at a block, so that messages end at one."""
         if not self.step:
             return ()
@@ -267,14 +267,14 @@ class _SharedAttempt(CollectiveAttempt[T]):
             message=max(1, min(_MESSAGE_BYTES, memory.exchange_bytes // _MOST_AT_ONCE)), round=memory.load_bytes
         )
 
-        def tiles(number: int) -> Iterator[Chunk]:
+        def chunks(number: int) -> Iterator[Chunk]:
             array = arrays[number]
             if array.is_stored:
                 yield from stored.index.boxes(array.leaf, Box.whole(array.spec.shape))
             else:
-                yield from array.tiles()
+                yield from array.chunks()
 
-        plan = plan_shares(specs, requests, request_of, rank, sizes, tiles)
+        plan = plan_shares(specs, requests, request_of, rank, sizes, chunks)
         return renumbered(plan, {number_of[array]: leaf for leaf, array in self._own.items() if array in number_of})
 
     def _channels(self, shares: SharedPlan) -> Channels:

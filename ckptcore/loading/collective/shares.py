@@ -8,20 +8,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from ckptcore.loading.stored_pieces import ALIGNMENT, BatchSizes, Order, StoredPiece, TileIndex, batches_of, pieces_of
+from ckptcore.loading.stored_pieces import ALIGNMENT, BatchSizes, ChunkLookup, Order, StoredPiece, batches_of, pieces_of
 from ckptcore.model import BLOCK_BYTES
 from ckptcore.model.arrays import ArraySpec, Box
 from ckptcore.model.chunks import Chunk
 from ckptcore.model.transfer import ReadItem
 from ckptcore.planning.partition import Wanting, cells_of_wants
 
-__all__ = ["Message", "MessageSizes", "Request", "Round", "SharedPlan", "Tiles", "message_offsets", "plan_shares"]
+__all__ = ["ChunksOf", "Message", "MessageSizes", "Request", "Round", "SharedPlan", "message_offsets", "plan_shares"]
 
 Request: TypeAlias = Mapping[int, Sequence[Box]]
 """The boxes that a process requests, by number of the leaf (never an alias), without duplicates."""
 
-Tiles: TypeAlias = Callable[[int], Iterable[Chunk]]
-"""Returns the tiles in which an array is stored, by number of its leaf: all plain or none. Empty if unknown."""
+ChunksOf: TypeAlias = Callable[[int], Iterable[Chunk]]
+"""Returns the chunks in which an array is stored, by number of its leaf: all plain or none. Empty if unknown."""
 
 _LEAST_BYTES: Final = 4 << 20
 """Minimum size of messages, except the last: each costs a request, and ends at a block."""
@@ -53,7 +53,7 @@ class Message:
         reader: the rank that reads it.
         members: the ranks that request it, sorted, with the reader; a single one sends nothing.
         pieces: its boxes, in the order in which they are stored. A member may request only some of them, if several
-            request parts of a tile that is read whole.
+            request parts of a chunk that is read whole.
         nbytes: its length, with the padding between pieces.
         place: the position of its first piece in the order in which all are stored.
     """
@@ -94,7 +94,7 @@ class SharedPlan:
 
 
 def _nowhere(leaf: int) -> Iterable[Chunk]:
-    """Return no tiles: the location of the array is unknown."""
+    """Return no chunks: the location of the array is unknown."""
     return ()
 
 
@@ -104,7 +104,7 @@ def plan_shares(
     request_of: Mapping[int, int],
     rank: int,
     sizes: MessageSizes,
-    tiles: Tiles = _nowhere,
+    chunks: ChunksOf = _nowhere,
 ) -> SharedPlan:
     """Plan the part of one process in an exchange, in which each requested element is read once.
 
@@ -117,7 +117,7 @@ def plan_shares(
         request_of: the number of its request, by rank, for all ranks of the exchange.
         rank: the rank to plan for.
         sizes: limits of messages and rounds.
-        tiles: where arrays are stored: no block, and no tile that is read whole, is cut by messages.
+        chunks: where arrays are stored: no block, and no chunk that is read whole, is cut by messages.
     """
     ranks_of: dict[int, list[int]] = {}
     for member, number in sorted(request_of.items()):
@@ -134,7 +134,7 @@ def plan_shares(
                 _Cell(box, planning.members(wanting), is_whole)
                 for box, wanting, is_whole in _cells(leaf, requests, ranks_of)
             ]
-            index = _index(cells, tiles(leaf))
+            index = _index(cells, chunks(leaf))
             for cell in cells if index.is_plain else _joined(cells, index):
                 if cell.is_sent:
                     shared.setdefault(cell.members, []).extend(pieces_of(leaf, cell.box, itemsize, index))
@@ -268,32 +268,32 @@ class _Cell:
         return len(self.members) > 1 or not self.is_whole
 
 
-def _index(cells: Sequence[_Cell], tiles: Iterable[Chunk]) -> TileIndex:
-    """The tiles of an array, if its cells are to be cut at them."""
+def _index(cells: Sequence[_Cell], chunks: Iterable[Chunk]) -> ChunkLookup:
+    """The chunks of an array, if its cells are to be cut at them."""
     if len(cells) == 1 and not cells[0].is_sent:
-        return TileIndex(())
-    found = iter(tiles)
+        return ChunkLookup(())
+    found = iter(chunks)
     first = next(found, None)
     if first is None or (first.is_plain and not any(cell.is_sent for cell in cells)):
-        return TileIndex(())
-    return TileIndex(itertools.chain([first], found))
+        return ChunkLookup(())
+    return ChunkLookup(itertools.chain([first], found))
 
 
-def _joined(cells: Sequence[_Cell], index: TileIndex) -> list[_Cell]:
-    """Cells of which no two have parts of one tile, unless they are for the same members: who wants a part is sent all of them."""
+def _joined(cells: Sequence[_Cell], index: ChunkLookup) -> list[_Cell]:
+    """Cells of which no two have parts of one chunk, unless they are for the same members: who wants a part is sent all of them."""
     parts = [list(index.parts(cell.box)) for cell in cells]
     members: dict[Box, set[int]] = {}
     for cell, of_cell in zip(cells, parts, strict=True):
         if sum([part.size for part, _ in of_cell]) != cell.box.size:
-            return list(cells)  # the tiles are not those of the array
-        for _, tile in of_cell:
-            members.setdefault(tile.box, set()).update(cell.members)
+            return list(cells)  # the chunks are not those of the array
+        for _, chunk in of_cell:
+            members.setdefault(chunk.box, set()).update(cell.members)
     made: list[_Cell] = []
     for cell, of_cell in zip(cells, parts, strict=True):
-        if all(len(members[tile.box]) == len(cell.members) for _, tile in of_cell):
+        if all(len(members[chunk.box]) == len(cell.members) for _, chunk in of_cell):
             made.append(cell)
         else:
-            made.extend([_Cell(part, tuple(sorted(members[tile.box])), False) for part, tile in of_cell])
+            made.extend([_Cell(part, tuple(sorted(members[chunk.box])), False) for part, chunk in of_cell])
     return made
 
 
