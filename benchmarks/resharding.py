@@ -17,9 +17,9 @@ from ckptcore_orbax import OcdbtLayout
 from benchmarks.report import Row
 from benchmarks.setting import Setting
 from ckptcore.builtin.local import LocalStorage
-from ckptcore.io.object_sizes import Sizes
 from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.io.reader import ObjectReader
+from ckptcore.io.requests import Sizes
 from ckptcore.io.threads import IOThreads
 from ckptcore.model import (
     BLOCK_BYTES,

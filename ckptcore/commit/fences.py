@@ -20,7 +20,7 @@ from ckptcore.errors import (
     StorageError,
     UnsupportedVersionError,
 )
-from ckptcore.io.object_sizes import SIZES
+from ckptcore.io.requests import SIZES
 from ckptcore.protocols import IF_ABSENT, Buffer, IfTag, ObjectWriter, PutCondition
 
 if TYPE_CHECKING:

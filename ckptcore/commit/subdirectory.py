@@ -9,8 +9,7 @@ from contextlib import AbstractContextManager
 from typing import cast
 
 from ckptcore.io.object_writes import abort_uploads, open_new
-from ckptcore.io.requests import requests_of
-from ckptcore.io.sources import hold_reader, open_reader
+from ckptcore.io.requests import hold_reader, open_reader, requests_of
 from ckptcore.protocols import (
     AtomicDirectories,
     ObjectWriter,

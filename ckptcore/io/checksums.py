@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import struct
 import threading
 from collections.abc import Sequence
@@ -16,8 +17,8 @@ from ckptcore.protocols import Buffer
 
 __all__ = [
     "BlockChecksums",
+    "ChunkCheck",
     "InlineChecksum",
-    "PiecedSum",
     "RecordedChecksums",
     "encoded",
     "first_covered",
@@ -174,70 +175,48 @@ def _difference(key: str, start: int, nbytes: int, expected: int, found: int) ->
     )
 
 
-class PiecedSum:
-    """The checksum of bytes whose pieces are summed in any order. The caller holds a lock, or has all in one piece."""
-
-    __slots__ = ("_missing", "_pieces", "checksum")
-
-    def __init__(self, checksum: Checksum, nbytes: int) -> None:
-        """Expect pieces of `nbytes` bytes in all."""
-        self.checksum = checksum
-        self._missing = nbytes
-        self._pieces: list[tuple[int, int, int]] = []
-
-    def add(self, start: int, nbytes: int, value: int) -> bool:
-        """Take in the checksum of a piece that begins at `start`; whether it was the last one."""
-        self._pieces.append((start, nbytes, value))
-        self._missing -= nbytes
-        return self._missing == 0
-
-    def value(self) -> int:
-        """The checksum of all bytes, once no piece is missing."""
-        self._pieces.sort()
-        join = self.checksum.join
-        _, _, value = self._pieces[0]
-        for _, nbytes, piece in self._pieces[1:]:
-            value = join(value, piece, nbytes)
-        return value
-
-
 class InlineChecksum:
-    """A checksum that is written behind the bytes it is of.
+    """A checksum that an object has behind the bytes that it covers, computed from pieces in any order.
 
     Attributes:
-        checksum: which one.
-        nbytes: how many bytes it is of.
-        data: the checksum as it stands in the object, or None while some of the bytes are not summed.
+        checksum: its algorithm.
+        nbytes: how many bytes it covers.
+        data: the checksum as stored in the object, or None until all pieces are added.
     """
 
-    __slots__ = ("_sum", "checksum", "data", "nbytes")
+    __slots__ = ("_missing", "_pieces", "checksum", "data", "nbytes")
 
     def __init__(self, checksum: Checksum, nbytes: int) -> None:
         self.checksum = checksum
         self.nbytes = nbytes
         self.data: bytes | None = None
-        self._sum: PiecedSum | None = None
+        self._missing = nbytes
+        self._pieces: list[tuple[int, int, int]] = []
         if nbytes == 0:
-            self.complete(checksum.of(memoryview(b"")))
+            self.add(0, 0, checksum.of(memoryview(b"")))
 
-    def add(self, start: int, nbytes: int, value: int) -> None:
-        """Take in the checksum of some of the bytes, that begin at `start` in the object; the caller holds a lock."""
-        if self._sum is None:
-            self._sum = PiecedSum(self.checksum, self.nbytes)
-        if self._sum.add(start, nbytes, value):
-            self.complete(self._sum.value())
+    def add(self, start: int, nbytes: int, value: int) -> bool:
+        """Add the checksum of the piece that begins at `start`. Return True if it was the last one.
 
-    def complete(self, value: int) -> None:
-        """Take in the checksum of all of the bytes.
+        The caller holds a lock, or has all bytes in one piece.
 
         Raises:
-            PluginError: the checksum does not have as many bytes as it said.
+            PluginError: the checksum does not have as many bytes as its algorithm says.
         """
+        self._pieces.append((start, nbytes, value))
+        self._missing -= nbytes
+        if self._missing:
+            return False
+        self._pieces.sort()
+        _, _, value = self._pieces[0]
+        for _, length, piece in self._pieces[1:]:
+            value = self.checksum.join(value, piece, length)
         self.data = encoded(self.checksum, value)
+        return True
 
 
 def encoded(checksum: Checksum, value: int) -> bytes:
-    """A checksum as it stands in an object.
+    """Return a checksum as stored in an object.
 
     Raises:
         PluginError: it does not have as many bytes as it said.
@@ -285,3 +264,74 @@ def inline_checksums(segments: Sequence[Segment], sizes: Sequence[int]) -> dict[
             found[covered] = one
         before = number
     return found
+
+
+class ChunkCheck:
+    """A chunk to compare with the checksum behind it, read in one part or several. Any thread.
+
+    Attributes:
+        start, stop: the range of the object that the checksum covers; it begins at `stop`.
+        end: the end of the checksum.
+        numbers: the targets that wait for the comparison, if the chunk is read in several parts; else empty.
+    """
+
+    __slots__ = ("_key", "_lock", "_stored", "_sum", "end", "numbers", "start", "stop")
+
+    def __init__(self, key: str, start: int, stop: int, checksum: Checksum, numbers: Sequence[int] = ()) -> None:
+        self._key = key
+        self._sum = InlineChecksum(checksum, stop - start)
+        self._stored = b""
+        self._lock = threading.Lock()
+        self.start = start
+        self.stop = stop
+        self.end = stop + checksum.nbytes
+        self.numbers = numbers
+
+    def compare(self, start: int, stop: int, buffers: Sequence[tuple[int, memoryview]]) -> bool:
+        """Add a part of the object. Compare and return True if it was the last part of the chunk.
+
+        Args:
+            start, stop: the range of the part. It does not end within the checksum.
+            buffers: (position in the object, bytes): the memory of the part, in order and without a gap.
+
+        Raises:
+            ChecksumError
+        """
+        low, high = max(start, self.start), min(stop, self.stop)
+        checksum = self._sum.checksum
+        pieces = _between(buffers, low, high)
+        value = checksum.of(pieces[0])
+        for piece in pieces[1:]:
+            value = checksum.join(value, checksum.of(piece), len(piece))
+        with self._lock:
+            if stop >= self.end:
+                self._stored = b"".join(_between(buffers, high, self.end))
+            if not self._sum.add(low, high - low, value):
+                return False
+        found = self._sum.data
+        if found != self._stored:
+            raise ChecksumError(
+                f"{self._key!r} is damaged in bytes {self.start} to {self.end}: expected the {checksum.name} that "
+                f"stands there, {self._stored.hex()}, found {found.hex() if found else ''}; it changed after it was "
+                "written, or the storage returned wrong bytes: restore it from a copy, or load another checkpoint",
+                key=self._key,
+                start=self.start,
+                stop=self.end,
+            )
+        return True
+
+
+def _between(buffers: Sequence[tuple[int, memoryview]], start: int, stop: int) -> list[memoryview]:
+    """Return bytes `start` to `stop` of an object, of buffers as `ChunkCheck.compare` takes them."""
+    place = bisect.bisect_right(buffers, start, key=_position) - 1
+    position, buffer = buffers[place]
+    found = [buffer[start - position : stop - position]]
+    while (position := position + len(buffer)) < stop:
+        place += 1
+        buffer = buffers[place][1]
+        found.append(buffer[: stop - position])
+    return found
+
+
+def _position(entry: tuple[int, memoryview]) -> int:
+    return entry[0]

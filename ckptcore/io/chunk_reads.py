@@ -130,11 +130,11 @@ def read_boxes(
         part = [ReadItem(items[number].leaf, box) for number, box, _ in by_itself]
         for place in native.read(part, [buffer for _, _, buffer in by_itself], store):
             yield by_itself[place][0]
-    chunks = [_chunk_read(wanted, wanted.chunk.key, wanted.chunk.offset, None) for wanted in exact.values()]
+    reads = [_chunk_read(wanted, wanted.chunk.key, wanted.chunk.offset, None) for wanted in exact.values()]
     if others:
-        yield from _Located(index, store, chunks).results(others)
+        yield from _Located(index, store, reads).results(others)
     else:
-        yield from store.read_chunks(chunks)
+        yield from store.read_chunks(reads)
 
 
 def native_reader(index: ChunkIndex) -> NativeReader | None:
@@ -185,10 +185,10 @@ class _Decoding:
 class _Located:
     """Chunks whose places the index finds with I/O: raw, encoded, inline, or missing with a fill value."""
 
-    def __init__(self, index: ChunkIndex, store: ReadStore, chunks: list[ChunkRead]) -> None:
+    def __init__(self, index: ChunkIndex, store: ReadStore, reads: list[ChunkRead]) -> None:
         self._index = index
         self._store = store
-        self._chunks = chunks
+        self._reads = reads
         self._encoded: list[_Encoded] = []
         self._copied: dict[int, None] = {}
         self._left: dict[int, int] = {}
@@ -201,9 +201,9 @@ class _Located:
             for number, _, _ in one.wanted.targets:
                 self._left[number] = self._left.get(number, 0) + 1
         if self._copied:
-            in_chunks = {number for chunk in self._chunks for number, _, _ in chunk.targets}
-            yield from [number for number in self._copied if number not in in_chunks and number not in self._left]
-        for number in self._store.read_chunks(self._chunks):
+            in_reads = {number for read in self._reads for number, _, _ in read.targets}
+            yield from [number for number in self._copied if number not in in_reads and number not in self._left]
+        for number in self._store.read_chunks(self._reads):
             if number not in self._left:
                 yield number
         if self._encoded:
@@ -230,7 +230,7 @@ class _Located:
                     key=key,
                 )
             else:
-                self._chunks.append(_chunk_read(one, key, start, checksums.get(row)))
+                self._reads.append(_chunk_read(one, key, start, checksums.get(row)))
 
     def _decode(self, encoded: Sequence[_Encoded]) -> Iterator[int]:
         """Decode chunks, each once and whole, several at a time, and copy to targets."""

@@ -1,29 +1,78 @@
-"""Arrays that take what they want of the bytes of an object that were read."""
+"""Destinations of a read: arrays, and the bytes of an object that each of them takes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
+from dataclasses import dataclass
+from math import prod
+from typing import Final, TypeAlias
 
 import numpy as np
 
-from ckptcore.io.elements import bytes_of
-from ckptcore.io.tiles import Extent, c_strides, flat_boxes, intersect, spans
-from ckptcore.model import HostArray
+from ckptcore.errors import CorruptCheckpointError
+from ckptcore.io.elements import (
+    Extent,
+    bytes_of,
+    c_strides,
+    flat_boxes,
+    intersect,
+    is_little,
+    little_dtype,
+    run_axis,
+    runs,
+    spans,
+)
+from ckptcore.io.requests import Sizes
+from ckptcore.model import Box, ChunkRead, HostArray
 
-__all__ = ["BoxDestination", "Destination", "RunDestination"]
+__all__ = ["BoxDestination", "Destination", "ObjectShape", "RunDestination", "destinations_of"]
 
 _SMALL_BYTES: Final = 16 << 10
-"""Up to here an array is filled element by element; beyond NumPy would keep the interpreter lock for some dtypes."""
+"""Up to this an array is filled by element. Beyond it NumPy would keep the interpreter lock for some dtypes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectShape:
+    """How an object is read.
+
+    Attributes:
+        key: the object.
+        size: its bytes.
+        step: bytes that are only read together, from multiples of it on: a block if blocks are verified, else 1.
+        part_bytes: the most bytes of a request; a multiple of `step`.
+        gap_bytes: gaps up to this are cheaper to read than to leave out.
+        sizes: how much is moved at a time.
+    """
+
+    key: str
+    size: int
+    step: int
+    part_bytes: int
+    gap_bytes: int
+    sizes: Sizes
+
+    @property
+    def task_bytes(self) -> int:
+        """The most bytes of a task."""
+        return max(self.sizes.task, self.part_bytes)
+
+    def keeps_elements(self, offset: int, itemsize: int) -> bool:
+        """Return True if no element of a chunk at `offset` is cut by the ends of what is read."""
+        grid = self.step if self.step > 1 else self.part_bytes
+        return offset % itemsize == 0 and grid % itemsize == 0
+
+    def above(self, position: int) -> int:
+        """Return the first position from this one on at which a step begins, or the end of the object."""
+        return min(self.size, -(-position // self.step) * self.step)
 
 
 class RunDestination:
-    """An array that wants the bytes `start` to `stop` of an object as they are, at one place of its memory."""
+    """An array that takes the bytes `start` to `stop` of an object unchanged, to one place of its memory."""
 
     __slots__ = ("_array", "_memory", "_place", "number", "start", "stop")
 
     def __init__(self, number: int, start: int, stop: int, array: HostArray, place: int) -> None:
-        """`place` is where in the memory of the array they go, in bytes; -1 if they are all of it."""
+        """`place` is the offset in the memory of the array, in bytes; -1 if the bytes are all of it."""
         self.number = number
         self.start = start
         self.stop = stop
@@ -32,14 +81,14 @@ class RunDestination:
         self._memory: memoryview | None = None
 
     def memory(self, start: int, stop: int) -> memoryview:
-        """Where bytes `start` to `stop` of the object go."""
+        """Return the memory for bytes `start` to `stop` of the object."""
         if self._memory is None:
             self._memory = bytes_of(self._array)
         shift = max(self._place, 0) - self.start
         return self._memory[start + shift : stop + shift]
 
     def take(self, window: memoryview, base: int, start: int, stop: int) -> int:
-        """Take what it wants of bytes `start` to `stop` of the object; returns how many it took.
+        """Take what it wants of bytes `start` to `stop` of the object. Return how many bytes it took.
 
         `window` holds them; its first byte is number `base` of the object.
         """
@@ -49,13 +98,13 @@ class RunDestination:
             array = self._array
             array[...] = np.ndarray(array.shape, array.dtype, window, start - base)
             return stop - start
-        destination = np.frombuffer(self.memory(start, stop), np.uint8)
-        destination[...] = np.frombuffer(window, np.uint8, stop - start, start - base)
+        target = np.frombuffer(self.memory(start, stop), np.uint8)
+        target[...] = np.frombuffer(window, np.uint8, stop - start, start - base)
         return stop - start
 
 
 class BoxDestination:
-    """An array that wants a box of a chunk whose elements lie apart, in the object or in its memory."""
+    """An array that takes a box of a chunk whose elements do not follow each other, in the object or in its memory."""
 
     __slots__ = (
         "_array",
@@ -85,9 +134,9 @@ class BoxDestination:
             number: of the target.
             offset: of the chunk in the object, in bytes.
             shape: of the chunk.
-            extent: what is wanted, relative to the chunk; not empty.
+            extent: the box, relative to the chunk; not empty.
             array: of the little endian dtype that the object has.
-            origin: where the array begins, relative to the chunk.
+            origin: the first element of the array, relative to the chunk.
         """
         self.number = number
         self._offset = offset
@@ -102,16 +151,13 @@ class BoxDestination:
         self.stop = offset + last + array.itemsize
 
     def spans(self, most_gap: int) -> Iterator[tuple[int, int]]:
-        """Ranges of bytes of the object that cover what it wants, ascending."""
+        """Yield ranges of bytes of the object that cover the box, in ascending order."""
         size = self._itemsize
         for start, stop in spans(self._shape, self._extent, most_gap // size):
             yield self._offset + start * size, self._offset + stop * size
 
     def take(self, window: memoryview, base: int, start: int, stop: int) -> int:
-        """Take what it wants of bytes `start` to `stop` of the object; returns how many it took.
-
-        `window` holds them; its first byte is number `base` of the object.
-        """
+        """See `RunDestination.take`."""
         size = self._itemsize
         first = max(self.start, start) - self._offset
         last = min(self.stop, stop) - self._offset
@@ -130,4 +176,101 @@ class BoxDestination:
         return taken
 
 
-Destination = RunDestination | BoxDestination
+Destination: TypeAlias = RunDestination | BoxDestination
+
+
+def destinations_of(shape: ObjectShape, read: ChunkRead, base: int = 0) -> Iterator[Destination]:
+    """Yield destinations for the bytes of a chunk that its targets want.
+
+    Args:
+        shape: how the object is read.
+        read: of a chunk of the object.
+        base: the position that parts of the object are counted from.
+
+    Raises:
+        CorruptCheckpointError: the chunk is not within the object, or a target does not fit its box.
+    """
+    chunk, itemsize, offset = read.box, read.itemsize, read.offset
+    # The stop of a box that begins at zero is its shape. Most boxes do.
+    chunk_shape = chunk.stop if not any(chunk.start) and len(chunk.start) == len(chunk.stop) else _shape(read, chunk)
+    nbytes = prod(chunk_shape) * itemsize
+    end = offset + nbytes if read.checksum is None else offset + nbytes + read.checksum.nbytes
+    if offset < 0 or itemsize <= 0 or end > shape.size or (chunk_shape and min(chunk_shape) < 0):
+        checksum = "" if read.checksum is None else " and its checksum"
+        raise CorruptCheckpointError(
+            f"{read.key!r} does not hold what the checkpoint says: expected bytes {offset} to {end} for an "
+            f"array of shape {list(chunk_shape)}{checksum}, found {shape.size} bytes; it was cut off, or what describes "
+            "it is damaged: restore it from a copy, or load another checkpoint",
+            key=read.key,
+            start=offset,
+            stop=end,
+        )
+    for number, box, array in read.targets:
+        box_shape = chunk_shape if box is chunk or box == chunk else _shape(read, box)
+        if array.shape != box_shape or array.itemsize != itemsize or len(box_shape) != len(chunk_shape):
+            raise _mismatch(
+                read, f"an array of shape {list(array.shape)} with {array.itemsize} bytes per element for it"
+            )
+        if not (array.flags.c_contiguous and array.flags.writeable):
+            raise ValueError(f"target {number} of a read is not C-contiguous and writable")
+        if nbytes == 0:
+            continue
+        if box_shape is chunk_shape and is_little(array.dtype):
+            yield RunDestination(number, offset, offset + nbytes, array, -1)
+        else:
+            yield from _part_destinations(shape, read, base, chunk_shape, number, box, array)
+
+
+def _part_destinations(
+    shape: ObjectShape,
+    read: ChunkRead,
+    base: int,
+    chunk_shape: tuple[int, ...],
+    number: int,
+    box: Box,
+    array: HostArray,
+) -> Iterator[Destination]:
+    corner, itemsize = read.box.start, read.itemsize
+    common = intersect((box.start, box.stop), (corner, read.box.stop))
+    if common is None:
+        return
+    extent = _relative(common, corner)
+    origin = tuple(map(int.__sub__, box.start, corner))
+    inside = _relative(common, box.start)
+    axis = max(run_axis(chunk_shape, extent), run_axis(array.shape, inside))
+    lengths = tuple(map(int.__sub__, extent[1], extent[0]))
+    run_bytes = prod(lengths[axis:]) * itemsize
+    little = is_little(array.dtype)
+    if little and (prod(lengths[:axis]) == 1 or run_bytes >= shape.sizes.run):
+        places = runs(array.shape, inside, axis)
+        for (_, flat), (_, place) in zip(runs(chunk_shape, extent, axis), places, strict=True):
+            start = read.offset + flat * itemsize
+            yield RunDestination(number, start, start + run_bytes, array, place * itemsize)
+    elif shape.keeps_elements(read.offset - base, itemsize):
+        yield BoxDestination(number, read.offset, chunk_shape, extent, array.view(little_dtype(array.dtype)), origin)
+    else:
+        # The ends of what is read cut elements: take them apart into bytes, on an axis of their own.
+        if not little:
+            raise _mismatch(read, f"elements that are not aligned, for an array of {array.dtype}")
+        as_bytes = array.reshape(-1).view(np.uint8).reshape(*array.shape, itemsize)
+        extent = (*extent[0], 0), (*extent[1], itemsize)
+        yield BoxDestination(number, read.offset, (*chunk_shape, itemsize), extent, as_bytes, (*origin, 0))
+
+
+def _shape(read: ChunkRead, box: Box) -> tuple[int, ...]:
+    if len(box.start) != len(box.stop) or any(map(int.__gt__, box.start, box.stop)):
+        raise _mismatch(read, f"a box from {list(box.start)} to {list(box.stop)}")
+    return tuple(map(int.__sub__, box.stop, box.start))
+
+
+def _relative(extent: Extent, origin: tuple[int, ...]) -> Extent:
+    return tuple(map(int.__sub__, extent[0], origin)), tuple(map(int.__sub__, extent[1], origin))
+
+
+def _mismatch(read: ChunkRead, found: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"what describes {read.key!r} is damaged: expected a box from {list(read.box.start)} to {list(read.box.stop)} "
+        f"with {read.itemsize} bytes per element at byte {read.offset}, found {found}; restore it from a copy, or load "
+        "another checkpoint",
+        key=read.key,
+    )

@@ -1,16 +1,32 @@
-"""Elements of arrays as bytes: little endian, in C order, as objects hold them."""
+"""Elements of arrays: as bytes (little endian, in C order), and boxes of them as runs in C order."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
-from typing import Any, Final
+from collections.abc import Iterator
+from math import prod
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from ckptcore.model import HostArray
 
-__all__ = ["bytes_of", "copy_elements", "is_little", "little_dtype", "plain"]
+__all__ = [
+    "Extent",
+    "bytes_of",
+    "c_strides",
+    "copy_elements",
+    "flat_boxes",
+    "intersect",
+    "is_little",
+    "little_dtype",
+    "plain",
+    "run_axis",
+    "runs",
+    "spans",
+]
 
 _LITTLE_HOST: Final = sys.byteorder == "little"
 """Whether numbers in this host's memory have the byte order that objects use."""
@@ -56,3 +72,102 @@ def copy_elements(destination: HostArray, source: HostArray) -> None:
 def bytes_of(array: HostArray) -> memoryview:
     """The memory of a C-contiguous array, as bytes."""
     return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]  # NumPy's stubs know it from Python 3.12 on
+
+
+Extent: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""A box as plain tuples, (start, stop), half-open; cheaper than a `ckptcore.model.Box` in loops."""
+
+
+def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """How far apart neighbours along each axis lie in C order."""
+    strides = [1] * len(shape)
+    for axis in range(len(shape) - 1, 0, -1):
+        strides[axis - 1] = strides[axis] * shape[axis]
+    return tuple(strides)
+
+
+def intersect(first: Extent, second: Extent) -> Extent | None:
+    """The elements in both boxes, or None where there are none."""
+    start = tuple(map(max, first[0], second[0]))
+    stop = tuple(map(min, first[1], second[1]))
+    return None if any(map(int.__ge__, start, stop)) else (start, stop)
+
+
+def run_axis(shape: tuple[int, ...], extent: Extent) -> int:
+    """The outermost axis from which on the box is one run of elements for each index of the axes before."""
+    start, stop = extent
+    axis = len(shape)
+    while axis > 0:
+        axis -= 1
+        if stop[axis] - start[axis] != shape[axis]:
+            return axis
+    return 0
+
+
+def runs(shape: tuple[int, ...], extent: Extent, axis: int) -> Iterator[tuple[tuple[int, ...], int]]:
+    """The runs of a box: where each begins, as an index and as a number of elements in C order.
+
+    Args:
+        shape: of the array that the elements lie in.
+        extent: the box; not empty.
+        axis: `run_axis` of it, or a later axis.
+    """
+    start, stop = extent
+    strides = c_strides(shape)
+    tail = sum(map(int.__mul__, start[axis:], strides[axis:]))
+    for index in itertools.product(*map(range, start[:axis], stop[:axis])):
+        yield (*index, *start[axis:]), sum(map(int.__mul__, index, strides)) + tail
+
+
+def spans(shape: tuple[int, ...], extent: Extent, most_gap: int) -> Iterator[tuple[int, int]]:
+    """Ranges of elements in C order, ascending and apart, that together cover a box that is not empty.
+
+    Gaps of up to `most_gap` elements that the box does not hold are covered too.
+    """
+    start, stop = extent
+    strides = c_strides(shape)
+    # Elements from the first of the box to behind the last, along the axes from here on.
+    inner = 1
+    axis = len(shape)
+    while axis > 0:
+        count = stop[axis - 1] - start[axis - 1]
+        # Gaps never shrink from an axis to the one before it, so all axes up to here are cut.
+        if count > 1 and strides[axis - 1] - inner > most_gap:
+            break
+        inner += (count - 1) * strides[axis - 1]
+        axis -= 1
+    for _, flat in runs(shape, extent, axis):
+        yield flat, flat + inner
+
+
+def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Extent]:
+    """Boxes that hold exactly the elements `start` to `stop` in C order; each is one run of elements, in that order.
+
+    At most two for each axis but the last, and one.
+    """
+    found: list[Extent] = []
+    if start < stop:
+        _cut(shape, 0, (), start, stop, found)
+    return found
+
+
+def _cut(shape: tuple[int, ...], axis: int, index: tuple[int, ...], start: int, stop: int, found: list[Extent]) -> None:
+    """Cut the elements `start` to `stop` of the part of an array at `index` along the axes before `axis`."""
+    if axis == len(shape):
+        found.append((index, tuple([i + 1 for i in index])))
+        return
+    rest = shape[axis + 1 :]
+    inner = prod(rest)
+    first, skipped = divmod(start, inner)
+    last, kept = divmod(stop, inner)
+    if first == last:
+        _cut(shape, axis + 1, (*index, first), skipped, kept, found)
+        return
+    if skipped:
+        _cut(shape, axis + 1, (*index, first), skipped, inner, found)
+        first += 1
+    if first < last:
+        above = tuple([i + 1 for i in index])
+        found.append(((*index, first, *(0,) * len(rest)), (*above, last, *rest)))
+    if kept:
+        _cut(shape, axis + 1, (*index, last), 0, kept, found)

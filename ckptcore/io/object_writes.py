@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 from ckptcore.errors import ConditionFailedError, ObjectNotFoundError
-from ckptcore.io.checksums import BlockChecksums, InlineChecksum
+from ckptcore.io.checksums import BlockChecksums
 from ckptcore.io.memory import map_pages
-from ckptcore.io.object_sizes import SIZES, Sizes
-from ckptcore.io.requests import requests_of
+from ckptcore.io.requests import SIZES, Sizes, requests_of
 from ckptcore.io.segments import ObjectSegments, WriteTask, join_segments
 from ckptcore.io.threads import IOThreads
 from ckptcore.model import ArraySegment, ObjectRecord, Segment
@@ -271,17 +270,13 @@ class ObjectWrites:
             self._records[number] = record
 
     def _sum(self, task: WriteTask, data: memoryview) -> None:
-        """Sum what checksums in the object are of, while it is in cache, and wake who waits for them."""
-        pieces: list[tuple[InlineChecksum, int, int, int]] = []
-        for checksum, start, stop in task.summed:
-            value = checksum.checksum.of(data[start:stop])
-            if stop - start == checksum.nbytes:
-                checksum.complete(value)
-            else:
-                pieces.append((checksum, task.start + start, stop - start, value))
+        """Compute checksums that the object has, while their bytes are in cache, and wake threads that wait for them."""
+        values = [
+            (inline, start, stop - start, inline.checksum.of(data[start:stop])) for inline, start, stop in task.summed
+        ]
         with self._summing:
-            for checksum, start, nbytes, value in pieces:
-                checksum.add(start, nbytes, value)
+            for inline, start, nbytes, value in values:
+                inline.add(task.start + start, nbytes, value)
             self._summing.notify_all()
 
     def _place_checksums(self, task: WriteTask, data: memoryview) -> bool:
@@ -290,14 +285,14 @@ class ObjectWrites:
         What they are of is in this task, which is summed, or in tasks taken before it. A thread sums all of a task before
         it waits, so some thread never waits.
         """
-        for checksum, position, start, stop in task.checksums:
-            if checksum.data is None:
+        for inline, position, start, stop in task.checksums:
+            if inline.data is None:
                 with self._summing:
-                    while checksum.data is None:
+                    while inline.data is None:
                         if self._stopped:
                             return False
                         self._summing.wait()
-            data[position : position + stop - start] = checksum.data[start:stop]
+            data[position : position + stop - start] = inline.data[start:stop]
         return True
 
     def _take_bounce(self) -> memoryview:

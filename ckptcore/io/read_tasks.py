@@ -1,82 +1,32 @@
-"""Tasks of reading: which bytes of which object are asked for together, and for whom."""
+"""Read tasks: which bytes of an object are requested together, for which destinations, and how they are verified."""
 
 from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
-
-import numpy as np
+from typing import Final
 
 from ckptcore.errors import CorruptCheckpointError
-from ckptcore.io.destinations import BoxDestination, Destination, RunDestination
-from ckptcore.io.elements import is_little, little_dtype
-from ckptcore.io.object_sizes import Sizes
-from ckptcore.io.tiles import ChunkCheck, Extent, intersect, run_axis, runs
-from ckptcore.model import Box, ChunkRead, HostArray
+from ckptcore.io.checksums import ChunkCheck
+from ckptcore.io.destinations import BoxDestination, Destination, ObjectShape, RunDestination, destinations_of
+from ckptcore.model import Checksum, ChunkRead
 
-__all__ = [
-    "ObjectShape",
-    "ReadPart",
-    "ReadTask",
-    "destinations_of",
-    "group_reads",
-    "group_tasks",
-    "plan_object",
-    "share",
-]
+__all__ = ["ReadPart", "ReadTask", "plan_object"]
 
-
-@dataclass(frozen=True, slots=True)
-class ObjectShape:
-    """How an object is read.
-
-    Attributes:
-        key: the object.
-        size: its bytes.
-        step: bytes that are only read together, from multiples of it on: a block where it is verified, else 1.
-        part_bytes: the most bytes that are asked for at once; a multiple of `step`.
-        gap_bytes: bytes that are cheaper read in vain than left out.
-        sizes: how much is moved at a time.
-    """
-
-    key: str
-    size: int
-    step: int
-    part_bytes: int
-    gap_bytes: int
-    sizes: Sizes
-
-    @property
-    def task_bytes(self) -> int:
-        """The most bytes that a task has."""
-        return max(self.sizes.task, self.part_bytes)
-
-    @property
-    def direct_bytes(self) -> int:
-        """From here on bytes that follow each other are read straight into their array."""
-        return self.step if self.step > 1 else self.sizes.direct
-
-    def keeps_elements(self, offset: int, itemsize: int) -> bool:
-        """Whether no element of a chunk at `offset` lies across the ends of what is read."""
-        grid = self.step if self.step > 1 else self.part_bytes
-        return offset % itemsize == 0 and grid % itemsize == 0
-
-    def above(self, position: int) -> int:
-        """The first position from this one on where a step begins, or the end of the object."""
-        end = -(-position // self.step) * self.step
-        return min(self.size, end)
+_SPARE_BLOCKS: Final = 2
+"""Blocks that are read in vain before chunks are verified by their own checksums. Only the checksums of blocks, in the
+root, tell the bytes of this save from those of another one."""
 
 
 class ReadPart:
     """Bytes `start` to `stop` of an object.
 
     Attributes:
-        memory: where to read them, in the array that wants them; None: into memory of the reader, for the destinations.
-        destinations: the arrays that want some of them, and which bytes of the object each is to take.
-        holes: bytes that are read straight into the array that alone wants them, in order, where others are not.
+        memory: of the array that they are read into; None: they are read into memory of the reader, for `destinations`.
+        destinations: arrays that take some of them, and the range of the object that each takes.
+        holes: ranges that are read straight into the one array that wants them, in order; other ranges are not.
         checks: chunks to compare with the checksums behind them, of which all or some bytes are in the part.
     """
 
@@ -93,7 +43,7 @@ class ReadPart:
         self.checks: list[ChunkCheck] = []
 
     def cut_holes(self, least: int) -> None:
-        """Let arrays that want `least` bytes or more be read into straight, if no two arrays want the same bytes."""
+        """Read straight into arrays that want `least` bytes or more, if no two arrays want the same bytes."""
         if not any(stop - start >= least for _, start, stop in self.destinations):
             return
         wanted: list[tuple[int, int, RunDestination]] = []
@@ -104,11 +54,11 @@ class ReadPart:
         wanted.sort(key=lambda entry: entry[0])
         if any(after[0] < before[1] for before, after in itertools.pairwise(wanted)):
             return
-        self.destinations = [(destination, start, stop) for start, stop, destination in wanted if stop - start < least]
-        self.holes = [(destination, start, stop) for start, stop, destination in wanted if stop - start >= least]
+        self.destinations = [(taker, start, stop) for start, stop, taker in wanted if stop - start < least]
+        self.holes = [(taker, start, stop) for start, stop, taker in wanted if stop - start >= least]
 
     def buffers(self, spare: memoryview) -> list[tuple[int, memoryview]]:
-        """Where to read the bytes: into `spare`, as long as the part, but for the holes."""
+        """Return the memory to read the bytes into: `spare`, which is as long as the part, except for the holes."""
         found: list[tuple[int, memoryview]] = []
         position = self.start
         for destination, start, stop in self.holes:
@@ -122,16 +72,16 @@ class ReadPart:
 
 
 class ReadTask:
-    """Parts of one object that follow each other without a gap; one thread reads them.
+    """Parts of one object that follow each other without a gap. One thread reads them.
 
     Attributes:
         key: the object.
-        most: bytes to ask for at once.
+        most: bytes per request.
         nbytes: bytes to read.
-        requests: the parts that are asked for together, in order; one that is read straight into its array may be
-            larger than what is asked for at once, and then is alone.
+        requests: the parts that are requested together, in order. A part that is read straight into its array may be
+            larger than a request, and is alone then.
         numbers: of the targets that take part, each once.
-        checked_numbers: of the targets that wait for chunks to be compared whose last bytes are here, once for each chunk.
+        checked_numbers: of the targets that wait for chunks whose last bytes are here, once for each chunk.
     """
 
     __slots__ = ("checked_numbers", "key", "most", "nbytes", "numbers", "requests")
@@ -146,31 +96,192 @@ class ReadTask:
                 self.requests[-1].append(part)
             else:
                 self.requests.append([part])
-        numbers = {destination.number for part in parts for destination, _, _ in part.destinations}
-        numbers.update([destination.number for part in parts for destination, _, _ in part.holes])
+        numbers: set[int] = set()
+        checked: list[int] = []
+        for part in parts:
+            numbers.update([destination.number for destination, _, _ in part.destinations])
+            numbers.update([destination.number for destination, _, _ in part.holes])
+            for check in part.checks:
+                if check.end <= part.stop:
+                    checked.extend(check.numbers)
         self.numbers: Iterable[int] = numbers
-        self.checked_numbers = [
-            number for part in parts for check in part.checks if check.end <= part.stop for number in check.numbers
-        ]
+        self.checked_numbers: Sequence[int] = checked
 
 
-def plan_object(shape: ObjectShape, destinations: Iterable[Destination]) -> list[ReadTask]:
-    """Tasks that read what destinations want of one object; every step that is wanted is read, and most of them once."""
+class _CheckedChunk:
+    """Bytes `start` to `stop` of an object with a checksum behind them that ends at `end`, and their destinations."""
+
+    __slots__ = ("checksum", "destinations", "end", "reads", "start", "stop")
+
+    def __init__(self, start: int, stop: int, checksum: Checksum) -> None:
+        self.start = start
+        self.stop = stop
+        self.end = stop + checksum.nbytes
+        self.checksum = checksum
+        self.reads: list[ChunkRead] = []
+        self.destinations: list[Destination] = []
+
+
+def plan_object(
+    shape: ObjectShape, chunk_shape: ObjectShape, reads: Sequence[ChunkRead], *, verify: bool
+) -> list[ReadTask]:
+    """Plan the tasks that read chunks of one object.
+
+    Args:
+        shape: how the object is read by blocks if its blocks have checksums, else by bytes.
+        chunk_shape: how chunks are read that are verified by the checksums behind them: by bytes.
+        reads: of the object.
+        verify: compare these checksums.
+
+    Raises:
+        CorruptCheckpointError: a chunk or its checksum is not within the object, a target does not fit its box, or
+            chunks with checksums overlap.
+    """
+    others: list[Destination] = []
+    by_place: dict[tuple[int, int, str], _CheckedChunk] = {}
+    for read in reads:
+        checksum = read.checksum if verify else None
+        if checksum is None:
+            others.extend(destinations_of(shape, read))
+        elif found := list(destinations_of(shape, read, 0 if shape.step > 1 else read.offset)):
+            stop = read.offset + prod(map(int.__sub__, read.box.stop, read.box.start)) * read.itemsize
+            place = read.offset, stop, checksum.name
+            chunk = by_place.get(place)
+            if chunk is None:
+                chunk = by_place[place] = _CheckedChunk(read.offset, stop, checksum)
+            chunk.reads.append(read)
+            chunk.destinations.extend(found)
+    if not by_place:
+        return _plan_destinations(shape, others)
+    chunks = sorted(by_place.values(), key=lambda chunk: chunk.start)
+    _refuse_overlap(shape.key, chunks)
+    if shape.step > 1:
+        by_blocks, chunks = _divide(shape, chunks)
+        others.extend([destination for chunk in by_blocks for destination in chunk.destinations])
+        for chunk in chunks:
+            if any(isinstance(destination, BoxDestination) for destination in chunk.destinations):
+                # No block cuts their elements any more.
+                chunk.destinations = [
+                    destination
+                    for read in chunk.reads
+                    for destination in destinations_of(chunk_shape, read, read.offset)
+                ]
+    return [*_plan_destinations(shape, others), *_plan_chunks(chunk_shape, chunks)]
+
+
+def _refuse_overlap(key: str, chunks: Sequence[_CheckedChunk]) -> None:
+    # A small hostile checkpoint could have the same bytes summed any number of times.
+    stop = 0
+    for chunk in chunks:
+        if chunk.start < stop:
+            raise CorruptCheckpointError(
+                f"what describes {key!r} is damaged: expected chunks of bytes that do not overlap, found one at bytes "
+                f"{chunk.start} to {chunk.end} and another that ends at {stop}; restore it from a copy, or load another "
+                "checkpoint",
+                key=key,
+                start=chunk.start,
+                stop=stop,
+            )
+        stop = chunk.end
+
+
+class _Neighbours:
+    """Chunks whose blocks are read together; the bytes of the blocks, of the chunks, and of gaps that are read."""
+
+    __slots__ = ("block_bytes", "chunk_bytes", "chunks", "gap_bytes")
+
+    def __init__(self) -> None:
+        self.chunks: list[_CheckedChunk] = []
+        self.block_bytes = 0
+        self.chunk_bytes = 0
+        self.gap_bytes = 0
+
+
+def _divide(shape: ObjectShape, chunks: Sequence[_CheckedChunk]) -> tuple[list[_CheckedChunk], list[_CheckedChunk]]:
+    """Return the chunks that are verified by blocks, and those that are verified by the checksums behind them.
+
+    Neighbours are verified together: by blocks, unless this reads over 2 % more bytes than whole chunks, with the gaps
+    between them that are read.
+    """
+    groups: list[_Neighbours] = []
+    near = shape.gap_bytes
+    read_to = -1 - near
+    for chunk in chunks:
+        ranges = sorted(_block_ranges(shape, chunk.destinations))
+        if ranges[0][0] > read_to + near:
+            groups.append(_Neighbours())
+        group = groups[-1]
+        for start, stop in ranges:
+            if stop > read_to:
+                group.block_bytes += stop - (start if start > read_to + near else read_to)
+                read_to = stop
+        if group.chunks and chunk.start - group.chunks[-1].end <= near:
+            group.gap_bytes += chunk.start - group.chunks[-1].end
+        group.chunk_bytes += chunk.end - chunk.start
+        group.chunks.append(chunk)
+    by_blocks: list[_CheckedChunk] = []
+    alone: list[_CheckedChunk] = []
+    in_vain = sum([max(group.block_bytes - group.chunk_bytes, 0) for group in groups])
+    for group in groups:
+        few = in_vain <= _SPARE_BLOCKS * shape.step
+        worth = group.block_bytes * 50 <= (group.chunk_bytes + group.gap_bytes) * 51
+        (by_blocks if few or worth else alone).extend(group.chunks)
+    return by_blocks, alone
+
+
+def _block_ranges(shape: ObjectShape, destinations: Iterable[Destination]) -> Iterator[tuple[int, int]]:
+    step = shape.step
+    for destination in destinations:
+        if isinstance(destination, BoxDestination):
+            for start, stop in destination.spans(shape.gap_bytes):
+                yield start // step * step, shape.above(stop)
+        else:
+            yield destination.start // step * step, shape.above(destination.stop)
+
+
+def _plan_chunks(shape: ObjectShape, chunks: Sequence[_CheckedChunk]) -> list[ReadTask]:
+    """Plan tasks that read chunks whole, each byte once, and compare them. Parts are cut between chunks."""
+    windows: list[ReadPart] = []
+    ranges: list[tuple[int, int, Destination]] = []
+    most = shape.part_bytes
+    for chunk in chunks:
+        for destination in chunk.destinations:
+            ranges.append((destination.start, destination.stop, destination))
+        in_parts = chunk.stop - chunk.start > most
+        numbers = sorted({destination.number for destination in chunk.destinations}) if in_parts else ()
+        check = ChunkCheck(shape.key, chunk.start, chunk.stop, chunk.checksum, numbers)
+        if windows and chunk.start - windows[-1].stop <= shape.gap_bytes and chunk.end - windows[-1].start <= most:
+            windows[-1].stop = chunk.end
+            windows[-1].checks.append(check)
+            continue
+        for begin in range(chunk.start, chunk.stop, most):
+            # The checksum is in one part with the last bytes that it covers.
+            end = begin + most if begin + most < chunk.stop else chunk.end
+            window = ReadPart(begin, end, None, [])
+            window.checks.append(check)
+            windows.append(window)
+    _share(shape, windows, ranges)
+    return _group(shape, windows)
+
+
+def _plan_destinations(shape: ObjectShape, destinations: Iterable[Destination]) -> list[ReadTask]:
+    """Plan tasks that read what destinations want. Every step that is wanted is read, and most of them once."""
     parts: list[ReadPart] = []
     ranges: list[tuple[int, int, Destination]] = []
-    step, least = shape.step, shape.direct_bytes
+    step = shape.step
+    # From here on bytes that follow each other are read straight into their array.
+    least = step if step > 1 else shape.sizes.direct
     for destination in destinations:
         start, stop = destination.start, destination.stop
         if isinstance(destination, BoxDestination):
             mark = len(ranges)
             for low, high in destination.spans(shape.gap_bytes):
                 begin, end = low // step * step, shape.above(high)
-                if len(ranges) > mark and begin <= ranges[-1][1]:  # else it would take what is in both twice
+                if len(ranges) > mark and begin <= ranges[-1][1]:  # it would take the bytes of both ranges twice
                     ranges[-1] = ranges[-1][0], end, destination
                 else:
                     ranges.append((begin, end, destination))
             continue
-        # Whole steps of a run go straight into its array.
         first = shape.above(start)
         last = stop if stop == shape.size else stop // step * step
         if stop - start < least or last <= first:
@@ -182,14 +293,18 @@ def plan_object(shape: ObjectShape, destinations: Iterable[Destination]) -> list
             ranges.append((first - step, first, destination))
         if last < stop:
             ranges.append((last, shape.above(stop), destination))
-    parts.sort(key=lambda part: part.start)
+    parts.sort(key=_start)
     parts.extend(_windows(shape, ranges, [part.start for part in parts]))
-    parts.sort(key=lambda part: part.start)
-    return group_tasks(shape, parts)
+    parts.sort(key=_start)
+    return _group(shape, parts)
 
 
-def group_tasks(shape: ObjectShape, parts: Sequence[ReadPart]) -> list[ReadTask]:
-    """Tasks that read parts, which are in order and do not overlap unless two arrays want the same bytes."""
+def _start(part: ReadPart) -> int:
+    return part.start
+
+
+def _group(shape: ObjectShape, parts: Sequence[ReadPart]) -> list[ReadTask]:
+    """Make tasks of parts, which are in order and do not overlap unless two arrays want the same bytes."""
     tasks: list[ReadTask] = []
     group: list[ReadPart] = []
     for part in parts:
@@ -211,12 +326,12 @@ def _cut(start: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 def _windows(shape: ObjectShape, ranges: list[tuple[int, int, Destination]], direct: Sequence[int]) -> list[ReadPart]:
-    """Parts that together hold all ranges, without overlap, each with its destinations.
+    """Return parts that together contain all ranges, without overlap, each with its destinations.
 
     Args:
         shape: of the object.
-        ranges: which bytes are wanted for whom; sorted here.
-        direct: where parts begin that are read straight into arrays, sorted: no gap is closed across one.
+        ranges: the bytes that are wanted, with their destinations; sorted here.
+        direct: the starts of parts that are read straight into arrays, sorted. No gap is closed across one.
     """
     ranges.sort(key=lambda entry: entry[0])
     merged: list[tuple[int, int]] = []
@@ -230,120 +345,24 @@ def _windows(shape: ObjectShape, ranges: list[tuple[int, int, Destination]], dir
     windows = [
         ReadPart(begin, end, None, []) for start, stop in merged for begin, end in _cut(start, stop, shape.part_bytes)
     ]
-    share(shape, windows, ranges)
+    _share(shape, windows, ranges)
     return windows
 
 
-def share(shape: ObjectShape, windows: Sequence[ReadPart], ranges: Iterable[tuple[int, int, Destination]]) -> None:
-    """Give destinations to the windows that hold the bytes (start, stop) they want; windows follow each other where they do."""
+def _share(shape: ObjectShape, windows: Sequence[ReadPart], ranges: Iterable[tuple[int, int, Destination]]) -> None:
+    """Give each destination to the windows that contain the bytes (start, stop) it wants."""
     starts = [window.start for window in windows]
     for start, stop, destination in ranges:
         place = bisect.bisect_right(starts, start) - 1
         while start < stop:
             window = windows[place]
             end = min(window.stop, stop)
-            destinations = window.destinations
-            if destinations and destinations[-1][0] is destination and isinstance(destination, BoxDestination):
-                destinations[-1] = (destination, destinations[-1][1], max(destinations[-1][2], end))
+            found = window.destinations
+            if found and found[-1][0] is destination and isinstance(destination, BoxDestination):
+                found[-1] = (destination, found[-1][1], max(found[-1][2], end))
             else:
-                destinations.append((destination, start, end))
+                found.append((destination, start, end))
             start = end
             place += 1
     for window in windows:
         window.cut_holes(shape.sizes.direct)
-
-
-def destinations_of(shape: ObjectShape, read: ChunkRead) -> Iterator[Destination]:
-    """What takes the bytes of a chunk that its targets want.
-
-    Raises:
-        CorruptCheckpointError: the chunk does not lie within the object, or a target does not fit its box.
-    """
-    chunk, itemsize, offset = read.box, read.itemsize, read.offset
-    # A box that begins at zero, as most do, has its shape at hand.
-    chunk_shape = chunk.stop if not any(chunk.start) and len(chunk.start) == len(chunk.stop) else _shape(read, chunk)
-    nbytes = prod(chunk_shape) * itemsize
-    end = offset + nbytes if read.checksum is None else offset + nbytes + read.checksum.nbytes
-    if offset < 0 or itemsize <= 0 or end > shape.size or (chunk_shape and min(chunk_shape) < 0):
-        raise CorruptCheckpointError(
-            f"{read.key!r} does not hold what the checkpoint says: expected bytes {offset} to {end} for an "
-            f"array of shape {list(chunk_shape)}{'' if read.checksum is None else ' and its checksum'}, found {shape.size} "
-            "bytes; it was cut off, or what describes it is damaged: restore it from a copy, or load another checkpoint",
-            key=read.key,
-            start=offset,
-            stop=end,
-        )
-    for number, box, array in read.targets:
-        if box is chunk or box == chunk:
-            box_shape = chunk_shape
-        else:
-            box_shape = _shape(read, box)
-        if array.shape != box_shape or array.itemsize != itemsize or len(box_shape) != len(chunk_shape):
-            raise _mismatch(
-                read, f"an array of shape {list(array.shape)} with {array.itemsize} bytes per element for it"
-            )
-        if not (array.flags.c_contiguous and array.flags.writeable):
-            raise ValueError(f"target {number} of a read is not C-contiguous and writable")
-        if nbytes == 0:
-            continue
-        if box_shape is chunk_shape and is_little(array.dtype):
-            yield RunDestination(number, offset, offset + nbytes, array, -1)
-        else:
-            yield from _part_destinations(shape, read, chunk_shape, number, box, array)
-
-
-def _part_destinations(
-    shape: ObjectShape, read: ChunkRead, chunk_shape: tuple[int, ...], number: int, box: Box, array: HostArray
-) -> Iterator[Destination]:
-    corner, itemsize = read.box.start, read.itemsize
-    common = intersect((box.start, box.stop), (corner, read.box.stop))
-    if common is None:
-        return
-    extent = _relative(common, corner)
-    origin = tuple(map(int.__sub__, box.start, corner))
-    inside = _relative(common, box.start)
-    axis = max(run_axis(chunk_shape, extent), run_axis(array.shape, inside))
-    lengths = tuple(map(int.__sub__, extent[1], extent[0]))
-    run_bytes = prod(lengths[axis:]) * itemsize
-    little = is_little(array.dtype)
-    if little and (prod(lengths[:axis]) == 1 or run_bytes >= shape.sizes.run):
-        places = runs(array.shape, inside, axis)
-        for (_, flat), (_, place) in zip(runs(chunk_shape, extent, axis), places, strict=True):
-            start = read.offset + flat * itemsize
-            yield RunDestination(number, start, start + run_bytes, array, place * itemsize)
-    elif shape.keeps_elements(read.offset, itemsize):
-        yield BoxDestination(number, read.offset, chunk_shape, extent, array.view(little_dtype(array.dtype)), origin)
-    else:
-        # Elements lie across the ends of what is read: take them apart into bytes, an axis of their own.
-        if not little:
-            raise _mismatch(read, f"elements that are not aligned, for an array of {array.dtype}")
-        as_bytes = array.reshape(-1).view(np.uint8).reshape(*array.shape, itemsize)
-        extent = (*extent[0], 0), (*extent[1], itemsize)
-        yield BoxDestination(number, read.offset, (*chunk_shape, itemsize), extent, as_bytes, (*origin, 0))
-
-
-def _shape(read: ChunkRead, box: Box) -> tuple[int, ...]:
-    if len(box.start) != len(box.stop) or any(map(int.__gt__, box.start, box.stop)):
-        raise _mismatch(read, f"a box from {list(box.start)} to {list(box.stop)}")
-    return tuple(map(int.__sub__, box.stop, box.start))
-
-
-def _relative(extent: Extent, origin: tuple[int, ...]) -> Extent:
-    return tuple(map(int.__sub__, extent[0], origin)), tuple(map(int.__sub__, extent[1], origin))
-
-
-def _mismatch(read: ChunkRead, found: str) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        f"what describes {read.key!r} is damaged: expected a box from {list(read.box.start)} to {list(read.box.stop)} with "
-        f"{read.itemsize} bytes per element at byte {read.offset}, found {found}; "
-        "restore it from a copy, or load another checkpoint",
-        key=read.key,
-    )
-
-
-def group_reads(reads: Iterable[ChunkRead]) -> Mapping[str, list[ChunkRead]]:
-    """The reads of each object."""
-    by_key: dict[str, list[ChunkRead]] = {}
-    for read in reads:
-        by_key.setdefault(read.key, []).append(read)
-    return by_key

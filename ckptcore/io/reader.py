@@ -7,40 +7,47 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
-from ckptcore.io.checked_tiles import ChunkShape, plan_checked
+from ckptcore.io.block_cache import BlockCache, RecentBlocks
 from ckptcore.io.checksums import RecordedChecksums
 from ckptcore.io.chunk_reads import read_boxes
+from ckptcore.io.destinations import ObjectShape
 from ckptcore.io.memory import map_pages
-from ckptcore.io.near_ranges import NearRanges, near_ranges
-from ckptcore.io.object_sizes import SIZES, ObjectSizes, Sizes
-from ckptcore.io.read_tasks import ObjectShape, ReadPart, ReadTask, destinations_of, group_reads, plan_object
-from ckptcore.io.requests import requests_of
-from ckptcore.io.sources import EdgeBlocks, hold_object, open_reader
+from ckptcore.io.read_tasks import ReadPart, ReadTask, plan_object
+from ckptcore.io.requests import (
+    SIZES,
+    NearRanges,
+    Sizes,
+    hold_reader,
+    near_ranges,
+    open_reader,
+    reads_by_key,
+    requests_of,
+)
 from ckptcore.io.threads import IOThreads, ask_each
 from ckptcore.model import ChunkRead, HostArray, ObjectRecord, ReadItem
 from ckptcore.protocols import ChunkIndex, StorageAddress, StorageBackend
 
-if TYPE_CHECKING:
-    from ckptcore.io.held_objects import HeldObject, Holding
-
 __all__ = ["ObjectReader"]
 
-_EDGE_BLOCKS: Final = 16
-"""Blocks that are kept for who asks for the rest of them: encoded chunks lie beside each other, and are asked for one by one."""
+_RECENT_BYTES: Final = 32 << 20
+"""Verified blocks that are kept: small reads beside each other, of slices or encoded chunks, need the rest of them."""
+
+_SUPPOSED_BYTES: Final = 1 << 30
+"""Recorded bytes for which memory may be taken before any of them was seen: not touched, and given back with the first
+object that is missing or ends too early."""
 
 
 class ObjectReader:
     """A `ckptcore.protocols.ReadStore` over a storage. Any thread.
 
     Attributes:
-        object_sizes: how large the objects are.
-        objects: what is known of them, by key.
-        bytes_read: bytes asked of the storage for chunks, blocks read whole included.
-        bytes_got: bytes got of the storage for all else: encoded chunks, and what tells where they are.
-        requests: ranges of bytes asked of the storage for chunks.
+        objects: what is known of the objects, by key.
+        bytes_read: bytes requested for chunks and slices, blocks read whole included.
+        bytes_got: bytes got for all else: encoded chunks, and indexes that locate them.
+        requests: ranges of bytes requested for chunks and slices.
         counting: held while these change.
     """
 
@@ -59,11 +66,11 @@ class ObjectReader:
 
         Args:
             storage: where the objects are.
-            objects: what is known of them, by key; may be hostile. Those without checksums are read without
-                verification, but for chunks with a checksum behind them.
-            threads: what reads chunks, together with the calling thread.
-            verify: whether checksums are compared.
-            strict: whether other objects are refused; else they are read without verification.
+            objects: what is known of them, by key; may be hostile. Objects without checksums are read without
+                verification, except for chunks with a checksum behind them.
+            threads: read chunks, together with the calling thread.
+            verify: compare checksums.
+            strict: refuse other objects; else they are read without verification.
             progress: called with a number of bytes each time that many more are in their arrays, from any thread.
             sizes: how much is moved at a time.
         """
@@ -76,12 +83,10 @@ class ObjectReader:
         self._concurrency = requests_of(storage).concurrency
         self._far = threads.at_once(self._concurrency) > threads.count
         self._sizes = sizes.for_requests(storage.request_bytes) if self._far else sizes
-        # In the time that a request waits for its first byte, a good part of one comes from a storage that is far.
+        # While a request waits for its first byte, a far storage delivers a good part of another one.
         self._gap_bytes = storage.request_bytes // (4 if self._far else 16)
         self._sums: dict[str, RecordedChecksums] = {}
-        self.object_sizes = ObjectSizes(storage, objects, threads)
-        self._edges = EdgeBlocks(_EDGE_BLOCKS)
-        self._holding: Holding | None = None
+        self._recent = RecentBlocks(max(2, _RECENT_BYTES // self._sizes.block))
         self.counting = threading.Lock()
         self.bytes_read = 0
         self.bytes_got = 0
@@ -89,32 +94,59 @@ class ObjectReader:
 
     @property
     def address(self) -> StorageAddress | None:
-        """For native I/O, or None."""
+        """The address for native I/O, or None."""
         return self._storage.address
 
     def size(self, key: str) -> int:
-        """Bytes of an object.
+        """Return the bytes of an object.
 
         Raises:
             ObjectNotFoundError
-            CorruptCheckpointError: it is refused.
+            CorruptCheckpointError: the object is refused.
         """
         record = self._record(key)
         return self._storage.size(key) if record is None else record.size
 
-    def _sizes_of(self, keys: Iterable[str]) -> dict[str, int]:
-        """Bytes of objects, by key; those that are not known are asked for."""
-        records = {key: self._record(key) for key in keys}
-        known = {key: record.size for key, record in records.items() if record is not None}
-        asked = [key for key in records if key not in known]
-        return {**known, **self.object_sizes.present(asked)} if asked else known
+    def stored_sizes(self, keys: Iterable[str]) -> dict[str, int]:
+        """Return the bytes of objects by asking the storage, not their records; many at once if that is faster.
+
+        Raises:
+            ObjectNotFoundError
+        """
+        asked = list(keys)
+        if self._far and len(asked) > 1:
+            sizes = ask_each(self._threads, asked, self._storage.size, parallelism=self._concurrency)
+        else:
+            sizes = [self._storage.size(key) for key in asked]
+        return dict(zip(asked, sizes, strict=True))
+
+    def size_limits(self, keys: Iterable[str]) -> dict[str, int]:
+        """Return limits of the bytes of objects, for callers that allocate memory before they read.
+
+        For small objects on a far storage this is the recorded size, up to a limit for all of them together: the one
+        request that reads such an object tells if the size is right. The storage is asked for the sizes of others.
+
+        Raises:
+            ObjectNotFoundError
+        """
+        asked = list(keys)
+        supposed: dict[str, int] = {}
+        if self._far:
+            left = _SUPPOSED_BYTES
+            recorded = [record for key in asked if (record := self.objects.get(key)) is not None]
+            for record in sorted(recorded, key=lambda record: record.size):
+                left -= record.size
+                if left < 0 or record.size > self._storage.request_bytes:
+                    break
+                supposed[record.key] = record.size
+        return {**supposed, **self.stored_sizes([key for key in asked if key not in supposed])}
 
     def list_names(self, prefix: str = "") -> Sequence[str]:
         """Names one level below a directory, sorted; those of directories end in ``/``."""
         return self._storage.list_names(prefix)
 
     def _record(self, key: str) -> ObjectRecord | None:
-        """What is known of an object, or None where it is read all the same."""
+        """Return what is known of an object; None if nothing is, and it may be read."""
         record = self.objects.get(key)
         if record is None and self._strict:
             raise CorruptCheckpointError(
@@ -135,7 +167,7 @@ class ObjectReader:
         return sums
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Bytes `start` to `stop` of an object; fewer where it ends before.
+        """Return bytes `start` to `stop` of an object; fewer if it ends before.
 
         Raises:
             ObjectNotFoundError, ChecksumError
@@ -156,21 +188,21 @@ class ObjectReader:
             return b""
         block = self._sizes.block
         begin, end = start // block * block, min(-(-stop // block) * block, size)
-        # Blocks at the ends, of which a part is wanted, may have been read for what lies beside this.
-        head = self._edges.find(key, begin) if begin < start or stop < min(begin + block, size) else None
+        # The blocks at the ends, of which a part is requested, may be kept from reads beside this one.
+        head = self._recent.find(key, begin) if begin < start or stop < min(begin + block, size) else None
         low = begin if head is None else min(begin + block, size)
-        foot = self._edges.find(key, (end - 1) // block * block) if stop < end and low < end else None
+        foot = self._recent.find(key, (end - 1) // block * block) if stop < end and low < end else None
         high = end if foot is None else (end - 1) // block * block
         read = self._read_blocks(key, low, high, sums) if low < high else b""
         for edge in {begin, (end - 1) // block * block}:
             edge_stop = min(edge + block, size)
             if low <= edge < high and (edge < start or stop < edge_stop):
-                self._edges.keep(key, edge, read[edge - low : edge_stop - low])
+                self._recent.keep(key, edge, read[edge - low : edge_stop - low])
         data = read if head is None and foot is None else b"".join((head or b"", read, foot or b""))
         return data if begin == start and end == stop else data[start - begin : stop - begin]
 
     def get_many(self, ranges: Sequence[tuple[str, int, int | None]]) -> Sequence[bytes | None]:
-        """What `get` gives of each range, None where there is no such object; near ranges together, and many at once.
+        """Return what `get` does for each range, or None if there is no such object. Requests near ranges together.
 
         Raises:
             ChecksumError
@@ -201,7 +233,7 @@ class ObjectReader:
             self.bytes_got += nbytes
 
     def _read_blocks(self, key: str, begin: int, end: int, sums: RecordedChecksums) -> bytes:
-        """Whole blocks of an object, verified."""
+        """Return whole blocks of an object, verified."""
         data = self._storage.get(key, begin, end)
         self._count(len(data))
         if len(data) != end - begin:
@@ -212,25 +244,33 @@ class ObjectReader:
     def read_chunks(self, reads: Sequence[ChunkRead]) -> Generator[int, None, None]:
         """Fill targets; yields the number of a target once all its chunks here are read and verified.
 
-        A chunk with a checksum behind it is verified by that, and read whole for it, where the object has no checksums of
-        blocks or the blocks it lies in are clearly more bytes; else by those.
+        A chunk is verified by the checksums of the blocks of its object. If the object has none, or the blocks are
+        clearly more bytes, it is read whole and verified by the checksum behind it.
 
         The thread that asks for the next number reads too. When this ends, however it does, no thread writes into a
         target any more.
 
         Raises:
             ObjectNotFoundError, ChecksumError
-            CorruptCheckpointError: where an object ends too early or is refused, or what describes it makes no sense.
+            CorruptCheckpointError: an object ends too early or is refused, or its description makes no sense.
         """
+        by_key: dict[str, list[ChunkRead]] = {}
+        waiting: dict[int, int] = {}
+        for read in reads:
+            by_key.setdefault(read.key, []).append(read)
+            for number, _, _ in read.targets:
+                waiting[number] = 0
+        unknown = [key for key in by_key if self._record(key) is None]
+        sizes = self.stored_sizes(unknown) if unknown else {}
         tasks: deque[ReadTask] = deque()
         sums: dict[str, RecordedChecksums | None] = {}
-        by_key = group_reads(reads)
-        nbytes_of = self._sizes_of(by_key)
         for key, of_key in by_key.items():
             sums[key] = self._checksums(key)
-            tasks.extend(self._plan(key, nbytes_of[key], of_key, sums[key] is not None))
-        waiting: dict[int, int] = {number: 0 for read in reads for number, _, _ in read.targets}
+            size = sizes[key] if key in sizes else self.objects[key].size
+            tasks.extend(self._plan(key, size, of_key, sums[key] is not None))
+        nbytes = 0
         for task in tasks:
+            nbytes += task.nbytes
             for number in task.numbers:
                 waiting[number] += 1
             for number in task.checked_numbers:
@@ -240,56 +280,48 @@ class ObjectReader:
         if not tasks:
             return
         reading = _Reading(self, self._storage, tasks, sums, waiting, self._progress)
-        nbytes = sum([task.nbytes for task in tasks])
         worth_it = self._far or nbytes >= self._sizes.inline
-        helpers = min(self._threads.at_once(self._concurrency), len(tasks)) - 1 if worth_it else 0
-        pool = self._threads.start(reading.work, helpers, self._concurrency)
+        others = min(self._threads.at_once(self._concurrency), len(tasks)) - 1 if worth_it else 0
+        pool = self._threads.start(reading.work, others, self._concurrency)
         try:
             yield from reading.results(len(waiting) - len(complete))
         finally:
             reading.stopped = True
             pool.join()
 
+    def _plan(self, key: str, size: int, reads: Sequence[ChunkRead], recorded: bool) -> list[ReadTask]:
+        """Plan the reads of an object of `size` bytes, of whose blocks checksums are recorded or not."""
+        sizes, request, gap = self._sizes, self._storage.request_bytes, self._gap_bytes
+        shape = plain = ObjectShape(key, size, 1, max(sizes.task, request), gap, sizes)
+        if recorded:
+            # Blocks that are hashed right after they are read are still in cache.
+            shape = ObjectShape(
+                key, size, sizes.block, max(sizes.block, request // sizes.block * sizes.block), gap, sizes
+            )
+        return plan_object(shape, plain, reads, verify=self._verify)
+
     def read_boxes(self, index: ChunkIndex, items: Sequence[ReadItem], buffers: Sequence[HostArray]) -> Iterator[int]:
         """See `ckptcore.io.chunk_reads.read_boxes`."""
         return read_boxes(index, items, buffers, self)
 
-    def hold(self, key: str) -> HeldObject | None:
-        """An object, open for reads of parts of it that are all of what is there now; None where the storage does not hold objects open.
+    def hold(self, key: str) -> BlockCache | None:
+        """Open an object for many small reads, all of the object that is there now. None if the storage cannot.
 
         Raises:
             ObjectNotFoundError
-            CorruptCheckpointError: it is refused.
+            CorruptCheckpointError: the object is refused.
         """
         sums = self._checksums(key)
-        reader = hold_object(self._storage, key)
-        if reader is None:
+        reader = hold_reader(self._storage, key)
+        if reads_by_key(reader):
             return None
-        # Who only saves or loads need not wait for it.
-        from ckptcore.io.held_objects import Holding
-
-        with self.counting:
-            if self._holding is None:
-                self._holding = Holding(self._sizes.block, self._add_read)
-        return self._holding.of(key, reader, self._sizes_of((key,))[key], sums)
+        size, block = self.size(key), self._sizes.block
+        return BlockCache(key, reader, size, sums, block_bytes=block, recent=self._recent, count=self._add_read)
 
     def _add_read(self, nbytes: int) -> None:
         with self.counting:
             self.bytes_read += nbytes
             self.requests += 1
-
-    def _plan(self, key: str, size: int, reads: Sequence[ChunkRead], recorded: bool) -> list[ReadTask]:
-        """Tasks that read chunks of one object of so many bytes, of whose blocks checksums were recorded or not."""
-        sizes = self._sizes
-        request = self._storage.request_bytes
-        gap = self._gap_bytes
-        plain = ObjectShape(key, size, 1, max(sizes.task, request), gap, sizes)
-        # Blocks that are hashed right after they are read are still in cache.
-        blocks = ObjectShape(key, size, sizes.block, max(sizes.block, request // sizes.block * sizes.block), gap, sizes)
-        shape = blocks if recorded else plain
-        if self._verify and any(read.checksum is not None for read in reads):
-            return plan_checked(shape, ChunkShape(key, size, 1, plain.part_bytes, gap, sizes), reads)
-        return plan_object(shape, [destination for read in reads for destination in destinations_of(shape, read)])
 
 
 class _Reading:
@@ -316,9 +348,9 @@ class _Reading:
 
     def work(self) -> None:
         """Perform tasks until none is left, reading is stopped or something fails. Never raises."""
-        hand = _Hand()
+        scratch = _Scratch()
         try:
-            while (numbers := self._next(hand)) is not None:
+            while (numbers := self._next(scratch)) is not None:
                 if numbers:
                     self._done.put(numbers)
         except BaseException as error:  # noqa: BLE001  # raised again by the thread that waits for results
@@ -326,12 +358,12 @@ class _Reading:
             self._done.put(error)
 
     def results(self, count: int) -> Iterator[int]:
-        """The next `count` targets that are complete; this thread performs tasks while there is none."""
-        hand = _Hand()
+        """Yield the next `count` targets that are complete. This thread performs tasks while there is none."""
+        scratch = _Scratch()
         while count:
             numbers: list[int] | BaseException | None = None
             if self._done.empty():
-                numbers = self._next(hand)
+                numbers = self._next(scratch)
             if numbers is None:
                 numbers = self._done.get()
             if isinstance(numbers, BaseException):
@@ -339,71 +371,70 @@ class _Reading:
             count -= len(numbers)
             yield from numbers
 
-    def _next(self, hand: _Hand) -> list[int] | None:
-        """Perform the next task: the targets it completes, or None if there is no task or reading was stopped."""
+    def _next(self, scratch: _Scratch) -> list[int] | None:
+        """Perform the next task. Return the targets it completes, or None if there is no task or reading was stopped."""
         try:
             task = self._tasks.popleft()
         except IndexError:
             return None
         sums = self._sums[task.key]
-        taken = 0
+        taken = requests = 0
         checked: list[int] = []
         for parts in task.requests:
             if self.stopped:
                 return None
-            if len(parts) == 1 and parts[0].memory is not None:
-                taken += self._read_direct(task, parts[0].start, parts[0].memory, sums, hand)
+            memory = parts[0].memory
+            if len(parts) == 1 and memory is not None:
+                requests += self._read_direct(task, parts[0].start, memory, sums)
+                taken += len(memory)
             else:
-                taken += self._read_parts(task.key, parts, sums, hand, checked)
+                requests += 1
+                taken += self._read_parts(task.key, parts, sums, scratch, checked)
         if self.stopped:  # perhaps in the middle of an array
             return None
         complete = []
         with self._counting:
-            self._reader.bytes_read += hand.bytes_read
-            self._reader.requests += hand.requests
+            self._reader.bytes_read += task.nbytes
+            self._reader.requests += requests
             for number in itertools.chain(task.numbers, checked):
                 left = self._waiting[number] - 1
                 self._waiting[number] = left
                 if left == 0:
                     complete.append(number)
-        hand.bytes_read = hand.requests = 0
         if self._progress is not None:
             self._progress(taken)
         return complete
 
-    def _read_direct(
-        self, task: ReadTask, start: int, memory: memoryview, sums: RecordedChecksums | None, hand: _Hand
-    ) -> int:
-        """Read straight into an array, as much at once as suits the storage, and verify it while it is in cache."""
+    def _read_direct(self, task: ReadTask, start: int, memory: memoryview, sums: RecordedChecksums | None) -> int:
+        """Read straight into an array, and verify pieces while they are in cache. Return the number of requests."""
         most = task.most
-        position, stop = start, start + len(memory)
+        position, stop, requests = start, start + len(memory), 0
         while position < stop and not self.stopped:
             end = min(stop, (position // most + 1) * most)
             piece = memory[position - start : end - start]
             self._read_into(task.key, ((position, piece),))
-            hand.requests += 1
+            requests += 1
             if sums is not None:
                 sums.verify(position, piece)
             position = end
-        hand.bytes_read += stop - start
-        return stop - start
+        return requests
 
     def _read_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
         try:
             self._objects[key].get_into(ranges)
         except CorruptCheckpointError as error:
-            error.key = key  # a storage around this one has a longer name for it, by which nobody finds the arrays
+            error.key = key  # a storage around this one may name the object by a longer key, which locates no arrays
             raise
 
     def _read_parts(
-        self, key: str, parts: Sequence[ReadPart], sums: RecordedChecksums | None, hand: _Hand, checked: list[int]
+        self, key: str, parts: Sequence[ReadPart], sums: RecordedChecksums | None, scratch: _Scratch, checked: list[int]
     ) -> int:
-        """Read parts that follow each other by one request, verify them, and let destinations have what they want of them.
+        """Read parts that follow each other by one request, verify them, and copy to their destinations.
 
-        The targets that waited for a chunk which is complete now are added to `checked`.
+        Adds to `checked` the targets that waited for a chunk which is complete now. Returns the bytes copied.
         """
         start, stop = parts[0].start, parts[-1].stop
-        spare = hand.memory(stop - start)
+        spare = scratch.memory(stop - start)
         buffers: list[tuple[int, memoryview]] = []
         for part in parts:
             if part.memory is not None:
@@ -411,9 +442,7 @@ class _Reading:
             else:
                 buffers.extend(part.buffers(spare[part.start - start : part.stop - start]))
         self._read_into(key, buffers)
-        hand.bytes_read += stop - start
-        hand.requests += 1
-        if parts[0].checks:  # all parts are of whole chunks then
+        if parts[0].checks:  # all parts are of whole chunks
             for part in parts:
                 for check in part.checks:
                     if check.compare(part.start, part.stop, buffers):
@@ -432,25 +461,23 @@ class _Reading:
         return taken
 
 
-class _Hand:
-    """What one thread keeps while it performs tasks: memory to read into what goes to several places, and counts."""
+class _Scratch:
+    """Memory of one thread for bytes that go to several destinations."""
 
-    __slots__ = ("_memory", "bytes_read", "requests")
+    __slots__ = ("_memory",)
 
     def __init__(self) -> None:
         self._memory: memoryview | None = None
-        self.bytes_read = 0
-        self.requests = 0
 
     def memory(self, nbytes: int) -> memoryview:
-        """Memory of this many bytes; overwritten by the next call."""
+        """Return memory of this many bytes; overwritten by the next call."""
         if self._memory is None or len(self._memory) < nbytes:
             self._memory = map_pages(nbytes).memory()
         return self._memory[:nbytes]
 
 
 def _too_short(key: str, start: int, stop: int, found: int) -> CorruptCheckpointError:
-    """What is raised where an object ends before bytes that it was recorded to have."""
+    """Return the error for an object that ends before bytes that it was recorded to have."""
     return CorruptCheckpointError(
         f"{key!r} is too short: expected bytes {start} to {stop}, found {found} of them; "
         "it was cut off or replaced: restore it from a copy, or load another checkpoint",

@@ -10,9 +10,18 @@ import numpy as np
 
 from ckptcore.errors import PluginError
 from ckptcore.io.checksums import InlineChecksum, encoded, first_covered, inline_checksums
-from ckptcore.io.elements import bytes_of, is_little, little_dtype, plain
-from ckptcore.io.object_sizes import Sizes
-from ckptcore.io.tiles import Extent, c_strides, flat_boxes, intersect, run_axis
+from ckptcore.io.elements import (
+    Extent,
+    bytes_of,
+    c_strides,
+    flat_boxes,
+    intersect,
+    is_little,
+    little_dtype,
+    plain,
+    run_axis,
+)
+from ckptcore.io.requests import Sizes
 from ckptcore.model import ArraySegment, Box, BytesSegment, ChecksumSegment, HostArray, Segment
 
 __all__ = ["ObjectSegments", "WriteTask", "join_segments"]

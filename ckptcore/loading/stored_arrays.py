@@ -10,13 +10,11 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from ckptcore.errors import CheckpointError
-from ckptcore.io.elements import bytes_of, copy_elements, is_little, little_dtype
-from ckptcore.io.held_objects import HeldObject
-from ckptcore.io.tiles import c_strides
+from ckptcore.io.block_cache import BlockCache
+from ckptcore.io.elements import bytes_of, c_strides, copy_elements, is_little, little_dtype
 from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.indexing import BasicIndex, Indexed, index_box, rows_of
-from ckptcore.loading.mapped_arrays import find_plain_place, map_array
-from ckptcore.loading.open_sessions import Session
+from ckptcore.loading.open_sessions import Session, find_plain_place, map_array
 from ckptcore.loading.reading import allocate_for, check_sizes
 from ckptcore.model.arrays import ArraySpec, HostArray
 from ckptcore.model.objects import BLOCK_BYTES
@@ -82,7 +80,7 @@ class StoredArray:
         self._extent = spec.shape[0] if spec.shape else 0
         self._row = math.prod(spec.shape[1:]) * dtype.itemsize
         self._offset = 0
-        self._held: HeldObject | Literal[False] | None = (
+        self._held: BlockCache | Literal[False] | None = (
             None  # False: it does not stand in one place; None: nobody has looked
         )
         self._view: HostArray | None = None  # all of it in memory, of which only what is at hand is touched
@@ -174,7 +172,7 @@ class StoredArray:
                 return self._copy(view[start:stop])
         return self._read_run(held, first, (stop - start, *self.shape[1:]))
 
-    def _read_run(self, held: HeldObject, first: int, shape: tuple[int, ...]) -> HostArray:
+    def _read_run(self, held: BlockCache, first: int, shape: tuple[int, ...]) -> HostArray:
         """Elements that follow each other from a byte of the object on."""
         array = np.empty(shape, self._stored_dtype)
         self._read_into(held, first, bytes_of(array))
@@ -182,7 +180,7 @@ class StoredArray:
             return array
         return array.view(self.dtype) if self._is_little else self._copy(array)
 
-    def _read_into(self, held: HeldObject, first: int, memory: memoryview) -> None:
+    def _read_into(self, held: BlockCache, first: int, memory: memoryview) -> None:
         try:
             held.read_into(first, memory)
         except CheckpointError as error:
@@ -253,7 +251,7 @@ class StoredArray:
         steps = [step * stride * itemsize for step, stride in zip(indexed.steps, strides, strict=True)]
         return self._copy(np.ndarray(indexed.counts, self._stored_dtype, memory, 0, steps))
 
-    def _pick(self, held: HeldObject, indexed: Indexed, strides: tuple[int, ...]) -> HostArray | None:
+    def _pick(self, held: BlockCache, indexed: Indexed, strides: tuple[int, ...]) -> HostArray | None:
         """Elements that do not follow each other, out of memory that holds what lies between them; None where that cannot be.
 
         The blocks that they lie in are read and verified once, whoever asks for the elements beside them next.
@@ -276,7 +274,7 @@ class StoredArray:
             return array
         return array.view(self.dtype) if self._is_little else self._copy(array)
 
-    def _find(self) -> HeldObject | Literal[False]:
+    def _find(self) -> BlockCache | Literal[False]:
         """The object that it stands in; False where it is read as loads read it."""
         session = self._session
         place = session.attempt(lambda opened: find_plain_place(opened, self._leaf))  # what is held is looked at below
@@ -288,7 +286,7 @@ class StoredArray:
         self._held = held
         return held
 
-    def _mapped(self, held: HeldObject) -> HostArray | None:
+    def _mapped(self, held: BlockCache) -> HostArray | None:
         """All of it in memory; None where its object is none. Not before some of it is at hand: a single slice is faster read than mapped."""
         memory = held.memory()
         if memory is not None and self._offset + self.nbytes <= len(memory):

@@ -139,7 +139,7 @@ def _open_directory(
 
 def _sizes_fit(opened: Checkpoint) -> bool:
     try:
-        present = opened.store.object_sizes.present(opened.objects)
+        present = opened.store.stored_sizes(opened.objects)
         bases = () if opened.derived is None else opened.derived.sources[1:]
         return all(present[key] == record.size for key, record in opened.objects.items()) and all(
             map(_sizes_fit, bases)

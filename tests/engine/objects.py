@@ -11,7 +11,7 @@ from ckptcore_testing.strategies import arrays, boxes, partitions
 from hypothesis import strategies as st
 
 from ckptcore.io.elements import plain
-from ckptcore.io.object_sizes import Sizes
+from ckptcore.io.requests import Sizes
 from ckptcore.model import (
     ArraySegment,
     Box,

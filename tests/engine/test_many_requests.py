@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, StorageError
 from ckptcore.io import object_writes, threads
 from ckptcore.io.memory import map_pages
-from ckptcore.io.near_ranges import near_ranges
 from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.io.reader import ObjectReader
+from ckptcore.io.requests import near_ranges
 from ckptcore.io.threads import IOThreads, ask_each, run_each
 from ckptcore.model import ArraySegment, Box, BytesSegment, ChunkRead, HostArray, Segment
 from ckptcore.protocols import ObjectWriter

@@ -6,8 +6,7 @@ import pytest
 from ckptcore_testing import FarStorage
 
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
-from ckptcore.io import object_sizes
-from ckptcore.io.object_sizes import ObjectSizes
+from ckptcore.io import reader as reader_module
 from ckptcore.io.reader import ObjectReader
 from ckptcore.io.threads import IOThreads
 from ckptcore.model import ObjectRecord
@@ -27,26 +26,26 @@ def filled(storage: StorageBackend, **sizes: int) -> None:
 def test_what_is_recorded_of_small_objects_that_are_far_is_taken_for_their_size() -> None:
     storage = FarStorage(concurrency=8, request_bytes=100)
     filled(storage, a=1, b=2, c=3, d=4)
-    sizes = ObjectSizes(storage, recorded(a=100, b=101, c=0), IOThreads(2))
-    assert sizes.bounding("abcd") == {
+    sizes = ObjectReader(storage, recorded(a=100, b=101, c=0), IOThreads(2))
+    assert sizes.size_limits("abcd") == {
         "a": 1,
         "b": 2,
         "c": 3,
         "d": 4,
     }  # two threads, whatever storages ask for: none is far
     storage.forget()
-    sizes = ObjectSizes(storage, recorded(a=100, b=101, c=0), IOThreads())
-    assert sizes.bounding("abcd") == {"a": 100, "b": 2, "c": 0, "d": 4}
+    sizes = ObjectReader(storage, recorded(a=100, b=101, c=0), IOThreads())
+    assert sizes.size_limits("abcd") == {"a": 100, "b": 2, "c": 0, "d": 4}
     assert sorted([request.key for request in storage.requests]) == ["b", "d"]
-    assert sizes.present("abcd") == {"a": 1, "b": 2, "c": 3, "d": 4}
+    assert sizes.stored_sizes("abcd") == {"a": 1, "b": 2, "c": 3, "d": 4}
 
 
 def test_a_root_cannot_state_more_than_a_bound_for_all_objects_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_sizes, "_SUPPOSED_BYTES", 1000)
+    monkeypatch.setattr(reader_module, "_SUPPOSED_BYTES", 1000)
     storage = FarStorage(concurrency=8, request_bytes=400)
     keys = {f"k{number}": 300 for number in range(10)}
     filled(storage, **dict.fromkeys(keys, 1))
-    sizes = ObjectSizes(storage, recorded(**keys), IOThreads()).bounding(keys)
+    sizes = ObjectReader(storage, recorded(**keys), IOThreads()).size_limits(keys)
     assert sorted(sizes.values()) == [1] * 7 + [300] * 3
     assert sizes.keys() == keys.keys()
 
@@ -54,7 +53,7 @@ def test_a_root_cannot_state_more_than_a_bound_for_all_objects_together(monkeypa
 def test_an_object_that_is_asked_for_and_not_there_is_told() -> None:
     for storage in (FarStorage(concurrency=8, request_bytes=100), memory_storage()):
         with pytest.raises(ObjectNotFoundError):
-            ObjectSizes(storage, recorded(a=1000), IOThreads()).bounding("a")
+            ObjectReader(storage, recorded(a=1000), IOThreads()).size_limits("a")
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, None), (3, None), (7, 12), (0, 11)])

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptcore.errors import ChecksumError, CorruptCheckpointError, ObjectNotFoundError, StorageError
-from ckptcore.io.object_sizes import SIZES, Sizes
+from ckptcore.io.block_cache import RecentBlocks
 from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.io.reader import ObjectReader
-from ckptcore.io.sources import EdgeBlocks
+from ckptcore.io.requests import SIZES, Sizes
 from ckptcore.io.threads import IOThreads
 from ckptcore.model import Box, BytesSegment, ChunkRead, HostArray, ObjectRecord
 from tests.engine.objects import TINY
@@ -357,7 +357,7 @@ def test_whatever_is_kept_what_is_asked_for_is_what_comes(asked: list[tuple[int,
 
 
 def test_only_so_many_blocks_are_kept() -> None:
-    blocks = EdgeBlocks(2)
+    blocks = RecentBlocks(2)
     for start in (0, 1, 2):
         blocks.keep("x", start, bytes([start]))
         blocks.find("x", 0)

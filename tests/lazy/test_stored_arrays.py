@@ -25,7 +25,7 @@ from ckptcore.builtin import local_calls
 from ckptcore.builtin.local import LocalStorage
 from ckptcore.context import IOOptions, JobOptions, PluginOptions
 from ckptcore.errors import CheckpointNotFoundError, ChecksumError, CorruptCheckpointError, NotMappableError
-from ckptcore.io.held_objects import VerifiedBlocks, Window
+from ckptcore.io.block_cache import RecentBlocks
 from ckptcore.model import BLOCK_BYTES, Box
 from ckptcore.protocols import Coordinator, StorageBackend, StorageOpener, StorageOptions
 from ckptcore.results import StoredArray
@@ -517,10 +517,10 @@ def test_an_array_in_memory_is_not_mapped() -> None:
 
 
 def test_few_verified_blocks_are_kept() -> None:
-    blocks = VerifiedBlocks(BLOCK_BYTES)
+    blocks = RecentBlocks(32)
     for number in range(40):
-        blocks.keep("a", Window(number * BLOCK_BYTES, (number + 1) * BLOCK_BYTES, memoryview(b"")))
-        assert blocks.find("a", 5) is not None  # what is used stays
-    assert blocks.find("a", BLOCK_BYTES) is None and blocks.find("a", 40 * BLOCK_BYTES - 1) is not None
-    assert blocks.find("b", 5) is None
+        blocks.keep("a", number * BLOCK_BYTES, b"block")
+        assert blocks.find("a", 0) is not None  # what is used stays
+    assert blocks.find("a", BLOCK_BYTES) is None and blocks.find("a", 39 * BLOCK_BYTES) is not None
+    assert blocks.find("b", 0) is None
     assert sum(blocks.find("a", number * BLOCK_BYTES) is not None for number in range(40)) == 32

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptcore.errors import PluginError, StorageError
-from ckptcore.io.object_sizes import SIZES, Sizes
 from ckptcore.io.object_writes import ObjectRecorder
+from ckptcore.io.requests import SIZES, Sizes
 from ckptcore.io.threads import IOThreads
 from ckptcore.model import ArraySegment, Box, BytesSegment, Checksum, ChecksumSegment, HostArray, Segment
 from tests.engine.checksum_fakes import Crc32, Length

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptcore.errors import ChecksumError, CorruptCheckpointError
-from ckptcore.io.object_sizes import SIZES, Sizes
 from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.io.reader import ObjectReader
+from ckptcore.io.requests import SIZES, Sizes
 from ckptcore.io.threads import IOThreads
 from ckptcore.model import Box, BytesSegment, Checksum, ChecksumSegment, ChunkRead, HostArray, ObjectRecord, Segment
 from tests.engine.checksum_fakes import Crc32, Length

@@ -7,7 +7,7 @@ from ckptcore_testing.strategies import boxes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptcore.io.tiles import c_strides, flat_boxes, intersect, run_axis, runs, spans
+from ckptcore.io.elements import c_strides, flat_boxes, intersect, run_axis, runs, spans
 from ckptcore.model import Box
 
 full_shapes = st.lists(st.integers(1, 6), max_size=4).map(tuple)

@@ -1,0 +1,262 @@
+"""Block cache: an open object that remembers which of its blocks were verified, and the blocks that were read last."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Final, cast
+
+import numpy as np
+
+from ckptcore.errors import CorruptCheckpointError
+from ckptcore.io.checksums import RecordedChecksums
+from ckptcore.io.requests import is_held_reader
+from ckptcore.io.threads import IOThreads, run_each
+from ckptcore.protocols import Buffer, HeldReader, RangeReader
+
+__all__ = ["BlockCache", "RecentBlocks"]
+
+_FEW_BLOCKS: Final = 8
+"""The calling thread reads fewer blocks than this alone."""
+
+_spares: Final = threading.local()
+"""Memory in which each thread verifies a block. It is freed when the thread ends."""
+
+
+class RecentBlocks:
+    """The verified blocks of a checkpoint that were read last. Any thread."""
+
+    def __init__(self, most: int) -> None:
+        """Keep at most `most` blocks."""
+        self._most = most
+        self._blocks: OrderedDict[tuple[str, int], Buffer] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def find(self, key: str, start: int) -> Buffer | None:
+        """Return the block of an object that begins at a byte, or None if it is not kept."""
+        with self._lock:
+            found = self._blocks.get((key, start))
+            if found is not None:
+                self._blocks.move_to_end((key, start))
+            return found
+
+    def keep(self, key: str, start: int, block: Buffer, *, alone: bool = False) -> None:
+        """Keep a block in place of the one that was used longest ago, or of all others if it is kept `alone`."""
+        with self._lock:
+            if alone:
+                self._blocks.clear()
+            self._blocks[key, start] = block
+            self._blocks.move_to_end((key, start))
+            while len(self._blocks) > self._most:
+                self._blocks.popitem(last=False)
+
+
+class BlockCache:
+    """An open object that remembers which of its blocks were verified, and skips that until the object changes. Any thread.
+
+    - An object that its storage holds open (`HeldReader`) has a stamp that changes with it, and may be mapped into memory.
+      Verified blocks are noted for the stamp. Without a stamp a change could go unnoticed: only the last block is kept.
+    - Blocks of other objects are kept in memory, because to read them again would cost as much as to verify them.
+    - Without checksums nothing is verified, and mapped memory may be used after the first read.
+
+    A disk that returns other bytes for a page than before, although nothing wrote to the object, goes unnoticed.
+
+    Attributes:
+        is_verified: True if bytes are compared with checksums, and read by whole blocks for this.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        reader: RangeReader,
+        size: int,
+        sums: RecordedChecksums | None,
+        *,
+        block_bytes: int,
+        recent: RecentBlocks,
+        count: Callable[[int], None],
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            key: the object, for errors.
+            reader: the open object.
+            size: its bytes, as far as known; may be hostile.
+            sums: the checksums of its blocks; None: verify nothing.
+            block_bytes: what one checksum covers.
+            recent: keeps blocks that cannot be noted as verified.
+            count: called with the number of bytes after each read.
+        """
+        self.is_verified = sums is not None
+        self._key = key
+        self._reader = reader
+        self._held = cast(HeldReader, reader) if is_held_reader(type(reader)) else None
+        self._size = size
+        self._sums = sums
+        self._block_bytes = block_bytes
+        self._recent = recent
+        self._count = count
+        self._memory: memoryview | None = None
+        self._is_mapped = False
+        self._was_read = False
+        # The stamp of the object, and a byte for each block that is 1 if it was verified with that. Replaced together.
+        self._verified: tuple[Hashable | None, bytearray] = None, self._no_marks()
+
+    def memory(self) -> memoryview | None:
+        """Return the object as memory, of which only what `is_at_hand` may be touched; None if it cannot be mapped."""
+        if not self._is_mapped:
+            self._memory = None if self._held is None else self._held.memory()
+            self._is_mapped = True
+        return self._memory
+
+    def is_at_hand(self, start: int, stop: int) -> bool:
+        """Return True if these bytes of `memory` exist and are verified as far as this verifies. Ranges must not be empty."""
+        held = self._held
+        if held is None or not 0 <= start < stop <= self._size:
+            return False
+        if self._sums is None:
+            return self._was_read and stop <= held.size()
+        stamp, marks = self._verified
+        first, last = start // self._block_bytes, (stop - 1) // self._block_bytes
+        if not marks[first] or (first != last and marks.find(0, first, last + 1) >= 0):
+            return False
+        return held.stamp() == stamp
+
+    def bring(self, start: int, stop: int, threads: IOThreads) -> bool:
+        """Read and verify the blocks of a range, so that it is at hand. Return False if it cannot be.
+
+        Args:
+            start, stop: the range in bytes; not empty.
+            threads: read many blocks, together with the calling thread.
+
+        Raises:
+            ChecksumError
+            CorruptCheckpointError: the object ends before.
+        """
+        self._expect(start, stop)
+        if self._held is None or self.memory() is None:
+            return False
+        self._was_read = True
+        if self._sums is not None:
+            stamp = self._held.stamp()
+            if stamp is None:
+                return False  # blocks verified now would have to be verified again
+            marks, size = self._marks_of(stamp), self._block_bytes
+            missing = [number for number in range(start // size, -(-stop // size)) if not marks[number]]
+            if len(missing) < _FEW_BLOCKS:
+                for number in missing:
+                    self._verify_block(number)
+            else:
+                run_each(threads, missing, self._verify_block)
+        return self.is_at_hand(start, stop)
+
+    def read_into(self, start: int, memory: memoryview) -> None:
+        """Fill memory with the bytes from `start` on.
+
+        Raises:
+            ChecksumError
+            CorruptCheckpointError: the object ends before.
+        """
+        stop = start + len(memory)
+        self._expect(start, stop)
+        if start == stop:
+            return
+        if self._sums is None:
+            self._fill(start, memory)
+            self._was_read = True
+            return
+        stamp, marks = self._verified
+        if marks.find(0, start // self._block_bytes, (stop - 1) // self._block_bytes + 1) < 0:
+            self._fill(start, memory)
+            if self._stamp() == stamp:
+                return
+        self._read_verified(start, stop, memory)
+
+    def _read_verified(self, start: int, stop: int, memory: memoryview) -> None:
+        """Fill memory with bytes that are verified now; whole blocks straight into it."""
+        position = start
+        while position < stop:
+            begin = position - position % self._block_bytes
+            end = min(begin + self._block_bytes, self._size)
+            if position == begin and end <= stop:
+                end = stop if stop == self._size else stop - stop % self._block_bytes
+                self._verify(begin, memory[position - start : end - start], self._stamp())
+            else:
+                end = min(end, stop)
+                memory[position - start : end - start] = self._block(begin)[position - begin : end - begin]
+            position = end
+
+    def _block(self, begin: int) -> Buffer:
+        """Return a verified block; the memory may be used until this thread asks for another one."""
+        nbytes = min(self._block_bytes, self._size - begin)
+        stamp = self._stamp()
+        if stamp is not None:
+            block = _spare(nbytes)
+            self._verify(begin, block, stamp)
+            return block
+        # Nothing can be noted, so the block is kept: the rest of it is often read next.
+        kept = self._recent.find(self._key, begin)
+        if kept is not None:
+            return kept
+        block = _new_memory(nbytes)
+        self._verify(begin, block, None)
+        self._recent.keep(self._key, begin, block, alone=self._held is not None)
+        return block
+
+    def _verify_block(self, number: int) -> None:
+        begin = number * self._block_bytes
+        self._verify(begin, _spare(min(self._block_bytes, self._size - begin)), self._stamp())
+
+    def _verify(self, start: int, memory: memoryview, stamp: Hashable | None) -> None:
+        """Fill memory with whole blocks, verify them, and note them for the stamp that the object had before."""
+        assert self._sums is not None  # nothing is verified without checksums
+        self._fill(start, memory)
+        self._sums.verify(start, memory)
+        if stamp is None:
+            return
+        marks = self._marks_of(stamp)
+        first = start // self._block_bytes
+        count = -(-len(memory) // self._block_bytes)
+        marks[first : first + count] = b"\x01" * count
+
+    def _stamp(self) -> Hashable | None:
+        return None if self._held is None else self._held.stamp()
+
+    def _no_marks(self) -> bytearray:
+        return bytearray(-(-self._size // self._block_bytes) if self.is_verified else 0)
+
+    def _marks_of(self, stamp: Hashable) -> bytearray:
+        """Return the blocks that were verified with a stamp; none if it is another one than before."""
+        known, marks = self._verified
+        if known != stamp:
+            marks = self._no_marks()
+            self._verified = (stamp, marks)
+        return marks
+
+    def _fill(self, start: int, memory: memoryview) -> None:
+        self._reader.get_into(((start, memory),))
+        self._count(len(memory))
+
+    def _expect(self, start: int, stop: int) -> None:
+        if not 0 <= start <= stop <= self._size:
+            raise CorruptCheckpointError(
+                f"{self._key!r} does not hold what the checkpoint says: expected bytes {start} to {stop}, found "
+                f"{self._size} bytes; it was cut off, or what describes it is damaged: restore it from a copy, or load "
+                "another checkpoint",
+                key=self._key,
+                start=start,
+                stop=stop,
+            )
+
+
+def _spare(nbytes: int) -> memoryview:
+    """Return memory of this thread. Mapping and touching a MiB takes longer than verifying one."""
+    memory: memoryview | None = getattr(_spares, "memory", None)
+    if memory is None or len(memory) < nbytes:
+        memory = _spares.memory = _new_memory(nbytes)
+    return memory[:nbytes]
+
+
+def _new_memory(nbytes: int) -> memoryview:
+    return memoryview(np.empty(nbytes, np.uint8))  # type: ignore[arg-type]  # NumPy's stubs know it from Python 3.12 on
