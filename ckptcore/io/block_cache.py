@@ -20,8 +20,27 @@ __all__ = ["BlockCache", "RecentBlocks"]
 _FEW_BLOCKS: Final = 8
 """The calling thread reads fewer blocks than this alone."""
 
-_spares: Final = threading.local()
-"""Memory in which each thread verifies a block. It is freed when the thread ends."""
+
+class _Spare(threading.local):
+    """Memory in which a thread verifies blocks. It is freed when the thread ends.
+
+    Attributes:
+        memory: for one block.
+        block: the cache and the first byte of the verified block that it contains, if this may be read again.
+    """
+
+    memory: memoryview | None = None
+    block: tuple[object, int] | None = None
+
+    def take(self, nbytes: int) -> memoryview:
+        """Return memory to fill. Mapping and touching a MiB takes longer than verifying one."""
+        self.block = None
+        if self.memory is None or len(self.memory) < nbytes:
+            self.memory = _new_memory(nbytes)
+        return self.memory[:nbytes]
+
+
+_spare: Final = _Spare()
 
 
 class RecentBlocks:
@@ -41,11 +60,9 @@ class RecentBlocks:
                 self._blocks.move_to_end((key, start))
             return found
 
-    def keep(self, key: str, start: int, block: Buffer, *, alone: bool = False) -> None:
-        """Keep a block in place of the one that was used longest ago, or of all others if it is kept `alone`."""
+    def keep(self, key: str, start: int, block: Buffer) -> None:
+        """Keep a block in place of the one that was used longest ago."""
         with self._lock:
-            if alone:
-                self._blocks.clear()
             self._blocks[key, start] = block
             self._blocks.move_to_end((key, start))
             while len(self._blocks) > self._most:
@@ -56,7 +73,8 @@ class BlockCache:
     """An open object that remembers which of its blocks were verified, and skips that until the object changes. Any thread.
 
     - An object that its storage holds open (`HeldReader`) has a stamp that changes with it, and may be mapped into memory.
-      Verified blocks are noted for the stamp. Without a stamp a change could go unnoticed: only the last block is kept.
+      Verified blocks are noted for the stamp. Without a stamp a change could go unnoticed: each
+      thread keeps the last block only.
     - Blocks of other objects are kept in memory, because to read them again would cost as much as to verify them.
     - Without checksums nothing is verified, and mapped memory may be used after the first read.
 
@@ -85,7 +103,7 @@ class BlockCache:
             size: its bytes, as far as known; may be hostile.
             sums: the checksums of its blocks; None: verify nothing.
             block_bytes: what one checksum covers.
-            recent: keeps blocks that cannot be noted as verified.
+            recent: keeps blocks of objects that are not held open.
             count: called with the number of bytes after each read.
         """
         self.is_verified = sums is not None
@@ -100,6 +118,7 @@ class BlockCache:
         self._memory: memoryview | None = None
         self._is_mapped = False
         self._was_read = False
+        self._token = object()  # identifies this cache in the memory of threads, which do not keep it
         # The stamp of the object, and a byte for each block that is 1 if it was verified with that. Replaced together.
         self._verified: tuple[Hashable | None, bytearray] = None, self._no_marks()
 
@@ -188,25 +207,26 @@ class BlockCache:
             position = end
 
     def _block(self, begin: int) -> Buffer:
-        """Return a verified block; the memory may be used until this thread asks for another one."""
+        """Return a verified block; the memory may be used until this thread verifies another one."""
         nbytes = min(self._block_bytes, self._size - begin)
-        stamp = self._stamp()
-        if stamp is not None:
-            block = _spare(nbytes)
-            self._verify(begin, block, stamp)
-            return block
-        # Nothing can be noted, so the block is kept: the rest of it is often read next.
-        kept = self._recent.find(self._key, begin)
-        if kept is not None:
+        if self._held is None:
+            kept = self._recent.find(self._key, begin)
+            if kept is None:
+                kept = _new_memory(nbytes)
+                self._verify(begin, kept, None)
+                self._recent.keep(self._key, begin, kept)
             return kept
-        block = _new_memory(nbytes)
-        self._verify(begin, block, None)
-        self._recent.keep(self._key, begin, block, alone=self._held is not None)
+        stamp, place = self._held.stamp(), (self._token, begin)
+        if stamp is None and _spare.block == place and _spare.memory is not None:
+            return _spare.memory[:nbytes]
+        block = _spare.take(nbytes)
+        self._verify(begin, block, stamp)
+        _spare.block = place
         return block
 
     def _verify_block(self, number: int) -> None:
         begin = number * self._block_bytes
-        self._verify(begin, _spare(min(self._block_bytes, self._size - begin)), self._stamp())
+        self._verify(begin, _spare.take(min(self._block_bytes, self._size - begin)), self._stamp())
 
     def _verify(self, start: int, memory: memoryview, stamp: Hashable | None) -> None:
         """Fill memory with whole blocks, verify them, and note them for the stamp that the object had before."""
@@ -248,14 +268,6 @@ class BlockCache:
                 start=start,
                 stop=stop,
             )
-
-
-def _spare(nbytes: int) -> memoryview:
-    """Return memory of this thread. Mapping and touching a MiB takes longer than verifying one."""
-    memory: memoryview | None = getattr(_spares, "memory", None)
-    if memory is None or len(memory) < nbytes:
-        memory = _spares.memory = _new_memory(nbytes)
-    return memory[:nbytes]
 
 
 def _new_memory(nbytes: int) -> memoryview:
