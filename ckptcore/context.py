@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from ckptcore.events import Observer
 from ckptcore.model.tree import JSON
@@ -102,7 +102,7 @@ class JobOptions:
     """
 
     coordinator: Coordinator | None = None
-    executor: Executor | None = None
+    executor: Executor[Any, Any] | None = None
     collectives: Collectives | None = None
     reads: Reads = "all"
     replicas: ReplicaOptions = field(default_factory=ReplicaOptions)

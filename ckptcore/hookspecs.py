@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import pluggy
 
@@ -86,7 +86,7 @@ class HookSpecs:
         """The coordinator of the job this process is part of, if this plugin knows of one."""
 
     @_hookspec
-    def ckpt_executor(self) -> Executor | None:
+    def ckpt_executor(self) -> Executor[Any, Any] | None:
         """The workers of the single controller that this process is, if this plugin knows of some.
 
         Asked at the first save or load of a Context that was given none, and not in a job of several processes.

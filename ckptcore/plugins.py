@@ -285,7 +285,7 @@ class Plugins:
             )
         return cast(Coordinator, (several or found)[0][1])
 
-    def executor(self) -> Executor | None:
+    def executor(self) -> Executor[Any, Any] | None:
         """The workers of the single controller that this process is; None where it is none.
 
         Raises:
@@ -297,7 +297,7 @@ class Plugins:
             raise PluginConflictError(
                 f"this process is the controller of the workers of several plugins: of {names}; give Context(job=JobOptions(executor=...)) the one to use"
             )
-        return cast(Executor, found[0][1]) if found else None
+        return cast(Executor[Any, Any], found[0][1]) if found else None
 
     def collectives(self) -> Collectives | None:
         """The collectives of the job this process is part of; None where no plugin has some.

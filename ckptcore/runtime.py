@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckptcore.commit.conditions import Conditions
 from ckptcore.context import Context
@@ -93,7 +93,7 @@ class Runtime:
         """Return the coordinator of the job."""
         return self._job.coordinator or self.registry.coordinator()
 
-    def workers(self) -> Executor | None:
+    def workers(self) -> Executor[Any, Any] | None:
         """Return the workers that hold the elements of leaves; None if this process controls none.
 
         Raises:

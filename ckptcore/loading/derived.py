@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
-from ckptcore.commit.location import LocationAddress
 from ckptcore.derivations import Stored, WholeArray, walk
 from ckptcore.derivations.batches import Batch, Fill, Place, StoredRead
 from ckptcore.errors import TransformError
@@ -23,7 +22,7 @@ from ckptcore.model.tree import format_path
 from ckptcore.planning import plan_read
 from ckptcore.protocols import DerivedArray
 
-__all__ = ["Derived", "Recipe", "check_beside", "derive"]
+__all__ = ["Derived", "check_beside", "derive"]
 
 _USUAL_BYTES: Final = 256 << 20
 """What is held beside the arrays that are made, where the options do not say."""
@@ -40,40 +39,6 @@ _MOST_AGAIN: Final = 1.02
 
 _Run: TypeAlias = Literal["whole", "long", "short"]
 """A run of elements of a stored array that follow each other."""
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """What makes the arrays of an `Checkpoint`, for another process that opens the checkpoints itself. It is pickled.
-
-    Attributes:
-        tree, derivations, values, most_bytes: as of a `Derived`.
-        beside: where the further checkpoints are.
-    """
-
-    tree: TreeMetadata
-    derivations: Mapping[int, DerivedArray]
-    values: Mapping[int, int]
-    most_bytes: int
-    beside: tuple[LocationAddress, ...]
-
-    def make(self, opened: Checkpoint, open_beside: Callable[[LocationAddress], Checkpoint]) -> Checkpoint:
-        """The checkpoint, derived again."""
-        beside = [open_beside(address) for address in self.beside]
-        return derive(
-            opened, self.tree, self.derivations, values=self.values, beside=beside, most_bytes=self.most_bytes
-        )
-
-    @classmethod
-    def all_of(cls, opened: Checkpoint) -> tuple[Recipe, ...]:
-        """Those that make a checkpoint of the one that is stored, one after the other."""
-        if not isinstance(found := opened.derived, Derived) or found.is_builtin:
-            return ()
-        below, *beside = found.sources
-        for other in beside:
-            assert other.derived is None or other.derived.is_builtin  # further checkpoints are as they are stored
-        addresses = tuple([other.location.to_open for other in beside])
-        return (*cls.all_of(below), cls(found.tree, found.derivations, found.values, found.most_bytes, addresses))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

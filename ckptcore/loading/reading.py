@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 
 from ckptcore.context import Context
 from ckptcore.errors import CorruptCheckpointError, PluginError, UnsupportedLeafError
@@ -19,9 +19,6 @@ from ckptcore.protocols import Executor, LeafHandler, WantedLeaf
 from ckptcore.runtime import runtime_of
 from ckptcore.tree.flattening import PLACEHOLDER
 from ckptcore.tree.scalars import are_interchangeable, array_of, value_of
-
-if TYPE_CHECKING:
-    from ckptcore.loading.workers import WantedAtWorkers
 
 __all__ = [
     "LeafRead",
@@ -52,7 +49,7 @@ class LeafRead:
         kind: the kind of number that is built of the array; None where an array is.
         buffers: the memory they are read into.
         waiting: how many boxes are still to come.
-        at_workers: by worker of this controller, the boxes that it reads; None where the array is read here.
+        worker_bytes: the most bytes that one worker of this controller reads of it; None if this process reads it.
     """
 
     leaf: int
@@ -65,24 +62,15 @@ class LeafRead:
     kind: str | None = None
     buffers: list[HostArray] = field(default_factory=list)
     waiting: int = 0
-    at_workers: tuple[tuple[Box, ...], ...] | None = None
-
-    @property
-    def fetched(self) -> WantedAtWorkers | None:
-        """What workers are asked for; None where the array is read here."""
-        if self.at_workers is None:
-            return None
-        from ckptcore.loading.workers import WantedAtWorkers  # only single controllers need it
-
-        return WantedAtWorkers(self.leaf, WantedLeaf(self.abstract, self.record), self.at_workers)
+    worker_bytes: int | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes that are read for it."""
         if self.number is not None:
             return 0
-        if (fetched := self.fetched) is not None:
-            return fetched.nbytes
+        if self.worker_bytes is not None:
+            return self.worker_bytes
         return sum(box.size for box in self.boxes) * self.record.spec.numpy_dtype.itemsize
 
 
@@ -111,7 +99,7 @@ def plan_reading(
     numbers: Sequence[int | None],
     handlers: Sequence[LeafHandler | None],
     abstracts: Sequence[object],
-    executor: Executor | None,
+    executor: Executor[Any, Any] | None,
     *,
     filled: list[bool] | None = None,
 ) -> Reading:
@@ -142,33 +130,32 @@ def plan_reading(
                 continue
             array = array_of(record, asked.spec)
             record = ArrayRecord(asked.spec)
-        there = executor if executor is not None and executor.makes(abstract) and array is None else None
-        at_workers: tuple[tuple[Box, ...], ...] | None = None
+        there = executor if executor is not None and array is None and executor.makes(abstract) else None
+        maker = handler if there is None else there
+        worker_bytes: int | None = None
         boxes: Sequence[Box] = ()
         with _naming(tree, number):
             if kind is not None:
                 boxes = (Box.whole(record.spec.shape),)
             elif there is not None:
-                workers = range(len(there.workers))
-                at_workers = tuple([tuple(there.wanted(abstract, record, worker)) for worker in workers])
+                worker_bytes = there.read_bytes(abstract, record)
             else:
                 boxes = handler.wanted(abstract, record)
         original = tree.aliases.get(number, number)
         memory: object = None
         if filled is not None:
-            memory = (handler if there is None else there).identity(abstract) or position
+            memory = maker.identity(abstract) or position
+        unit = LeafRead(original, record, handler, abstract, [position], boxes, array, kind, worker_bytes=worker_bytes)
         if not tree.aliases:
-            units.append(
-                LeafRead(number, record, handler, abstract, [position], boxes, array, kind, at_workers=at_workers)
-            )
+            units.append(unit)
             continue
         # Leaves that were tied are built once and tied again. What is filled in place is one only if its memory is.
-        key = (original, id(handler), tuple(boxes), _request(handler if there is None else there, abstract), memory)
+        key = (original, id(handler), tuple(boxes), _request(maker, abstract), memory)
         if key in tied:
             tied[key].positions.append(position)
             continue
-        tied[key] = LeafRead(original, record, handler, abstract, [position], boxes, array, kind, at_workers=at_workers)
-        units.append(tied[key])
+        tied[key] = unit
+        units.append(unit)
     return Reading(opened, units, leaves, filled)
 
 
@@ -184,11 +171,11 @@ def other_form(opened: Checkpoint, number: int, handler: LeafHandler, abstract: 
     return asked if are_interchangeable(asked, stored) else None
 
 
-def _request(handler: LeafHandler | Executor, abstract: object) -> object:
+def _request(maker: LeafHandler | Executor[Any, Any], abstract: object) -> object:
     """Equal for two abstract leaves only if one leaf can be built for both: placement and all else included."""
     if abstract is None:
         return None
-    identity = handler.identity(abstract)
+    identity = maker.identity(abstract)
     if identity is not None:
         return identity
     try:
@@ -267,22 +254,20 @@ class Reading:
 def perform(reading: Reading, context: Context) -> None:
     """Read all that is to be read, and put it in its place."""
     for batch in _batches(reading.units, context.memory.load_bytes):
-        for unit in _read(reading, [unit for unit in batch if unit.at_workers is None]):
+        at_workers = [unit for unit in batch if unit.worker_bytes is not None]
+        for unit in _read(reading, [unit for unit in batch if unit.worker_bytes is None] if at_workers else batch):
             reading.place(unit)
-        _fetch(reading, batch, context)
+        if at_workers:
+            _read_at_workers(reading, at_workers, context)
 
 
-def _fetch(reading: Reading, units: Sequence[LeafRead], context: Context) -> None:
-    """Let workers read and make those of the units that are theirs."""
-    wanted = [(unit, fetched) for unit in units if (fetched := unit.fetched) is not None]
-    executor = runtime_of(context).workers() if wanted else None
-    if executor is None:
-        return
-    from ckptcore.loading.workers import fetch_leaves  # only single controllers need it
-
-    check_sizes(reading.opened, {unit.leaf for unit, _ in wanted})
-    made = fetch_leaves(reading.opened, executor, [fetched for _, fetched in wanted], context)
-    for (unit, _), leaf in zip(wanted, made, strict=True):
+def _read_at_workers(reading: Reading, units: Sequence[LeafRead], context: Context) -> None:
+    """Let the workers of this controller read and make the leaves of units."""
+    executor = runtime_of(context).workers()
+    assert executor is not None  # the units were planned with it
+    check_sizes(reading.opened, {unit.leaf for unit in units})
+    wanted = [WantedLeaf(unit.leaf, unit.abstract, unit.record) for unit in units]
+    for unit, leaf in zip(units, executor.read(reading.opened, wanted, context), strict=True):
         for position in unit.positions:
             reading.leaves[position] = leaf
 

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from ckptcore.model.arrays import Box, HostArray, Shard
+from ckptcore.model.arrays import HostArray, Shard
 from ckptcore.model.metadata import ArrayRecord
-from ckptcore.model.transfer import Pending
+from ckptcore.model.transfer import Pending, Receipt
 
 __all__ = [
     "Channels",
     "Collectives",
     "Coordinator",
     "Executor",
-    "Fetched",
     "GathersInGroups",
-    "Held",
-    "LeafBoxes",
-    "ReadStage",
+    "HeldWork",
     "Rejoinable",
     "WantedLeaf",
-    "WriteStage",
 ]
+
+SaveT_contra = TypeVar("SaveT_contra", contravariant=True)
+OpenedT_contra = TypeVar("OpenedT_contra", contravariant=True)
 
 
 class Coordinator(Protocol):
@@ -157,153 +156,112 @@ class Collectives(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class LeafBoxes:
-    """Boxes of a leaf that a worker holds.
-
-    Attributes:
-        leaf: as the controller knows it; its elements are at the workers.
-        boxes: without overlap.
-    """
-
-    leaf: Any
-    boxes: tuple[Box, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class WantedLeaf:
-    """A leaf that is to be made at the workers.
+    """A leaf that workers read and make.
 
     Attributes:
-        abstract: what is asked for.
+        leaf: the number of the stored array in the tree; never an alias.
+        abstract: the requested leaf.
         stored: the array that was saved.
     """
 
+    leaf: int
     abstract: Any
     stored: ArrayRecord
 
 
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """What a read brought.
-
-    Attributes:
-        reports: by worker, the bytes that its stage gave.
-        leaves: the leaves that were asked for, in order; of no use where a report says that a stage failed.
-    """
-
-    reports: Mapping[int, bytes]
-    leaves: Sequence[object]
-
-
-class Held(Protocol):
-    """Elements that a worker holds for one save. Any thread."""
+class HeldWork(Protocol[SaveT_contra]):
+    """Elements that workers hold for one save. Any thread."""
 
     def wait(self) -> None:
-        """Return once nothing of the leaves is needed any more.
+        """Return once the leaves are not needed any more.
 
         Raises:
-            RankFailedError: if the worker could not take them, or is gone.
+            RankFailedError: a worker could not take its elements, or is gone.
+        """
+        ...
+
+    def write(self, save: SaveT_contra) -> Pending[Sequence[Sequence[Receipt]]]:
+        """Begin to write what the workers hold into a location that the controller has claimed. All workers write at once.
+
+        Args:
+            save: the save that `Executor.hold` got, or a further save of the same boxes.
+
+        Returns:
+            The receipts of the workers, by part of the save. A result or an error comes only once no worker writes any more,
+            because the objects of a failed save are removed then.
         """
         ...
 
     def close(self) -> None:
-        """Let go of the elements; again is no error, nor is a worker that is gone."""
+        """Release the elements. Closing again, or after a worker is gone, is no error."""
         ...
 
 
-class WriteStage(Protocol):
-    """What a worker does to write what it holds. Can be pickled, has no elements in it, and raises nothing."""
+class Executor(Protocol[SaveT_contra, OpenedT_contra]):
+    """Copies, writes and reads elements on the workers of a single controller. Any thread.
 
-    def __call__(self, arrays: Sequence[Sequence[HostArray]]) -> bytes:
-        """Write.
+    The controller plans and commits; no elements pass through it. In a checkpoint the controller is rank 0 and worker `n` is
+    rank ``n + 1``, as if each were a process of a job.
 
-        Args:
-            arrays: for each leaf that is held, the elements of its boxes in their order; any strides. Nobody changes them
-                meanwhile.
+    `SaveT_contra` is ``ckptcore.saving.Save`` and `OpenedT_contra` an open checkpoint, ``ckptcore.loading.Checkpoint``. Derive
+    an executor from ``ckptcore_jax.staged_executor.StagedExecutor``, which writes and reads them with pickled stages.
 
-        Returns:
-            A report for the controller: small, and of no concern to the executor.
-        """
-        ...
-
-
-class ReadStage(Protocol):
-    """What a worker does to read boxes. Can be pickled, and raises nothing."""
-
-    def __call__(self) -> tuple[bytes, Sequence[Sequence[HostArray]]]:
-        """Read.
-
-        Returns:
-            A report for the controller, and for each leaf the elements of its boxes in the order in which `Executor.wanted` gave them:
-            C-contiguous, of the stored dtype, nobody else's. Fewer than that where the stage failed, which its report says.
-        """
-        ...
-
-
-class Executor(Protocol):
-    """Runs stages of saves and loads where the elements of leaves are: on the workers of a single controller.
-
-    The controller plans and commits. What it sends a worker is a stage, and what it gets is a report; elements never come to it. In
-    one checkpoint the controller is rank 0 and the worker `n` is rank ``n + 1``, as if each were a process of a job. Any thread.
-
-    Every method that talks to a worker raises `RankFailedError`, or has its result raise it, if the worker is gone, or did not do
-    what it was asked; the error names the worker.
+    Every method that calls a worker raises `RankFailedError` with the name of the worker if the worker is gone.
     """
 
     @property
     def workers(self) -> Sequence[str]:
-        """What each worker is called in errors, by its number. It does not change."""
+        """Return the names of the workers, by number, for errors. They do not change."""
         ...
 
     def takes(self, leaf: Any) -> bool:
-        """Whether the elements of a leaf that is saved are at these workers and not here. Never waits."""
+        """Return True if the elements of a leaf to save are at these workers. Never waits."""
         ...
 
     def makes(self, abstract: Any) -> bool:
-        """Whether what an abstract leaf asks for is to be at these workers and not here. Never waits."""
+        """Return True if these workers make the leaf that is requested. Never waits."""
         ...
 
     def identity(self, leaf: Any) -> Hashable | None:
-        """As `LeafHandler.identity`, of a leaf that it takes or makes; without a look at elements."""
+        """Return the identity of a leaf that it takes or makes. See `LeafHandler.identity`."""
         ...
 
     def shards(self, leaf: Any, worker: int) -> Sequence[Shard]:
-        """The boxes that a worker holds, each once; the replicas of a box are workers.
+        """Return the boxes that a worker holds, each once. The replicas of a box are workers.
 
         Raises:
-            UnsupportedLeafError: if the leaf has no elements, or they are not all at these workers.
+            UnsupportedLeafError: the leaf has no elements, or they are not all at these workers.
         """
         ...
 
-    def copy(self, worker: int, leaves: Sequence[LeafBoxes]) -> Held:
-        """For asynchronous saves: begin to copy boxes, at the worker, to where nobody can change or free them."""
-        ...
-
-    def view(self, worker: int, leaves: Sequence[LeafBoxes]) -> Held:
-        """For blocking saves: hold boxes, as they are if that can be."""
-        ...
-
-    def write(self, worker: int, stage: WriteStage, held: Held) -> Pending[bytes]:
-        """Begin to run a stage at a worker, on what it holds. Does not wait, so that workers write at the same time.
-
-        Returns:
-            What the stage returns. A result comes only once the worker writes no more, also where it failed.
-        """
-        ...
-
-    def wanted(self, abstract: Any, stored: ArrayRecord, worker: int) -> Sequence[Box]:
-        """As `LeafHandler.wanted`, of a worker: the boxes that it needs for its part of a leaf.
-
-        Raises:
-            UnsupportedLeafError: if the stored array cannot become what is asked for.
-        """
-        ...
-
-    def read(self, stages: Mapping[int, ReadStage], leaves: Sequence[WantedLeaf]) -> Fetched:
-        """Run a stage at each of some workers, and make leaves of what they read, there. Returns when all are done.
+    def hold(self, save: SaveT_contra, *, copied: bool) -> HeldWork[SaveT_contra]:
+        """Begin to hold the boxes that workers write for a save.
 
         Args:
-            stages: by worker. A worker of which `wanted` gives no box of any of the leaves has none.
-            leaves: what to make.
+            save: its parts have the plans of the workers.
+            copied: True to copy the boxes, at the workers, to memory that nobody changes or frees. False if the leaves do not
+                change until the save is committed.
+        """
+        ...
+
+    def read_bytes(self, abstract: Any, stored: ArrayRecord) -> int:
+        """Return the most bytes that one worker reads for a leaf.
+
+        Raises:
+            UnsupportedLeafError: the stored array cannot become what is requested.
+        """
+        ...
+
+    def read(self, opened: OpenedT_contra, leaves: Sequence[WantedLeaf], context: Any) -> Sequence[object]:
+        """Read the boxes that each worker needs, and make the leaves of them there. All workers read at once.
+
+        Args:
+            opened: the checkpoint. Workers open it themselves, and fail if they find another save.
+            leaves: the leaves to make; the results are in this order.
+            context: the options of the controller, a `ckptcore.Context`.
+
+        Raises:
+            CheckpointError: the first error of a worker; further errors are notes of it.
         """
         ...

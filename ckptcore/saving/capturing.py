@@ -3,76 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import Protocol
 
 from ckptcore.io.memory import StagingMemory
 from ckptcore.io.snapshot import BoundedSnapshot, CopiedSnapshot, SharedSnapshot, ViewedSnapshot
 from ckptcore.model.arrays import HostArray
 from ckptcore.model.transfer import Pending, WritePlan
-from ckptcore.protocols import Executor, Held, LeafBoxes, Snapshot
+from ckptcore.protocols import HeldWork, Snapshot
+from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import ArraySource, Captured, FilesDescription, SavePart, SharedItems, TreeCaptured
-from ckptcore.saving.preparing import PreparedSave
+from ckptcore.saving.prepared import Save
 from ckptcore.saving.tree_descriptions import StartTransfer
-from ckptcore.saving.worker_writes import HeldByWorkers, boxes_at_workers
 
-__all__ = ["Copies", "Holding"]
+__all__ = ["Copy", "Holding"]
 
 
-@dataclass(frozen=True, slots=True)
-class Copies:
-    """Copies of a state that were begun.
-
-    Attributes:
-        here: in this process.
-        at_workers: by the workers of this controller.
-    """
-
-    here: Sequence[CopiedSnapshot]
-    at_workers: Sequence[Held]
+class Copy(Protocol):
+    """A copy of some of a state that was begun, here or at the workers of this controller."""
 
     def wait(self) -> None:
-        """Wait until nothing of the state is needed any more: all is copied, or the save that writes it ended."""
-        for snapshot in self.here:
-            snapshot.wait()
-        for held in self.at_workers:
-            held.wait()
+        """Return once the copied leaves are not needed any more: all is copied, or the save that writes it ended."""
+        ...
 
 
 class Holding:
     """What is held of a state for a save: copies, or views if the save blocks. Nothing else is kept of what was copied.
 
     Attributes:
-        at_workers: what workers of this controller hold; None if none does.
+        at_workers: what workers of this controller hold; None if they write none of the save.
     """
 
-    def __init__(self, save: PreparedSave) -> None:
+    def __init__(self, save: Save) -> None:
         """Hold nothing yet."""
-        self.at_workers: HeldByWorkers | None = None
+        self.at_workers: HeldWork[Save] | None = None
         self._save = save
-        self._held: list[Held] = []
         self._copied: list[CopiedSnapshot] = []
 
     def view(self) -> None:
         """Hold arrays as they are, for a save that blocks until it is committed."""
-        executor = self._save.executor
-        if executor is not None:
-            self._hold(executor, executor.view)
+        at_workers = self._hold_at_workers(copied=False)
         self._capture(lambda plan, source: ViewedSnapshot(plan, source.start_view(plan)))
-        for held in self._held:
+        for held in at_workers:
             held.wait()
 
-    def begin_copies(self, memory: StagingMemory) -> Copies:
-        """Begin to copy every array once. Once the result was waited for, nothing of the state is needed."""
-        executor = self._save.executor
-        if executor is not None:
-            self._hold(executor, executor.copy)
+    def begin_copies(self, memory: StagingMemory) -> Sequence[Copy]:
+        """Begin to copy every array once. Once all results were waited for, nothing of the state is needed."""
+        at_workers = self._hold_at_workers(copied=True)
 
         def copied(plan: WritePlan, source: ArraySource) -> Snapshot:
             self._copied.append(CopiedSnapshot(plan, source.start_copy(plan, memory), memory.give_back))
             return self._copied[-1]
 
         self._capture(copied)
-        return Copies(tuple(self._copied), tuple(self._held))
+        return [*self._copied, *at_workers]
 
     def copy_bounded(self, memory: StagingMemory, limit: int) -> Sequence[BoundedSnapshot]:
         """Prepare copies that are made while they are written, so that at most `limit` bytes are held at a time.
@@ -83,9 +66,7 @@ class Holding:
         Returns:
             What is to be copied, in the order in which it is written.
         """
-        executor = self._save.executor
-        if executor is not None:
-            self._hold(executor, executor.copy)
+        at_workers = self._hold_at_workers(copied=True)
         snapshots: list[BoundedSnapshot] = []
 
         def bounded(plan: WritePlan, start: StartTransfer) -> Captured:
@@ -98,36 +79,33 @@ class Holding:
             part.captured = bounded(part.plan, starts[id(part)])
         for part, shared in self._further():
             part.captured = bounded(part.plan, _renumbered(starts[id(shared.part)], shared.items))
-        for held in self._held:
+        for held in at_workers:
             held.wait()
         return snapshots
 
     def close(self) -> None:
         """Release everything: the traceback of an error holds the parts for as long as it is kept."""
-        for save in (self._save.save, *self._save.save.further):
+        for save in (self._save, *self._save.further):
             for part in save.parts:
                 part.close()
         for copied in self._copied:
             copied.writer_ended()
-        for held in self._held:
-            held.close()
         self._copied.clear()
-        self._held.clear()
-        self.at_workers = None
+        if self.at_workers is not None:
+            self.at_workers.close()
+            self.at_workers = None
 
-    def _hold(self, executor: Executor, take: Callable[[int, Sequence[LeafBoxes]], Held]) -> None:
-        """Let every worker begin to hold what it will write."""
-        parts = self._save.save.parts
-        held: list[Held | None] = [None] * len(executor.workers)
-        for worker in range(len(held)):
-            if boxes := boxes_at_workers(parts, worker):
-                held[worker] = taken = take(worker, boxes)
-                self._held.append(taken)
-        self.at_workers = HeldByWorkers.of_parts(executor, held, parts)
+    def _hold_at_workers(self, *, copied: bool) -> Sequence[Copy]:
+        """Let the workers begin to hold what they will write. Return what they hold, if they write any of the save."""
+        executor = runtime_of(self._save.context).workers() if self._save.uses_workers else None
+        if executor is None:
+            return ()
+        self.at_workers = executor.hold(self._save, copied=copied)
+        return (self.at_workers,)
 
     def _sources(self) -> Iterator[tuple[SavePart, ArraySource]]:
         """Capture the parts that are files; give each other part with its arrays, and forget these afterwards."""
-        for part in self._save.save.parts:
+        for part in self._save.parts:
             source = part.source
             assert source is not None  # captured once
             if isinstance(source, FilesDescription):
@@ -138,7 +116,7 @@ class Holding:
 
     def _further(self) -> Iterator[tuple[SavePart, SharedItems]]:
         """Give the parts of further saves, each with the items that it shares."""
-        for save in self._save.save.further:
+        for save in self._save.further:
             for part in save.parts:
                 assert part.shared is not None  # as the strategy prepared it
                 yield part, part.shared

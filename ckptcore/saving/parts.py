@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NoReturn, Protocol, TypeAlias
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 
@@ -205,13 +205,9 @@ class FilesDescription:
         """What the root of a composite says of it."""
         return Member("files", size)
 
-    def plan(self, rank: int, size: int, save_id: str) -> WritePlan:
-        """No arrays."""
-        return WritePlan(TreeMetadata(Node("dict", (), ()), ()), (), 0, 1, save_id, self.name)
-
-    def worker_plans(self, save_id: str) -> tuple[WritePlan, ...]:
-        """None: the object is here."""
-        return ()
+    def plans(self, rank: int, size: int, save_id: str) -> tuple[WritePlan, ...]:
+        """Plan no arrays."""
+        return (WritePlan(TreeMetadata(Node("dict", (), ()), ()), (), 0, 1, save_id, self.name),)
 
     def capture(self) -> FilesCaptured:
         """Let the object capture what must not change, into a directory of the local disk."""
@@ -296,7 +292,7 @@ def describe_part(
     rank: int,
     size: int,
     replicas: ReplicaOptions | None = None,
-    executor: Executor | None = None,
+    executor: Executor[Any, Any] | None = None,
     placeholders: bool = False,
 ) -> PartDescription:
     """Look at what is to be saved under a name, and refuse what cannot be. Writes nothing.

@@ -113,9 +113,14 @@ class Save:
         return own + sum(save.nbytes for save in self.further)
 
     @property
+    def uses_workers(self) -> bool:
+        """True if workers of this controller write some of it."""
+        return any(part.worker_plans for part in self.parts)
+
+    @property
     def has_other_writers(self) -> bool:
         """True if other processes write some of it: those of the job, or workers of this controller."""
-        return self.agreement.size > 1 or any(part.worker_plans for part in self.parts)
+        return self.agreement.size > 1 or self.uses_workers
 
     def encode_receipts(self) -> bytes:
         """What this process says to the leader of a job: its receipt of each part. A job has no workers."""
@@ -157,16 +162,10 @@ class SaveDraft:
         parts = []
         for description in self.descriptions:
             member = description.member(size)
-            parts.append(
-                SavePart(
-                    "" if info.members is None else member.directory(description.name, rank),
-                    description.layout,
-                    description.plan(rank, size, info.save_id),
-                    own=member.processes is not None,
-                    worker_plans=description.worker_plans(info.save_id),
-                    source=description,
-                )
-            )
+            directory = "" if info.members is None else member.directory(description.name, rank)
+            plan, *of_workers = description.plans(rank, size, info.save_id)
+            own = member.processes is not None
+            parts.append(SavePart(directory, description.layout, plan, own, tuple(of_workers), description))
         return replace(self.save, parts=parts, strategy=strategy)
 
 

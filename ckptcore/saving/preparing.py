@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import xxhash
@@ -21,7 +21,7 @@ from ckptcore.loading.opening import foreign_checkpoints
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.tree import JSON, format_path
 from ckptcore.plugins import Plugins
-from ckptcore.protocols import Executor, FurtherSaves, Layout, SaveStrategy, SharesReplicas
+from ckptcore.protocols import FurtherSaves, Layout, SaveStrategy, SharesReplicas
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import PartDescription, describe_part, naming
 from ckptcore.saving.prepared import NOTHING_COMMITTED, Save, SaveDraft, Target
@@ -30,25 +30,12 @@ from ckptcore.saving.tree_descriptions import TreeDescription
 from ckptcore.tree.flattening import leaves_of_each_process, of_each_process
 from ckptcore.tree.merge import unite_trees
 
-__all__ = ["PreparedSave", "prepare_save", "save_created", "tree_digest"]
+__all__ = ["prepare_save", "save_created", "tree_digest"]
 
 _Descriptions: TypeAlias = Sequence[PartDescription]
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedSave:
-    """A save with the workers of its controller.
-
-    Attributes:
-        save: the checkpoint.
-        executor: the workers that write some of it; None if this process writes all.
-    """
-
-    save: Save
-    executor: Executor | None = None
-
-
-def prepare_save(request: SaveRequest, context: Context, recording: Recording, agreement: Agreement) -> PreparedSave:
+def prepare_save(request: SaveRequest, context: Context, recording: Recording, agreement: Agreement) -> Save:
     """Describe what is to be saved and where, and refuse what cannot be. On every rank; writes nothing.
 
     Raises:
@@ -66,12 +53,11 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
             request.destination.place, runtime.registry, durable=durable, config=context.storage
         )
         target = Target(location, request.destination.overwrite, request.hooks.before_commit)
-        executor = runtime.workers()
         if request.strategy.takes_placeholders and not isinstance(request.values, OneTree):
             raise ValueError(
                 f"strategy={request.strategy!r} is for one tree, not for checkpointables. Nothing was written"
             )
-        descriptions = _describe_parts(request, context, executor, agreement)
+        descriptions = _describe_parts(request, context, agreement)
         if not isinstance(request.values, OneTree):
             info = replace(info, members={one.name: one.member(size) for one in descriptions})
         if agreement.rank == 0:
@@ -92,16 +78,12 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
         recording=recording,
         context=context,
     )
-    save = request.strategy.prepare(SaveDraft(save, descriptions))
-    used = executor if executor is not None and any(part.worker_plans for part in save.parts) else None
-    return PreparedSave(save, used)
+    return request.strategy.prepare(SaveDraft(save, descriptions))
 
 
-def _describe_parts(
-    request: SaveRequest, context: Context, executor: Executor | None, agreement: Agreement
-) -> _Descriptions:
+def _describe_parts(request: SaveRequest, context: Context, agreement: Agreement) -> _Descriptions:
     """Describe what is to be saved, in the order that was given."""
-    registry = runtime_of(context).registry
+    registry, executor = runtime_of(context).registry, runtime_of(context).workers()
     layout = registry.layout(request.layout)
     values = {"": request.values.state} if isinstance(request.values, OneTree) else dict(request.values)
     if not isinstance(request.values, OneTree):

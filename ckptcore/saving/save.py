@@ -17,11 +17,10 @@ from ckptcore.io.snapshot import BoundedSnapshot
 from ckptcore.job.agreement import Agreement
 from ckptcore.protocols import FurtherSaves
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.capturing import Copies, Holding
+from ckptcore.saving.capturing import Copy, Holding
 from ckptcore.saving.prepared import NOTHING_COMMITTED, Save, fail_before_claim, fail_everywhere
-from ckptcore.saving.preparing import PreparedSave, prepare_save
+from ckptcore.saving.preparing import prepare_save
 from ckptcore.saving.save_requests import SaveRequest
-from ckptcore.saving.worker_writes import HeldByWorkers
 from ckptcore.saving.write import write_save
 
 __all__ = ["begin_save", "perform_save"]
@@ -79,11 +78,11 @@ def begin_save(
             fail_everywhere(agreement, "describe", error)
         with recording.phase("describe"):
             save = prepare_save(request, context, recording, agreement)
-        handle = SaveHandle(save.save.target.location.display, save.save.nbytes)
+        handle = SaveHandle(save.target.location.display, save.nbytes)
         memory = StagingMemory(runtime.staging, runtime.io_threads)
         holding = Holding(save)
         to_copy: Sequence[BoundedSnapshot] = ()
-        copies: Copies | None = None
+        copies: Sequence[Copy] | None = None
         try:
             if context.memory.save_bytes is not None:
                 to_copy = holding.copy_bounded(memory, context.memory.save_bytes)
@@ -91,7 +90,8 @@ def begin_save(
                 copies = holding.begin_copies(memory)
             else:
                 with recording.phase("copy") as phase:
-                    holding.begin_copies(memory).wait()
+                    for copy in holding.begin_copies(memory):
+                        copy.wait()
                     phase.nbytes = memory.copied_bytes
         except BaseException as error:  # noqa: BLE001  # sent to the other ranks, then raised
             holding.close()
@@ -122,13 +122,10 @@ def _recorded(request: SaveRequest, context: Context, *, goes_on: bool = False) 
 
 
 def _write(
-    prepared: PreparedSave,
-    holding: Holding,
-    committed: Callable[[], None] | None,
-    handle: SaveHandle | None = None,
+    save: Save, holding: Holding, committed: Callable[[], None] | None, handle: SaveHandle | None = None
 ) -> None:
     """Write and commit the checkpoint, call `committed`, then write the further saves."""
-    save, recording = prepared.save, prepared.save.recording
+    recording = save.recording
     try:
         write_save(save, handle, holding.at_workers)
     except BaseException as error:
@@ -139,18 +136,11 @@ def _write(
     if committed is not None:
         committed()
     if isinstance(save.strategy, FurtherSaves):
-        save.strategy.after_commit(save, partial(_write_further, handle=handle, at_workers=holding.at_workers))
-
-
-def _write_further(save: Save, *, handle: SaveHandle | None, at_workers: HeldByWorkers | None) -> None:
-    """Write and commit a save of boxes that another save captured."""
-    (part,) = save.parts
-    assert part.shared is not None  # as the strategy prepared it
-    write_save(save, handle, at_workers.share(part.shared.part, part.shared.worker_items) if at_workers else None)
+        save.strategy.after_commit(save, partial(write_save, handle=handle, at_workers=holding.at_workers))
 
 
 def _go_on(
-    prepared: PreparedSave,
+    save: Save,
     holding: Holding,
     committed: Callable[[], None] | None,
     memory: StagingMemory,
@@ -159,14 +149,14 @@ def _go_on(
     inline: bool,
 ) -> None:
     """Write in the background what is held. The request is not kept, because it has the state."""
-    save, runtime = prepared.save, runtime_of(prepared.save.context)
+    runtime = runtime_of(save.context)
     saves = [save, *save.further]
     # The leader commits; ranks may be threads of one process.
     locations = [one.target.location.identity for one in saves] if save.agreement.rank == 0 else []
 
     def work() -> None:
         try:
-            _write(prepared, holding, committed, handle)
+            _write(save, holding, committed, handle)
         finally:
             holding.close()
             memory.close()
@@ -186,20 +176,23 @@ def _go_on(
         fail_before_claim(save.agreement, failed)
 
 
-def _is_uploaded_early(save: PreparedSave) -> bool:
+def _is_uploaded_early(save: Save) -> bool:
     """True if the copies are written while others are still being made.
 
     A remote storage takes longer than the copies, and waits for requests rather than for memory. With a disk both would
     share the processors, and the caller would wait longer. Workers write only after all of them have copied.
     """
-    return save.executor is None and requests_of(save.save.target.location.store).concurrency > 1
+    return not save.uses_workers and requests_of(save.target.location.store).concurrency > 1
 
 
-def _copy_while_uploaded(copies: Copies, memory: StagingMemory, handle: SaveHandle, recording: Recording) -> None:
+def _copy_while_uploaded(
+    copies: Sequence[Copy], memory: StagingMemory, handle: SaveHandle, recording: Recording
+) -> None:
     """Wait for copies that the writer in the background takes as they come."""
     try:
         with recording.phase("copy") as phase:
-            copies.wait()
+            for copy in copies:
+                copy.wait()
             phase.nbytes = memory.copied_bytes
     except BaseException:
         memory.give_up()  # the caller may change the state from here on: what is not copied must never be

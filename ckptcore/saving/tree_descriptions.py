@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ckptcore.commit.root import Member
 from ckptcore.errors import UnsupportedLeafError
@@ -22,7 +23,6 @@ from ckptcore.protocols import (
     HostBytes,
     HostMemory,
     Layout,
-    LeafBoxes,
     LeafHandler,
 )
 from ckptcore.tree.flattening import Flat, flatten, leaves_of_each_process
@@ -144,34 +144,24 @@ class TreeDescription:
             else owners_of(Shares(self.tree, self.pieces, self.replicas), rank=rank, size=size)
         )
 
-    def plan(self, rank: int, size: int, save_id: str) -> WritePlan:
-        """What this process writes; the controller of workers is rank 0, and its workers follow."""
-        owners = None if self.at_workers else self.owners(rank, size)
-        rank, size = (0, 1) if self.own else (rank, size)
-        if self.at_workers:
-            return plan_write(
-                self.tree, self.shards, rank=0, size=1 + len(self.at_workers), save_id=save_id, name=self.name
-            )
-        return plan_write(self.tree, self.shards, rank=rank, size=size, save_id=save_id, name=self.name, owners=owners)
-
-    def worker_plans(self, save_id: str) -> tuple[WritePlan, ...]:
-        """What each worker of this controller writes."""
+    def plans(self, rank: int, size: int, save_id: str) -> tuple[WritePlan, ...]:
+        """Plan what this process writes, and then what each of its workers does. A controller is rank 0 of its workers."""
+        save = functools.partial(plan_write, self.tree, save_id=save_id, name=self.name)
+        if not self.at_workers:
+            owners = self.owners(rank, size)
+            rank, size = (0, 1) if self.own else (rank, size)
+            return (save(self.shards, rank=rank, size=size, owners=owners),)
         workers = len(self.at_workers)
-        plans = []
+        shares = None if self.pieces is None else Shares(self.tree, self.pieces)
+        plans = [save(self.shards, rank=0, size=1 + workers)]
         for worker, shards in enumerate(self.at_workers):
-            owners = (
-                None if self.pieces is None else owners_of(Shares(self.tree, self.pieces), rank=worker, size=workers)
-            )
-            plans.append(
-                plan_write(
-                    self.tree, shards, rank=1 + worker, size=1 + workers, save_id=save_id, name=self.name, owners=owners
-                )
-            )
+            owners = None if shares is None else owners_of(shares, rank=worker, size=workers)
+            plans.append(save(shards, rank=1 + worker, size=1 + workers, owners=owners))
         return tuple(plans)
 
-    def boxes_of(self, plan: WritePlan) -> Sequence[LeafBoxes]:
-        """The leaves and boxes of the items of a worker's plan."""
-        return [LeafBoxes(self._leaf(item.leaf)[0], item.boxes) for item in plan.items]
+    def leaf_of(self, number: int) -> object:
+        """Return a leaf by its number in the tree."""
+        return self._leaf(number)[0]
 
     def host_bytes(self, item: WriteItem) -> HostBytes:
         """The host memory that an item takes in a save; the most, where its handler does not say."""
@@ -209,7 +199,7 @@ def describe_tree(
     rank: int,
     size: int,
     replicas: ReplicaOptions | None,
-    executor: Executor | None,
+    executor: Executor[Any, Any] | None,
     *,
     own: bool,
     placeholders: bool = False,
@@ -299,7 +289,7 @@ def _describe_leaves(
     flat: Flat,
     rank: int,
     size: int,
-    executor: Executor | None,
+    executor: Executor[Any, Any] | None,
     at_workers: Sequence[dict[int, Sequence[Shard]]],
 ) -> tuple[TreeMetadata, dict[int, Sequence[Shard]], frozenset[int]]:
     """The tree, the boxes that are here, and the leaves that are elsewhere; into `at_workers` go the boxes that workers hold."""
@@ -316,7 +306,7 @@ def _describe_leaves(
             records.append(record)
             if isinstance(record, ArrayRecord):
                 there = executor if executor is not None and executor.takes(leaf) else None
-                identity = handler.identity(leaf) if there is None else there.identity(leaf)
+                identity = (handler if there is None else there).identity(leaf)
                 if identity is not None:
                     original = first.setdefault((id(handler), identity), number)
                     if original != number and _same_array(records[original], record):

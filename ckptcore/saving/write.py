@@ -5,21 +5,22 @@ In a job of several processes every stage ends with an exchange: an error on one
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.errors import CheckpointError
 from ckptcore.io.background import SaveHandle
 from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.model.transfer import Receipt
-from ckptcore.protocols import StorageBackend
+from ckptcore.protocols import HeldWork, StorageBackend
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.prepared import Save, fail_before_claim
 from ckptcore.saving.roots import finish_part, put_root, recorder_of
-from ckptcore.saving.worker_writes import HeldByWorkers
 
 __all__ = ["write_parts", "write_save"]
 
 
-def write_save(save: Save, handle: SaveHandle | None = None, at_workers: HeldByWorkers | None = None) -> None:
+def write_save(save: Save, handle: SaveHandle | None = None, at_workers: HeldWork[Save] | None = None) -> None:
     """Claim the target, write, and commit. On every rank; returns once the checkpoint is committed.
 
     Args:
@@ -73,21 +74,21 @@ def write_save(save: Save, handle: SaveHandle | None = None, at_workers: HeldByW
         raise
 
 
-def write_parts(save: Save, store: StorageBackend, handle: SaveHandle | None, at_workers: HeldByWorkers | None) -> None:
+def write_parts(
+    save: Save, store: StorageBackend, handle: SaveHandle | None, at_workers: HeldWork[Save] | None
+) -> None:
     """Write what this process and its workers write of every part, and keep the receipts; finish the parts of this process."""
     if at_workers is None:
         _write_here(save, store, handle)
     else:
-        from ckptcore.loading.workers import WorkerOptions  # 5 ms; only single controllers have workers
-
-        location, options = save.target.location, WorkerOptions.of(save.context)
-        writes = at_workers.begin_writing(location, save.info.claimed, save.parts, options)
+        writes = at_workers.write(save)
         try:
             _write_here(save, store, handle)
         except BaseException:
-            writes.settle()  # an abort removes what was written: no worker may write after it
+            with suppress(Exception):  # an abort removes what was written: no worker may write after it
+                writes.result()
             raise
-        there = writes.receipts()
+        there = writes.result()
         if handle is not None:
             handle.count(sum(record.size for part in there for receipt in part for record in receipt.objects))
         for part, receipts in zip(save.parts, there, strict=True):

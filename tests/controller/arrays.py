@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ckptcore_testing import RemoteArray, WorkerProcesses
-
 from ckptcore.model import ArraySpec, Box
 from tests.controller.elements import counted
+from tests.controller.remote_arrays import RemoteArray
+from tests.controller.worker_processes import WorkerProcesses
 
 SPEC = ArraySpec((64, 1024), "float32")
 """256 KiB."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from ckptcore_testing import RemoteArray, RemoteArrayHandler, WorkerProcesses
 
 import ckptcore
+from tests.controller.remote_arrays import RemoteArray, RemoteArrayHandler
+from tests.controller.worker_processes import WorkerProcesses
 
 
 @pytest.fixture(scope="session")

@@ -5,16 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ckptcore_testing import RemoteArray, ThreadJob, WorkerProcesses
+from ckptcore_jax.staged_executor import Held
+from ckptcore_jax.worker_stages import WriteStage
+from ckptcore_testing import ThreadJob
 
 import ckptcore
 from ckptcore.errors import CorruptCheckpointError, NotSharedError, RankFailedError, UnsupportedLeafError
 from ckptcore.model import Pending
-from ckptcore.protocols import Held, WriteStage
 from ckptcore.runtime import runtime_of
 from tests.controller.arrays import ROWS, SPEC, WHOLE, digests_of, make_rows
 from tests.controller.conftest import controlling
 from tests.controller.failing_layouts import EndingLayout, RaisingLayout, SlowRaisingLayout
+from tests.controller.remote_arrays import RemoteArray
+from tests.controller.worker_processes import WorkerProcesses
 
 
 def assert_next_save_works(directory: Path, workers: WorkerProcesses, context: ckptcore.Context) -> None:
@@ -66,17 +69,17 @@ def test_a_worker_that_cannot_begin_lets_those_end_that_have_begun(
     workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the first went on to write into what is removed."""
-    write = WorkerProcesses.write
+    run_write = WorkerProcesses.run_write
     awaited: list[int] = []
 
     def refused(self: WorkerProcesses, worker: int, stage: WriteStage, held: Held) -> Pending[bytes]:
         if worker == 1:
             raise RankFailedError("the worker worker-1 is gone")
-        return _Awaited(write(self, worker, stage, held), awaited, worker)
+        return _Awaited(run_write(self, worker, stage, held), awaited, worker)
 
     rows = make_rows(workers)
     with monkeypatch.context() as patched:
-        patched.setattr(WorkerProcesses, "write", refused)
+        patched.setattr(WorkerProcesses, "run_write", refused)
         with pytest.raises(RankFailedError, match="worker-1 is gone"):
             ckptcore.save(tmp_path / "it", {"rows": rows}, context=context)
     assert awaited == [0] and list(tmp_path.iterdir()) == []

@@ -9,7 +9,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from ckptcore_testing import RemoteArray, WorkerProcesses
 from ckptcore_transforms import Cast, Fuse, Scale, Transform, Transpose
 
 import ckptcore
@@ -17,6 +16,8 @@ from ckptcore.errors import TransformError
 from ckptcore.model import ArraySpec, Box
 from tests.controller.arrays import COLUMNS, ROWS, SPEC, WHOLE, digests_of, make_rows, make_whole
 from tests.controller.elements import counted
+from tests.controller.remote_arrays import RemoteArray
+from tests.controller.worker_processes import WorkerProcesses
 
 LAYOUTS = ("safetensors", "ocdbt", "zarr3", "dcp")
 MOST_BYTES = 16_384

@@ -8,13 +8,14 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from ckptcore_testing import RemoteArray, WorkerProcesses
 
 import ckptcore
 from ckptcore.context import IOOptions
 from ckptcore.model import ArraySpec, Box
 from tests.controller.arrays import COLUMNS, ROWS, SPEC, digests_of, make_rows, make_whole
 from tests.controller.elements import counted
+from tests.controller.remote_arrays import RemoteArray
+from tests.controller.worker_processes import WorkerProcesses
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "zarr3"])

@@ -28,22 +28,25 @@ def reached() -> ColocatedExecutor:
 
 class TestColocatedExecutor(ExecutorTests):
     @pytest.fixture
-    def executor(self, reached: ColocatedExecutor) -> Executor:
+    def executor(self, reached: ColocatedExecutor) -> Executor[Any, Any]:
         return reached
 
-    def split(self, executor: Executor, elements: HostArray) -> Any:
+    def split(self, executor: Executor[Any, Any], elements: HostArray) -> Any:
         return jax.device_put(elements, self.sharding("host", "device"))
 
-    def replicated(self, executor: Executor, elements: HostArray) -> Any:
+    def replicated(self, executor: Executor[Any, Any], elements: HostArray) -> Any:
         return jax.device_put(elements, self.sharding())
 
-    def elements(self, executor: Executor, leaf: Any) -> HostArray:
+    def alone(self, executor: Executor[Any, Any], elements: HostArray) -> Any:
+        return jax.device_put(elements, jax.devices()[0])
+
+    def elements(self, executor: Executor[Any, Any], leaf: Any) -> HostArray:
         return np.asarray(leaf)
 
-    def disturb(self, executor: Executor, leaf: Any) -> None:
+    def disturb(self, executor: Executor[Any, Any], leaf: Any) -> None:
         leaf.delete()
 
-    def abstract(self, executor: Executor, spec: ArraySpec) -> Any:
+    def abstract(self, executor: Executor[Any, Any], spec: ArraySpec) -> Any:
         return jax.ShapeDtypeStruct(spec.shape, spec.numpy_dtype, sharding=self.sharding("host", "device"))
 
     @staticmethod

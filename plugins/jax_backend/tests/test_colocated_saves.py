@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from ckptcore_jax import ColocatedExecutor, JaxLeafHandler, pathways, worker_links
 from ckptcore_jax.colocated import _HeldArrays, devices_by_host
+from ckptcore_jax.staged_executor import LeafBoxes
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
@@ -26,7 +27,7 @@ import ckptcore
 from ckptcore import hookimpl
 from ckptcore.errors import PluginError, RankFailedError, UnsupportedLeafError
 from ckptcore.model import JSON, ArrayRecord, ArraySpec, Box
-from ckptcore.protocols import LeafBoxes, Snapshot, WantedLeaf, WriteStore
+from ckptcore.protocols import Snapshot, WantedLeaf, WriteStore
 from ckptcore.runtime import runtime_of
 
 LAYOUTS = ("safetensors", "ocdbt", "zarr3", "dcp")
@@ -215,7 +216,7 @@ def test_workers_copy_arrays_that_alias_memory_of_the_caller(executor: Colocated
     leaf = jax.device_put(mine, NamedSharding(grid(), P()))
     for worker in range(2):
         mine[:] = 7
-        held = executor.copy(worker, [LeafBoxes(leaf, [Box.whole(mine.shape)])])
+        held = executor.take(worker, [LeafBoxes(leaf, (Box.whole(mine.shape),))], copied=True)
         held.wait()
         mine[:] = 8
         assert (np.asarray(leaf) == 8).all(), "this does not alias, and tests nothing"
@@ -259,12 +260,12 @@ class Reads:
 def test_elements_are_cast_by_the_workers(executor: ColocatedExecutor) -> None:
     numbers = np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)
     stored = ArrayRecord(ArraySpec((8, 8), "float32"))
-    wanted = WantedLeaf(jax.ShapeDtypeStruct((8, 8), jnp.bfloat16, sharding=NamedSharding(grid(), P("a"))), stored)
+    wanted = WantedLeaf(0, jax.ShapeDtypeStruct((8, 8), jnp.bfloat16, sharding=NamedSharding(grid(), P("a"))), stored)
     stages = {
         worker: Reads([[numbers[box.slices].copy() for box in executor.wanted(wanted.abstract, stored, worker)]])
         for worker in range(2)
     }
-    (loaded,) = executor.read(stages, [wanted]).leaves
+    (loaded,) = executor.run_reads(stages, [wanted]).leaves
     np.testing.assert_array_equal(np.asarray(loaded), numbers.astype(jnp.bfloat16))
     complex_numbers = ArrayRecord(ArraySpec((8, 8), "complex64"))
     with pytest.raises(UnsupportedLeafError, match="cannot represent"):

@@ -15,13 +15,15 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from ckptcore.errors import PluginError, RankFailedError, UnsupportedLeafError
 from ckptcore.model import ArrayRecord, Box, Pending, Shard, name_of_dtype
-from ckptcore.protocols import Fetched, Held, LeafBoxes, ReadStage, WantedLeaf, WriteStage
+from ckptcore.protocols import WantedLeaf
 from ckptcore_jax import random_keys
 from ckptcore_jax.array_creation import cast_elements, check_dtype, with_weak_type
 from ckptcore_jax.leaves import alive, is_committed, plain
 from ckptcore_jax.placements import box_of
 from ckptcore_jax.shardings import concrete
+from ckptcore_jax.staged_executor import Fetched, Held, LeafBoxes, StagedExecutor
 from ckptcore_jax.worker_links import Cuts, ReadSpecs, WorkerLink
+from ckptcore_jax.worker_stages import ReadStage, WriteStage
 
 __all__ = ["ColocatedExecutor", "devices_by_host"]
 
@@ -69,7 +71,7 @@ class _HeldArrays:
         self.arrays = ()
 
 
-class ColocatedExecutor:
+class ColocatedExecutor(StagedExecutor):
     """A `ckptcore.protocols.Executor` for `jax.Array`.
 
     A worker is a host, which `jax.experimental.colocated_python` calls.
@@ -136,15 +138,8 @@ class ColocatedExecutor:
         spread = self._spread(whole.sharding, whole.shape)
         return [Shard(box, spread.holders[box].index(worker), len(spread.holders[box])) for box in spread.boxes[worker]]
 
-    def copy(self, worker: int, leaves: Sequence[LeafBoxes]) -> Held:
-        """Copy the boxes of a worker."""
-        return self._hold(worker, leaves, may_alias=False)
-
-    def view(self, worker: int, leaves: Sequence[LeafBoxes]) -> Held:
-        """View the boxes of a worker, without a copy if possible."""
-        return self._hold(worker, leaves, may_alias=True)
-
-    def _hold(self, worker: int, leaves: Sequence[LeafBoxes], *, may_alias: bool) -> Held:
+    def take(self, worker: int, leaves: Sequence[LeafBoxes], *, copied: bool) -> Held:
+        """Hold the boxes of a worker in the memory of its host."""
         parts: list[jax.Array] = []
         cuts = []
         for one in leaves:
@@ -160,9 +155,9 @@ class ColocatedExecutor:
                 of_leaf.append((numbers[place], box.within(outer)))
             cuts.append(of_leaf)
         link = self._links[worker]
-        return _HeldArrays(link, link.take(parts, may_alias=may_alias), cuts)
+        return _HeldArrays(link, link.take(parts, may_alias=not copied), cuts)
 
-    def write(self, worker: int, stage: WriteStage, held: Held) -> Pending[bytes]:
+    def run_write(self, worker: int, stage: WriteStage, held: Held) -> Pending[bytes]:
         """Run the stage on the worker."""
         assert isinstance(held, _HeldArrays)  # returned by this executor
         return _begin(functools.partial(self._links[worker].write, stage, held.arrays, held.cuts))
@@ -175,7 +170,7 @@ class ColocatedExecutor:
             cast_elements(np.empty(0, stored.spec.numpy_dtype), abstract.dtype)  # raises an error for impossible casts
         return tuple(self._spread(_plain_sharding(abstract), stored.spec.shape).boxes[worker])
 
-    def read(self, stages: Mapping[int, ReadStage], leaves: Sequence[WantedLeaf]) -> Fetched:
+    def run_reads(self, stages: Mapping[int, ReadStage], leaves: Sequence[WantedLeaf]) -> Fetched:
         """Run the stages on the workers, and assemble the leaves."""
         begun = {}
         for worker, stage in stages.items():

@@ -6,6 +6,7 @@ Values of its types exist only after a program imported it.
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from ckptcore.hookspecs import hookimpl
 from ckptcore.protocols import Collectives, ContainerHandler, Coordinator, Executor, LeafHandler
@@ -47,7 +48,7 @@ def ckpt_coordinator() -> Coordinator | None:
 
 
 @hookimpl
-def ckpt_executor() -> Executor | None:
+def ckpt_executor() -> Executor[Any, Any] | None:
     """Return the workers of Pathways, if JAX uses it. This process is then the only controller."""
     if not _has_jax():
         return None

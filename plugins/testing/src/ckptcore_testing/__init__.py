@@ -56,7 +56,6 @@ from ckptcore_testing.layouts import LayoutTests
 from ckptcore_testing.leaf_handlers import LeafExample, LeafHandlerTests
 from ckptcore_testing.matrix import SaveLoadMatrixTests, StorageMatrixTests
 from ckptcore_testing.plugins import PluginTests
-from ckptcore_testing.remote_arrays import RemoteArray, RemoteArrayHandler
 from ckptcore_testing.request_faults import (
     CutContent,
     DeliverLater,
@@ -95,7 +94,6 @@ from ckptcore_testing.storage_writers import CreatesObjectsTests, HoldsUploadsTe
 from ckptcore_testing.thread_collectives import ThreadCollectives, ThreadNetwork
 from ckptcore_testing.thread_coordinator import ThreadCoordinator, ThreadJob
 from ckptcore_testing.trees import assert_same_tree, assert_same_value
-from ckptcore_testing.worker_processes import Crossing, Elements, WorkerProcesses
 
 __all__ = [
     "DTYPE_NAMES",
@@ -111,11 +109,9 @@ __all__ = [
     "CoordinatorTests",
     "CrashAt",
     "CreatesObjectsTests",
-    "Crossing",
     "CutContent",
     "DeliverLater",
     "Duplicate",
-    "Elements",
     "ExecutorTests",
     "FailAt",
     "FarRequest",
@@ -147,8 +143,6 @@ __all__ = [
     "Operation",
     "PluginTests",
     "ProxiedRequest",
-    "RemoteArray",
-    "RemoteArrayHandler",
     "RepeatLater",
     "RepeatsDeletionsTests",
     "RequestFault",
@@ -174,7 +168,6 @@ __all__ = [
     "Throttle",
     "TruncateAnswer",
     "Wait",
-    "WorkerProcesses",
     "assert_same_bits",
     "assert_same_tree",
     "assert_same_value",

@@ -1,20 +1,23 @@
-"""What every executor must do, as tests to inherit."""
+"""What every executor must do, as tests to inherit. They save and load with layouts that look at what workers do."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_tools.exports import Export, WithExports
 
-from ckptcore.errors import RankFailedError
-from ckptcore.model.arrays import ArraySpec, Box, HostArray
-from ckptcore.model.metadata import ArrayRecord
-from ckptcore.protocols import Executor, LeafBoxes, WantedLeaf
+import ckptcore
+from ckptcore.context import JobOptions, ReplicaOptions
+from ckptcore.errors import CorruptCheckpointError, RankFailedError
+from ckptcore.model import JSON, ArraySpec, Box, HostArray, Receipt, TreeMetadata
+from ckptcore.protocols import Executor, Snapshot, WriteStore
 from ckptcore_testing.arrays import assert_same_bits
 
 __all__ = ["ExecutorTests"]
@@ -30,40 +33,53 @@ class ExecutorTests:
     deadline_seconds: float = 60.0
 
     @pytest.fixture
-    def executor(self) -> Executor:
+    def executor(self) -> Executor[Any, Any]:
         """An executor with at least two workers. The tests change nothing of it, unless `lose` does."""
         raise NotImplementedError("give the class the fixture `executor`")
 
-    def split(self, executor: Executor, elements: HostArray) -> Any:
+    def context(self, executor: Executor[Any, Any]) -> ckptcore.Context:
+        """The Context of the controller. Override it to add the handler of the leaves."""
+        job = JobOptions(executor=executor, replicas=ReplicaOptions(piece_bytes=32))
+        return ckptcore.Context(job=job, durability="none")
+
+    def split(self, executor: Executor[Any, Any], elements: HostArray) -> Any:
         """A leaf of which each worker holds as many rows as the others, in the order of the workers."""
         raise NotImplementedError("give the class the method `split`")
 
-    def replicated(self, executor: Executor, elements: HostArray) -> Any:
+    def replicated(self, executor: Executor[Any, Any], elements: HostArray) -> Any:
         """A leaf that every worker holds whole."""
         raise NotImplementedError("give the class the method `replicated`")
 
-    def elements(self, executor: Executor, leaf: Any) -> HostArray:
+    def alone(self, executor: Executor[Any, Any], elements: HostArray) -> Any:
+        """A leaf that only worker 0 holds, whole."""
+        raise NotImplementedError("give the class the method `alone`")
+
+    def elements(self, executor: Executor[Any, Any], leaf: Any) -> HostArray:
         """The elements of a leaf, however the test gets them."""
         raise NotImplementedError("give the class the method `elements`")
 
-    def disturb(self, executor: Executor, leaf: Any) -> None:
+    def disturb(self, executor: Executor[Any, Any], leaf: Any) -> None:
         """Do the worst to a leaf that a program may do after an asynchronous save began: change it, or delete it."""
         raise NotImplementedError("give the class the method `disturb`")
 
-    def lose(self, executor: Executor, worker: int) -> None:
-        """End a worker for good; skip the test where that cannot be done."""
+    def abstract(self, executor: Executor[Any, Any], spec: ArraySpec) -> Any:
+        """A request for a split leaf that no worker has to make; only called after `lose`."""
+        raise NotImplementedError("give the class the method `abstract`")
+
+    def lose(self, executor: Executor[Any, Any], worker: int) -> None:
+        """End a worker for good; skip the test if that is not possible."""
         pytest.skip("this executor cannot lose a worker here")
 
-    def test_workers_have_names(self, executor: Executor) -> None:
+    def test_workers_have_names(self, executor: Executor[Any, Any]) -> None:
         assert len(executor.workers) >= 2
         assert len(set(executor.workers)) == len(executor.workers)
 
-    def test_what_is_here_is_not_taken(self, executor: Executor) -> None:
+    def test_what_is_here_is_not_taken(self, executor: Executor[Any, Any]) -> None:
         for here in (np.zeros(3), 3, None, "text"):
             assert not executor.takes(here)
             assert not executor.makes(here)
 
-    def test_a_split_leaf_is_held_once(self, executor: Executor) -> None:
+    def test_a_split_leaf_is_held_once(self, executor: Executor[Any, Any]) -> None:
         count = len(executor.workers)
         leaf = self.split(executor, _numbers(count))
         assert executor.takes(leaf)
@@ -75,7 +91,7 @@ class ExecutorTests:
             rows = {(shard.box.start[0], shard.box.stop[0]) for shard in shards}
             assert (min(rows)[0], max(rows)[1]) == (4 * worker, 4 * worker + 4)
 
-    def test_replicas_are_workers(self, executor: Executor) -> None:
+    def test_replicas_are_workers(self, executor: Executor[Any, Any]) -> None:
         count = len(executor.workers)
         leaf = self.replicated(executor, _numbers(count))
         for worker in range(count):
@@ -83,114 +99,117 @@ class ExecutorTests:
             assert shard.box == Box.whole((4 * count, 6))
             assert (shard.replica, shard.replicas) == (worker, count)
 
-    def test_identity_is_that_of_the_leaf(self, executor: Executor) -> None:
+    def test_identity_is_that_of_the_leaf(self, executor: Executor[Any, Any]) -> None:
         elements = _numbers(len(executor.workers))
         first, second = self.split(executor, elements), self.split(executor, elements)
         assert executor.identity(first) == executor.identity(first)
         assert executor.identity(first) is None or executor.identity(first) != executor.identity(second)
 
-    @pytest.mark.parametrize("way", ["copy", "view"])
-    def test_a_stage_gets_the_boxes_in_order(self, executor: Executor, way: str) -> None:
-        count = len(executor.workers)
-        elements = _numbers(count)
-        split, whole = self.split(executor, elements), self.replicated(executor, elements + 1)
-        for worker in range(count):
-            boxes = tuple(shard.box for shard in executor.shards(split, worker))
-            corner = Box((1, 2), (3, 5))  # a part of what it holds
-            held = getattr(executor, way)(worker, [LeafBoxes(split, boxes), LeafBoxes(whole, (corner,))])
-            held.wait()
-            expected = [[elements[box.slices] for box in boxes], [(elements + 1)[corner.slices]]]
-            assert executor.write(worker, _Compare(expected), held).result() == b"same"
-            held.close()
-            held.close()
+    @pytest.mark.parametrize("blocking", [True, False])
+    def test_workers_write_what_they_hold(self, blocking: bool, executor: Executor[Any, Any], tmp_path: Path) -> None:
+        elements = _numbers(len(executor.workers))
+        state = {
+            "split": self.split(executor, elements),
+            "whole": self.replicated(executor, elements + 1),  # each worker writes a part of what it holds
+            "alone": self.alone(executor, elements + 2),
+            "here": elements + 3,
+        }
+        layout, context = _SharingLayout(), self.context(executor)
+        if blocking:
+            ckptcore.save(tmp_path / "it", state, layout=layout, context=context)
+        else:
+            ckptcore.save_async(tmp_path / "it", state, layout=layout, context=context).result()
+        self._expect(tmp_path / "it", split=elements, whole=elements + 1, alone=elements + 2, here=elements + 3)
 
-    def test_what_is_copied_does_not_change(self, executor: Executor) -> None:
+    def test_what_is_copied_does_not_change(self, executor: Executor[Any, Any], tmp_path: Path) -> None:
+        """And it can be written again, as exports do."""
         elements = _numbers(len(executor.workers))
         leaf = self.split(executor, elements)
-        held = []
-        for worker in range(len(executor.workers)):
-            boxes = tuple(shard.box for shard in executor.shards(leaf, worker))
-            held.append((executor.copy(worker, [LeafBoxes(leaf, boxes)]), boxes))
-        for copied, _ in held:
-            copied.wait()
+        strategy = WithExports([Export(location=tmp_path / "again")])
+        handle = ckptcore.save_async(tmp_path / "it", {"leaf": leaf}, strategy=strategy, context=self.context(executor))
         self.disturb(executor, leaf)
-        for worker, (copied, boxes) in enumerate(held):
-            assert (
-                executor.write(worker, _Compare([[elements[box.slices] for box in boxes]]), copied).result() == b"same"
-            )
-            assert executor.write(worker, _Answer(b"again"), copied).result() == b"again"  # as exports do
-            copied.close()
+        handle.result()
+        self._expect(tmp_path / "it", leaf=elements)
+        self._expect(tmp_path / "again", leaf=elements)
 
-    def test_a_stage_is_sent(self, executor: Executor) -> None:
-        """It does not come as the object that the controller has: then it could have anything in it."""
-        held = _hold_all(self, executor)
-        assert [executor.write(worker, _Sent(), held[worker]).result() for worker in range(len(held))] == [
-            b"sent"
-        ] * len(held)
-
-    @pytest.mark.parametrize("nbytes", [0, 1, 3_000_000])
-    def test_any_report_comes_back(self, executor: Executor, nbytes: int) -> None:
-        report = bytes(range(256)) * (nbytes // 256) + b"\0" * (nbytes % 256)
-        held = _hold_all(self, executor)
-        assert executor.write(0, _Answer(report), held[0]).result() == report
-
-    def test_workers_write_at_the_same_time(self, executor: Executor, tmp_path: Path) -> None:
-        held = _hold_all(self, executor)
-        begun = [
-            executor.write(worker, _Meet(str(tmp_path), worker, len(held), self.deadline_seconds), one)
-            for worker, one in enumerate(held)
-        ]
-        assert [pending.result() for pending in begun] == [b"met"] * len(held)
-
-    def test_leaves_are_made_of_what_is_read(self, executor: Executor) -> None:
-        count = len(executor.workers)
-        elements = _numbers(count)
-        split, whole = self.split(executor, elements), self.replicated(executor, elements)
-        stored = ArrayRecord(ArraySpec(elements.shape, elements.dtype.name))
-        wanted = [WantedLeaf(split, stored), WantedLeaf(whole, stored)]
-        offsets = (elements + 5, elements + 7)
-        stages = {}
-        for worker in range(count):
-            arrays = [
-                [offset[box.slices].copy() for box in executor.wanted(one.abstract, stored, worker)]
-                for one, offset in zip(wanted, offsets, strict=True)
-            ]
-            assert sum(array.size for array in arrays[0]) == elements.size // count
-            assert [array.shape for array in arrays[1]] == [elements.shape]
-            stages[worker] = _Give(arrays)
-        fetched = executor.read(stages, wanted)
-        assert fetched.reports == dict.fromkeys(range(count), b"given")
-        for leaf, expected in zip(fetched.leaves, offsets, strict=True):
-            assert executor.takes(leaf)
-            assert_same_bits(self.elements(executor, leaf), expected, "the leaf that was made")
-
-    def test_a_report_of_failure_comes_without_elements(self, executor: Executor) -> None:
+    def test_layouts_are_sent(self, executor: Executor[Any, Any], tmp_path: Path) -> None:
+        """A worker does not get the object that the controller has: that could refer to anything."""
         elements = _numbers(len(executor.workers))
-        wanted = WantedLeaf(self.split(executor, elements), ArrayRecord(ArraySpec(elements.shape, "float32")))
-        stages = {worker: _Fail(b"failed") for worker in range(len(executor.workers))}
-        assert executor.read(stages, [wanted]).reports == dict.fromkeys(stages, b"failed")
-        self.test_leaves_are_made_of_what_is_read(executor)
+        state = {"leaf": self.split(executor, elements)}
+        ckptcore.save(tmp_path / "it", state, layout=_SentLayout(), context=self.context(executor))
+        self._expect(tmp_path / "it", leaf=elements)
 
-    def test_a_lost_worker_is_named(self, executor: Executor) -> None:
-        held = _hold_all(self, executor)
+    @pytest.mark.parametrize("length", [0, 1, 3_000_000])
+    def test_any_receipt_comes_back(self, length: int, executor: Executor[Any, Any], tmp_path: Path) -> None:
+        elements = _numbers(len(executor.workers))
+        state = {"leaf": self.split(executor, elements)}
+        layout = _ReportingLayout(length=length, workers=len(executor.workers))
+        ckptcore.save(tmp_path / "it", state, layout=layout, context=self.context(executor))
+        self._expect(tmp_path / "it", leaf=elements)
+
+    def test_workers_write_at_the_same_time(self, executor: Executor[Any, Any], tmp_path: Path) -> None:
+        elements = _numbers(len(executor.workers))
+        (tmp_path / "met").mkdir()
+        layout = _MeetingLayout(
+            directory=str(tmp_path / "met"), workers=len(executor.workers), seconds=self.deadline_seconds
+        )
+        state = {"leaf": self.split(executor, elements)}
+        ckptcore.save(tmp_path / "it", state, layout=layout, context=self.context(executor))
+        assert len(list((tmp_path / "met").iterdir())) == len(executor.workers)
+
+    def test_a_worker_that_fails_is_named(self, executor: Executor[Any, Any], tmp_path: Path) -> None:
+        elements, context = _numbers(len(executor.workers)), self.context(executor)
+        state = {"leaf": self.split(executor, elements)}
+        with pytest.raises(RankFailedError, match=re.escape(executor.workers[1]) + ".*ValueError: rank 2 fails"):
+            ckptcore.save(tmp_path / "it", state, layout=_FailingLayout(), context=context)
+        assert list(tmp_path.iterdir()) == []
+        ckptcore.save(tmp_path / "it", state, context=context)
+        self._expect(tmp_path / "it", leaf=elements)
+
+    def test_leaves_are_made_of_what_is_read(self, executor: Executor[Any, Any], tmp_path: Path) -> None:
+        elements, context = _numbers(len(executor.workers)), self.context(executor)
+        wanted = {"split": self.split(executor, elements), "whole": self.replicated(executor, elements)}
+        stored = {"split": elements + 5, "whole": elements + 7}
+        ckptcore.save(tmp_path / "it", stored)
+        loaded = ckptcore.load(tmp_path / "it", wanted, context=context)
+        for name, expected in stored.items():
+            assert executor.takes(loaded[name])
+            assert_same_bits(self.elements(executor, loaded[name]), expected, f"{name}, which workers made")
+
+    def test_a_worker_that_reads_damage_reports_it(self, executor: Executor[Any, Any], tmp_path: Path) -> None:
+        elements, context = _numbers(len(executor.workers)), self.context(executor)
+        wanted = {"split": self.split(executor, elements)}
+        ckptcore.save(tmp_path / "it", {"split": elements})
+        (file,) = (tmp_path / "it").glob("*.safetensors")
+        data = file.read_bytes()
+        file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        with pytest.raises(CorruptCheckpointError, match="split"):
+            ckptcore.load(tmp_path / "it", wanted, context=context)
+        file.write_bytes(data)
+        loaded = ckptcore.load(tmp_path / "it", wanted, context=context)
+        assert_same_bits(self.elements(executor, loaded["split"]), elements, "the leaf that workers made")
+
+    def test_a_lost_worker_is_named(self, executor: Executor[Any, Any], tmp_path: Path) -> None:
+        elements, context = _numbers(len(executor.workers)), self.context(executor)
+        split, alone = self.split(executor, elements), self.alone(executor, elements)
+        ckptcore.save(tmp_path / "before", {"split": split}, context=context)
         self.lose(executor, 1)
-        with pytest.raises(RankFailedError, match=executor.workers[1]):
-            executor.write(1, _Answer(b""), held[1]).result()
-        assert executor.write(0, _Answer(b"here"), held[0]).result() == b"here"
-        for one in held:
-            one.close()
-        elements = _numbers(len(executor.workers))
-        wanted = WantedLeaf(self._made_before(executor), ArrayRecord(ArraySpec(elements.shape, "float32")))
-        with pytest.raises(RankFailedError, match=executor.workers[1]):
-            executor.read({1: _Fail(b"")}, [wanted])
+        lost = pytest.raises(RankFailedError, match=re.escape(executor.workers[1]))
+        with lost:
+            ckptcore.save(tmp_path / "it", {"split": split}, context=context)
+        ckptcore.save(tmp_path / "it", {"alone": alone}, context=context)
+        self._expect(tmp_path / "it", alone=elements)
+        wanted = {"split": self.abstract(executor, ArraySpec(elements.shape, elements.dtype.name))}
+        with lost:
+            ckptcore.load(tmp_path / "before", wanted, context=context)
 
-    def _made_before(self, executor: Executor) -> Any:
-        """A leaf to ask for, that no worker has to make."""
-        return self.abstract(executor, ArraySpec((4 * len(executor.workers), 6), "float32"))
-
-    def abstract(self, executor: Executor, spec: ArraySpec) -> Any:
-        """What asks for a split leaf; only called after `lose`."""
-        raise NotImplementedError("give the class the method `abstract`")
+    @staticmethod
+    def _expect(location: Path, **expected: HostArray) -> None:
+        """Load without workers, and compare."""
+        loaded = ckptcore.load(location)
+        assert loaded.keys() == expected.keys()
+        for name, elements in expected.items():
+            assert_same_bits(loaded[name], elements, name)
 
 
 def _leaf_size(workers: int) -> int:
@@ -202,89 +221,89 @@ def _numbers(workers: int) -> HostArray:
     return np.arange(_leaf_size(workers), dtype=np.float32).reshape(4 * workers, 6)
 
 
-def _hold_all(tests: ExecutorTests, executor: Executor) -> Sequence[Any]:
-    leaf = tests.split(executor, _numbers(len(executor.workers)))
-    held = []
-    for worker in range(len(executor.workers)):
-        boxes = tuple(shard.box for shard in executor.shards(leaf, worker))
-        held.append(executor.view(worker, [LeafBoxes(leaf, boxes)]))
-        held[-1].wait()
-    return held
+@dataclass(frozen=True)
+class _SharingLayout(ckptcore.SafetensorsLayout):
+    """Takes parts of a box from each process that holds it."""
+
+    @property
+    def shares_replicas(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True)
-class _Compare:
-    """Tells whether a worker holds these elements."""
+class _SentLayout(ckptcore.SafetensorsLayout):
+    """Fails on a worker that got the object of the controller, not a pickled copy."""
 
-    expected: Sequence[Sequence[HostArray]]
+    sent: bool = False
 
-    def __call__(self, arrays: Sequence[Sequence[HostArray]]) -> bytes:
-        if [len(boxes) for boxes in arrays] != [len(boxes) for boxes in self.expected]:
-            return b"not as many boxes"
-        for found, expected in zip(arrays, self.expected, strict=True):
-            for one, other in zip(found, expected, strict=True):
-                if one.dtype != other.dtype or one.shape != other.shape or one.tobytes() != other.tobytes():
-                    return b"other elements"
-        return b"same"
+    def __reduce__(self) -> tuple[type[_SentLayout], tuple[object, ...], dict[str, bool]]:
+        return _SentLayout, (), {"sent": True}
 
+    def __setstate__(self, state: dict[str, bool]) -> None:
+        object.__setattr__(self, "sent", state["sent"])
 
-@dataclass(frozen=True)
-class _Answer:
-    """Reports what it is told to."""
-
-    report: bytes
-
-    def __call__(self, arrays: Sequence[Sequence[HostArray]]) -> bytes:
-        return self.report
+    def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
+        assert self.sent == (snapshot.plan.rank > 0), f"the layout of rank {snapshot.plan.rank}"
+        return super().write(snapshot, store)
 
 
 @dataclass(frozen=True)
-class _Sent:
-    """Knows whether it was pickled."""
+class _ReportingLayout(ckptcore.SafetensorsLayout):
+    """Adds text to the receipts of workers, and compares it on the controller.
 
-    report: bytes = b"not sent"
+    Attributes:
+        length: characters of the text.
+        workers: how many there are.
+    """
 
-    def __reduce__(self) -> tuple[type[_Sent], tuple[bytes]]:
-        return _Sent, (b"sent",)
+    length: int = 0
+    workers: int = 0
 
-    def __call__(self, arrays: Sequence[Sequence[HostArray]]) -> bytes:
-        return self.report
+    @property
+    def _text(self) -> str:
+        return ("".join(map(chr, range(256))) * (self.length // 256 + 1))[: self.length]
 
+    def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
+        return [super().write(snapshot, store), self._text]
 
-@dataclass(frozen=True)
-class _Meet:
-    """Waits until as many stages as there are workers run at once."""
-
-    directory: str
-    worker: int
-    workers: int
-    seconds: float
-
-    def __call__(self, arrays: Sequence[Sequence[HostArray]]) -> bytes:
-        Path(self.directory, str(self.worker)).touch()
-        deadline = time.monotonic() + self.seconds
-        while len(list(Path(self.directory).iterdir())) < self.workers:
-            if time.monotonic() > deadline:
-                return b"nobody else came"
-            time.sleep(0.01)
-        return b"met"
+    def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
+        assert len(receipts) == 1 + self.workers
+        taken = []
+        for receipt in receipts:
+            assert isinstance(receipt.state, list) and receipt.state[1] == self._text
+            taken.append(replace(receipt, state=receipt.state[0]))
+        return super().finish(tree, taken, store)
 
 
 @dataclass(frozen=True)
-class _Give:
-    """Has read these arrays."""
+class _MeetingLayout(ckptcore.SafetensorsLayout):
+    """Waits on each worker until all of them write.
 
-    arrays: Sequence[Sequence[HostArray]]
+    Attributes:
+        directory: has a file for each worker that writes.
+        workers: how many there are.
+        seconds: the longest wait.
+    """
 
-    def __call__(self) -> tuple[bytes, Sequence[Sequence[HostArray]]]:
-        return b"given", self.arrays
+    directory: str = ""
+    workers: int = 0
+    seconds: float = 0.0
+
+    def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
+        if snapshot.plan.rank:
+            Path(self.directory, str(snapshot.plan.rank)).touch()
+            deadline = time.monotonic() + self.seconds
+            while len(list(Path(self.directory).iterdir())) < self.workers:
+                assert time.monotonic() < deadline, "the workers did not write at the same time"
+                time.sleep(0.01)
+        return super().write(snapshot, store)
 
 
 @dataclass(frozen=True)
-class _Fail:
-    """Could read nothing."""
+class _FailingLayout(ckptcore.SafetensorsLayout):
+    """Fails on the second worker."""
 
-    report: bytes
-
-    def __call__(self) -> tuple[bytes, Sequence[Sequence[HostArray]]]:
-        return self.report, ()
+    def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
+        if snapshot.plan.rank == 2:
+            raise ValueError("rank 2 fails")
+        return super().write(snapshot, store)

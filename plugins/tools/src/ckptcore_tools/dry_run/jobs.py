@@ -21,7 +21,8 @@ from ckptcore.model.transfer import Receipt, WriteItem
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Layout
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.preparing import PreparedSave, prepare_save
+from ckptcore.saving.prepared import Save
+from ckptcore.saving.preparing import prepare_save
 from ckptcore.saving.save_requests import Destination, OneTree, SaveRequest
 from ckptcore_tools.dry_run.leaves import WrapLeaf, dry_run_context, running_leaves, simulated_leaves
 from ckptcore_tools.dry_run.plans import (
@@ -278,7 +279,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Played:
-    save: PreparedSave
+    save: Save
     kind: StorageKind
     written: WrittenProcess
     leading: Sequence[Leading]
@@ -324,7 +325,7 @@ def _play(asked: Asked, state: object, context: Context, wrap_leaf: WrapLeaf, ag
     request = asked.request(state)
     recording = Recording("save", str(request.destination.place), rank=agreement.rank)
     save = prepare_save(request, dry_run_context(context, wrap_leaf), recording, agreement)
-    real = asked.location is not None and save.save.target.location.commits.replaces_atomically
+    real = asked.location is not None and save.target.location.commits.replaces_atomically
     kind: StorageKind = "directories" if real else "objects"
     return _Played(save, kind, *run_writes(save, kind, context))
 
@@ -335,7 +336,7 @@ def _plan(asked: Asked, leader: _Played, written: Sequence[WrittenProcess], cont
         _processes(leading, [process.checkpoints[number] for process in written], context)
         for number, leading in enumerate(leader.leading)
     ]
-    parts = leader.save.save.parts
+    parts = leader.save.parts
     trees = [part.plan.tree for part in parts]
     arrays = [_arrays(tree) for tree in trees]
     return SavePlan(
@@ -349,9 +350,7 @@ def _plan(asked: Asked, leader: _Played, written: Sequence[WrittenProcess], cont
         exports=tuple(
             [
                 ExportPlan(location=str(export.location), layout=prepared.parts[0].layout.name, processes=processes)
-                for export, prepared, processes in zip(
-                    asked.exports, leader.save.save.further, checkpoints[1:], strict=True
-                )
+                for export, prepared, processes in zip(asked.exports, leader.save.further, checkpoints[1:], strict=True)
             ]
         ),
         untold=tuple(dict.fromkeys([name for process in written for name in process.untold])),

@@ -31,7 +31,6 @@ from ckptcore.protocols import (
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import FilesDescription, SavePart
 from ckptcore.saving.prepared import Save
-from ckptcore.saving.preparing import PreparedSave
 from ckptcore.saving.roots import finish_part, put_root
 from ckptcore_tools.dry_run.plans import MemoryPlan, RequestCounts
 from ckptcore_tools.dry_run.storages import (
@@ -109,7 +108,7 @@ class _Written:
     buffer_bytes: int
 
 
-def run_writes(save: PreparedSave, kind: StorageKind, context: Context) -> tuple[WrittenProcess, Sequence[Leading]]:
+def run_writes(save: Save, kind: StorageKind, context: Context) -> tuple[WrittenProcess, Sequence[Leading]]:
     """Play what this process writes of a save and of its exports.
 
     Args:
@@ -124,14 +123,14 @@ def run_writes(save: PreparedSave, kind: StorageKind, context: Context) -> tuple
         UnsupportedLeafError: if workers of a single controller hold arrays.
         PluginError: if a layout cannot do without elements and does not say what it would write.
     """
-    if save.executor is not None:
+    if save.uses_workers:
         raise UnsupportedLeafError(
             "arrays are at workers of this single controller, and what those write is not planned; plan abstract arrays instead, with "
             "plan(..., processes=N) with as many processes as there are workers"
         )
     host_bytes: list[Sequence[HostBytes]] = []
     untold = []
-    for part in save.save.parts:
+    for part in save.parts:
         source = part.source
         assert source is not None  # nothing was captured
         if isinstance(source, FilesDescription):
@@ -139,17 +138,17 @@ def run_writes(save: PreparedSave, kind: StorageKind, context: Context) -> tuple
             host_bytes.append(())
         else:
             host_bytes.append([source.host_bytes(item) for item in part.plan.items])
-    of_part = {id(part): taken for part, taken in zip(save.save.parts, host_bytes, strict=True)}
-    snapshots = [SizeOnlySnapshot(part.plan, of_part[id(part)]) for part in save.save.parts]
-    further = [(one, part, part.shared) for one in save.save.further for part in one.parts if part.shared is not None]
+    of_part = {id(part): taken for part, taken in zip(save.parts, host_bytes, strict=True)}
+    snapshots = [SizeOnlySnapshot(part.plan, of_part[id(part)]) for part in save.parts]
+    further = [(one, part, part.shared) for one in save.further for part in one.parts if part.shared is not None]
     exported = [[of_part[id(shared.part)][number] for number in shared.items] for _, _, shared in further]
     shares = [SizeOnlySnapshot(part.plan, taken) for (_, part, _), taken in zip(further, exported, strict=True)]
-    written = [_run_checkpoint(save.save, snapshots, kind, context)]
+    written = [_run_checkpoint(save, snapshots, kind, context)]
     written += [
         _run_checkpoint(one, [share], kind, context) for (one, _, _), share in zip(further, shares, strict=True)
     ]
     memory = _memory(
-        save.save.agreement.rank,
+        save.agreement.rank,
         [taken for of_one in host_bytes for taken in of_one],
         [taken for of_export in exported for taken in of_export],
         [*snapshots, *shares],

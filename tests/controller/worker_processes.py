@@ -15,13 +15,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
+from ckptcore_jax.staged_executor import Fetched, Held, LeafBoxes, StagedExecutor
+from ckptcore_jax.worker_stages import ReadStage, WriteStage
 
 from ckptcore.errors import RankFailedError, UnsupportedLeafError
 from ckptcore.model.arrays import ArraySpec, Box, HostArray, Shard
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.transfer import Pending
-from ckptcore.protocols import Fetched, Held, LeafBoxes, ReadStage, WantedLeaf, WriteStage
-from ckptcore_testing.remote_arrays import RemoteArray
+from ckptcore.protocols import WantedLeaf
+from tests.controller.remote_arrays import RemoteArray
 
 __all__ = ["Crossing", "Elements", "WorkerProcesses"]
 
@@ -49,7 +51,7 @@ class Crossing:
 
 
 class _HeldNumbers:
-    """What a worker holds under a number of its own."""
+    """Elements that a worker holds under a number of its own. See `Held`."""
 
     def __init__(self, workers: WorkerProcesses, worker: int, number: int, begun: Future[Any]) -> None:
         self.worker = worker
@@ -74,8 +76,8 @@ class _HeldNumbers:
             return  # it is gone, and all that it held
 
 
-class WorkerProcesses:
-    """A `ckptcore.protocols.Executor` of processes of this machine; its leaves are `RemoteArray`. To be closed, or used in a with.
+class WorkerProcesses(StagedExecutor):
+    """An executor of processes of this machine; its leaves are `RemoteArray`. To be closed, or used in a with.
 
     Attributes:
         crossings: every request that was answered, in order.
@@ -201,33 +203,26 @@ class WorkerProcesses:
             shards.append(Shard(box, holders.index(worker), len(holders)))
         return shards
 
-    def copy(self, worker: int, leaves: Sequence[LeafBoxes]) -> Held:
-        """See `Executor`."""
-        return self._hold(worker, leaves, copied=True)
-
-    def view(self, worker: int, leaves: Sequence[LeafBoxes]) -> Held:
-        """See `Executor`."""
-        return self._hold(worker, leaves, copied=False)
-
-    def _hold(self, worker: int, leaves: Sequence[LeafBoxes], *, copied: bool) -> Held:
+    def take(self, worker: int, leaves: Sequence[LeafBoxes], *, copied: bool) -> Held:
+        """See `StagedExecutor`."""
         number = next(self._numbers)
         boxes = tuple([(one.leaf.number, one.leaf.boxes[worker], one.boxes) for one in leaves])
         return _HeldNumbers(self, worker, number, self._threads.submit(self.ask, worker, _Hold(number, boxes, copied)))
 
-    def write(self, worker: int, stage: WriteStage, held: Held) -> Pending[bytes]:
-        """See `Executor`."""
+    def run_write(self, worker: int, stage: WriteStage, held: Held) -> Pending[bytes]:
+        """See `StagedExecutor`."""
         assert isinstance(held, _HeldNumbers)  # given by this executor
         return self._threads.submit(self.ask, worker, _Write(held.number, stage))
 
     def wanted(self, abstract: Any, stored: ArrayRecord, worker: int) -> Sequence[Box]:
-        """See `Executor`."""
+        """See `StagedExecutor`."""
         if abstract.spec != stored.spec:
             raise UnsupportedLeafError(f"{stored.spec} was saved and {abstract.spec} is asked for")
         boxes: Sequence[Box] = abstract.boxes[worker]
         return boxes
 
-    def read(self, stages: Mapping[int, ReadStage], leaves: Sequence[WantedLeaf]) -> Fetched:
-        """See `Executor`."""
+    def run_reads(self, stages: Mapping[int, ReadStage], leaves: Sequence[WantedLeaf]) -> Fetched:
+        """See `StagedExecutor`."""
         made = [replace(leaf.abstract, number=next(self._numbers)) for leaf in leaves]
         begun = {}
         for worker, stage in stages.items():
