@@ -34,7 +34,7 @@ _NAMES: Final = {
     "ckptcore.model": "AbstractArray",
     "ckptcore.protocols": "StatefulCheckpointable",
     "ckptcore.training.reader": "CheckpointReader",
-    "ckptcore.saving.plain": "PlainSave",
+    "ckptcore.saving.writing": "PlainSave",
     "ckptcore.tree.flattening": "PLACEHOLDER",
     "ckptcore.tree.per_process": "PerProcess",
 }
@@ -103,7 +103,7 @@ if TYPE_CHECKING:
     from ckptcore.loading.load_requests import Matching as Matching
     from ckptcore.model import AbstractArray as AbstractArray
     from ckptcore.protocols import StatefulCheckpointable as StatefulCheckpointable
-    from ckptcore.saving.plain import PlainSave as PlainSave
+    from ckptcore.saving.writing import PlainSave as PlainSave
     from ckptcore.training.checkpointer import Checkpointer as Checkpointer
     from ckptcore.training.reader import CheckpointReader as CheckpointReader
     from ckptcore.tree.flattening import PLACEHOLDER as PLACEHOLDER

@@ -10,10 +10,9 @@ from ckptcore.context import Context, default_context
 from ckptcore.io.background import SaveHandle
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Layout, SaveStrategy
-from ckptcore.saving.plain import PlainSave
-from ckptcore.saving.prepared import Save, SaveDraft
+from ckptcore.saving.requests import Destination, OneTree, Save, SaveDraft, SaveNotes, SaveRequest
 from ckptcore.saving.save import begin_save, perform_save
-from ckptcore.saving.save_requests import Destination, OneTree, SaveNotes, SaveRequest
+from ckptcore.saving.writing import PlainSave
 
 __all__ = ["save", "save_async", "save_checkpointables", "save_checkpointables_async"]
 

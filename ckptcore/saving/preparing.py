@@ -24,8 +24,7 @@ from ckptcore.plugins import Plugins
 from ckptcore.protocols import FurtherSaves, Layout, SaveStrategy, SharesReplicas
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import PartDescription, describe_part, naming
-from ckptcore.saving.prepared import NOTHING_COMMITTED, Save, SaveDraft, Target
-from ckptcore.saving.save_requests import OneTree, SaveRequest
+from ckptcore.saving.requests import NOTHING_COMMITTED, OneTree, Save, SaveDraft, SaveRequest, Target
 from ckptcore.saving.tree_descriptions import TreeDescription
 from ckptcore.tree.flattening import leaves_of_each_process, of_each_process
 from ckptcore.tree.merge import unite_trees

@@ -21,7 +21,7 @@ from ckptcore.planning import check_coverage
 from ckptcore.protocols import About, Layout, MarksCheckpoints, StorageAddress, StorageBackend, WriteStore
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import SavePart
-from ckptcore.saving.prepared import CommitInfo
+from ckptcore.saving.requests import CommitInfo
 from ckptcore.timelines import timeline_to_json
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError
@@ -13,17 +13,24 @@ from ckptcore.events import Recording
 from ckptcore.io.background import SaveHandle
 from ckptcore.io.memory import StagingMemory
 from ckptcore.io.requests import requests_of
-from ckptcore.io.snapshot import BoundedSnapshot
+from ckptcore.io.snapshot import BoundedSnapshot, CopiedSnapshot, SharedSnapshot, ViewedSnapshot
 from ckptcore.job.agreement import Agreement
-from ckptcore.protocols import FurtherSaves
+from ckptcore.model.arrays import HostArray
+from ckptcore.model.transfer import Pending, WritePlan
+from ckptcore.protocols import FurtherSaves, HeldWork, Snapshot
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.capturing import Copy, Holding
-from ckptcore.saving.prepared import NOTHING_COMMITTED, Save, fail_before_claim, fail_everywhere
+from ckptcore.saving.parts import ArraySource, FilesDescription, SavePart, SharedItems, TreeCaptured
 from ckptcore.saving.preparing import prepare_save
-from ckptcore.saving.save_requests import SaveRequest
-from ckptcore.saving.write import write_save
+from ckptcore.saving.requests import NOTHING_COMMITTED, Save, SaveRequest, fail_before_claim, fail_everywhere
+from ckptcore.saving.writing import write_save
 
 __all__ = ["begin_save", "perform_save"]
+
+_Copy: TypeAlias = CopiedSnapshot | BoundedSnapshot | HeldWork[Save]
+"""A copy of some of a state that was begun."""
+
+_Start: TypeAlias = Callable[[int], Sequence[Pending[HostArray]]]
+"""Begins the transfer of an item of a plan to host memory."""
 
 
 def perform_save(request: SaveRequest, context: Context) -> None:
@@ -38,17 +45,17 @@ def perform_save(request: SaveRequest, context: Context) -> None:
         agreement = Agreement(runtime.job(), key, recording)
         with recording.phase("describe"):
             save = prepare_save(request, context, recording, agreement)
-        holding = Holding(save)
+        capture = _Capture(save)
         try:
             try:
                 with recording.phase("wait_for_previous"):
                     runtime.saves.wait()
-                holding.view()
+                capture.view()
             except BaseException as error:  # noqa: BLE001  # sent to the other ranks, then raised
                 fail_before_claim(agreement, error)
-            _write(save, holding, request.hooks.committed)
+            _write(save, capture.at_workers, request.hooks.committed)
         finally:
-            holding.close()
+            capture.close()
 
 
 def begin_save(
@@ -80,30 +87,29 @@ def begin_save(
             save = prepare_save(request, context, recording, agreement)
         handle = SaveHandle(save.target.location.display, save.nbytes)
         memory = StagingMemory(runtime.staging, runtime.io_threads)
-        holding = Holding(save)
-        to_copy: Sequence[BoundedSnapshot] = ()
-        copies: Sequence[Copy] | None = None
+        capture, limit = _Capture(save), context.memory.save_bytes
+        copied_early = limit is None and not _is_uploaded_early(save)
         try:
-            if context.memory.save_bytes is not None:
-                to_copy = holding.copy_bounded(memory, context.memory.save_bytes)
-            elif _is_uploaded_early(save):
-                copies = holding.begin_copies(memory)
-            else:
-                with recording.phase("copy") as phase:
-                    for copy in holding.begin_copies(memory):
-                        copy.wait()
-                    phase.nbytes = memory.copied_bytes
+            copies = capture.copy(memory, limit)
+            if copied_early:
+                _finish_copies(copies, memory, recording)
         except BaseException as error:  # noqa: BLE001  # sent to the other ranks, then raised
-            holding.close()
+            capture.close()
             memory.close()
             fail_before_claim(agreement, error)
-        # The writer waits for copies that this thread makes: it cannot run on this thread, before them.
-        inline = not to_copy
-        _go_on(save, holding, request.hooks.committed, memory, handle, inline=inline)
-        if to_copy:
-            _copy_while_written(to_copy, memory, handle, recording)
-        if copies is not None:
-            _copy_while_uploaded(copies, memory, handle, recording)
+        # With a bound, the writer waits for copies that this thread makes: it cannot run on this thread, before them.
+        _go_on(save, capture, request.hooks.committed, memory, handle, inline=limit is None)
+        if not copied_early:
+            try:
+                _finish_copies(copies, memory, recording)
+            except BaseException as error:
+                # The caller may change the state from here on, so the writer must not get what is not copied.
+                memory.give_up()
+                for copy in copies:
+                    if isinstance(copy, BoundedSnapshot):
+                        copy.fail(error)
+                handle.exception()  # marks the error of the writer as retrieved, so that it is not reported twice
+                raise
         return handle
 
 
@@ -121,13 +127,40 @@ def _recorded(request: SaveRequest, context: Context, *, goes_on: bool = False) 
         recording.finish()
 
 
+def _is_uploaded_early(save: Save) -> bool:
+    """Return True if the copies are written while others are still being made.
+
+    A remote storage takes longer than the copies, and waits for requests rather than for memory. With a disk both would
+    share the processors, and the caller would wait longer. Workers write only after all of them have copied.
+    """
+    return not save.uses_workers and requests_of(save.target.location.store).concurrency > 1
+
+
+def _finish_copies(copies: Sequence[_Copy], memory: StagingMemory, recording: Recording) -> None:
+    """Wait for copies. Copies with a bound are made here, while the writer in the background writes them."""
+    with recording.phase("copy") as phase:
+        before: BoundedSnapshot | None = None
+        for copy in copies:
+            if isinstance(copy, BoundedSnapshot):
+                if before is not None:
+                    before.wait_until_written()
+                copy.copy_all()
+                before = copy
+            else:
+                copy.wait()
+        phase.nbytes = memory.copied_bytes
+
+
 def _write(
-    save: Save, holding: Holding, committed: Callable[[], None] | None, handle: SaveHandle | None = None
+    save: Save,
+    at_workers: HeldWork[Save] | None,
+    committed: Callable[[], None] | None,
+    handle: SaveHandle | None = None,
 ) -> None:
     """Write and commit the checkpoint, call `committed`, then write the further saves."""
     recording = save.recording
     try:
-        write_save(save, handle, holding.at_workers)
+        write_save(save, handle, at_workers)
     except BaseException as error:
         recording.finish(error=error)
         raise
@@ -136,19 +169,19 @@ def _write(
     if committed is not None:
         committed()
     if isinstance(save.strategy, FurtherSaves):
-        save.strategy.after_commit(save, partial(write_save, handle=handle, at_workers=holding.at_workers))
+        save.strategy.after_commit(save, partial(write_save, handle=handle, at_workers=at_workers))
 
 
 def _go_on(
     save: Save,
-    holding: Holding,
+    capture: _Capture,
     committed: Callable[[], None] | None,
     memory: StagingMemory,
     handle: SaveHandle,
     *,
     inline: bool,
 ) -> None:
-    """Write in the background what is held. The request is not kept, because it has the state."""
+    """Write in the background what is captured. The request is not kept, because it has the state."""
     runtime = runtime_of(save.context)
     saves = [save, *save.further]
     # The leader commits; ranks may be threads of one process.
@@ -156,9 +189,9 @@ def _go_on(
 
     def work() -> None:
         try:
-            _write(save, holding, committed, handle)
+            _write(save, capture.at_workers, committed, handle)
         finally:
-            holding.close()
+            capture.close()
             memory.close()
             if not save.context.memory.keep_staging:
                 runtime.staging.release_unused()
@@ -166,7 +199,7 @@ def _go_on(
     try:
         runtime.saves.run(handle, work, locations, inline=inline)
     except RuntimeError as error:
-        holding.close()
+        capture.close()
         memory.close()
         failed = CheckpointError(
             f"cannot save to {save.target.location.display} in the background with MemoryOptions(save_bytes=...): {error}. Call "
@@ -176,43 +209,120 @@ def _go_on(
         fail_before_claim(save.agreement, failed)
 
 
-def _is_uploaded_early(save: Save) -> bool:
-    """True if the copies are written while others are still being made.
+class _Capture:
+    """What a save and its further saves hold of a state: copies, or views if the save blocks. Nothing else is kept of it.
 
-    A remote storage takes longer than the copies, and waits for requests rather than for memory. With a disk both would
-    share the processors, and the caller would wait longer. Workers write only after all of them have copied.
+    Attributes:
+        at_workers: what workers of this controller hold; None if they write none of the save.
     """
-    return not save.uses_workers and requests_of(save.target.location.store).concurrency > 1
+
+    def __init__(self, save: Save) -> None:
+        """Hold nothing yet."""
+        self.at_workers: HeldWork[Save] | None = None
+        self._save = save
+        self._copied: list[CopiedSnapshot] = []
+
+    def view(self) -> None:
+        """Hold arrays as they are, for a save that blocks until it is committed."""
+        self._hold_at_workers(copied=False)
+        self._capture(lambda plan, source: ViewedSnapshot(plan, source.start_view(plan)))
+        if self.at_workers is not None:
+            self.at_workers.wait()
+
+    def copy(self, memory: StagingMemory, limit: int | None) -> Sequence[_Copy]:
+        """Begin to copy every array.
+
+        Args:
+            memory: the memory of the copies.
+            limit: the most bytes that copies hold at a time; None: all of them. The bound is on this process: workers
+                copy all that they hold at once. With a bound, further saves copy again, because the first copy is gone by then.
+
+        Returns:
+            The copies, for `_finish_copies`. Once they are finished, nothing of the state is needed.
+        """
+        self._hold_at_workers(copied=True)
+        if limit is not None:
+            snapshots = self._copy_bounded(memory, limit)
+            if self.at_workers is not None:
+                self.at_workers.wait()
+            return snapshots
+
+        def copied(plan: WritePlan, source: ArraySource) -> Snapshot:
+            self._copied.append(CopiedSnapshot(plan, source.start_copy(plan, memory), memory.give_back))
+            return self._copied[-1]
+
+        self._capture(copied)
+        return self._copied[:] if self.at_workers is None else [*self._copied, self.at_workers]
+
+    def _copy_bounded(self, memory: StagingMemory, limit: int) -> Sequence[BoundedSnapshot]:
+        """Prepare copies that are made while they are written; return them in the order in which they are written."""
+        snapshots: list[BoundedSnapshot] = []
+
+        def bounded(part: SavePart, start: _Start) -> None:
+            snapshots.append(BoundedSnapshot(part.plan, start, memory.give_back, limit))
+            part.captured = TreeCaptured(snapshots[-1], snapshots[-1].writer_ended)
+
+        starts: dict[int, _Start] = {}
+        for part, source in self._sources():
+            starts[id(part)] = source.start_copy(part.plan, memory)
+            bounded(part, starts[id(part)])
+        for part, shared in self._further():
+            bounded(part, _renumbered(starts[id(shared.part)], shared.items))
+        return snapshots
+
+    def close(self) -> None:
+        """Release everything: the traceback of an error holds the parts for as long as it is kept."""
+        for save in (self._save, *self._save.further):
+            for part in save.parts:
+                part.close()
+        for copied in self._copied:
+            copied.writer_ended()
+        self._copied.clear()
+        if self.at_workers is not None:
+            self.at_workers.close()
+            self.at_workers = None
+
+    def _hold_at_workers(self, *, copied: bool) -> None:
+        """Let the workers of this controller begin to hold what they will write."""
+        if self._save.uses_workers and (executor := runtime_of(self._save.context).workers()) is not None:
+            self.at_workers = executor.hold(self._save, copied=copied)
+
+    def _sources(self) -> Iterator[tuple[SavePart, ArraySource]]:
+        """Capture the parts that are files; give each other part with its arrays, and forget these afterwards."""
+        for part in self._save.parts:
+            source = part.source
+            assert source is not None  # captured once
+            if isinstance(source, FilesDescription):
+                part.captured = source.capture()
+            else:
+                yield part, source
+            part.source = None
+
+    def _further(self) -> Iterator[tuple[SavePart, SharedItems]]:
+        """Give the parts of further saves, each with the items that it shares."""
+        for save in self._save.further:
+            for part in save.parts:
+                assert part.shared is not None  # as the strategy prepared it
+                yield part, part.shared
+
+    def _capture(self, snapshot_of: Callable[[WritePlan, ArraySource], Snapshot]) -> None:
+        shared: dict[int, SharedSnapshot] = {}
+        written_again = [id(of_part.part) for _, of_part in self._further()]
+        for part, source in self._sources():
+            snapshot = snapshot_of(part.plan, source)
+            if id(part) in written_again:
+                shared[id(part)] = SharedSnapshot(snapshot)
+                _share(part, shared[id(part)], range(len(part.plan.items)))
+            else:
+                part.captured = TreeCaptured(snapshot)
+        for part, of_part in self._further():
+            _share(part, shared[id(of_part.part)], of_part.items)
 
 
-def _copy_while_uploaded(
-    copies: Sequence[Copy], memory: StagingMemory, handle: SaveHandle, recording: Recording
-) -> None:
-    """Wait for copies that the writer in the background takes as they come."""
-    try:
-        with recording.phase("copy") as phase:
-            for copy in copies:
-                copy.wait()
-            phase.nbytes = memory.copied_bytes
-    except BaseException:
-        memory.give_up()  # the caller may change the state from here on: what is not copied must never be
-        handle.exception()  # the writer ends with an error too, which is told here and need not be again
-        raise
+def _share(part: SavePart, shared: SharedSnapshot, items: Sequence[int]) -> None:
+    share = shared.share(part.plan, items)
+    part.captured = TreeCaptured(share, share.close)
 
 
-def _copy_while_written(
-    to_copy: Sequence[BoundedSnapshot], memory: StagingMemory, handle: SaveHandle, recording: Recording
-) -> None:
-    """Copy what the writer in the background takes, so that little is held copied at a time."""
-    try:
-        with recording.phase("copy") as phase:
-            for number, snapshot in enumerate(to_copy):
-                if number:
-                    to_copy[number - 1].wait_until_written()
-                snapshot.copy_all()
-            phase.nbytes = memory.copied_bytes
-    except BaseException as error:
-        for snapshot in to_copy:
-            snapshot.fail(error)
-        handle.exception()  # the writer ends with the same error, which is told here and need not be again
-        raise
+def _renumbered(start: _Start, items: Sequence[int]) -> _Start:
+    return lambda number: start(items[number])

@@ -18,8 +18,7 @@ from ckptcore.policies import EveryStep, PreservationPolicy, PreserveAll, SavePo
 from ckptcore.protocols import Layout, Rejoinable, SaveStrategy, StepStrategy
 from ckptcore.redaction import redacted
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.prepared import Save, SaveDraft
-from ckptcore.saving.save_requests import OneTree
+from ckptcore.saving.requests import OneTree, Save, SaveDraft
 from ckptcore.step_names import StepNames, step_number, whole_number
 from ckptcore.training.path_directory import as_run_directory
 from ckptcore.training.reader import CheckpointReader, StepReader

@@ -18,8 +18,8 @@ from ckptcore.model.tree import JSON
 from ckptcore.policies import PreservationPolicy
 from ckptcore.protocols import Coordinator, SaveStrategy
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.plain import PlainSave
-from ckptcore.saving.prepared import Save, SaveDraft
+from ckptcore.saving.requests import Save, SaveDraft
+from ckptcore.saving.writing import PlainSave
 from ckptcore.step_names import StepNames
 from ckptcore.training.steps import StepDirectory
 

@@ -16,9 +16,8 @@ from ckptcore.io.background import SaveHandle
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Coordinator, Layout, SaveStrategy, StepStrategy
-from ckptcore.saving.prepared import Save, SaveDraft
+from ckptcore.saving.requests import Destination, OneTree, Save, SaveDraft, SaveHooks, SaveNotes, SaveRequest
 from ckptcore.saving.save import begin_save, perform_save
-from ckptcore.saving.save_requests import Destination, OneTree, SaveHooks, SaveNotes, SaveRequest
 from ckptcore.training.run_directory import OwnedRun, SavedStep
 from ckptcore.training.save_decisions import Past, SaveDecider
 

@@ -177,7 +177,7 @@ def test_what_is_seen_late_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         looked.append(1)
         return len(looked) > 5 and sees(*arguments)
 
-    monkeypatch.setattr("ckptcore.saving.plain.sees_claim", late)
+    monkeypatch.setattr("ckptcore.saving.writing.sees_claim", late)
 
     def work(coordinator: Coordinator) -> None:
         ckptcore.save(

@@ -27,8 +27,8 @@ from ckptcore.errors import (
 )
 from ckptcore.model import Box, Shard
 from ckptcore.protocols import Coordinator
+from ckptcore.saving.requests import Destination, OneTree, SaveNotes, SaveRequest
 from ckptcore.saving.save import perform_save
-from ckptcore.saving.save_requests import Destination, OneTree, SaveNotes, SaveRequest
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -151,6 +151,7 @@ def test_a_step_or_epoch_that_could_not_be_loaded_is_refused(name: str, number: 
         destination=Destination(tmp_path / "c"),
         values=OneTree({"a": 1}),
         layout="safetensors",
+        strategy=ckptcore.PlainSave(),
         notes=SaveNotes(**given),
     )
     with pytest.raises((TypeError, ValueError), match=f"{name}="):

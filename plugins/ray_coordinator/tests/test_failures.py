@@ -22,7 +22,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 import ckptcore
 from ckptcore.errors import CheckpointError
 from ckptcore.model import Box
-from ckptcore.saving import write as stages
+from ckptcore.saving import writing as stages
 from plugins.ray_coordinator.tests.ranks import new_name
 
 End: TypeAlias = Literal["works", "raises", "dies", "hangs"]

@@ -29,9 +29,8 @@ from ckptcore.planning.partition import WrittenBoxes, makes_up
 from ckptcore.protocols import Layout, StorageBackend
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import SavePart
-from ckptcore.saving.prepared import NOTHING_COMMITTED, CommitInfo
+from ckptcore.saving.requests import NOTHING_COMMITTED, CommitInfo, check_custom
 from ckptcore.saving.roots import complete_tree, encode, finish_part, recorder_of
-from ckptcore.saving.save_requests import check_custom
 from ckptcore_incremental.session_tables import read_sessions, session_key, unite_sessions
 from ckptcore_incremental.sessions import expect_same_layout, layout_of_sessions
 

@@ -11,8 +11,8 @@ from ckptcore.io.background import SaveHandle
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Layout
 from ckptcore.runtime import runtime_of
+from ckptcore.saving.requests import Destination, OneTree, SaveRequest
 from ckptcore.saving.save import begin_save, perform_save
-from ckptcore.saving.save_requests import Destination, OneTree, SaveRequest
 from ckptcore_incremental.finalizing import finalize_sessions
 from ckptcore_incremental.sessions import PartialSession
 

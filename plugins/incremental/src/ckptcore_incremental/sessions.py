@@ -23,8 +23,8 @@ from ckptcore.model.transfer import WritePlan
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Layout, SaveCommit, StorageBackend, Transaction, WritesSessions
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.prepared import Save, SaveDraft, fail_before_claim
 from ckptcore.saving.preparing import save_created
+from ckptcore.saving.requests import Save, SaveDraft, fail_before_claim
 from ckptcore.saving.tree_descriptions import TreeDescription
 from ckptcore_incremental.session_tables import (
     boxes_taken,

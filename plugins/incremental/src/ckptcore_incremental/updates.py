@@ -27,9 +27,9 @@ from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.consistent_read import open_checkpoint
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.protocols import SaveCommit
-from ckptcore.saving.plain import PlainCommit, PlainSave
-from ckptcore.saving.prepared import Save, SaveDraft
+from ckptcore.saving.requests import Save, SaveDraft
 from ckptcore.saving.tree_descriptions import TreeDescription
+from ckptcore.saving.writing import PlainCommit, PlainSave
 from ckptcore_incremental.overlays import overlay
 
 __all__ = ["Update"]

@@ -14,7 +14,7 @@ from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.model import ArrayRecord, Box, Pending, Receipt, Shard
 from ckptcore.protocols import HeldWork, WantedLeaf
 from ckptcore.saving.parts import SavePart
-from ckptcore.saving.prepared import Save
+from ckptcore.saving.requests import Save
 from ckptcore.saving.tree_descriptions import TreeDescription
 from ckptcore_jax.worker_stages import (
     ReadBoxes,

@@ -29,10 +29,10 @@ from ckptcore.plugins import Plugins
 from ckptcore.protocols import HostBytes, HostMemory, SaveCommit, StorageBackend
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import SavePart
-from ckptcore.saving.plain import PlainCommit, PlainSave
-from ckptcore.saving.prepared import NOTHING_COMMITTED, Save, SaveDraft, fail_everywhere
+from ckptcore.saving.requests import NOTHING_COMMITTED, Save, SaveDraft, fail_everywhere
 from ckptcore.saving.roots import build_root, encode
 from ckptcore.saving.tree_descriptions import StartTransfer, TreeDescription
+from ckptcore.saving.writing import PlainCommit, PlainSave
 from ckptcore_tiers.host_groups import Hosts, OnHosts, note_key
 
 __all__ = ["CopyDescription", "Held", "HostSave", "copied_boxes"]

@@ -14,7 +14,7 @@ from ckptcore.job.visibility import expect_one_directory
 from ckptcore.loading.verify import has_its_sizes
 from ckptcore.model.tree import JSON
 from ckptcore.policies import CustomPreservation, PreserveAll, StepInfo, what_to_delete
-from ckptcore.saving.plain import PlainSave
+from ckptcore.saving.writing import PlainSave
 from ckptcore.training.garbage import BegunDeletion, Cleaner
 from ckptcore.training.path_directory import OwnedDirectory, refuse_existing, write_directory_metadata
 from ckptcore.training.run_directory import Ownership, SavedStep, StepTarget

@@ -19,9 +19,9 @@ from ckptcore.model.transfer import WritePlan
 from ckptcore.protocols import FurtherSaves, Layout, SaveCommit, SaveStrategy
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import PartDescription, SavePart, SharedItems
-from ckptcore.saving.plain import PlainSave
-from ckptcore.saving.prepared import NOTHING_COMMITTED, Save, SaveDraft, fail_before_claim
+from ckptcore.saving.requests import NOTHING_COMMITTED, Save, SaveDraft, fail_before_claim
 from ckptcore.saving.tree_descriptions import TreeDescription
+from ckptcore.saving.writing import PlainSave
 from ckptcore.step_names import whole_number
 from ckptcore.tree.subtrees import Subtree, SubtreePath, find_subtree, path_keys
 

@@ -42,10 +42,9 @@ from ckptcore.model.tree import JSON
 from ckptcore.protocols import SaveCommit, WriteStore
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import SavePart
-from ckptcore.saving.plain import PlainCommit, PlainSave
-from ckptcore.saving.prepared import NOTHING_COMMITTED, CommitInfo, Save, Target
 from ckptcore.saving.preparing import save_created
-from ckptcore.saving.write import write_save
+from ckptcore.saving.requests import NOTHING_COMMITTED, CommitInfo, Save, Target
+from ckptcore.saving.writing import PlainCommit, PlainSave, write_save
 from ckptcore.tree.subtrees import Subtree, SubtreePath, find_subtree, path_keys
 from ckptcore_tools.copies.destinations import refuse_destination, refuse_further
 from ckptcore_tools.copies.reported_save import ReportedSave

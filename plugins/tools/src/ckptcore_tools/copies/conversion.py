@@ -36,10 +36,9 @@ from ckptcore.planning import plan_write
 from ckptcore.protocols import Layout, Transforms, WriteStore
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import SavePart, TreeCaptured
-from ckptcore.saving.plain import PlainSave
-from ckptcore.saving.prepared import CommitInfo, Save, Target
 from ckptcore.saving.preparing import save_created
-from ckptcore.saving.write import write_save
+from ckptcore.saving.requests import CommitInfo, Save, Target
+from ckptcore.saving.writing import PlainSave, write_save
 from ckptcore_tools.copies.destinations import refuse_destination, refuse_further
 from ckptcore_tools.copies.reported_save import ReportedSave
 from ckptcore_tools.copies.streaming import StreamedSnapshot, StreamSizes, items_by_object, reading_context

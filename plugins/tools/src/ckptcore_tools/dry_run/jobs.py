@@ -21,9 +21,8 @@ from ckptcore.model.transfer import Receipt, WriteItem
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Layout
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.prepared import Save
 from ckptcore.saving.preparing import prepare_save
-from ckptcore.saving.save_requests import Destination, OneTree, SaveRequest
+from ckptcore.saving.requests import Destination, OneTree, Save, SaveRequest
 from ckptcore_tools.dry_run.leaves import WrapLeaf, dry_run_context, running_leaves, simulated_leaves
 from ckptcore_tools.dry_run.plans import (
     Certainty,
