@@ -15,7 +15,7 @@ from ckptcore.commit.root import Member
 from ckptcore.errors import NameCollisionError, TreeMismatchError, UnsupportedKeyError, UnsupportedLeafError
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.metadata import TreeMetadata
-from ckptcore.model.transfer import ArraySegment, BytesSegment, Receipt, Segment, WriteItem, WritePlan
+from ckptcore.model.transfer import ArraySegment, BytesSegment, Pending, Receipt, Segment, WriteItem, WritePlan
 from ckptcore.model.tree import JSON, Node
 from ckptcore.planning.replicas import ReplicaOptions
 from ckptcore.plugins import Plugins
@@ -23,14 +23,13 @@ from ckptcore.protocols import (
     Continuation,
     Executor,
     FilesHandler,
-    HostBytes,
     HostMemory,
     Layout,
     PerProcessHandler,
     Snapshot,
     WriteStore,
 )
-from ckptcore.saving.tree_descriptions import StartTransfer, TreeDescription, describe_tree
+from ckptcore.saving.tree_descriptions import TreeDescription, describe_tree
 from ckptcore.tree.per_process import PerProcess
 
 __all__ = [
@@ -102,21 +101,12 @@ def _raise(error: OSError) -> NoReturn:
 class ArraySource(Protocol):
     """The arrays of a part, until they are captured."""
 
-    @property
-    def name(self) -> str:
-        """The name of the checkpointable."""
+    def copy(self, item: WriteItem, memory: HostMemory) -> Sequence[Pending[HostArray]]:
+        """Begin to copy the boxes of an item of the plan into memory of the save."""
         ...
 
-    def host_bytes(self, item: WriteItem) -> HostBytes:
-        """Return the host memory that an item of the plan takes."""
-        ...
-
-    def start_copy(self, plan: WritePlan, memory: HostMemory) -> StartTransfer:
-        """Return the function that begins to copy an item into memory of the save."""
-        ...
-
-    def start_view(self, plan: WritePlan) -> StartTransfer:
-        """Return what begins the transfer of an item as it is."""
+    def view(self, item: WriteItem) -> Sequence[Pending[HostArray]]:
+        """Begin to bring the boxes of an item of the plan to the host, without a copy if they are there."""
         ...
 
 
@@ -310,20 +300,19 @@ def describe_part(
     Raises:
         UnsupportedLeafError, UnsupportedKeyError, NameCollisionError: say the name, too.
     """
-    if not name:
-        if isinstance(value, PerProcess):
+    own = isinstance(value, PerProcess)
+    if isinstance(value, PerProcess):
+        if not name:
             raise UnsupportedLeafError(
                 "PerProcess(...) is for what has a name of its own: use save_checkpointables. Nothing was written"
             )
-        return describe_tree(
-            "", value, layout, plugins, rank, size, replicas, executor, own=False, placeholders=placeholders
-        )
-    own = isinstance(value, PerProcess)
-    if isinstance(value, PerProcess):
         value = value.value
     with naming(name):
-        handled = plugins.dispatch_named(value)
-        if handled.files is not None:
-            return FilesDescription(name, FilesLayout(), value, handled.files)
-        own = own or (isinstance(handled.checkpointable, PerProcessHandler) and handled.checkpointable.per_process)
-        return describe_tree(name, value, layout, plugins, rank, size, replicas, executor, own=own)
+        if name:
+            handled = plugins.dispatch_named(value)
+            if handled.files is not None:
+                return FilesDescription(name, FilesLayout(), value, handled.files)
+            own = own or (isinstance(handled.checkpointable, PerProcessHandler) and handled.checkpointable.per_process)
+        return describe_tree(
+            name, value, layout, plugins, rank, size, replicas, executor, own=own, placeholders=placeholders
+        )

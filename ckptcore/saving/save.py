@@ -16,7 +16,7 @@ from ckptcore.io.requests import requests_of
 from ckptcore.io.snapshot import BoundedSnapshot, CopiedSnapshot, SharedSnapshot, ViewedSnapshot
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.arrays import HostArray
-from ckptcore.model.transfer import Pending, WritePlan
+from ckptcore.model.transfer import Pending, WriteItem, WritePlan
 from ckptcore.protocols import FurtherSaves, HeldWork, Snapshot
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import ArraySource, FilesDescription, SavePart, SharedItems, TreeCaptured
@@ -28,9 +28,6 @@ __all__ = ["begin_save", "perform_save"]
 
 _Copy: TypeAlias = CopiedSnapshot | BoundedSnapshot | HeldWork[Save]
 """A copy of some of a state that was begun."""
-
-_Start: TypeAlias = Callable[[int], Sequence[Pending[HostArray]]]
-"""Begins the transfer of an item of a plan to host memory."""
 
 
 def perform_save(request: SaveRequest, context: Context) -> None:
@@ -225,7 +222,7 @@ class _Capture:
     def view(self) -> None:
         """Hold arrays as they are, for a save that blocks until it is committed."""
         self._hold_at_workers(copied=False)
-        self._capture(lambda plan, source: ViewedSnapshot(plan, source.start_view(plan)))
+        self._capture(lambda plan, source: ViewedSnapshot(plan, lambda number: source.view(plan.items[number])))
         if self.at_workers is not None:
             self.at_workers.wait()
 
@@ -248,7 +245,8 @@ class _Capture:
             return snapshots
 
         def copied(plan: WritePlan, source: ArraySource) -> Snapshot:
-            self._copied.append(CopiedSnapshot(plan, source.start_copy(plan, memory), memory.give_back))
+            start = partial(_start_copy, source, plan.items, memory)
+            self._copied.append(CopiedSnapshot(plan, start, memory.give_back))
             return self._copied[-1]
 
         self._capture(copied)
@@ -258,16 +256,17 @@ class _Capture:
         """Prepare copies that are made while they are written; return them in the order in which they are written."""
         snapshots: list[BoundedSnapshot] = []
 
-        def bounded(part: SavePart, start: _Start) -> None:
+        def bounded(part: SavePart, source: ArraySource, items: Sequence[WriteItem]) -> None:
+            start = partial(_start_copy, source, items, memory)
             snapshots.append(BoundedSnapshot(part.plan, start, memory.give_back, limit))
             part.captured = TreeCaptured(snapshots[-1], snapshots[-1].writer_ended)
 
-        starts: dict[int, _Start] = {}
+        sources: dict[int, ArraySource] = {}
         for part, source in self._sources():
-            starts[id(part)] = source.start_copy(part.plan, memory)
-            bounded(part, starts[id(part)])
+            sources[id(part)] = source
+            bounded(part, source, part.plan.items)
         for part, shared in self._further():
-            bounded(part, _renumbered(starts[id(shared.part)], shared.items))
+            bounded(part, sources[id(shared.part)], [shared.part.plan.items[item] for item in shared.items])
         return snapshots
 
     def close(self) -> None:
@@ -324,5 +323,7 @@ def _share(part: SavePart, shared: SharedSnapshot, items: Sequence[int]) -> None
     part.captured = TreeCaptured(share, share.close)
 
 
-def _renumbered(start: _Start, items: Sequence[int]) -> _Start:
-    return lambda number: start(items[number])
+def _start_copy(
+    source: ArraySource, items: Sequence[WriteItem], memory: StagingMemory, number: int
+) -> Sequence[Pending[HostArray]]:
+    return source.copy(items[number], memory)

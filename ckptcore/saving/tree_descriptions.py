@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 from ckptcore.commit.root import Member
 from ckptcore.errors import UnsupportedLeafError
@@ -19,18 +19,13 @@ from ckptcore.plugins import Plugins
 from ckptcore.protocols import (
     CountsReplicas,
     Executor,
-    ForecastsLeaves,
-    HostBytes,
     HostMemory,
     Layout,
     LeafHandler,
 )
 from ckptcore.tree.flattening import Flat, flatten, leaves_of_each_process
 
-__all__ = ["StartTransfer", "TreeDescription", "describe_tree"]
-
-StartTransfer: TypeAlias = Callable[[int], Sequence[Pending[HostArray]]]
-"""Begins the transfer of an item of a plan to host memory."""
+__all__ = ["TreeDescription", "describe_tree"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,25 +102,8 @@ class TreeDescription:
         pieces = None if cut is None else {leaf: cut[place] for leaf, place in places.items() if place in cut}
         return replace(self, tree=union, shards=shards, places=places, pieces=pieces, replicas=replicas)
 
-    def placed_in(self, tree: TreeMetadata) -> TreeDescription:
-        """The same leaves, held as they are, by the numbers that they have in a tree which has all of them and perhaps others."""
-        numbers = {path: number for number, path in enumerate(tree.paths)}
-        own = [numbers[path] for path in self.tree.paths]
-        stored = [tree.aliases.get(number, number) for number in own]
-        places = self.places if self.places is not None else {leaf: leaf for leaf in range(len(own))}
-        pieces = None if self.pieces is None else {stored[leaf]: of for leaf, of in self.pieces.items()}
-        return replace(
-            self,
-            tree=tree,
-            shards={stored[leaf]: of for leaf, of in self.shards.items()},
-            elsewhere=frozenset([own[leaf] for leaf in self.elsewhere]),
-            places={own[leaf]: place for leaf, place in places.items()},
-            pieces=pieces,
-            replicas={stored[leaf]: count for leaf, count in self.replicas.items()},
-            at_workers=tuple([{stored[leaf]: of for leaf, of in one.items()} for one in self.at_workers]),
-        )
-
-    def _leaf(self, number: int) -> tuple[object, LeafHandler]:
+    def leaf(self, number: int) -> tuple[object, LeafHandler]:
+        """Return a leaf and its handler, by its number in the tree."""
         place = number if self.places is None else self.places[number]
         handler = self.flat.handlers[place]
         assert handler is not None  # placeholders are for loading only
@@ -159,36 +137,15 @@ class TreeDescription:
             plans.append(save(shards, rank=1 + worker, size=1 + workers, owners=owners))
         return tuple(plans)
 
-    def leaf_of(self, number: int) -> object:
-        """Return a leaf by its number in the tree."""
-        return self._leaf(number)[0]
+    def copy(self, item: WriteItem, memory: HostMemory) -> Sequence[Pending[HostArray]]:
+        """Begin to copy the boxes of an item into memory of the save."""
+        leaf, handler = self.leaf(item.leaf)
+        return handler.copy_to_host(leaf, item.boxes, memory)
 
-    def host_bytes(self, item: WriteItem) -> HostBytes:
-        """The host memory that an item takes in a save; the most, where its handler does not say."""
-        leaf, handler = self._leaf(item.leaf)
-        if isinstance(handler, ForecastsLeaves):
-            return handler.host_bytes(leaf, item.boxes)
-        return HostBytes(item.nbytes, item.nbytes)
-
-    def start_copy(self, plan: WritePlan, memory: HostMemory) -> StartTransfer:
-        """Begins the transfer of an item for an asynchronous save: into memory that nobody can change."""
-
-        def start(number: int) -> Sequence[Pending[HostArray]]:
-            item = plan.items[number]
-            leaf, handler = self._leaf(item.leaf)
-            return handler.copy_to_host(leaf, item.boxes, memory)
-
-        return start
-
-    def start_view(self, plan: WritePlan) -> StartTransfer:
-        """Begins the transfer of an item for a blocking save: the arrays as they are."""
-
-        def start(number: int) -> Sequence[Pending[HostArray]]:
-            item = plan.items[number]
-            leaf, handler = self._leaf(item.leaf)
-            return handler.view_on_host(leaf, item.boxes)
-
-        return start
+    def view(self, item: WriteItem) -> Sequence[Pending[HostArray]]:
+        """Begin to bring the boxes of an item to the host, without a copy if they are there."""
+        leaf, handler = self.leaf(item.leaf)
+        return handler.view_on_host(leaf, item.boxes)
 
 
 def describe_tree(

@@ -198,7 +198,7 @@ def _plan_update(draft: SaveDraft, base: Place) -> tuple[_References, TreeDescri
         opened = open_checkpoint(base, context)
         root = _expect_own(opened)
         update = _planned(draft.save.target.location, opened, root, description, context)
-        written = description.placed_in(stored_tree(update.tree, update.references))
+        written = _placed_in(description, stored_tree(update.tree, update.references))
         written.layout.check(written.tree, agreement.size + len(written.at_workers))
         stage.payload = root.save_id
     saves: Sequence[Any] = stage.payloads
@@ -212,6 +212,25 @@ def _plan_update(draft: SaveDraft, base: Place) -> tuple[_References, TreeDescri
 
     agreement.lead("bases", compare)
     return update, written
+
+
+def _placed_in(description: TreeDescription, tree: TreeMetadata) -> TreeDescription:
+    """Return the same leaves, with the numbers that they have in a tree that has all of them and perhaps others."""
+    numbers = {path: number for number, path in enumerate(tree.paths)}
+    own = [numbers[path] for path in description.tree.paths]
+    stored = [tree.aliases.get(number, number) for number in own]
+    places = description.places if description.places is not None else {leaf: leaf for leaf in range(len(own))}
+    pieces = None if description.pieces is None else {stored[leaf]: of for leaf, of in description.pieces.items()}
+    return replace(
+        description,
+        tree=tree,
+        shards={stored[leaf]: of for leaf, of in description.shards.items()},
+        elsewhere=frozenset([own[leaf] for leaf in description.elsewhere]),
+        places={own[leaf]: place for leaf, place in places.items()},
+        pieces=pieces,
+        replicas={stored[leaf]: count for leaf, count in description.replicas.items()},
+        at_workers=tuple([{stored[leaf]: of for leaf, of in one.items()} for one in description.at_workers]),
+    )
 
 
 def _expect_own(opened: Checkpoint) -> Root:

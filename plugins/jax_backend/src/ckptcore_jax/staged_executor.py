@@ -191,8 +191,8 @@ class _HeldParts:
                 assert isinstance(part.source, TreeDescription)  # only leaves of trees are at workers
                 self._parts.append(part)
                 self._first[worker, id(part)] = len(boxes)
-                leaves = part.source.leaf_of
-                boxes += [LeafBoxes(leaves(item.leaf), item.boxes) for item in part.worker_plans[worker].items]
+                for item in part.worker_plans[worker].items:
+                    boxes.append(LeafBoxes(part.source.leaf(item.leaf)[0], item.boxes))
         if boxes:
             self._held[worker] = self._executor.take(worker, boxes, copied=copied)
 

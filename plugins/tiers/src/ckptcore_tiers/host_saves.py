@@ -20,18 +20,18 @@ from typing import Any, Final
 from ckptcore.commit.root import HOST_COPIES
 from ckptcore.job.agreement import Agreement
 from ckptcore.job.visibility import expect_claim
-from ckptcore.model.arrays import ArraySpec, Box, Shard
+from ckptcore.model.arrays import ArraySpec, Box, HostArray, Shard
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
-from ckptcore.model.transfer import WriteItem, WritePlan
+from ckptcore.model.transfer import Pending, WriteItem, WritePlan
 from ckptcore.model.tree import JSON, LEAF, Node
 from ckptcore.planning.replicas import Owners, owned_cells
 from ckptcore.plugins import Plugins
-from ckptcore.protocols import HostBytes, HostMemory, SaveCommit, StorageBackend
+from ckptcore.protocols import HostMemory, SaveCommit, StorageBackend
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import SavePart
 from ckptcore.saving.requests import NOTHING_COMMITTED, Save, SaveDraft, fail_everywhere
 from ckptcore.saving.roots import build_root, encode
-from ckptcore.saving.tree_descriptions import StartTransfer, TreeDescription
+from ckptcore.saving.tree_descriptions import TreeDescription
 from ckptcore.saving.writing import PlainCommit, PlainSave
 from ckptcore_tiers.host_groups import Hosts, OnHosts, note_key
 
@@ -84,11 +84,6 @@ class CopyDescription:
     of: TreeDescription
     source: WritePlan
 
-    @property
-    def name(self) -> str:
-        """Of the checkpointable."""
-        return self.of.name
-
     def part(self, directory: str, rank: int, plugins: Plugins) -> SavePart:
         """What is written.
 
@@ -111,17 +106,13 @@ class CopyDescription:
         inside = f"{HOST_COPIES}/{rank}"
         return SavePart(f"{directory}/{inside}" if directory else inside, layout, plan, own=True, source=self)
 
-    def host_bytes(self, item: WriteItem) -> HostBytes:
-        """As of a `TreeDescription`."""
-        return self.of.host_bytes(self.source.items[item.leaf])
+    def copy(self, item: WriteItem, memory: HostMemory) -> Sequence[Pending[HostArray]]:
+        """See `ArraySource`."""
+        return self.of.copy(self.source.items[item.leaf], memory)
 
-    def start_copy(self, plan: WritePlan, memory: HostMemory) -> StartTransfer:
-        """As of a `TreeDescription`."""
-        return self.of.start_copy(self.source, memory)
-
-    def start_view(self, plan: WritePlan) -> StartTransfer:
-        """As of a `TreeDescription`."""
-        return self.of.start_view(self.source)
+    def view(self, item: WriteItem) -> Sequence[Pending[HostArray]]:
+        """See `ArraySource`."""
+        return self.of.view(self.source.items[item.leaf])
 
 
 def _plan_copies(save: Save, hosts: Hosts) -> Sequence[SavePart]:

@@ -17,9 +17,10 @@ from ckptcore.context import Context
 from ckptcore.errors import PluginError, UnsupportedLeafError
 from ckptcore.io.requests import SIZES
 from ckptcore.job.visibility import sees_claim
-from ckptcore.model.transfer import Receipt
+from ckptcore.model.transfer import Receipt, WriteItem
 from ckptcore.protocols import (
     About,
+    ForecastsLeaves,
     ForecastsWrites,
     HostBytes,
     Layout,
@@ -32,6 +33,7 @@ from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import FilesDescription, SavePart
 from ckptcore.saving.requests import Save
 from ckptcore.saving.roots import finish_part, put_root
+from ckptcore.saving.tree_descriptions import TreeDescription
 from ckptcore_tools.dry_run.plans import MemoryPlan, RequestCounts
 from ckptcore_tools.dry_run.storages import (
     CountingDirectories,
@@ -137,7 +139,8 @@ def run_writes(save: Save, kind: StorageKind, context: Context) -> tuple[Written
             untold.append(source.name)
             host_bytes.append(())
         else:
-            host_bytes.append([source.host_bytes(item) for item in part.plan.items])
+            assert isinstance(source, TreeDescription)  # only saves into directories of hosts have other arrays
+            host_bytes.append([_host_bytes(source, item) for item in part.plan.items])
     of_part = {id(part): taken for part, taken in zip(save.parts, host_bytes, strict=True)}
     snapshots = [SizeOnlySnapshot(part.plan, of_part[id(part)]) for part in save.parts]
     further = [(one, part, part.shared) for one in save.further for part in one.parts if part.shared is not None]
@@ -157,6 +160,14 @@ def run_writes(save: Save, kind: StorageKind, context: Context) -> tuple[Written
     )
     process = WrittenProcess(checkpoints=[one.checkpoint for one in written], memory=memory, untold=untold)
     return process, [one.leading for one in written if one.leading is not None]
+
+
+def _host_bytes(source: TreeDescription, item: WriteItem) -> HostBytes:
+    """Return the host memory that an item takes in a save; the most, if its handler does not say."""
+    leaf, handler = source.leaf(item.leaf)
+    if isinstance(handler, ForecastsLeaves):
+        return handler.host_bytes(leaf, item.boxes)
+    return HostBytes(item.nbytes, item.nbytes)
 
 
 def _run_checkpoint(save: Save, snapshots: Sequence[SizeOnlySnapshot], kind: StorageKind, context: Context) -> _Written:
