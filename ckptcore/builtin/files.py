@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ckptcore.builtin.keys import check_key
 from ckptcore.builtin.local_locks import DirectoryLock, try_to_lock
 from ckptcore.builtin.stateful import required_names
 from ckptcore.errors import (
@@ -24,6 +23,7 @@ from ckptcore.errors import (
     UnsupportedLeafError,
 )
 from ckptcore.model import Receipt, TreeMetadata
+from ckptcore.model.objects import check_key
 from ckptcore.model.tree import JSON
 from ckptcore.planning import ChunkTable
 from ckptcore.protocols import (

@@ -13,7 +13,6 @@ from urllib.parse import quote, unquote
 
 import xxhash
 
-from ckptcore.builtin.keys import check_directory_key, check_key
 from ckptcore.builtin.local_calls import ABSENT, allocate, close_descriptor, local_error, sync_file, working_directory
 from ckptcore.builtin.local_directories import (
     LocalDirectories,
@@ -32,6 +31,7 @@ from ckptcore.errors import (
     ObjectNotFoundError,
     StorageError,
 )
+from ckptcore.model.objects import check_directory_key, check_key
 from ckptcore.protocols import IfAbsent, ObjectWriter, PutCondition, StorageAddress, StorageOptions
 
 __all__ = ["LocalStorage", "open_local"]

@@ -13,7 +13,6 @@ from urllib.parse import unquote
 import numpy as np
 import numpy.typing as npt
 
-from ckptcore.builtin.keys import check_directory_key, check_key
 from ckptcore.errors import (
     ConditionFailedError,
     CorruptCheckpointError,
@@ -21,6 +20,7 @@ from ckptcore.errors import (
     ObjectNotFoundError,
     StorageError,
 )
+from ckptcore.model.objects import check_directory_key, check_key
 from ckptcore.protocols import IF_ABSENT, Buffer, IfAbsent, ObjectWriter, PutCondition, StorageAddress, StorageOptions
 
 __all__ = ["MemoryStorage", "MemoryStorages"]

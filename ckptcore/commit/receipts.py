@@ -16,10 +16,9 @@ import numpy as np
 
 from ckptcore.errors import PluginError, UnsupportedVersionError
 from ckptcore.model.arrays import HostArray
-from ckptcore.model.columns import IntegerColumn, ItemColumns
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord
-from ckptcore.model.transfer import Receipt
+from ckptcore.model.transfer import IntegerColumn, ItemColumns, Receipt
 from ckptcore.model.tree import JSON
 
 __all__ = ["decode_receipts", "encode_receipts"]

@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Generic, Literal, TypeAlias, TypeVar
 
-from ckptcore.builtin.keys import check_key
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata, ValueRecord
-from ckptcore.model.objects import ObjectRecord
+from ckptcore.model.objects import ObjectRecord, check_key
 from ckptcore.model.tree import JSON
 
 __all__ = [

@@ -13,7 +13,6 @@ from typing import Any, Final, Literal, TypeAlias, cast
 
 import xxhash
 
-from ckptcore.builtin.keys import check_key
 from ckptcore.commit.root import (
     ROOT_KEY,
     Base,
@@ -30,9 +29,9 @@ from ckptcore.commit.root import (
     is_save_id,
 )
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, InvalidLocationError, UnsupportedVersionError
-from ckptcore.model.columns import list_of_column
 from ckptcore.model.metadata import TreeMetadata
-from ckptcore.model.objects import BLOCK_BYTES, CHECKSUM_ALGORITHM, CHECKSUM_BYTES, ObjectRecord
+from ckptcore.model.objects import BLOCK_BYTES, CHECKSUM_ALGORITHM, CHECKSUM_BYTES, ObjectRecord, check_key
+from ckptcore.model.transfer import list_of_column
 from ckptcore.model.tree import JSON
 
 __all__ = [

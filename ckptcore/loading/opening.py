@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeAlias, TypeVar
 
 from ckptcore.builtin.files import FilesLayout
-from ckptcore.builtin.keys import check_key
 from ckptcore.commit.location import Location
 from ckptcore.commit.mark import Mark
 from ckptcore.commit.occupants import IsForeign, holds_members, is_hidden_name, parse_root
@@ -27,7 +26,7 @@ from ckptcore.io.chunk_reads import IndexCache
 from ckptcore.io.reader import ObjectReader
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, Origin
 from ckptcore.model.metadata import TreeMetadata
-from ckptcore.model.objects import ObjectRecord
+from ckptcore.model.objects import ObjectRecord, check_key
 from ckptcore.model.tree import Node
 from ckptcore.protocols import InspectedComposite, InspectsComposites, Layout
 from ckptcore.runtime import runtime_of

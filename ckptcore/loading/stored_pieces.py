@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 
 from ckptcore.io.elements import c_strides, flat_boxes, run_axis
 from ckptcore.model.arrays import Box
-from ckptcore.model.chunks import Chunk
+from ckptcore.model.transfer import Chunk
 from ckptcore.planning.partition import cut_box
 
 __all__ = ["ALIGNMENT", "BatchSizes", "ChunkLookup", "Order", "StoredPiece", "batches_of", "pieces_of"]

@@ -10,17 +10,18 @@ from ckptcore.model.arrays import (
     dtype_from_name,
     name_of_dtype,
 )
-from ckptcore.model.chunks import Chunk, ChunkPlaces
-from ckptcore.model.columns import IntegerColumn, ItemColumns
-from ckptcore.model.keys import check_directory_key, check_key
 from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
-from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord
+from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord, check_directory_key, check_key
 from ckptcore.model.transfer import (
     ArraySegment,
     BytesSegment,
     Checksum,
     ChecksumSegment,
+    Chunk,
+    ChunkPlaces,
     ChunkRead,
+    IntegerColumn,
+    ItemColumns,
     Pending,
     ReadItem,
     ReadPlan,

@@ -9,9 +9,8 @@ import numpy as np
 
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, PluginError
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
-from ckptcore.model.chunks import Chunk, ChunkPlaces
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
-from ckptcore.model.transfer import Checksum, Pending
+from ckptcore.model.transfer import Checksum, Chunk, ChunkPlaces, Pending
 from ckptcore.model.tree import JSON, format_path
 from ckptcore.planning.coverage import uncovered
 

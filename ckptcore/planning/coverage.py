@@ -11,9 +11,8 @@ import numpy as np
 
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model.arrays import ArraySpec, Box
-from ckptcore.model.columns import ItemColumns
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
-from ckptcore.model.transfer import Receipt
+from ckptcore.model.transfer import ItemColumns, Receipt
 from ckptcore.model.tree import format_path
 
 __all__ = ["check_coverage", "uncovered"]

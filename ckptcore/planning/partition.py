@@ -11,8 +11,8 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
-from ckptcore.model.columns import ItemColumns
 from ckptcore.model.metadata import ArrayRecord, LeafRecord
+from ckptcore.model.transfer import ItemColumns
 
 __all__ = [
     "Wanting",

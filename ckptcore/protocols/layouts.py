@@ -9,9 +9,8 @@ from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from ckptcore.errors import PluginError
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
-from ckptcore.model.chunks import Chunk, ChunkPlaces
 from ckptcore.model.metadata import TreeMetadata
-from ckptcore.model.transfer import ChunkRead, Pending, ReadItem, Receipt, Segment, WritePlan
+from ckptcore.model.transfer import Chunk, ChunkPlaces, ChunkRead, Pending, ReadItem, Receipt, Segment, WritePlan
 from ckptcore.model.tree import JSON
 from ckptcore.protocols.storage import StorageAddress
 

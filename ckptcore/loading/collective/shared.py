@@ -23,9 +23,8 @@ from ckptcore.loading.collective.shares import Message, MessageSizes, Request, R
 from ckptcore.loading.reading import Reading
 from ckptcore.model import BLOCK_BYTES
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
-from ckptcore.model.chunks import Chunk
 from ckptcore.model.metadata import ArrayRecord
-from ckptcore.model.transfer import Pending, ReadItem
+from ckptcore.model.transfer import Chunk, Pending, ReadItem
 from ckptcore.model.tree import JSON
 from ckptcore.planning.replicas import group_of
 from ckptcore.protocols import Channels

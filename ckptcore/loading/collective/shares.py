@@ -11,8 +11,7 @@ from typing import Final, TypeAlias
 from ckptcore.loading.stored_pieces import ALIGNMENT, BatchSizes, ChunkLookup, Order, StoredPiece, batches_of, pieces_of
 from ckptcore.model import BLOCK_BYTES
 from ckptcore.model.arrays import ArraySpec, Box
-from ckptcore.model.chunks import Chunk
-from ckptcore.model.transfer import ReadItem
+from ckptcore.model.transfer import Chunk, ReadItem
 from ckptcore.planning.partition import Wanting, cells_of_wants
 
 __all__ = ["ChunksOf", "Message", "MessageSizes", "Request", "Round", "SharedPlan", "message_offsets", "plan_shares"]

@@ -21,9 +21,8 @@ from ckptcore.errors import (
 )
 from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement
-from ckptcore.model.columns import ItemColumns
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
-from ckptcore.model.transfer import Receipt, WritePlan
+from ckptcore.model.transfer import ItemColumns, Receipt, WritePlan
 from ckptcore.model.tree import JSON, format_path
 from ckptcore.planning.partition import WrittenBoxes, makes_up
 from ckptcore.protocols import Layout, StorageBackend

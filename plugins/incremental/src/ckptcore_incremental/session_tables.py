@@ -16,7 +16,6 @@ from typing import Any, Final
 import numpy as np
 import xxhash
 
-from ckptcore.builtin.keys import check_key
 from ckptcore.commit.receipts import decode_receipts, encode_receipts
 from ckptcore.commit.root import PartialSave, Session
 from ckptcore.errors import (
@@ -28,10 +27,9 @@ from ckptcore.errors import (
     UnsupportedVersionError,
 )
 from ckptcore.model.arrays import Box
-from ckptcore.model.columns import ItemColumns
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
-from ckptcore.model.objects import CHECKSUM_ALGORITHM, CHECKSUM_BYTES
-from ckptcore.model.transfer import Receipt, WriteItem
+from ckptcore.model.objects import CHECKSUM_ALGORITHM, CHECKSUM_BYTES, check_key
+from ckptcore.model.transfer import ItemColumns, Receipt, WriteItem
 from ckptcore.model.tree import format_path
 from ckptcore.protocols import StorageBackend, WritesSessions
 from ckptcore.tree.merge import unite_trees

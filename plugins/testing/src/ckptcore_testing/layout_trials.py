@@ -37,7 +37,7 @@ from ckptcore.model import (
     WriteItem,
     WritePlan,
 )
-from ckptcore.model.columns import list_of_column
+from ckptcore.model.transfer import list_of_column
 from ckptcore.planning import cuts_of
 from ckptcore.protocols import About, Layout, MarksCheckpoints, ReadStore, StorageBackend, WritesSessions
 from ckptcore_testing.arrays import assert_same_bits, bit_patterns

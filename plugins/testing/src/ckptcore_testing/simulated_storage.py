@@ -11,13 +11,13 @@ from types import TracebackType
 from typing import Final, TypeAlias
 from urllib.parse import unquote
 
-from ckptcore.builtin.keys import check_key
 from ckptcore.errors import (
     ConditionFailedError,
     CorruptCheckpointError,
     ObjectNotFoundError,
     StorageError,
 )
+from ckptcore.model.objects import check_key
 from ckptcore.protocols import Buffer, IfAbsent, ObjectWriter, PutCondition, StorageAddress, StorageOptions
 from ckptcore_testing.simulated_disk import DiskDirectory, DiskFile, DiskNode, SimulatedDisk
 
