@@ -11,7 +11,7 @@ from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import ReadItem, ReadPlan, WriteItem, WritePlan
 from ckptcore.model.tree import Attribute, Key, TreePath, format_path
 from ckptcore.planning.chunk_table import ChunkColumns, ChunkTable, natural_column
-from ckptcore.planning.coverage import check_coverage, uncovered
+from ckptcore.planning.partition import check_coverage, uncovered
 from ckptcore.planning.replicas import Owners, written_boxes
 
 __all__ = [

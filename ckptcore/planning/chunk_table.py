@@ -12,7 +12,7 @@ from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import Checksum, Chunk, ChunkPlaces, Pending
 from ckptcore.model.tree import JSON, format_path
-from ckptcore.planning.coverage import uncovered
+from ckptcore.planning.partition import uncovered
 
 __all__ = ["ChunkColumns", "ChunkTable", "natural_column"]
 

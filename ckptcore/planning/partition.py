@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from math import prod
 from typing import Final, TypeAlias
 
 import numpy as np
 
+from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
-from ckptcore.model.metadata import ArrayRecord, LeafRecord
-from ckptcore.model.transfer import ItemColumns
+from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata
+from ckptcore.model.transfer import ItemColumns, Receipt
+from ckptcore.model.tree import format_path
 
 __all__ = [
     "Wanting",
     "WrittenBoxes",
     "cells_of_wants",
+    "check_coverage",
     "cut_box",
     "cut_runs",
     "makes_up",
     "run_extent",
+    "uncovered",
     "without",
 ]
 
@@ -50,7 +54,7 @@ def cut_runs(spec: ArraySpec, bands: Collection[int], *, most_bytes: int, band_b
     most_bytes = max(most_bytes, -(-spec.nbytes // _MOST_RUNS))
     rows, rest = spec.shape[0], spec.shape[1:]
     itemsize = spec.numpy_dtype.itemsize
-    row_bytes = prod(rest) * itemsize
+    row_bytes = math.prod(rest) * itemsize
     edges = [0, *sorted({bound for bound in bands if 0 < bound < rows}), rows]
     found: list[Box] = []
     first = 0
@@ -74,7 +78,7 @@ def _cut(
     above: tuple[int, ...], first: int, stop: int, rest: tuple[int, ...], itemsize: int, most_bytes: int
 ) -> Iterator[Box]:
     """Cut rows `first` to `stop` of the part of an array at the index `above`; they are more than `most_bytes`."""
-    row_bytes = prod(rest) * itemsize
+    row_bytes = math.prod(rest) * itemsize
     rows = stop - first
     if row_bytes <= most_bytes or not rest:
         count = min(rows, max(_FEWEST, -(-rows // max(1, most_bytes // row_bytes))))
@@ -96,7 +100,7 @@ def run_extent(shape: tuple[int, ...], box: Box) -> tuple[int, int] | None:
     """
     one = True  # whether the box has one index only on each axis so far
     first = 0
-    inner = prod(shape)
+    inner = math.prod(shape)
     if not box.size:
         return (0, 0)
     for extent, start, stop in zip(shape, box.start, box.stop, strict=True):
@@ -280,3 +284,76 @@ class WrittenBoxes:
         starts, stops = self.bounds(leaf)
         for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
             yield Box(tuple(start), tuple(stop))
+
+
+_COLUMNS_PAY: Final = 16
+"""Number of boxes of an array above which NumPy checks all of them at once."""
+
+
+def uncovered(spec: ArraySpec, boxes: Sequence[Box]) -> str | None:
+    """Return the reason why boxes do not make up an array exactly, as text for a person; None if they do.
+
+    Takes about ``n log n`` time for a grid of n boxes, and longer if the boxes do not make up the array.
+    """
+    whole = Box.whole(spec.shape)
+    if len(boxes) == 1 and boxes[0] == whole:
+        return None
+    if len(boxes) > _COLUMNS_PAY and all(len(box.start) == len(spec.shape) for box in boxes):
+        bounds = np.array([(*box.start, *box.stop) for box in boxes], np.int64).reshape(len(boxes), -1)
+        if makes_up(spec.shape, bounds[:, : len(spec.shape)], bounds[:, len(spec.shape) :]):
+            return None
+    # A hostile box may end before it begins, on two axes, so that its size is positive.
+    filled = [box for box in boxes if all(map(operator.lt, box.start, box.stop))]
+    for box in filled:
+        if len(box.start) != len(spec.shape) or not whole.contains(box):
+            return f"{_span(box)} lies outside of it"
+    total = sum(box.size for box in filled)
+    expected = math.prod(spec.shape)
+    if total < expected:
+        return f"{expected - total} of its {expected} elements are in no box"
+    active: list[Box] = []
+    for box in sorted(filled, key=lambda box: box.start):
+        active = [other for other in active if not other.stop or other.stop[0] > box.start[0]]
+        for other in active:
+            if other.intersect(box) is not None:
+                return f"{_span(box)} and {_span(other)} overlap"
+        active.append(box)
+    return None
+
+
+def check_coverage(tree: TreeMetadata, receipts: Sequence[Receipt]) -> None:
+    """Check that the boxes that all processes wrote make up every array of the tree: no gap, no overlap.
+
+    Raises:
+        CorruptCheckpointError: an array is incomplete; the error names the first one.
+    """
+    arrays = [
+        (leaf, record)
+        for leaf, record in enumerate(tree.leaves)
+        if isinstance(record, ArrayRecord) and leaf not in tree.aliases
+    ]
+    if any(isinstance(receipt.items, ItemColumns) for receipt in receipts):
+        columns = WrittenBoxes(tree.leaves, [ItemColumns.of(tree.leaves, receipt.items) for receipt in receipts])
+        for leaf, record in arrays:
+            if not makes_up(record.spec.shape, *columns.bounds(leaf)):
+                _expect_whole(tree, leaf, record, list(columns.boxes(leaf)))
+        return
+    written: dict[int, list[Box]] = {}
+    for receipt in receipts:
+        for item in receipt.items:
+            written.setdefault(item.leaf, []).extend(item.boxes)
+    for leaf, record in arrays:
+        _expect_whole(tree, leaf, record, written.get(leaf, ()))
+
+
+def _expect_whole(tree: TreeMetadata, leaf: int, record: ArrayRecord, boxes: Sequence[Box]) -> None:
+    reason = uncovered(record.spec, boxes)
+    if reason is not None:
+        raise CorruptCheckpointError(
+            f"{format_path(tree.paths[leaf])} ({record.spec}) was not written whole: {reason}; "
+            "the save is not committed. The leaf handler's shards do not add up to the array it describes"
+        )
+
+
+def _span(box: Box) -> str:
+    return "[" + ", ".join(f"{start}:{stop}" for start, stop in zip(box.start, box.stop, strict=True)) + "]"
