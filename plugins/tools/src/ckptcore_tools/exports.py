@@ -23,7 +23,7 @@ from ckptcore.saving.requests import NOTHING_COMMITTED, Save, SaveDraft, fail_be
 from ckptcore.saving.tree_descriptions import TreeDescription
 from ckptcore.saving.writing import PlainSave
 from ckptcore.step_names import whole_number
-from ckptcore.tree.subtrees import Subtree, SubtreePath, find_subtree, path_keys
+from ckptcore_tools.subtrees import Subtree, SubtreePath, find_subtree, path_keys
 
 __all__ = ["Export", "StepExport", "StepExports", "WithExports"]
 

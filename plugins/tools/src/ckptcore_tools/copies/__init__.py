@@ -13,11 +13,11 @@ from ckptcore.context import Context, default_context
 from ckptcore.loading.verify import ProgressCallback
 from ckptcore.protocols import Layout, Transforms
 from ckptcore.step_names import StepNames
-from ckptcore.tree.subtrees import SubtreePath
 from ckptcore_tools.copies.consolidation import FilePath, TiedNames, consolidate_checkpoint
 from ckptcore_tools.copies.conversion import convert_checkpoint
 from ckptcore_tools.copies.copying import CopyReport, CopyVerification, copy_whole
 from ckptcore_tools.copies.steps import StepProgressCallback, StepsCopyReport, copy_run
+from ckptcore_tools.subtrees import SubtreePath
 
 if TYPE_CHECKING:
     from ckptcore.protocols import Transforms

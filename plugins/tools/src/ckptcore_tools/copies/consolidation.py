@@ -45,10 +45,10 @@ from ckptcore.saving.parts import SavePart
 from ckptcore.saving.preparing import save_created
 from ckptcore.saving.requests import NOTHING_COMMITTED, CommitInfo, Save, Target
 from ckptcore.saving.writing import PlainCommit, PlainSave, write_save
-from ckptcore.tree.subtrees import Subtree, SubtreePath, find_subtree, path_keys
 from ckptcore_tools.copies.destinations import refuse_destination, refuse_further
 from ckptcore_tools.copies.reported_save import ReportedSave
 from ckptcore_tools.copies.streaming import StreamedSnapshot, StreamSizes, items_by_object, reading_context
+from ckptcore_tools.subtrees import Subtree, SubtreePath, find_subtree, path_keys
 
 __all__ = ["FilePath", "TiedNames", "consolidate_checkpoint"]
 

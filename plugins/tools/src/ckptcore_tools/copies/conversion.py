@@ -12,8 +12,8 @@ from typing import Final
 
 import numpy as np
 
+from ckptcore.builtin import SingleProcess
 from ckptcore.builtin.files import FilesLayout, empty_directories, state_of_files
-from ckptcore.builtin.single_process import SingleProcess
 from ckptcore.commit.location import Location, Place, resolve_location
 from ckptcore.commit.occupants import Overwrite, read_root, refuse_to_replace
 from ckptcore.commit.root import Member, check_name, new_save_id
