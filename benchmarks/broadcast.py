@@ -21,7 +21,7 @@ from benchmarks.alternating import Contender
 from benchmarks.in_jobs import joined_rows, measure_rank, torchrun
 from benchmarks.report import Row
 from benchmarks.setting import Setting
-from ckptcore.builtin.single_process import SingleProcess
+from ckptcore.builtin import SingleProcess
 
 __all__ = ["rows"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from ckptcore.builtin.containers import container_handler
@@ -10,11 +10,10 @@ from ckptcore.builtin.files import files_handler
 from ckptcore.builtin.host_leaves import leaf_handler
 from ckptcore.builtin.local import open_local
 from ckptcore.builtin.memory import MemoryStorages
-from ckptcore.builtin.random_states import random_state_handler
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.builtin.sharded_arrays import ShardedArray, ShardedArrayHandler
-from ckptcore.builtin.single_process import SingleProcess
-from ckptcore.builtin.stateful import state_handler
+from ckptcore.builtin.stateful import random_state_handler, state_handler
+from ckptcore.errors import PluginError
 from ckptcore.hookspecs import hookimpl
 from ckptcore.protocols import (
     CheckpointableHandler,
@@ -26,7 +25,32 @@ from ckptcore.protocols import (
     StorageOpener,
 )
 
-__all__ = ["BuiltinPlugin"]
+__all__ = ["BuiltinPlugin", "SingleProcess"]
+
+
+class SingleProcess:
+    """The coordinator of a job that is one process."""
+
+    @property
+    def rank(self) -> int:
+        """0."""
+        return 0
+
+    @property
+    def size(self) -> int:
+        """1."""
+        return 1
+
+    def gather(self, key: str, payload: bytes) -> Sequence[bytes]:
+        """The payload, as the only one."""
+        return [payload]
+
+    def broadcast(self, key: str, payload: bytes | None) -> bytes:
+        """The payload itself."""
+        if payload is None:
+            raise PluginError(f"the only process is the leader, and broadcast {key!r} without a payload")
+        return payload
+
 
 _SHARDED: Final = ShardedArrayHandler()
 

@@ -6,8 +6,15 @@ And what a handler of your own can use: `state_to_load`.
 from __future__ import annotations
 
 from ckptcore.builtin.files import SavesToDirectoryAsyncHandler, SavesToDirectoryHandler
-from ckptcore.builtin.random_states import NumpyGeneratorHandler, NumpyRandomStateHandler, PythonRandomHandler
-from ckptcore.builtin.stateful import GetStateHandler, StateDictHandler, StateTreeHandler, state_to_load
+from ckptcore.builtin.stateful import (
+    GetStateHandler,
+    NumpyGeneratorHandler,
+    NumpyRandomStateHandler,
+    PythonRandomHandler,
+    StateDictHandler,
+    StateTreeHandler,
+    state_to_load,
+)
 
 __all__ = [
     "GetStateHandler",

@@ -10,7 +10,7 @@ from typing import TypeVar
 import pytest
 from ckptcore_testing import CoordinatorTests, ThreadJob
 
-from ckptcore.builtin.single_process import SingleProcess
+from ckptcore.builtin import SingleProcess
 from ckptcore.errors import PluginError
 from ckptcore.protocols import Coordinator
 
