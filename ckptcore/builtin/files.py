@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ckptcore.builtin.local_locks import DirectoryLock, try_to_lock
+from ckptcore.builtin.local_directories import DirectoryLock, try_to_lock
 from ckptcore.builtin.stateful import required_names
 from ckptcore.errors import (
     CorruptCheckpointError,

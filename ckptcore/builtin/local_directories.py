@@ -1,32 +1,31 @@
-"""Directories of local storage: listing, renaming, exchanging."""
+"""Directories of local storage: listing, creation, durable names, and locks against other processes."""
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
-import functools
 import os
 import stat
-import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
+from types import TracebackType
 from typing import Final
 
-from ckptcore.builtin.local_calls import ABSENT, close_descriptor, local_error, open_without_links, sync_directory
-from ckptcore.builtin.local_links import open_inside
-from ckptcore.errors import AtomicityError, StorageError
+from ckptcore.builtin.local_calls import (
+    ABSENT,
+    close_descriptor,
+    local_error,
+    open_inside,
+    open_without_links,
+    sync_directory,
+)
+from ckptcore.errors import StorageError
 
-__all__ = [
-    "LocalDirectories",
-    "exchange",
-    "list_files",
-    "list_names",
-    "rename_without_replacing",
-]
+__all__ = ["DirectoryLock", "LocalDirectories", "list_files", "list_names", "lock_object", "try_to_lock"]
 
 
 def list_files(directory: str, prefix: str, is_hidden: Callable[[str], bool]) -> Iterator[str]:
@@ -81,76 +80,6 @@ def _follows(is_kind: Callable[[], bool], entry: os.DirEntry[str]) -> bool:
         if error.errno == errno.ELOOP or error.errno in ABSENT:
             return False
         raise local_error(error, "look at", entry.path) from error
-
-
-# linux/fs.h and macOS's sys/stdio.h
-_LINUX_NO_REPLACE: Final = 1
-_LINUX_EXCHANGE: Final = 2
-_MACOS_EXCHANGE: Final = 2
-_MACOS_NO_REPLACE: Final = 4
-_AT_FDCWD: Final = -100
-# What systems and file systems answer that know no such rename. EINVAL also stands for a directory moved into itself.
-_UNSUPPORTED: Final = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
-
-_Rename = Callable[[bytes, bytes], int]
-
-
-def rename_without_replacing(source: str, destination: str) -> None:
-    """Rename a file or directory, atomically.
-
-    Raises:
-        FileExistsError: something stands at the destination; nothing was changed.
-        AtomicityError: the file system cannot; nothing was changed.
-        OSError
-    """
-    _call(_no_replace(), source, destination, "rename without replacing")
-
-
-def exchange(first: str, second: str) -> None:
-    """Let two names of one file system change places, atomically.
-
-    Raises:
-        AtomicityError: the file system cannot; nothing was changed.
-        OSError
-    """
-    _call(_exchange(), first, second, "exchange two names")
-
-
-def _call(function: _Rename | None, first: str, second: str, what: str) -> None:
-    number = errno.ENOSYS
-    if function is not None:
-        if function(os.fsencode(first), os.fsencode(second)) == 0:
-            return
-        number = ctypes.get_errno()
-    if number in _UNSUPPORTED:
-        raise AtomicityError(
-            f"cannot {what} atomically: {first} and {second} are on a file system or operating system without it "
-            f"({os.strerror(number)}); nothing was changed. Use a local file system, or save to a new location"
-        )
-    raise OSError(number, os.strerror(number), first, None, second)
-
-
-@functools.cache
-def _no_replace() -> _Rename | None:
-    return _with_flag(_LINUX_NO_REPLACE, _MACOS_NO_REPLACE)
-
-
-@functools.cache
-def _exchange() -> _Rename | None:
-    return _with_flag(_LINUX_EXCHANGE, _MACOS_EXCHANGE)
-
-
-def _with_flag(linux_flag: int, macos_flag: int) -> _Rename | None:
-    library = ctypes.CDLL(None, use_errno=True)
-    if sys.platform == "darwin":
-        if (renamex := getattr(library, "renamex_np", None)) is None:
-            return None
-        renamex.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_uint)
-        return lambda first, second: int(renamex(first, second, macos_flag))
-    if (renameat2 := getattr(library, "renameat2", None)) is None:
-        return None
-    renameat2.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
-    return lambda first, second: int(renameat2(_AT_FDCWD, first, _AT_FDCWD, second, linux_flag))
 
 
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -346,3 +275,149 @@ def _is_free(descriptor: int) -> bool:
 
 def _is_below(path: str, directory: str) -> bool:
     return path.startswith(directory if directory.endswith("/") else directory + "/")
+
+
+class DirectoryLock:
+    """A lock of a directory; `close` or leaving the ``with`` block releases it."""
+
+    __slots__ = ("__weakref__", "_descriptor", "_path")
+
+    def __init__(self, path: str) -> None:
+        """Open a directory; `acquire` locks it.
+
+        Raises:
+            OSError
+        """
+        self._descriptor = -1
+        self._path = path
+        _HELD.add(self)
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def acquire(self) -> None:
+        """Lock the directory.
+
+        Raises:
+            BlockingIOError: another holds it.
+            FileNotFoundError: the directory was replaced.
+            OSError
+        """
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(self._descriptor), os.stat(self._path)):
+            raise FileNotFoundError(errno.ENOENT, "another directory came in its place", self._path)
+
+    def close(self) -> None:
+        """Release the lock. Closing again is no error.
+
+        Raises:
+            StorageError
+        """
+        if self._descriptor >= 0:
+            try:
+                # Unlocked explicitly: a child process that was forked meanwhile may still have the file open.
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            except OSError as error:
+                raise local_error(error, "unlock the directory", self._path) from error
+            finally:
+                self.forget()
+
+    def forget(self) -> None:
+        """Close the file without unlocking, as a forked child must with the lock of its parent.
+
+        Raises:
+            StorageError
+        """
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            close_descriptor(descriptor, self._path)
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+# A lock lives as long as any process has its file open, so children must close what they inherit by forking: else the
+# workers of a data loader would go on holding the directory of a trainer that was killed.
+_HELD: Final[weakref.WeakSet[DirectoryLock]] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for lock in list(_HELD):
+        lock.forget()
+    _HELD.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+def try_to_lock(directory: str) -> DirectoryLock | None:
+    """Hold a directory that is there; None if another holds it, in this process or another.
+
+    On a network file system this may only hold against processes of the same machine.
+
+    Raises:
+        FileNotFoundError: it is not there, or is no longer.
+        OSError
+    """
+    lock = DirectoryLock(directory)
+    try:
+        lock.acquire()
+    except BlockingIOError:
+        lock.forget()
+        return None
+    except BaseException:
+        lock.forget()
+        raise
+    return lock
+
+
+@contextmanager
+def lock_object(path: str) -> Iterator[int | None]:
+    """Hold a file against others that replace it in the same way; gives its descriptor, or None where there is none.
+
+    Waits for the others. After this the path names the file that is held, unless someone replaces it without asking.
+
+    Raises:
+        OSError
+    """
+    while True:
+        descriptor = _open_to_lock(path)
+        if descriptor is None:
+            yield None
+            return
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if not _is_still(descriptor, path):
+                continue
+            yield descriptor
+            return
+        finally:
+            close_descriptor(descriptor, path)
+
+
+def _open_to_lock(path: str) -> int | None:
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        try:
+            # Network file systems lock only what is open for writing.
+            return os.open(path, os.O_RDWR | flags)
+        except PermissionError:
+            return os.open(path, os.O_RDONLY | flags)
+    except OSError as error:
+        # A symbolic link is no object of its own: a put replaces the link.
+        if error.errno in (errno.ENOENT, errno.ELOOP):
+            return None
+        raise
+
+
+def _is_still(descriptor: int, path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))
+    except FileNotFoundError:
+        return False

@@ -20,8 +20,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ckptcore.builtin.local_calls import is_of_this_machine, local_error, open_without_links
-from ckptcore.builtin.local_links import open_inside
+from ckptcore.builtin.local_calls import is_of_this_machine, local_error, open_inside, open_without_links
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, StorageError
 
 __all__ = [

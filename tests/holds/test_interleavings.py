@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import ckptcore.commit.holder
 from ckptcore.builtin import local as local_storage
 from ckptcore.builtin import local_locks
-from ckptcore.builtin.local_locks import DirectoryLock
+from ckptcore.builtin.local_directories import DirectoryLock
 from ckptcore.commit.location import commit_method
 from ckptcore.commit.locks import Locks
 from ckptcore.errors import DirectoryInUseError

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 import ckptcore
-from ckptcore.builtin.local_directories import exchange
+from ckptcore.builtin.local_calls import exchange
 from ckptcore.commit.occupants import name_of_partial, name_of_save
 from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Claimed
 from ckptcore.commit.root_json import encode_claim

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 
 from ckptcore.builtin import local_calls, local_directories, local_files
 from ckptcore.builtin.local import LocalStorage, open_local
+from ckptcore.builtin.local_calls import open_inside
 from ckptcore.builtin.local_files import ColdReader
-from ckptcore.builtin.local_links import open_inside
 from ckptcore.errors import (
     AtomicityError,
     ConditionFailedError,
