@@ -35,8 +35,7 @@ _NAMES: Final = {
     "ckptcore.protocols": "StatefulCheckpointable",
     "ckptcore.training.reader": "CheckpointReader",
     "ckptcore.saving.writing": "PlainSave",
-    "ckptcore.tree.flattening": "PLACEHOLDER",
-    "ckptcore.tree.per_process": "PerProcess",
+    "ckptcore.tree.flattening": "PLACEHOLDER PerProcess",
 }
 
 _MODULES: Final = (
@@ -107,7 +106,7 @@ if TYPE_CHECKING:
     from ckptcore.training.checkpointer import Checkpointer as Checkpointer
     from ckptcore.training.reader import CheckpointReader as CheckpointReader
     from ckptcore.tree.flattening import PLACEHOLDER as PLACEHOLDER
-    from ckptcore.tree.per_process import PerProcess as PerProcess
+    from ckptcore.tree.flattening import PerProcess as PerProcess
 
     __version__: str
 else:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 from ckptcore.commit.location import LocationLike
 from ckptcore.context import Context, default_context
+from ckptcore.errors import UnsupportedLeafError
 from ckptcore.loading.describe import (
     CheckpointMetadata,
     describe_checkpoint,
     describe_tree,
 )
 from ckptcore.loading.open_checkpoints import OpenCheckpoint
-from ckptcore.protocols import Transforms
+from ckptcore.model.tree import format_path
+from ckptcore.protocols import LeafHandler, Transforms
 from ckptcore.runtime import runtime_of
-from ckptcore.tree.abstract_values import abstract_value
+from ckptcore.tree.flattening import flatten, unflatten_states
 
 __all__ = ["abstract", "metadata", "open"]
 
@@ -76,4 +79,38 @@ def abstract(state: Any, *, context: Context | None = None) -> Any:
         UnsupportedLeafError: lists, by path, every leaf that cannot be saved or loaded, and those that nothing abstract stands for.
         UnsupportedKeyError: if a key is neither an int nor a str.
     """
-    return abstract_value(state, runtime_of(context or default_context()).registry)
+    flat = flatten(state, runtime_of(context or default_context()).registry, placeholders=True)
+    ties = _Ties()
+    leaves: list[object] = []
+    refused: list[str] = []
+    for path, leaf, handler in zip(flat.paths(), flat.leaves, flat.handlers, strict=True):
+        if handler is None:
+            leaves.append(leaf)  # a placeholder
+            continue
+        try:
+            leaves.append(ties.abstract(leaf, handler))
+        except UnsupportedLeafError as error:
+            refused.append(f"{format_path(path)}: {error}")
+    if refused:
+        more = f"; and {len(refused) - 20} more" if len(refused) > 20 else ""
+        raise UnsupportedLeafError("; ".join(refused[:20]) + more)
+    return unflatten_states(flat.shape, leaves)
+
+
+class _Ties:
+    """Makes abstract leaves. Leaves with the same elements share one, so that loaded leaves are tied in the same way.
+
+    Most abstract leaves compare by shape, dtype and placement. A tensor on the meta device equals only itself.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, type, Hashable], object] = {}
+
+    def abstract(self, leaf: object, handler: LeafHandler) -> object:
+        made = handler.abstract(leaf)
+        identity = handler.identity(leaf)
+        if identity is None:
+            return made
+        known = self._made.setdefault((id(handler), type(leaf), identity), made)
+        # The same elements may be asked for in two ways: on a device on purpose, and on whichever is the default.
+        return known if known is made or handler.describe(known) == handler.describe(made) else made

@@ -35,8 +35,7 @@ from ckptcore.loading.targets import (
 )
 from ckptcore.protocols import FilesHandler
 from ckptcore.runtime import runtime_of
-from ckptcore.tree.flattening import PLACEHOLDER
-from ckptcore.tree.per_process import PerProcess
+from ckptcore.tree.flattening import PLACEHOLDER, PerProcess
 from ckptcore.tree.suggestions import NearNames
 
 __all__ = ["Abstracts", "CompositeLoad", "Everything", "Request", "Wanted"]

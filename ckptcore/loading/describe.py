@@ -17,7 +17,7 @@ from ckptcore.errors import (
     StorageError,
     UncommittedCheckpointError,
 )
-from ckptcore.events import Event
+from ckptcore.events import Event, timeline_from_json
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint
 from ckptcore.loading.consistent_read import ConsistentRead, tree_read
 from ckptcore.loading.members import is_deleted, open_member, present_members
@@ -28,7 +28,6 @@ from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Transforms
 from ckptcore.runtime import runtime_of
-from ckptcore.timelines import timeline_from_json
 
 __all__ = [
     "CheckpointMetadata",

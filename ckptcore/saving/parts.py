@@ -30,7 +30,7 @@ from ckptcore.protocols import (
     WriteStore,
 )
 from ckptcore.saving.tree_descriptions import TreeDescription, describe_tree
-from ckptcore.tree.per_process import PerProcess
+from ckptcore.tree.flattening import PerProcess
 
 __all__ = [
     "ArraySource",

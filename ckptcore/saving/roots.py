@@ -13,7 +13,7 @@ from ckptcore.commit.root_json import encode_composite, encode_root
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.context import Context
 from ckptcore.errors import PluginError
-from ckptcore.events import Recording
+from ckptcore.events import Recording, timeline_to_json
 from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.transfer import Receipt, Segment
@@ -22,7 +22,6 @@ from ckptcore.protocols import About, Layout, MarksCheckpoints, StorageAddress, 
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import SavePart
 from ckptcore.saving.requests import CommitInfo
-from ckptcore.timelines import timeline_to_json
 
 __all__ = [
     "Recorder",

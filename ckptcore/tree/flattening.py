@@ -7,7 +7,7 @@ import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, Generic, TypeAlias, TypeVar, cast
 
 from ckptcore.distributions import install_hint
 from ckptcore.errors import CheckpointError, UnsupportedKeyError, UnsupportedLeafError
@@ -25,6 +25,7 @@ from ckptcore.protocols import (
 __all__ = [
     "PLACEHOLDER",
     "Flat",
+    "PerProcess",
     "first_stuck",
     "flatten",
     "leaves_of_each_process",
@@ -37,7 +38,22 @@ __all__ = [
 ]
 
 PLACEHOLDER: Final = ...
-"""Stands in an abstract tree for a leaf or a subtree that is not to be loaded."""
+"""Placeholder in an abstract tree for a leaf or a subtree that is not to be loaded."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class PerProcess(Generic[T]):
+    """A value that each process of a job has for itself. A checkpoint keeps that of every process.
+
+    Iterators, random generators and other objects that are known to differ need no wrapper.
+
+    Attributes:
+        value: the value of this process; in a load its abstract value, as without the wrapper.
+    """
+
+    value: T
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,6 @@ SHARED = {
     "ckptcore.plugins",
     "ckptcore.runtime",
     "ckptcore.saving",
-    "ckptcore.timelines",
     "ckptcore.training",
     "ckptcore.tree",
 }

@@ -12,8 +12,7 @@ from ckptcore_testing.hostile_json import tampered
 from ckptcore_tools.timelines import format_timeline
 
 from ckptcore.errors import CorruptCheckpointError
-from ckptcore.events import ERROR_CHARACTERS, Event, Recording
-from ckptcore.timelines import MAX_EVENTS, timeline_from_json, timeline_to_json
+from ckptcore.events import ERROR_CHARACTERS, MAX_EVENTS, Event, Recording, timeline_from_json, timeline_to_json
 from plugins.tools.tests.events.sample_events import async_save, event
 
 SAVE_ID = "0123456789abcdef"

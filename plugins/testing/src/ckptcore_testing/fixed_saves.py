@@ -11,10 +11,9 @@ from contextlib import contextmanager
 from typing import Final
 
 from ckptcore.commit.root import new_save_id, this_writer
-from ckptcore.events import Event
+from ckptcore.events import Event, timeline_to_json
 from ckptcore.model.tree import JSON
 from ckptcore.saving.preparing import save_created
-from ckptcore.timelines import timeline_to_json
 
 __all__ = ["fixed_saves"]
 
