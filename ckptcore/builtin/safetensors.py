@@ -7,7 +7,7 @@ The format (https://github.com/huggingface/safetensors): 8 bytes of little-endia
 ``{name: {"dtype", "shape", "data_offsets"}, "__metadata__": {str: str}}``, then the elements, little endian, in C order, without
 gaps. A checkpoint above a size is split into ``model-00001-of-00002.safetensors`` and so on, which
 ``model.safetensors.index.json`` lists: ``{"metadata": {"total_size": bytes}, "weight_map": {name: file}}``. What no process holds
-whole is in slices (see `safetensors_slices`).
+whole is in slices (see `safetensors_writing`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,17 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from ckptcore.builtin.safetensors_header import METADATA, encode_header, file_metadata, file_names, header_entry
-from ckptcore.builtin.safetensors_slices import SHARDING, write_slices
+from ckptcore.builtin.safetensors_writing import (
+    METADATA,
+    SHARDING,
+    encode_header,
+    file_metadata,
+    file_names,
+    header_entry,
+    write_slices,
+)
 from ckptcore.errors import CheckpointError, PluginError
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
@@ -30,13 +37,10 @@ from ckptcore.model.transfer import (
     Segment,
     WritePlan,
 )
-from ckptcore.model.tree import JSON, LEAF, Node, format_path
+from ckptcore.model.tree import JSON, format_path
 from ckptcore.planning import ChunkColumns, ChunkTable, leaf_names
 from ckptcore.planning.partition import run_extent
 from ckptcore.protocols import ChunkIndex, Inspection, ReadStore, Snapshot, WriteStore
-
-if TYPE_CHECKING:
-    from ckptcore.builtin.safetensors_header import TensorEntry
 
 __all__ = [
     "SafetensorsLayout",
@@ -280,13 +284,9 @@ class SafetensorsLayout:
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
         """A file of any name, an index, or a directory that has a file ``*.safetensors`` or an index."""
-        from ckptcore.builtin.safetensors_header import inspect_files  # only needed for files of other software
+        from ckptcore.builtin.safetensors_files import inspect_files  # only needed for files of other software
 
-        found = inspect_files(store, entry)
-        if found is None:
-            return None
-        entries, metadata = found
-        return _inspection(entries, metadata)
+        return inspect_files(store, entry)
 
 
 def _names(tree: TreeMetadata) -> dict[int, str]:
@@ -379,17 +379,3 @@ def _expect_files(names: Sequence[str], files: Sequence[Sequence[int]], receipts
                     f"process {receipt.rank} wrote {', '.join(sorted(written))}, where the leader expects its arrays in "
                     f"{names[file_of[leaf]]}: give SafetensorsLayout the same options in every process"
                 )
-
-
-def _inspection(entries: Sequence[TensorEntry], metadata: Mapping[str, JSON]) -> Inspection:
-    files = sorted({entry.key for entry in entries})
-    numbers = {key: number for number, key in enumerate(files)}
-    skeleton = Node("dict", tuple([entry.name for entry in entries]), (LEAF,) * len(entries))
-    state: JSON = {
-        "files": files,
-        "leaf": list(range(len(entries))),
-        "file": [numbers[entry.key] for entry in entries],
-        "offset": [entry.offset for entry in entries],
-    }
-    tree = TreeMetadata(skeleton, tuple([entry.record for entry in entries]))
-    return Inspection(tree, state, "safetensors", dict(metadata))

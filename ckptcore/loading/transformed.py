@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 import xxhash
 
-from ckptcore.builtin.json_objects import read_json_object
+from ckptcore.builtin.safetensors_files import read_json_object
 from ckptcore.context import Context
 from ckptcore.derivations import Constant, Stored, walk
 from ckptcore.errors import CheckpointError, ObjectNotFoundError, TransformError, UnsupportedLeafError

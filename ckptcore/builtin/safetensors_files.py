@@ -1,107 +1,33 @@
-"""Headers of safetensors files: their dtypes, entries and sizes.
-
-The names are those of safetensors 0.8 (``safetensors/src/tensor.rs``). Shapes in headers are in elements, also for
-dtypes smaller than a byte. Their elements are packed; the library refuses a tensor that does not end at a byte
-boundary.
-"""
+"""Safetensors files of other software, and JSON files in their directories. Every byte of them is hostile until checked."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias
 
-from ckptcore.builtin.json_objects import parse_json_object, read_json_object
+from ckptcore.builtin.safetensors_writing import BITS, METADATA, PAIRS, RAW, WHOLE_BYTES
 from ckptcore.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     ObjectNotFoundError,
 )
 from ckptcore.model.arrays import ArraySpec
-from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, TreeMetadata
-from ckptcore.model.tree import JSON
-from ckptcore.protocols import ReadStore
+from ckptcore.model.metadata import ArrayRecord, TreeMetadata
+from ckptcore.model.tree import JSON, LEAF, Node
+from ckptcore.protocols import Inspection, ReadStore
 
-__all__ = [
-    "METADATA",
-    "TensorEntry",
-    "encode_header",
-    "file_metadata",
-    "file_names",
-    "header_entry",
-    "inspect_files",
-    "record_of",
-]
+__all__ = ["Constants", "inspect_files", "read_json_object"]
 
-_WHOLE_BYTES: Final[Mapping[str, str]] = {
-    "bool": "BOOL",
-    "int8": "I8",
-    "int16": "I16",
-    "int32": "I32",
-    "int64": "I64",
-    "uint8": "U8",
-    "uint16": "U16",
-    "uint32": "U32",
-    "uint64": "U64",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-    "complex64": "C64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e8m0fnu": "F8_E8M0",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-}
-"""The names of dtypes whose elements have whole bytes, by ours."""
-
-_OURS: Final = {theirs: ours for ours, theirs in _WHOLE_BYTES.items()}
-
-_BITS: Final[Mapping[str, int]] = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-"""Bits per element of dtypes smaller than a byte. Those of ml_dtypes have a byte per element and are other dtypes."""
-
-_PAIRS: Final = "torch.float4_e2m1fn_x2"
-"""The kind of an array of bytes with two F4 elements each: the dtype that the safetensors library uses for F4."""
-
-_RAW: Final = "safetensors."
-"""Prefix of the kind of an array that holds the bytes of a tensor whose dtype NumPy lacks. The dtype's name follows."""
+_OURS: Final = {theirs: ours for ours, theirs in WHOLE_BYTES.items()}
 
 _NAME: Final = re.compile(r"\w{1,40}", re.ASCII)
 
 
-def header_entry(record: ArrayRecord) -> tuple[str, Sequence[int]]:
-    """The dtype and shape that a header states for an array that is stored whole."""
-    spec = record.spec
-    if spec.dtype == "uint8" and record.kind != PLAIN_ARRAY and spec.shape:
-        if record.kind == _PAIRS:
-            return "F4", (*spec.shape[:-1], 2 * spec.shape[-1])
-        raw = _raw_entry(record)
-        if raw is not None:
-            return raw
-    if (known := _WHOLE_BYTES.get(spec.dtype)) is not None:
-        return known, spec.shape
-    dtype = spec.numpy_dtype
-    if dtype.kind in "mM":
-        return "I64", spec.shape
-    return "U8", spec.shape if dtype.itemsize == 1 else (*spec.shape, dtype.itemsize)
-
-
-def _raw_entry(record: ArrayRecord) -> tuple[str, Sequence[int]] | None:
-    """Return the dtype and shape from which `record_of` made a record of bytes; None for other records."""
-    name = record.kind.removeprefix(_RAW)
-    bits, shape = _BITS.get(name), record.notes.get("shape")
-    if bits is None or not isinstance(shape, list) or not all(type(extent) is int for extent in shape):
-        return None
-    extents = [extent for extent in shape if isinstance(extent, int)]
-    fits = min(extents, default=0) >= 0 and math.prod(extents) * bits == 8 * record.spec.size
-    return (name, extents) if fits and len(record.spec.shape) == 1 else None
-
-
-def record_of(dtype: str, shape: Sequence[int], nbytes: int) -> ArrayRecord | None:
+def _record_of(dtype: str, shape: Sequence[int], nbytes: int) -> ArrayRecord | None:
     """Return the array that a header describes; None if the header is inconsistent.
 
     A tensor of F4 is an array of bytes with two elements each, the first in the lower half. A tensor of any other dtype
@@ -115,14 +41,14 @@ def record_of(dtype: str, shape: Sequence[int], nbytes: int) -> ArrayRecord | No
     if (ours := _OURS.get(dtype)) is not None:
         record = ArrayRecord(ArraySpec(tuple(shape), ours))
         return record if record.spec.nbytes == nbytes and record.spec.is_possible else None
-    bits = _BITS.get(dtype)
+    bits = BITS.get(dtype)
     if not _NAME.fullmatch(dtype) or (bits is not None and math.prod(shape) * bits != 8 * nbytes):
         return None
     if dtype == "F4" and shape and shape[-1] % 2 == 0:
-        record = ArrayRecord(ArraySpec((*shape[:-1], shape[-1] // 2), "uint8"), _PAIRS)
+        record = ArrayRecord(ArraySpec((*shape[:-1], shape[-1] // 2), "uint8"), PAIRS)
         return record if record.spec.is_possible else None
     notes: dict[str, JSON] = {"shape": list(shape)}
-    return ArrayRecord(ArraySpec((nbytes,), "uint8"), f"{_RAW}{dtype}", notes=notes)
+    return ArrayRecord(ArraySpec((nbytes,), "uint8"), f"{RAW}{dtype}", notes=notes)
 
 
 _MAX_HEADER_BYTES: Final = 100_000_000
@@ -139,7 +65,7 @@ _SHARD: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
-class TensorEntry:
+class _TensorEntry:
     """A tensor in a safetensors file.
 
     Attributes:
@@ -155,19 +81,41 @@ class TensorEntry:
     offset: int
 
 
-def inspect_files(store: ReadStore, entry: str | None) -> tuple[Sequence[TensorEntry], Mapping[str, JSON]] | None:
-    """All tensors at a location with the metadata of their files; None if there is nothing of safetensors.
+_Found: TypeAlias = tuple[Sequence["_TensorEntry"], Mapping[str, JSON]]
+"""Tensors, and the metadata of their files."""
 
-    The metadata of an adapter has the ``adapter_config.json`` that stands beside it as ``adapter_config``.
+
+def inspect_files(store: ReadStore, entry: str | None) -> Inspection | None:
+    """Inspect safetensors files of other software. Return None if the location has none.
+
+    The metadata of an adapter has its ``adapter_config.json`` as ``adapter_config``.
 
     Args:
-        store: where to look.
-        entry: the one file that was named, whatever its suffix, or None for a directory.
+        store: the files of the location.
+        entry: the file that was named, with any suffix, or None for a directory.
 
     Raises:
-        CorruptCheckpointError: if there is, and it is broken.
-        CheckpointNotFoundError: if there are several files and no index says how they belong together.
+        CorruptCheckpointError: a file is damaged.
+        CheckpointNotFoundError: there are several files, and no index says which belong together.
     """
+    found = _find_tensors(store, entry)
+    if found is None:
+        return None
+    entries, metadata = found
+    files = sorted({entry.key for entry in entries})
+    numbers = {key: number for number, key in enumerate(files)}
+    skeleton = Node("dict", tuple([entry.name for entry in entries]), (LEAF,) * len(entries))
+    state: JSON = {
+        "files": files,
+        "leaf": list(range(len(entries))),
+        "file": [numbers[entry.key] for entry in entries],
+        "offset": [entry.offset for entry in entries],
+    }
+    tree = TreeMetadata(skeleton, tuple([entry.record for entry in entries]))
+    return Inspection(tree, state, "safetensors", dict(metadata))
+
+
+def _find_tensors(store: ReadStore, entry: str | None) -> _Found | None:
     if entry is not None:
         if entry == f"{_ADAPTER}{_FILE}":
             found = _read_header(store, entry)
@@ -193,10 +141,8 @@ def inspect_files(store: ReadStore, entry: str | None) -> tuple[Sequence[TensorE
     return _with_config(store, entries, metadata) if stem == _ADAPTER else (entries, metadata)
 
 
-def _with_config(
-    store: ReadStore, entries: Sequence[TensorEntry], metadata: Mapping[str, JSON]
-) -> tuple[Sequence[TensorEntry], Mapping[str, JSON]]:
-    """An adapter with the config that stands beside it, where one does."""
+def _with_config(store: ReadStore, entries: Sequence[_TensorEntry], metadata: Mapping[str, JSON]) -> _Found:
+    """Add the config of an adapter to its metadata, if there is one."""
     try:
         config = read_json_object(store, _ADAPTER_CONFIG)
     except ObjectNotFoundError:
@@ -206,7 +152,7 @@ def _with_config(
 
 def _read_stem(
     store: ReadStore, stem: str, indexes: Sequence[str], files: Sequence[str]
-) -> tuple[Sequence[TensorEntry], Mapping[str, str]]:
+) -> tuple[Sequence[_TensorEntry], Mapping[str, str]]:
     """The files whose names begin with a stem: by their index, or the one, or all shards."""
     if f"{stem}{_INDEX}" in indexes:
         return _read_index(store, f"{stem}{_INDEX}")
@@ -239,8 +185,8 @@ def _stem_meant(indexes: Sequence[str], files: Sequence[str]) -> str | None:
     return None
 
 
-def _unite(store: ReadStore, files: Sequence[str]) -> tuple[Sequence[TensorEntry], Mapping[str, str]]:
-    entries: dict[str, TensorEntry] = {}
+def _unite(store: ReadStore, files: Sequence[str]) -> tuple[Sequence[_TensorEntry], Mapping[str, str]]:
+    entries: dict[str, _TensorEntry] = {}
     metadata: dict[str, str] = {}
     for key in files:
         found, own = _read_header(store, key)
@@ -254,8 +200,8 @@ def _unite(store: ReadStore, files: Sequence[str]) -> tuple[Sequence[TensorEntry
     return list(entries.values()), metadata
 
 
-def _read_index(store: ReadStore, key: str) -> tuple[Sequence[TensorEntry], Mapping[str, str]]:
-    index = parse_json_object(store.get(key), key)
+def _read_index(store: ReadStore, key: str) -> tuple[Sequence[_TensorEntry], Mapping[str, str]]:
+    index = _parse_json_object(store.get(key), key)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CorruptCheckpointError(f"{key} has no weight_map from names to files", key=key)
@@ -288,7 +234,7 @@ def _fits(header_bytes: int, file_bytes: int) -> bool:
     return 2 <= header_bytes <= min(_MAX_HEADER_BYTES, file_bytes - 8)
 
 
-def _read_header(store: ReadStore, key: str) -> tuple[Sequence[TensorEntry], Mapping[str, str]]:
+def _read_header(store: ReadStore, key: str) -> tuple[Sequence[_TensorEntry], Mapping[str, str]]:
     file_bytes = store.size(key)
     if file_bytes < 8:
         raise CorruptCheckpointError(f"{key} is no safetensors file: it has {file_bytes} bytes", key=key)
@@ -298,8 +244,8 @@ def _read_header(store: ReadStore, key: str) -> tuple[Sequence[TensorEntry], Map
             f"{key} is no safetensors file, or is cut off: it has {file_bytes} bytes and states a header of {header_bytes}",
             key=key,
         )
-    header = parse_json_object(store.get(key, 8, 8 + header_bytes), key)
-    metadata = header.pop("__metadata__", {})
+    header = _parse_json_object(store.get(key, 8, 8 + header_bytes), key)
+    metadata = header.pop(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise CorruptCheckpointError(f"the __metadata__ of {key} is not a map of strings", key=key)
     start = 8 + header_bytes
@@ -321,7 +267,7 @@ def _read_header(store: ReadStore, key: str) -> tuple[Sequence[TensorEntry], Map
     return entries, metadata
 
 
-def _entry(name: str, described: Any, key: str, start: int) -> TensorEntry:
+def _entry(name: str, described: Any, key: str, start: int) -> _TensorEntry:
     try:
         dtype, shape, (first, last) = described["dtype"], described["shape"], described["data_offsets"]
     except (TypeError, KeyError, ValueError) as error:
@@ -340,55 +286,73 @@ def _entry(name: str, described: Any, key: str, start: int) -> TensorEntry:
             f"the header of {key} describes {name!r} with dtype {dtype}, shape {shape} and offsets {first} to {last}",
             key=key,
         )
-    record = record_of(dtype, shape, last - first)
+    record = _record_of(dtype, shape, last - first)
     if record is None:
         raise CorruptCheckpointError(
             f"the header of {key} is damaged: the tensor {name!r} has dtype {dtype[:40]!r}, shape {shape} and "
             f"{last - first} bytes, which do not agree",
             key=key,
         )
-    return TensorEntry(name, record, key, start + first)
+    return _TensorEntry(name, record, key, start + first)
 
 
-METADATA: Final = "__metadata__"
-"""The name in a header under which the metadata of the file stands."""
-
-_ALIGNMENT: Final = 64
-_LARGE_ALIGNMENT: Final = 4096
-"""Where elements begin in a large file, in bytes: a page, so that direct I/O needs no copy."""
+_MOST_JSON_BYTES: Final = 1 << 24
+_MOST_JSON_DEPTH: Final = 64
 
 
-def encode_header(header: Mapping[str, JSON], data_bytes: int) -> bytes:
-    """What stands before the elements of a file.
+Constants: TypeAlias = Literal["refused", "kept"]
+"""What is done with ``NaN`` and ``Infinity``, which are no JSON. Python writes them, so that configurations of models have them."""
 
-    Args:
-        header: by name, what each tensor is and where.
-        data_bytes: how many bytes of elements follow.
+
+def read_json_object(store: ReadStore, key: str, *, constants: Constants = "refused") -> dict[str, JSON]:
+    """A JSON object that stands in a file beside tensors; no deeper and larger than metadata can be.
+
+    Raises:
+        ObjectNotFoundError: if there is no such file.
+        CorruptCheckpointError: if it holds anything else.
     """
-    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    alignment = _LARGE_ALIGNMENT if data_bytes > 1 << 20 else _ALIGNMENT
-    padded = -(-(8 + len(encoded)) // alignment) * alignment - 8
-    return padded.to_bytes(8, "little") + encoded.ljust(padded)
+    nbytes = store.size(key)
+    if nbytes > _MOST_JSON_BYTES:
+        raise CorruptCheckpointError(
+            f"{key} has {nbytes} bytes, where at most {_MOST_JSON_BYTES} are expected; name a file of tensors to load it alone",
+            key=key,
+        )
+    config: dict[str, JSON] = _parse_json_object(store.get(key), key, constants=constants)
+    inside: list[JSON] = [config]
+    for _ in range(_MOST_JSON_DEPTH):
+        inside = [
+            child
+            for value in inside
+            if isinstance(value, dict | list)
+            for child in (value.values() if isinstance(value, dict) else value)
+        ]
+        if not inside:
+            return config
+    raise CorruptCheckpointError(f"the JSON in {key} is nested deeper than {_MOST_JSON_DEPTH} levels", key=key)
 
 
-def file_names(stem: str, count: int) -> list[str]:
-    """The names of so many files that hold whole arrays."""
-    if count == 1:
-        return [f"{stem}.safetensors"]
-    return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+def _parse_json_object(data: bytes, key: str, *, constants: Constants = "refused") -> dict[str, Any]:
+    """The JSON object that a file holds.
 
-
-def file_metadata(
-    tree: TreeMetadata, names: Mapping[int, str], leaves: Collection[int], own: Mapping[str, str]
-) -> dict[str, JSON]:
-    """Return the metadata of a file with these leaves: aliases with the names of their arrays, and the user's entries.
-
-    The user's entries replace others, as in `safetensors.torch.save_model`.
+    Raises:
+        CorruptCheckpointError: if it holds anything else, or one key twice.
     """
-    here = set(leaves)
-    metadata: dict[str, JSON] = {
-        names[alias]: names[target] for alias, target in tree.aliases.items() if target in here
-    }
-    metadata["format"] = "pt"  # Hugging Face loaders ask for it; it says nothing of who wrote the file
-    metadata.update(own)
-    return metadata
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            raise ValueError("it has one key twice")
+        return made
+
+    def constant_of(constant: str) -> object:
+        if constants == "kept":
+            return float(constant)
+        raise ValueError(f"it has {constant}, which is no JSON")
+
+    try:
+        parsed = json.loads(data, object_pairs_hook=unique, parse_constant=constant_of)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"the JSON in {key} cannot be read: {error}", key=key) from error
+    if not isinstance(parsed, dict):
+        raise CorruptCheckpointError(f"the JSON in {key} is not an object", key=key)
+    return parsed

@@ -1,31 +1,148 @@
-"""Slices of arrays in safetensors files.
+"""Writing of safetensors files: their headers, and slices of arrays that no process holds whole.
 
-The files are those of torch.distributed.checkpoint's ``HuggingFaceStorageWriter(save_distributed=True)``, so that it loads them
-(torch 2.13.0, hf_storage.py): ``shard-<process, from 1>-<stem>-<number>-of-<files of the process>.safetensors``, each a plain
-safetensors file in which a tensor is a box of the array with that name, and ``DCP_SHARDING_INFO`` in its metadata is the JSON
+The names of dtypes are those of safetensors 0.8 (``safetensors/src/tensor.rs``). Shapes in headers are in elements, also for
+dtypes smaller than a byte. Their elements are packed; the library refuses a tensor that does not end at a byte
+boundary.
+
+Slices are in the files of torch.distributed.checkpoint's ``HuggingFaceStorageWriter(save_distributed=True)``, so that it loads
+them (torch 2.13.0, hf_storage.py): ``shard-<process, from 1>-<stem>-<number>-of-<files of the process>.safetensors``, each a
+plain safetensors file in which a tensor is a box of the array with that name. ``DCP_SHARDING_INFO`` in its metadata is the JSON
 ``{name: {"saved_offsets": [...]}}``: where the box begins.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ckptcore.builtin.safetensors_header import METADATA, encode_header, file_metadata, header_entry
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
-from ckptcore.model.metadata import ArrayRecord
+from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import ArraySegment, BytesSegment, Segment, WritePlan
 from ckptcore.model.tree import JSON
 from ckptcore.planning import ChunkColumns
 from ckptcore.protocols import Snapshot, WriteStore
 
 __all__ = [
+    "BITS",
+    "METADATA",
+    "PAIRS",
+    "RAW",
     "SHARDING",
+    "WHOLE_BYTES",
+    "encode_header",
+    "file_metadata",
+    "file_names",
+    "header_entry",
     "write_slices",
 ]
+
+WHOLE_BYTES: Final[Mapping[str, str]] = {
+    "bool": "BOOL",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+}
+"""The names of dtypes whose elements have whole bytes, by ours."""
+
+BITS: Final[Mapping[str, int]] = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+"""Bits per element of dtypes smaller than a byte. Those of ml_dtypes have a byte per element and are other dtypes."""
+
+PAIRS: Final = "torch.float4_e2m1fn_x2"
+"""The kind of an array of bytes with two F4 elements each: the dtype that the safetensors library uses for F4."""
+
+RAW: Final = "safetensors."
+"""Prefix of the kind of an array that holds the bytes of a tensor whose dtype NumPy lacks. The dtype's name follows."""
+
+
+def header_entry(record: ArrayRecord) -> tuple[str, Sequence[int]]:
+    """The dtype and shape that a header states for an array that is stored whole."""
+    spec = record.spec
+    if spec.dtype == "uint8" and record.kind != PLAIN_ARRAY and spec.shape:
+        if record.kind == PAIRS:
+            return "F4", (*spec.shape[:-1], 2 * spec.shape[-1])
+        raw = _raw_entry(record)
+        if raw is not None:
+            return raw
+    if (known := WHOLE_BYTES.get(spec.dtype)) is not None:
+        return known, spec.shape
+    dtype = spec.numpy_dtype
+    if dtype.kind in "mM":
+        return "I64", spec.shape
+    return "U8", spec.shape if dtype.itemsize == 1 else (*spec.shape, dtype.itemsize)
+
+
+def _raw_entry(record: ArrayRecord) -> tuple[str, Sequence[int]] | None:
+    """Return the dtype and shape from which `record_of` made a record of bytes; None for other records."""
+    name = record.kind.removeprefix(RAW)
+    bits, shape = BITS.get(name), record.notes.get("shape")
+    if bits is None or not isinstance(shape, list) or not all(type(extent) is int for extent in shape):
+        return None
+    extents = [extent for extent in shape if isinstance(extent, int)]
+    fits = min(extents, default=0) >= 0 and math.prod(extents) * bits == 8 * record.spec.size
+    return (name, extents) if fits and len(record.spec.shape) == 1 else None
+
+
+METADATA: Final = "__metadata__"
+"""The name in a header under which the metadata of the file stands."""
+
+_ALIGNMENT: Final = 64
+_LARGE_ALIGNMENT: Final = 4096
+"""Where elements begin in a large file, in bytes: a page, so that direct I/O needs no copy."""
+
+
+def encode_header(header: Mapping[str, JSON], data_bytes: int) -> bytes:
+    """What stands before the elements of a file.
+
+    Args:
+        header: by name, what each tensor is and where.
+        data_bytes: how many bytes of elements follow.
+    """
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    alignment = _LARGE_ALIGNMENT if data_bytes > 1 << 20 else _ALIGNMENT
+    padded = -(-(8 + len(encoded)) // alignment) * alignment - 8
+    return padded.to_bytes(8, "little") + encoded.ljust(padded)
+
+
+def file_names(stem: str, count: int) -> list[str]:
+    """The names of so many files that hold whole arrays."""
+    if count == 1:
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def file_metadata(
+    tree: TreeMetadata, names: Mapping[int, str], leaves: Collection[int], own: Mapping[str, str]
+) -> dict[str, JSON]:
+    """Return the metadata of a file with these leaves: aliases with the names of their arrays, and the user's entries.
+
+    The user's entries replace others, as in `safetensors.torch.save_model`.
+    """
+    here = set(leaves)
+    metadata: dict[str, JSON] = {
+        names[alias]: names[target] for alias, target in tree.aliases.items() if target in here
+    }
+    metadata["format"] = "pt"  # Hugging Face loaders ask for it; it says nothing of who wrote the file
+    metadata.update(own)
+    return metadata
 
 
 SHARDING: Final = "DCP_SHARDING_INFO"
