@@ -1,4 +1,4 @@
-"""The one typed wrapper around pluggy: who handles this type, this layout name, this URL scheme."""
+"""Plugins: the handler of a type, the layout of a name, the storage of a URL scheme. The only module that uses pluggy's manager."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pluggy
 
 from ckptcore.builtin import BuiltinPlugin
 from ckptcore.distributions import install_hint
+from ckptcore.entry_points import entry_points
 from ckptcore.errors import PluginConflictError, PluginError, UnknownPluginError
 from ckptcore.hookspecs import PROJECT_NAME, HookSpecs
 from ckptcore.protocols import (
@@ -32,7 +33,7 @@ __all__ = ["Dispatch", "FailedPlugin", "Handler", "PluginInfo", "Plugins", "inst
 logger = logging.getLogger("ckptcore.plugins")
 
 Handler: TypeAlias = LeafHandler | ContainerHandler | CheckpointableHandler | FilesHandler
-"""What handles a type."""
+"""The object that handles the values of a type."""
 
 T = TypeVar("T")
 
@@ -46,7 +47,7 @@ _AS_FILES: Final = {"ckpt_files_handler": "files"}
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Who handles a type: exactly one of the four, or nobody.
+    """The handler of a type: at most one of the four is set.
 
     Attributes:
         leaf, container, checkpointable, files: the handler.
@@ -63,7 +64,7 @@ class FailedPlugin:
     """An installed plugin that could not be imported.
 
     Attributes:
-        name: of its entry point.
+        name: the name of its entry point.
         distribution: name and version of its distribution.
         reason: the error.
     """
@@ -78,11 +79,11 @@ class PluginInfo:
     """An installed plugin and what it offers.
 
     Attributes:
-        name: of its entry point.
+        name: the name of its entry point.
         distribution: name and version of its distribution.
         hooks: the hooks it implements.
         layouts, storages: the names and URL schemes it offers.
-        failed_layouts: of its layouts those that cannot be made, by name, each with its error.
+        failed_layouts: errors of layouts that cannot be created, by name.
     """
 
     name: str
@@ -94,7 +95,7 @@ class PluginInfo:
 
 
 class Plugins:
-    """The plugins in force: those installed, and those of a Context before them. Any thread."""
+    """The plugins in use: those of a Context before the installed ones. Any thread."""
 
     def __init__(
         self,
@@ -114,7 +115,7 @@ class Plugins:
         self.failed = tuple(failed)
 
     def having(self, plugins: Sequence[object], handlers: Mapping[type, Handler]) -> Plugins:
-        """These plugins with more of them, and with handlers by type that come before all others."""
+        """Return these plugins with further ones, and with handlers by type that precede all others."""
         if not plugins and not handlers:
             return self
         manager = _new_manager()
@@ -132,7 +133,7 @@ class Plugins:
         )
 
     def wrapping(self, wrap_leaf: Callable[[LeafHandler], LeafHandler]) -> Plugins:
-        """These plugins, with what `wrap_leaf` makes of a handler in the place of every handler of leaves."""
+        """Return these plugins with every leaf handler wrapped by a function."""
         return Plugins(
             self._manager,
             failed=self.failed,
@@ -142,10 +143,10 @@ class Plugins:
         )
 
     def dispatch(self, value: object) -> Dispatch:
-        """Who handles values of this one's type within a tree: never as files. Cached by type.
+        """Return the handler of a value in a tree, which is never a files handler. Cached by type.
 
         Raises:
-            PluginConflictError: if two plugins are equally sure of it.
+            PluginConflictError: two plugins claim the type with the same priority.
         """
         value_type = type(value)
         found = self._dispatch.get(value_type)
@@ -153,15 +154,15 @@ class Plugins:
             found = self._find(value_type, value, _IN_TREES)
             if found.leaf is not None and self._wrap_leaf is not None:
                 found = Dispatch(leaf=self._wrap_leaf(found.leaf))
-            if found != Dispatch():  # a type that nobody handles may be registered with a framework later
+            if found != Dispatch():  # a type without a handler may be registered with a framework later
                 self._dispatch[value_type] = found
         return found
 
     def dispatch_named(self, value: object) -> Dispatch:
-        """Who handles a value that has a name of its own in a checkpoint: perhaps as files.
+        """Return the handler of a value that has a name of its own in a checkpoint. It may be a files handler.
 
         Raises:
-            PluginConflictError: if two plugins are equally sure of it.
+            PluginConflictError: two plugins claim the type with the same priority.
         """
         value_type = type(value)
         files = self._find(value_type, value, _AS_FILES)
@@ -174,7 +175,7 @@ class Plugins:
         return files if handler is None or files.files.priority >= handler.priority else tree
 
     def _given(self, value_type: type) -> Handler | None:
-        """The handler that a Context gives for a type or the nearest of its bases."""
+        """Return the handler that a Context gives for a type or the nearest of its bases."""
         claims = [claimed for claimed in self._handlers if issubclass(value_type, claimed)]
         if not claims:
             return None
@@ -203,12 +204,12 @@ class Plugins:
         return best[0][1]
 
     def layout(self, layout: str | Layout) -> Layout:
-        """The layout of this name; a layout object is itself.
+        """Return the layout of a name. A layout object is returned unchanged.
 
         Raises:
-            UnknownPluginError: if no installed plugin has it.
-            PluginConflictError: if two have.
-            PluginError: if its plugin cannot make it: most often it imports what is not installed.
+            UnknownPluginError: no installed plugin has it.
+            PluginConflictError: two plugins have it.
+            PluginError: its plugin cannot create it. Usually it imports a library that is not installed.
         """
         if not isinstance(layout, str):
             return layout
@@ -228,18 +229,18 @@ class Plugins:
             ) from error
 
     def layouts(self) -> Sequence[Layout]:
-        """Every layout that can be made, sorted by name. `failed_layouts` tells of the others.
+        """Return every layout that can be created, sorted by name. `failed_layouts` has the others.
 
         Raises:
-            PluginConflictError: if two plugins have one of the same name.
+            PluginConflictError: two plugins have a layout of the same name.
         """
         return [layout for layout in _made(self._layout_factories()).values() if not isinstance(layout, Exception)]
 
     def failed_layouts(self) -> Mapping[str, str]:
-        """The layouts that cannot be made, by name, each with its error: most often they import what is not installed.
+        """Return the errors of layouts that cannot be created, by name.
 
         Raises:
-            PluginConflictError: if two plugins have one of the same name.
+            PluginConflictError: two plugins have a layout of the same name.
         """
         return _failures_of(_made(self._layout_factories()))
 
@@ -247,11 +248,11 @@ class Plugins:
         return {name: factory for name, (_, factory) in self._named("ckpt_layouts", "layout").items()}
 
     def storage(self, scheme: str) -> StorageOpener:
-        """What opens URLs of a scheme.
+        """Return the opener of URLs of a scheme.
 
         Raises:
-            UnknownPluginError: if no installed plugin does.
-            PluginConflictError: if two do.
+            UnknownPluginError: no installed plugin opens them.
+            PluginConflictError: two plugins open them.
         """
         openers = self._named("ckpt_storages", "URL scheme")
         if scheme in openers:
@@ -271,50 +272,42 @@ class Plugins:
         return cast(StorageOpener, found[0][1])
 
     def coordinator(self) -> Coordinator:
-        """The coordinator of the job this process is part of.
+        """Return the coordinator of the job of this process.
 
         Raises:
-            PluginConflictError: if plugins other than the built-in one know of two jobs.
+            PluginConflictError: plugins other than the built-in one report two jobs.
         """
         found = _answers(self._manager.hook.ckpt_coordinator, {})
         several = [(name, coordinator) for name, coordinator in found if coordinator.size > 1]
-        if len(several) > 1:
-            names = " and ".join(name for name, _ in several)
-            raise PluginConflictError(
-                f"this process is part of several jobs: of {names}; give Context(job=JobOptions(coordinator=...)) the one that saves"
-            )
-        return cast(Coordinator, (several or found)[0][1])
+        job = _only(several, "this process is part of several jobs", "JobOptions(coordinator=...)")
+        return cast(Coordinator, found[0][1] if job is None else job)
 
     def executor(self) -> Executor[Any, Any] | None:
-        """The workers of the single controller that this process is; None where it is none.
+        """Return the workers of this process if it is a single controller, else None.
 
         Raises:
-            PluginConflictError: if two plugins know of some.
+            PluginConflictError: two plugins report workers.
         """
         found = _answers(self._manager.hook.ckpt_executor, {})
-        if len(found) > 1:
-            names = " and ".join(name for name, _ in found)
-            raise PluginConflictError(
-                f"this process is the controller of the workers of several plugins: of {names}; give Context(job=JobOptions(executor=...)) the one to use"
-            )
-        return cast(Executor[Any, Any], found[0][1]) if found else None
+        subject = "this process is the controller of the workers of several plugins"
+        return cast(Executor[Any, Any] | None, _only(found, subject, "JobOptions(executor=...)"))
 
     def collectives(self) -> Collectives | None:
-        """The collectives of the job this process is part of; None where no plugin has some.
+        """Return the collectives of the job of this process, or None if no plugin has any.
 
         Raises:
-            PluginConflictError: if several have.
+            PluginConflictError: several plugins have collectives.
         """
         found = _answers(self._manager.hook.ckpt_collectives, {})
-        if len(found) > 1:
-            names = " and ".join(name for name, _ in found)
-            raise PluginConflictError(
-                f"this process is part of several jobs: of {names}; give Context(job=JobOptions(collectives=...)) those to send over"
-            )
-        return cast(Collectives, found[0][1]) if found else None
+        return cast(
+            Collectives | None, _only(found, "this process is part of several jobs", "JobOptions(collectives=...)")
+        )
 
     def describe(self) -> Sequence[PluginInfo]:
-        """What is installed, sorted by name; the distribution of a plugin that a Context added is not known."""
+        """Describe the plugins, sorted by name. The distribution of a plugin that a Context added is empty."""
+        from importlib.metadata import version  # slow to import
+
+        distributions = {**self._distributions, "builtin": f"ckptcore {version('ckptcore')}"}
         found = []
         for name, plugin in self._manager.list_name_plugin():
             if plugin is None:
@@ -327,7 +320,7 @@ class Plugins:
             found.append(
                 PluginInfo(
                     name,
-                    self._distributions.get(name, ""),
+                    distributions.get(name, ""),
                     hooks,
                     tuple(sorted(layouts)),
                     tuple(sorted(storages)),
@@ -337,7 +330,7 @@ class Plugins:
         return sorted(found, key=lambda info: info.name)
 
     def _named(self, hook_name: str, what: str) -> Mapping[str, tuple[str, Callable[..., object]]]:
-        """What plugins offer by name, each with the name of its plugin. Asked for once: every checkpoint that is opened looks here twice."""
+        """Return the objects that plugins offer by name, each with the name of its plugin. Cached."""
         known = self._offers.get(hook_name)
         if known is not None:
             return known
@@ -359,13 +352,25 @@ class Plugins:
 
 
 def _answers(caller: Any, arguments: Mapping[str, object]) -> list[tuple[str, Any]]:
-    """Each plugin's answer to a hook with the plugin's name; those that answer None left out."""
+    """Return the answers of all plugins to a hook, with their names. Leaves out None."""
     answers = []
     for implementation in caller.get_hookimpls():
         answer = implementation.function(*[arguments[name] for name in implementation.argnames])
         if answer is not None:
             answers.append((implementation.plugin_name, answer))
     return answers
+
+
+def _only(found: Sequence[tuple[str, object]], subject: str, option: str) -> object:
+    """Return the only answer of a hook, or None if there is none.
+
+    Raises:
+        PluginConflictError: there are several.
+    """
+    if len(found) > 1:
+        names = " and ".join(name for name, _ in found)
+        raise PluginConflictError(f"{subject}: of {names}; give Context(job={option}) the one to use")
+    return found[0][1] if found else None
 
 
 def _as_dispatch(handler: Handler) -> Dispatch:
@@ -383,12 +388,12 @@ def _as_dispatch(handler: Handler) -> Dispatch:
 
 
 def _made(factories: Mapping[str, object]) -> Mapping[str, Layout | Exception]:
-    """The layouts of these factories, sorted by name; in place of one that cannot be made the error."""
+    """Create the layouts of some factories, sorted by name. A layout that cannot be created is replaced by its error."""
     made: dict[str, Layout | Exception] = {}
     for name, factory in sorted(factories.items()):
         try:
             made[name] = cast(LayoutFactory, factory)()
-        except Exception as error:  # noqa: BLE001  # one that is broken must not hide what the others can read
+        except Exception as error:  # noqa: BLE001  # a broken layout must not disable the others
             made[name] = error
     return made
 
@@ -419,24 +424,21 @@ def _new_manager() -> pluggy.PluginManager:
 
 @functools.cache
 def installed_plugins() -> Plugins:
-    """The built-in plugins and every installed one, found once per process by the entry point group ``ckptcore``."""
-    import importlib.metadata  # costs more to import than the rest of this module
-
+    """Return the built-in plugin and all installed ones: entry points of the group ``ckptcore``. Found once per process."""
     manager = _new_manager()
     manager.register(BuiltinPlugin(), "builtin")
-    distributions = {"builtin": f"ckptcore {importlib.metadata.version('ckptcore')}"}
+    distributions = {"builtin": "ckptcore"}
     failed = []
-    for entry_point in importlib.metadata.entry_points(group=PROJECT_NAME):
-        described = f"{entry_point.dist.name} {entry_point.dist.version}" if entry_point.dist else ""
+    for found in entry_points(PROJECT_NAME):
         try:
-            if entry_point.name in distributions:
+            if found.name in distributions:
                 raise PluginConflictError(
-                    f"{distributions[entry_point.name]} has a plugin of the name {entry_point.name!r} too; uninstall one"
+                    f"{distributions[found.name]} has a plugin of the name {found.name!r} too; uninstall one"
                 )
-            manager.register(entry_point.load(), entry_point.name)
-            distributions[entry_point.name] = described
-        except Exception as error:  # noqa: BLE001  # whatever a broken plugin raises must not take the others with it
-            failed.append(FailedPlugin(entry_point.name, described, _reason(error)))
-            logger.warning("the plugin %s of %s failed to load: %s", entry_point.name, described, error)
+            manager.register(found.load(), found.name)
+            distributions[found.name] = found.distribution
+        except Exception as error:  # noqa: BLE001  # a broken plugin may raise anything, and must not disable the others
+            failed.append(FailedPlugin(found.name, found.distribution, _reason(error)))
+            logger.warning("the plugin %s of %s failed to load: %s", found.name, found.distribution, error)
     manager.check_pending()
     return Plugins(manager, failed=failed, distributions=distributions)

@@ -1,0 +1,65 @@
+"""Entry points: the same as those of `importlib.metadata`, without importing it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+from ckptcore.entry_points import EntryPoint, entry_points
+
+
+def install(directory: Path, name: str, text: str) -> None:
+    """Write the metadata of a distribution."""
+    (directory / name).mkdir(parents=True)
+    (directory / name / "METADATA").write_text("Metadata-Version: 2.1\nName: an-example\nVersion: 1.2\n")
+    (directory / name / "entry_points.txt").write_text(text, encoding="utf-8")
+
+
+@pytest.mark.parametrize("group", ["ckptcore", "ckptcore.commands", "ckptcore_testing", "console_scripts", "pytest11"])
+def test_finds_those_of_importlib(group: str) -> None:
+    expected = [(found.name, found.value) for found in importlib.metadata.entry_points(group=group)]
+    assert sorted((found.name, found.value) for found in entry_points(group)) == sorted(expected)
+
+
+def test_a_distribution_that_is_installed_twice_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "# a comment\n\n[other]\nx = y\n[an.group]\nfirst = json:decoder.JSONDecoder [extra]\nsecond=json\n"
+    install(tmp_path / "a", "an_example-1.2.dist-info", text)
+    install(tmp_path / "b", "An.Example.egg-info", "[an.group]\nthird = json\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / name) for name in ("missing", "a", "b")])
+    found = entry_points("an.group")
+    assert found == [
+        EntryPoint("first", "json:decoder.JSONDecoder [extra]", "an-example 1.2"),
+        EntryPoint("second", "json", "an-example 1.2"),
+    ]
+    import json
+
+    assert [point.load() for point in found] == [json.decoder.JSONDecoder, json]
+
+
+def test_finds_those_in_an_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ZipFile(tmp_path / "archive.zip", "w") as archive:
+        archive.writestr("an_example-1.2.dist-info/METADATA", "Metadata-Version: 2.1\nName: an-example\nVersion: 1.2\n")
+        archive.writestr("an_example-1.2.dist-info/entry_points.txt", "[an.group]\nfirst = json\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "archive.zip")])
+    assert entry_points("an.group") == [EntryPoint("first", "json", "an-example 1.2")]
+
+
+def test_finds_those_of_an_import_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Finder(importlib.metadata.DistributionFinder):
+        def find_distributions(self, context: object = None) -> list[importlib.metadata.Distribution]:
+            return [Found()]
+
+    class Found(importlib.metadata.Distribution):
+        def read_text(self, filename: str) -> str | None:
+            texts = {"METADATA": "Name: hooked\nVersion: 3\n", "entry_points.txt": "[an.group]\nfirst = json\n"}
+            return texts.get(filename)
+
+        def locate_file(self, path: object) -> Path:
+            raise NotImplementedError
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder()])
+    assert entry_points("an.group") == [EntryPoint("first", "json", "hooked 3")]
