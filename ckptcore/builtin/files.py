@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
 import os
 import platform
@@ -12,6 +11,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
+
+import xxhash
 
 from ckptcore.builtin.local_directories import DirectoryLock, try_to_lock
 from ckptcore.builtin.stateful import required_names
@@ -100,13 +101,13 @@ def _make(above: str) -> tuple[Path, DirectoryLock]:
 
 @functools.cache
 def _prefix() -> str:
-    """How the names of all staging directories of this machine begin, from its start to its end."""
+    """Return the prefix of the names of all staging directories of this machine, until it is started again."""
     try:
         # Not the name of the host: several containers and machines may have the same.
         machine = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError:
         machine = platform.node().encode("utf-8", "surrogateescape")
-    return f"{_PREFIX}{hashlib.sha256(machine).hexdigest()[:16]}-"
+    return f"{_PREFIX}{xxhash.xxh3_64_hexdigest(machine)}-"
 
 
 def _sweep(above: str) -> None:

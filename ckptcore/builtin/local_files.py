@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from ckptcore.builtin.local_calls import is_of_this_machine, local_error, open_inside, open_without_links
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, StorageError
+from ckptcore.model.arrays import HostArray
 
 __all__ = [
     "ColdReader",
@@ -472,7 +472,7 @@ def _bounce() -> memoryview:
     return memory
 
 
-def _spread(source: npt.NDArray[np.uint8], targets: list[npt.NDArray[np.uint8]]) -> None:
+def _spread(source: HostArray, targets: list[HostArray]) -> None:
     """Copy bytes into the arrays one after the other; what is filled leaves the list, or is cut off its first."""
     while len(source):
         target = targets[0]

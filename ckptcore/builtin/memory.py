@@ -11,7 +11,6 @@ from typing import ClassVar, Final
 from urllib.parse import unquote
 
 import numpy as np
-import numpy.typing as npt
 
 from ckptcore.errors import (
     ConditionFailedError,
@@ -20,6 +19,7 @@ from ckptcore.errors import (
     ObjectNotFoundError,
     StorageError,
 )
+from ckptcore.model.arrays import HostArray
 from ckptcore.model.objects import check_directory_key, check_key
 from ckptcore.protocols import IF_ABSENT, Buffer, IfAbsent, ObjectWriter, PutCondition, StorageAddress, StorageOptions
 
@@ -258,7 +258,7 @@ class _MemoryWriter:
         self._size = size
         self._condition = condition
         self._lock = threading.Lock()
-        self._data: npt.NDArray[np.uint8] | None = np.empty(size or 0, np.uint8)
+        self._data: HostArray | None = np.empty(size or 0, np.uint8)
         self._pieces: dict[int, bytes] = {}
         self._written = 0
         store.begin(self)

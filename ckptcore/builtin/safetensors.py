@@ -13,7 +13,7 @@ whole is in slices (see `safetensors_writing`).
 from __future__ import annotations
 
 import json
-import re
+import string
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -92,7 +92,8 @@ def finish_sessions(
     return {**state, "slices": slices.to_json()} if slices else state
 
 
-_STEM: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", re.ASCII)
+_STEM_CHARACTERS: Final = frozenset("_.-" + string.ascii_letters + string.digits)
+_MOST_STEM_CHARACTERS: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,11 @@ class SafetensorsLayout:
     metadata: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.stem, str) or not _STEM.fullmatch(self.stem):
+        stem = self.stem
+        if (
+            not (isinstance(stem, str) and 0 < len(stem) <= _MOST_STEM_CHARACTERS and _STEM_CHARACTERS.issuperset(stem))
+            or stem[0] in ".-"
+        ):
             raise ValueError(
                 f"SafetensorsLayout(stem={self.stem!r}): give ASCII letters, digits, '_', '-' and '.', the first of them neither "
                 "'.' nor '-', such as 'model' or 'adapter_model'"

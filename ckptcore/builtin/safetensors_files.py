@@ -24,7 +24,7 @@ __all__ = ["Constants", "inspect_files", "read_json_object"]
 
 _OURS: Final = {theirs: ours for ours, theirs in WHOLE_BYTES.items()}
 
-_NAME: Final = re.compile(r"\w{1,40}", re.ASCII)
+_NAME: Final = r"(?a)\w{1,40}"
 
 
 def _record_of(dtype: str, shape: Sequence[int], nbytes: int) -> ArrayRecord | None:
@@ -42,7 +42,7 @@ def _record_of(dtype: str, shape: Sequence[int], nbytes: int) -> ArrayRecord | N
         record = ArrayRecord(ArraySpec(tuple(shape), ours))
         return record if record.spec.nbytes == nbytes and record.spec.is_possible else None
     bits = BITS.get(dtype)
-    if not _NAME.fullmatch(dtype) or (bits is not None and math.prod(shape) * bits != 8 * nbytes):
+    if not re.fullmatch(_NAME, dtype) or (bits is not None and math.prod(shape) * bits != 8 * nbytes):
         return None
     if dtype == "F4" and shape and shape[-1] % 2 == 0:
         record = ArrayRecord(ArraySpec((*shape[:-1], shape[-1] // 2), "uint8"), PAIRS)

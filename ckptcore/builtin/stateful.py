@@ -91,7 +91,7 @@ _NOTHING: Final = _Nothing()
 _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes)
 """Values that say themselves what they are, and come back so."""
 
-_IN_BYTES: Final = re.compile(r"u?int[1-7]|float4_.*")
+_IN_BYTES: Final = r"u?int[1-7]|float4_.*"
 """Elements of frameworks that are smaller than a byte, or several in one: stored as bytes, which does not tell the dtype."""
 
 
@@ -128,7 +128,7 @@ def _array(own: object, stored: AbstractArray, array: Callable[[AbstractArray], 
     make = getattr(own, "new_empty", None)
     if make is not None:
         name = _element_name(own)
-        if name == stored.dtype.name or _IN_BYTES.fullmatch(name):
+        if name == stored.dtype.name or re.fullmatch(_IN_BYTES, name):
             return make(stored.shape)
         dtype = _dtype_beside(own, stored.dtype.name)
         return array(stored) if dtype is None else make(stored.shape, dtype=dtype)
