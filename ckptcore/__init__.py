@@ -125,9 +125,9 @@ def __getattr__(name: str) -> object:
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name == "__version__":
-        from importlib.metadata import version  # slow to import, and rarely used
+        from ckptcore.installed import version_of  # rarely used
 
-        return version(__name__)
+        return version_of(__name__)
     if not name.startswith("_"):
         from ckptcore.distributions import import_name, lazy_names  # only names of other distributions need it
 

@@ -12,9 +12,9 @@ import pluggy
 
 from ckptcore.builtin import BuiltinPlugin
 from ckptcore.distributions import install_hint
-from ckptcore.entry_points import entry_points
 from ckptcore.errors import PluginConflictError, PluginError, UnknownPluginError
 from ckptcore.hookspecs import PROJECT_NAME, HookSpecs
+from ckptcore.installed import entry_points, version_of
 from ckptcore.protocols import (
     CheckpointableHandler,
     Collectives,
@@ -305,9 +305,7 @@ class Plugins:
 
     def describe(self) -> Sequence[PluginInfo]:
         """Describe the plugins, sorted by name. The distribution of a plugin that a Context added is empty."""
-        from importlib.metadata import version  # slow to import
-
-        distributions = {**self._distributions, "builtin": f"ckptcore {version('ckptcore')}"}
+        distributions = {**self._distributions, "builtin": f"ckptcore {version_of('ckptcore')}"}
         found = []
         for name, plugin in self._manager.list_name_plugin():
             if plugin is None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Generic, Literal, TypeAlias, TypeVar
 
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError
+from ckptcore.installed import version_of
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata, ValueRecord
 from ckptcore.model.objects import ObjectRecord, check_key
 from ckptcore.model.tree import JSON
@@ -343,10 +344,8 @@ def check_name(name: str) -> str:
 
 @functools.cache
 def this_writer() -> Mapping[str, str]:
-    """What a root says of the software that wrote it: names of distributions, and their versions."""
-    import importlib.metadata  # costs more to import than the rest of this module
-
-    return {"ckptcore": importlib.metadata.version("ckptcore")}
+    """Return the software that writes roots: names of distributions, with their versions."""
+    return {"ckptcore": version_of("ckptcore")}
 
 
 _MOST: Final = 4

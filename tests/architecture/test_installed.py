@@ -1,4 +1,4 @@
-"""Entry points: the same as those of `importlib.metadata`, without importing it."""
+"""Installed distributions: the same as `importlib.metadata` finds, without importing it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from zipfile import ZipFile
 
 import pytest
 
-from ckptcore.entry_points import EntryPoint, entry_points
+from ckptcore.installed import EntryPoint, entry_points, version_of
 
 
 def install(directory: Path, name: str, text: str) -> None:
@@ -23,6 +23,12 @@ def install(directory: Path, name: str, text: str) -> None:
 def test_finds_those_of_importlib(group: str) -> None:
     expected = [(found.name, found.value) for found in importlib.metadata.entry_points(group=group)]
     assert sorted((found.name, found.value) for found in entry_points(group)) == sorted(expected)
+
+
+def test_finds_the_version_of_importlib() -> None:
+    assert version_of("ckptcore") == importlib.metadata.version("ckptcore")
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        version_of("ckptcore-of-nobody")
 
 
 def test_a_distribution_that_is_installed_twice_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Entry points of the installed distributions.
+"""Installed distributions: their entry points and versions.
 
 `importlib.metadata` finds the same ones, but takes longer than a small save: it imports the packages `email`, `csv` and
 `zipfile`, and reads the metadata of each distribution. It is used only where a distribution may be in an archive or
@@ -15,7 +15,7 @@ from functools import reduce
 from importlib.machinery import PathFinder
 from typing import NamedTuple
 
-__all__ = ["EntryPoint", "entry_points"]
+__all__ = ["EntryPoint", "entry_points", "version_of"]
 
 
 class EntryPoint(NamedTuple):
@@ -39,38 +39,62 @@ class EntryPoint(NamedTuple):
 
 def entry_points(group: str) -> list[EntryPoint]:
     """Find the entry points of a group. Of distributions with the same name, the first one on `sys.path` counts."""
-    paths = [path for path in sys.path if isinstance(path, str)]  # Python ignores others
-    is_plain = not any(path.endswith(".egg") or os.path.isfile(path) for path in paths)
-    if not is_plain or any(hasattr(found, "find_distributions") for found in sys.meta_path if found is not PathFinder):
+    if not _are_directories():
         from importlib import metadata  # see above
 
         return [
             EntryPoint(found.name, found.value, f"{found.dist.name} {found.dist.version}" if found.dist else "")
             for found in metadata.entry_points(group=group)
         ]
-    points: list[EntryPoint] = []
+    return [
+        EntryPoint(key, value, f"{name} {version}".rstrip())
+        for name, version, directory in _distributions()
+        for key, value in _read(os.path.join(directory, "entry_points.txt"), group)
+    ]
+
+
+def version_of(distribution: str) -> str:
+    """Return the version of a distribution of this project.
+
+    Raises:
+        importlib.metadata.PackageNotFoundError: it is not installed.
+    """
+    for name, version, _ in _distributions() if _are_directories() else ():
+        if name == distribution and version:
+            return version
+    from importlib import metadata  # see above
+
+    return metadata.version(distribution)
+
+
+def _are_directories() -> bool:
+    """Return whether distributions are only in directories of `sys.path`: not in archives or eggs, and of no import hook."""
+    if any(path.endswith(".egg") or os.path.isfile(path) for path in _paths()):
+        return False
+    return not any(hasattr(finder, "find_distributions") for finder in sys.meta_path if finder is not PathFinder)
+
+
+def _paths() -> list[str]:
+    return [path for path in sys.path if isinstance(path, str)]  # Python ignores others
+
+
+def _distributions() -> Iterator[tuple[str, str, str]]:
+    """Yield the name, the version if known, and the directory of the metadata of each distribution."""
     seen: set[str] = set()
-    for directory in paths:
-        for name in _names_in(directory or "."):
-            stem, suffix = os.path.splitext(name)
+    for path in _paths():
+        try:
+            names = os.listdir(path or ".")
+        except OSError:  # not there, or not readable: nothing can be imported from it
+            continue
+        for found in names:
+            stem, suffix = os.path.splitext(found)
             if suffix.lower() in (".dist-info", ".egg-info"):
-                distribution, _, version = stem.partition("-")
-                distribution = distribution.replace("_", "-")
-                if (normalized := distribution.replace(".", "-").lower()) not in seen:
+                name, _, version = stem.partition("-")
+                name = name.replace("_", "-")
+                normalized = name.replace(".", "-").lower()
+                if normalized not in seen:
                     seen.add(normalized)
-                    described = f"{distribution} {version}".rstrip()
-                    points += [
-                        EntryPoint(key, value, described)
-                        for key, value in _read(os.path.join(directory, name, "entry_points.txt"), group)
-                    ]
-    return points
-
-
-def _names_in(directory: str) -> list[str]:
-    try:
-        return os.listdir(directory)
-    except OSError:  # not there, or not readable: nothing can be imported from it
-        return []
+                    yield name, version, os.path.join(path, found)
 
 
 def _read(path: str, group: str) -> Iterator[tuple[str, str]]:
