@@ -1,13 +1,13 @@
 """The layout safetensors.
 
-Files of whole arrays are named by their session, ``model-session-00001.safetensors``, which is the number of its first process: how many
-files there will be nobody knows as they are written. Whoever reads the format by its index takes any names.
-
 The format (https://github.com/huggingface/safetensors): 8 bytes of little-endian length, a JSON header of that many bytes
-``{name: {"dtype", "shape", "data_offsets"}, "__metadata__": {str: str}}``, then the elements, little endian, in C order, without
-gaps. A checkpoint above a size is split into ``model-00001-of-00002.safetensors`` and so on, which
-``model.safetensors.index.json`` lists: ``{"metadata": {"total_size": bytes}, "weight_map": {name: file}}``. What no process holds
-whole is in slices (see `safetensors_writing`).
+``{name: {"dtype", "shape", "data_offsets"}, "__metadata__": {str: str}}``, then the elements, little endian, in C order,
+without gaps. A checkpoint above a size is split into ``model-00001-of-00002.safetensors`` and so on, which
+``model.safetensors.index.json`` lists: ``{"metadata": {"total_size": bytes}, "weight_map": {name: file}}``. Arrays that no
+process holds whole are in slices (see `safetensors_writing`).
+
+Files of a session are named by the number of its first process, such as ``model-session-00001.safetensors``, because the
+number of files is not known while they are written. Readers that use the index accept any names.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from ckptcore.builtin.safetensors_writing import (
@@ -42,54 +43,7 @@ from ckptcore.planning import ChunkColumns, ChunkTable, leaf_names
 from ckptcore.planning.partition import run_extent
 from ckptcore.protocols import ChunkIndex, Inspection, ReadStore, Snapshot, WriteStore
 
-__all__ = [
-    "SafetensorsLayout",
-    "finish_sessions",
-    "renumbered_places",
-]
-
-
-def renumbered_places(state: JSON, leaves: Sequence[int]) -> JSON:
-    """The state of a receipt where leaves have other numbers."""
-    columns: Any = state  # what a hostile one raises the caller knows
-    made = {**columns, "leaf": [leaves[leaf] for leaf in columns["leaf"]]}
-    if "slices" in columns:
-        made["slices"] = {**columns["slices"], "leaf": [leaves[leaf] for leaf in columns["slices"]["leaf"]]}
-    return made
-
-
-def finish_sessions(
-    tree: TreeMetadata, receipts: Sequence[Receipt], stem: str, metadata: Mapping[str, str], store: WriteStore
-) -> JSON:
-    """Put together where sessions wrote arrays, and write the index; one empty file where there are no arrays at all.
-
-    The index has the names that stand in the files. Where arrays are in slices there is none, as after any save.
-    """
-    states: list[Any] = [receipt.state for receipt in receipts]
-    places: dict[int, tuple[str, int, str]] = {}
-    for state in states:
-        columns = zip(state["leaf"], state["file"], state["offset"], state["name"], strict=True)
-        places.update({leaf: (state["files"][file], offset, name) for leaf, file, offset, name in columns})
-    slices = ChunkColumns()
-    for state in states:
-        if "slices" in state:
-            slices.extend(state["slices"], tree, places)
-    keys = list(dict.fromkeys([key for key, _, _ in places.values()]))
-    if not slices and places:
-        weight_map = {name: key for key, _, name in places.values()}
-        index: JSON = {"metadata": {"total_size": tree.nbytes}, "weight_map": weight_map}
-        store.put(f"{stem}.safetensors.index.json", json.dumps(index, indent=2).encode())
-    elif not slices:
-        keys = [f"{stem}.safetensors"]
-        store.put(keys[0], encode_header({METADATA: file_metadata(tree, {}, (), metadata)}, 0))
-    numbers = {key: number for number, key in enumerate(keys)}
-    state = {
-        "files": keys,
-        "leaf": list(places),
-        "file": [numbers[key] for key, _, _ in places.values()],
-        "offset": [offset for _, offset, _ in places.values()],
-    }
-    return {**state, "slices": slices.to_json()} if slices else state
+__all__ = ["SafetensorsLayout"]
 
 
 _STEM_CHARACTERS: Final = frozenset("_.-" + string.ascii_letters + string.digits)
@@ -240,7 +194,7 @@ class SafetensorsLayout:
             CheckpointError: if a process wrote other files than these, because its layout has other options.
         """
         if any(isinstance(receipt.state, dict) and "files" in receipt.state for receipt in receipts):
-            return finish_sessions(tree, receipts, self.stem, self.metadata, store)
+            return _finish_sessions(tree, receipts, self.stem, self.metadata, store)
         files = self.arrays_by_object(tree)
         keys = file_names(self.stem, len(files))
         states: list[Any] = [receipt.state for receipt in receipts if receipt.state is not None]
@@ -279,9 +233,12 @@ class SafetensorsLayout:
         return _names(tree)
 
     def renumbered(self, state: JSON, leaves: Sequence[int]) -> JSON:
-        """The columns of leaves."""
-
-        return renumbered_places(state, leaves)
+        """See `ckptcore.protocols.WritesSessions`. Renumbers the columns of leaves."""
+        columns: Any = state  # the caller handles what a hostile state raises
+        made = {**columns, "leaf": [leaves[leaf] for leaf in columns["leaf"]]}
+        if "slices" in columns:
+            made["slices"] = {**columns["slices"], "leaf": [leaves[leaf] for leaf in columns["slices"]["leaf"]]}
+        return made
 
     def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
         """Return the table of arrays and slices."""
@@ -292,6 +249,40 @@ class SafetensorsLayout:
         from ckptcore.builtin.safetensors_files import inspect_files  # only needed for files of other software
 
         return inspect_files(store, entry)
+
+
+def _finish_sessions(
+    tree: TreeMetadata, receipts: Sequence[Receipt], stem: str, metadata: Mapping[str, str], store: WriteStore
+) -> JSON:
+    """Combine the columns of sessions, and write the index; without arrays, write one empty file.
+
+    The index has the names in the files. There is none if arrays are in slices, as after any save.
+    """
+    states: list[Any] = [receipt.state for receipt in receipts]
+    places: dict[int, tuple[str, int, str]] = {}
+    for state in states:
+        columns = zip(state["leaf"], state["file"], state["offset"], state["name"], strict=True)
+        places.update({leaf: (state["files"][file], offset, name) for leaf, file, offset, name in columns})
+    slices = ChunkColumns()
+    for state in states:
+        if "slices" in state:
+            slices.extend(state["slices"], tree, places)
+    keys = list(dict.fromkeys([key for key, _, _ in places.values()]))
+    if not slices and places:
+        weight_map = {name: key for key, _, name in places.values()}
+        index: JSON = {"metadata": {"total_size": tree.nbytes}, "weight_map": weight_map}
+        store.put(f"{stem}.safetensors.index.json", json.dumps(index, indent=2).encode())
+    elif not slices:
+        keys = [f"{stem}.safetensors"]
+        store.put(keys[0], encode_header({METADATA: file_metadata(tree, {}, (), metadata)}, 0))
+    numbers = {key: number for number, key in enumerate(keys)}
+    state = {
+        "files": keys,
+        "leaf": list(places),
+        "file": [numbers[key] for key, _, _ in places.values()],
+        "offset": [offset for _, offset, _ in places.values()],
+    }
+    return {**state, "slices": slices.to_json()} if slices else state
 
 
 def _names(tree: TreeMetadata) -> dict[int, str]:
@@ -349,27 +340,23 @@ def _spec(tree: TreeMetadata, leaf: int) -> ArraySpec:
 
 
 def _segments(snapshot: Snapshot, items: Sequence[int]) -> list[ArraySegment]:
-    """The elements of an array, a segment for each item of it; none where it has no elements: the boxes may be a part of those."""
+    """Return the elements of an array, a segment for each of its items; none if the array is empty."""
     plan = snapshot.plan
-    if items and not plan.items[items[0]].spec.size:
-        for number in items:
+    segments = []
+    for number in items:
+        item = plan.items[number]
+        if item.spec.size:
+            box = Box.whole(item.spec.shape) if len(items) == 1 else item.boxes[0]
+            open_arrays = partial(_taken, snapshot, number)
+            release = partial(snapshot.release, number)
+            segments.append(ArraySegment(box, item.spec.numpy_dtype.itemsize, open_arrays, release))
+        else:
             snapshot.release(number)
-        return []
-    if len(items) == 1:
-        return [_segment(snapshot, items[0], Box.whole(plan.items[items[0]].spec.shape))]
-    return [_segment(snapshot, number, plan.items[number].boxes[0]) for number in items]
+    return segments
 
 
-def _segment(snapshot: Snapshot, item_number: int, box: Box) -> ArraySegment:
-    item = snapshot.plan.items[item_number]
-
-    def open_arrays() -> Sequence[tuple[Box, HostArray]]:
-        return tuple(zip(item.boxes, snapshot.take(item_number), strict=True))
-
-    def close_arrays() -> None:
-        snapshot.release(item_number)
-
-    return ArraySegment(box, item.spec.numpy_dtype.itemsize, open_arrays, close_arrays)
+def _taken(snapshot: Snapshot, number: int) -> Sequence[tuple[Box, HostArray]]:
+    return tuple(zip(snapshot.plan.items[number].boxes, snapshot.take(number), strict=True))
 
 
 def _expect_files(names: Sequence[str], files: Sequence[Sequence[int]], receipts: Sequence[Receipt]) -> None:
