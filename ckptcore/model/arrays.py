@@ -7,11 +7,10 @@ import math
 import operator
 import re
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-import ml_dtypes
 import numpy as np
 
 from ckptcore.errors import UnsupportedLeafError
@@ -33,37 +32,45 @@ HostArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 _MOST_WORK: Final = 1 << 16
 """Limit of steps and of listed elements in an exact comparison. Beyond it, memory counts as shared."""
 
-_NUMPY_NAMES = (
+_NUMPY_NAMES: Final = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
     "float16", "float32", "float64", "complex64", "complex128",
 )  # fmt: skip
-_ML_NAMES = tuple(
-    name
-    for name in (
-        "bfloat16", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn",
-        "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
-        "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "int1", "uint1", "int2", "uint2", "int4", "uint4",
-        "complex32", "bcomplex32",
-    )
-    if hasattr(ml_dtypes, name)
+_ML_NAMES: Final = (
+    "bfloat16", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn",
+    "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
+    "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "int1", "uint1", "int2", "uint2", "int4", "uint4",
+    "complex32", "bcomplex32",
 )  # fmt: skip
-_DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name) for name in _NUMPY_NAMES}
-_DTYPES.update({name: np.dtype(getattr(ml_dtypes, name)) for name in _ML_NAMES})
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_DTYPES: Final[Mapping[str, np.dtype[Any]]] = {name: np.dtype(name) for name in _NUMPY_NAMES}
+_NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
 _TIME_UNITS = ("Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as", "generic")
 _MAX_FIXED_BYTES = 1 << 20
 
 
+@functools.cache
+def _ml_dtypes() -> Mapping[str, np.dtype[Any]]:
+    """Return the dtypes of ml_dtypes by name, as far as the installed version has them."""
+    import ml_dtypes  # takes longer to import than most of the core, and few states have its dtypes
+
+    return {name: np.dtype(getattr(ml_dtypes, name)) for name in _ML_NAMES if hasattr(ml_dtypes, name)}
+
+
+@functools.cache
+def _ml_names() -> Mapping[np.dtype[Any], str]:
+    return {dtype: name for name, dtype in _ml_dtypes().items()}
+
+
 @functools.lru_cache(maxsize=256)
 def dtype_from_name(name: str) -> np.dtype[Any]:
-    """The NumPy dtype that a name in a checkpoint stands for, in native byte order.
+    """Return the NumPy dtype of a name in a checkpoint, in native byte order.
 
     The names are those of NumPy and ml_dtypes (``float32``, ``bfloat16``), ``datetime64[ns]`` and
     ``timedelta64[ns]`` with a unit, ``S7`` for 7 bytes and ``U7`` for 7 characters of UCS-4.
-    The name may come from a hostile file: nothing but these is accepted.
+    The name may come from a hostile file: no other names are accepted.
 
     Raises:
-        UnsupportedLeafError: for any other name.
+        UnsupportedLeafError: the name is none of these.
     """
     if (known := _DTYPES.get(name)) is not None:
         return known
@@ -77,6 +84,8 @@ def dtype_from_name(name: str) -> np.dtype[Any]:
             return np.dtype(name)
     if re.fullmatch(r"[SU][1-9][0-9]{0,6}", name) and int(name[1:]) <= _MAX_FIXED_BYTES:
         return np.dtype(name)
+    if (known := _ml_dtypes().get(name)) is not None:
+        return known
     raise UnsupportedLeafError(
         f"the dtype name {name[:80]!r} is not one that this ckptcore knows; "
         "it may have been written by a newer version or with a newer ml_dtypes"
@@ -84,21 +93,22 @@ def dtype_from_name(name: str) -> np.dtype[Any]:
 
 
 def name_of_dtype(dtype: np.dtype[Any]) -> str:
-    """The name of a dtype in checkpoints, the inverse of `dtype_from_name`; byte order is left out.
+    """Return the name of a dtype in checkpoints, the inverse of `dtype_from_name`. Ignores byte order.
 
     Raises:
-        UnsupportedLeafError: for object, structured, void and platform-dependent dtypes.
+        UnsupportedLeafError: it is an object, structured, void or platform-dependent dtype.
     """
-    if (name := _NAMES.get(dtype)) is not None:
-        return name
-    if dtype.byteorder in "<>" and (name := _NAMES.get(dtype.newbyteorder("="))) is not None:
+    native = dtype.newbyteorder("=") if dtype.byteorder in "<>" else dtype
+    if (name := _NAMES.get(native)) is not None:
         return name
     if dtype.kind in "mM":
-        return str(dtype.newbyteorder("=").name)
+        return str(native.name)
     if dtype.kind in "SU" and dtype.names is None:
         length = dtype.itemsize // (4 if dtype.kind == "U" else 1)
         if 0 < length <= _MAX_FIXED_BYTES:
             return f"{dtype.kind}{length}"
+    if (name := _ml_names().get(native)) is not None:
+        return name
     reason = "structured" if dtype.names is not None else "object" if dtype.hasobject else "not portable or not known"
     raise UnsupportedLeafError(
         f"dtype {dtype} cannot be stored ({reason}); "
@@ -115,7 +125,7 @@ class Box:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:
-        """The box of everything in an array of this shape."""
+        """Return the box of a whole array."""
         return cls((0,) * len(shape), shape)
 
     @property
@@ -130,11 +140,11 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What to index an array with to get this box of it."""
+        """The index of this box in the array."""
         return tuple([slice(start, stop) for start, stop in zip(self.start, self.stop, strict=True)])
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """What to index an array that holds `outer` with to get this box of it."""
+        """Return the index of this box in an array of the elements of `outer`."""
         return tuple(
             [
                 slice(start - origin, stop - origin)
@@ -143,18 +153,18 @@ class Box:
         )
 
     def band(self, axis: int, start: int, stop: int) -> Box:
-        """The part of it from `start` to `stop` along an axis, which lie in it."""
+        """Return the part from `start` to `stop` along an axis. Both are within the box."""
         return Box(
             (*self.start[:axis], start, *self.start[axis + 1 :]), (*self.stop[:axis], stop, *self.stop[axis + 1 :])
         )
 
     def bands(self, axis: int, step: int) -> Sequence[Box]:
-        """It in parts of `step` elements along an axis, in their order; the last may have fewer."""
+        """Divide it into parts of `step` elements along an axis, in order. The last may have fewer."""
         stop = self.stop[axis]
         return [self.band(axis, start, min(start + step, stop)) for start in range(self.start[axis], stop, step)]
 
     def intersect(self, other: Box) -> Box | None:
-        """The box of elements in both, or None where there are none."""
+        """Return the box of elements in both, or None if there are none."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         for low, high in zip(start, stop, strict=True):
@@ -163,13 +173,13 @@ class Box:
         return Box(start, stop)
 
     def contains(self, other: Box) -> bool:
-        """Whether every element of `other` is in this box."""
+        """Return whether every element of `other` is in this box."""
         return all(map(int.__le__, self.start, other.start)) and all(map(int.__ge__, self.stop, other.stop))
 
 
 @dataclass(frozen=True, slots=True)
 class ArraySpec:
-    """What an array is, apart from its elements.
+    """Shape and dtype of an array.
 
     Attributes:
         shape: elements along each axis.
@@ -196,7 +206,7 @@ class ArraySpec:
 
     @property
     def is_possible(self) -> bool:
-        """Whether memory has addresses for it; NumPy asks that of the other axes too where one has no elements."""
+        """True if memory has addresses for it. NumPy requires that of the other axes too if one has no elements."""
         elements = math.prod([extent for extent in self.shape if extent])
         return elements * dtype_from_name(self.dtype).itemsize <= sys.maxsize
 
@@ -206,7 +216,7 @@ class ArraySpec:
 
 @dataclass(frozen=True, slots=True)
 class AbstractArray:
-    """What an array is to be, with no framework: loads as a NumPy array.
+    """Shape and dtype of an array to load, without a framework. It loads as a NumPy array.
 
     Attributes:
         shape: elements along each axis.
@@ -224,7 +234,7 @@ class AbstractArray:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A box that a process holds, and which of its equal copies this one is.
+    """A box held by a process, with its replica number.
 
     Attributes:
         box: where in the array.
@@ -310,7 +320,7 @@ class StridedMemory:
 
 
 class _Interface:
-    """An object that NumPy takes for an array at an address."""
+    """An object that NumPy treats as an array at an address."""
 
     __slots__ = ("__array_interface__",)
 
@@ -319,7 +329,7 @@ class _Interface:
 
 
 def _addresses(memory: StridedMemory) -> HostArray:
-    """An array of the same addresses. No element of it may be read: the memory may be that of a device."""
+    """Return an array of the same addresses. Its elements must not be read: the memory may be on a device."""
     interface = {
         "version": 3,
         "data": (memory.address, True),

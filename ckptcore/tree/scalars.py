@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-import ml_dtypes
 import numpy as np
 
 from ckptcore.builtin.host_leaves import HostValueHandler
@@ -66,6 +65,8 @@ def array_of(stored: ValueRecord, spec: ArraySpec) -> HostArray | None:
     if isinstance(number, bool):
         return np.array(number) if sort == "bool" else None
     if isinstance(number, int) and sort == "int":
+        import ml_dtypes  # slow to import, as `ckptcore.model.arrays` says
+
         limits = ml_dtypes.iinfo(spec.numpy_dtype)  # type: ignore[no-untyped-call]  # ml_dtypes leaves it untyped
         return np.array(number, spec.numpy_dtype) if limits.min <= number <= limits.max else None
     if not isinstance(number, int | float) or sort != "float":
