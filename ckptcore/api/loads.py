@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from ckptcore.commit.location import LocationLike
 from ckptcore.context import Context, default_context
 from ckptcore.io.background import LoadHandle
-from ckptcore.loading.composites import Abstracts, CompositeLoad, Wanted
 from ckptcore.loading.load import recorded_load
 from ckptcore.loading.load_requests import EXACT, LoadReport, LoadRequest, Matching
 from ckptcore.loading.targets import load_into_target, load_value
@@ -17,6 +16,7 @@ from ckptcore.protocols import ReadStrategy, Transforms
 from ckptcore.runtime import runtime_of
 
 if TYPE_CHECKING:
+    from ckptcore.loading.composites import Abstracts
     from ckptcore.select import Selection
 
 __all__ = ["load", "load_async", "load_checkpointables", "load_into"]
@@ -169,6 +169,8 @@ def load_checkpointables(
         TransformError, TreeMismatchError, CorruptCheckpointError: as for `load`.
         TargetUndefinedError: if it failed after an object was changed.
     """
+    from ckptcore.loading.composites import CompositeLoad, Wanted  # loads of one tree do not need it
+
     wanted = Wanted(abstract, into)
     context = context or default_context()
     with recorded_load(location, context) as recording:

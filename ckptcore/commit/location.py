@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from ckptcore.builtin.local_calls import real_path
-from ckptcore.commit.conditional_put import ConditionalPutMethod
 from ckptcore.commit.method import CommitMethod
 from ckptcore.commit.rename import RenameMethod
 from ckptcore.commit.subdirectory import subdirectory
@@ -169,7 +168,11 @@ def commit_method(directory: StorageBackend) -> CommitMethod:
 @functools.lru_cache(maxsize=64)
 def _method_of(kind: type[StorageBackend]) -> type[CommitMethod]:
     """Return the commit method of a type of storage. Cached: the check is slow."""
-    return RenameMethod if issubclass(kind, AtomicDirectories) else ConditionalPutMethod
+    if issubclass(kind, AtomicDirectories):
+        return RenameMethod
+    from ckptcore.commit.conditional_put import ConditionalPutMethod  # only object stores need it
+
+    return ConditionalPutMethod
 
 
 def resolve_location(

@@ -27,7 +27,6 @@ from ckptcore.saving.parts import PartDescription, describe_part, naming
 from ckptcore.saving.requests import NOTHING_COMMITTED, OneTree, Save, SaveDraft, SaveRequest, Target
 from ckptcore.saving.tree_descriptions import TreeDescription
 from ckptcore.tree.flattening import leaves_of_each_process, of_each_process
-from ckptcore.tree.merge import unite_trees
 
 __all__ = ["prepare_save", "save_created", "tree_digest"]
 
@@ -271,6 +270,8 @@ def _unite(
     told_trees: Sequence[Any] = stage.payloads
 
     def unite() -> dict[str, str]:
+        from ckptcore.tree.merge import unite_trees  # only jobs whose ranks have different trees need it
+
         united = {}
         for number, ranks in senders.items():
             trees, elsewhere, may_differ = zip(*[told_trees[rank][number] for rank in ranks], strict=True)
