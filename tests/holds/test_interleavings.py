@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 import ckptcore.commit.holder
 from ckptcore.builtin import local as local_storage
-from ckptcore.builtin import local_locks
 from ckptcore.builtin.local_directories import DirectoryLock
 from ckptcore.commit.location import commit_method
 from ckptcore.commit.locks import Locks
@@ -95,7 +94,7 @@ def ids(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def stops_before_locking(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a local storage stop between the making of a directory and its locking."""
-    try_to_lock = local_locks.try_to_lock
+    try_to_lock = local_storage.try_to_lock
 
     def stop_and_try(directory: str) -> DirectoryLock | None:
         actor = Actor.current()

@@ -23,7 +23,7 @@ from ckptcore_orbax.zarr import chunk_codec
 
 import ckptcore
 from ckptcore import Context
-from ckptcore.builtin import local_writer, memory
+from ckptcore.builtin import local, memory
 from ckptcore.commit.occupants import Overwrite
 from ckptcore.model import JSON, Box
 from ckptcore.protocols import Layout, Snapshot, WriteStore
@@ -75,7 +75,7 @@ class Owner:
 @pytest.fixture
 def owner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Owner]:
     found = Owner()
-    for writer in (local_writer.LocalWriter, memory._MemoryWriter):
+    for writer in (local.LocalWriter, memory._MemoryWriter):
         monkeypatch.setattr(writer, "write_at", found.changing(writer.write_at))
     monkeypatch.setattr(chunk_codec.ChunkCodec, "encode", found.changing(chunk_codec.ChunkCodec.encode))
     yield found

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ckptcore.builtin import local_directories
+from ckptcore.builtin import local_calls
 from ckptcore.builtin.local import LocalStorage, open_local
 from ckptcore.protocols import IF_ABSENT, StorageOptions
 
@@ -27,7 +27,7 @@ class Calls:
         for name in ("rename", "mkdir"):
             monkeypatch.setattr(os, name, self._of_path(name, getattr(os, name)))
         for name in ("_no_replace", "_exchange"):
-            monkeypatch.setattr(local_directories, name, self._of_rename(name, getattr(local_directories, name)))
+            monkeypatch.setattr(local_calls, name, self._of_rename(name, getattr(local_calls, name)))
 
     def _short(self, path: str) -> str:
         path = path.replace(self.directory, "", 1) or "/"

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from ckptcore.builtin import local_calls, local_directories, local_files
+from ckptcore.builtin import local_calls, local_files
 from ckptcore.builtin.local import LocalStorage, open_local
 from ckptcore.builtin.local_calls import open_inside
 from ckptcore.builtin.local_files import ColdReader
@@ -52,14 +52,14 @@ def test_without_atomic_renames(storage: LocalStorage, monkeypatch: pytest.Monke
         ctypes.set_errno(number)
         return -1
 
-    monkeypatch.setattr(local_directories, "_no_replace", lambda: refuse)
-    monkeypatch.setattr(local_directories, "_exchange", lambda: refuse)
+    monkeypatch.setattr(local_calls, "_no_replace", lambda: refuse)
+    monkeypatch.setattr(local_calls, "_exchange", lambda: refuse)
     check_without_atomic_renames(storage)
 
 
 def test_without_the_functions(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_directories, "_no_replace", lambda: None)
-    monkeypatch.setattr(local_directories, "_exchange", lambda: None)
+    monkeypatch.setattr(local_calls, "_no_replace", lambda: None)
+    monkeypatch.setattr(local_calls, "_exchange", lambda: None)
     check_without_atomic_renames(storage)
 
 
@@ -83,7 +83,7 @@ def test_exchange_says_other_errors_as_they_are(storage: LocalStorage, monkeypat
 
     storage.put("a/b", b"1")
     storage.put("c/d", b"2")
-    monkeypatch.setattr(local_directories, "_exchange", lambda: refuse)
+    monkeypatch.setattr(local_calls, "_exchange", lambda: refuse)
     with pytest.raises(OSError, match="Permission denied"):
         storage.exchange("a", "c")
 
