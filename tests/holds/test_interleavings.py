@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import ckptcore.commit.holder
 from ckptcore.builtin import local as local_storage
-from ckptcore.builtin.local_directories import DirectoryLock
+from ckptcore.builtin.local_directories import DirectoryLock, try_to_lock
 from ckptcore.commit.location import commit_method
 from ckptcore.commit.locks import Locks
 from ckptcore.errors import DirectoryInUseError
@@ -94,7 +94,6 @@ def ids(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def stops_before_locking(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a local storage stop between the making of a directory and its locking."""
-    try_to_lock = local_storage.try_to_lock
 
     def stop_and_try(directory: str) -> DirectoryLock | None:
         actor = Actor.current()
