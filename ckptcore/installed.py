@@ -49,7 +49,7 @@ def entry_points(group: str) -> list[EntryPoint]:
     return [
         EntryPoint(key, value, f"{name} {version}".rstrip())
         for name, version, directory in _distributions()
-        for key, value in _read(os.path.join(directory, "entry_points.txt"), group)
+        for key, value in _points(os.path.join(directory, "entry_points.txt"), group)
     ]
 
 
@@ -59,9 +59,11 @@ def version_of(distribution: str) -> str:
     Raises:
         importlib.metadata.PackageNotFoundError: it is not installed.
     """
-    for name, version, _ in _distributions() if _are_directories() else ():
-        if name == distribution and version:
-            return version
+    for name, _, directory in _distributions() if _are_directories() else ():
+        if name == distribution:
+            for line in _lines(os.path.join(directory, "METADATA")) or _lines(os.path.join(directory, "PKG-INFO")):
+                if line.startswith("Version:"):
+                    return line.removeprefix("Version:").strip()
     from importlib import metadata  # see above
 
     return metadata.version(distribution)
@@ -97,15 +99,19 @@ def _distributions() -> Iterator[tuple[str, str, str]]:
                     yield name, version, os.path.join(path, found)
 
 
-def _read(path: str, group: str) -> Iterator[tuple[str, str]]:
-    """Yield the names and values of one group of a file ``entry_points.txt``, which most distributions lack."""
+def _lines(path: str) -> list[str]:
+    """Return the lines of a file; none if it does not exist."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
-            lines = file.read().splitlines()
+            return file.read().splitlines()
     except OSError:
-        return
+        return []
+
+
+def _points(path: str, group: str) -> Iterator[tuple[str, str]]:
+    """Yield the names and values of one group of a file ``entry_points.txt``, which most distributions lack."""
     section = ""
-    for line in map(str.strip, lines):
+    for line in map(str.strip, _lines(path)):
         if line.startswith("[") and line.endswith("]"):
             section = line[1:-1].strip()
         elif section == group and "=" in line and not line.startswith("#"):

@@ -17,14 +17,21 @@ from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, UnsupportedLeafError
 from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement
-from ckptcore.loading.opening import foreign_checkpoints
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.tree import JSON, format_path
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import FurtherSaves, Layout, SaveStrategy, SharesReplicas
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import PartDescription, describe_part, naming
-from ckptcore.saving.requests import NOTHING_COMMITTED, OneTree, Save, SaveDraft, SaveRequest, Target
+from ckptcore.saving.requests import (
+    NOTHING_COMMITTED,
+    OneTree,
+    Save,
+    SaveDraft,
+    SaveRequest,
+    Target,
+    foreign_checkpoints,
+)
 from ckptcore.saving.tree_descriptions import TreeDescription
 from ckptcore.tree.flattening import leaves_of_each_process, of_each_process
 

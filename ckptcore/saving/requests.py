@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, NoReturn
 
 from ckptcore.commit.location import Location, Place
-from ckptcore.commit.occupants import Overwrite
+from ckptcore.commit.occupants import IsForeign, Overwrite
 from ckptcore.commit.root import Claimed, Member, Role
 from ckptcore.context import Context
 from ckptcore.events import Recording
@@ -33,6 +33,7 @@ __all__ = [
     "check_custom",
     "fail_before_claim",
     "fail_everywhere",
+    "foreign_checkpoints",
 ]
 
 NOTHING_COMMITTED: Final = "nothing was committed"
@@ -285,6 +286,17 @@ def fail_before_claim(agreement: Agreement, error: BaseException) -> NoReturn:
     with agreement.stage("claim"), seen_by_all(agreement, "claimed", "", bool):
         raise error
     raise error  # the stage has raised it
+
+
+def foreign_checkpoints(context: Context) -> IsForeign:
+    """Return a function that recognises checkpoints of other software. See `ckptcore.loading.opening`."""
+
+    def is_foreign(location: Location) -> bool:
+        from ckptcore.loading import opening  # a save to an empty location reads nothing
+
+        return opening.foreign_checkpoints(context)(location)
+
+    return is_foreign
 
 
 def check_custom(custom: Mapping[str, JSON] | None) -> Mapping[str, JSON]:

@@ -20,11 +20,10 @@ from ckptcore.errors import CheckpointError, CommitUnknownError
 from ckptcore.io.background import SaveHandle
 from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.job.visibility import seen_by_all, sees_claim
-from ckptcore.loading.opening import foreign_checkpoints
 from ckptcore.model.transfer import Receipt
 from ckptcore.protocols import HeldWork, SaveCommit, StorageBackend, Transaction
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.requests import NOTHING_COMMITTED, Save, SaveDraft, fail_before_claim
+from ckptcore.saving.requests import NOTHING_COMMITTED, Save, SaveDraft, fail_before_claim, foreign_checkpoints
 from ckptcore.saving.roots import build_root, encode, finish_part, put_root, recorder_of
 
 __all__ = ["PlainCommit", "PlainSave", "write_parts", "write_save"]

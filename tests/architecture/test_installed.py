@@ -31,6 +31,18 @@ def test_finds_the_version_of_importlib() -> None:
         version_of("ckptcore-of-nobody")
 
 
+@pytest.mark.parametrize(
+    ("directory", "file"), [("an_example-1.2.dist-info", "METADATA"), ("an_example.egg-info", "PKG-INFO")]
+)
+def test_reads_the_version_in_the_metadata(
+    directory: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / directory).mkdir()
+    (tmp_path / directory / file).write_text("Metadata-Version: 2.1\nName: an-example\nVersion: 1.2+local\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert version_of("an-example") == "1.2+local"
+
+
 def test_a_distribution_that_is_installed_twice_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "# a comment\n\n[other]\nx = y\n[an.group]\nfirst = json:decoder.JSONDecoder [extra]\nsecond=json\n"
     install(tmp_path / "a", "an_example-1.2.dist-info", text)
