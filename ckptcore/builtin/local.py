@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import stat
 import sys
 import threading
@@ -340,6 +339,8 @@ class LocalStorage:
             if os.path.islink(path):
                 os.unlink(path)
             else:
+                import shutil  # imports bz2 and lzma
+
                 shutil.rmtree(path)
         except OSError as error:
             if error.errno not in ABSENT:

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ckptcore.builtin.files import StagingDirectory, empty_directories
+from ckptcore.builtin.files import empty_directories
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -224,6 +224,8 @@ class _RestoredFiles:
 
     def build(self, load: Load[object], reading: Reading) -> object:
         """Copy the files to a local directory, verified, and restore the object from it."""
+        from ckptcore.builtin.staging import StagingDirectory  # only objects that write files need it
+
         checkpoint, directory = reading.opened, StagingDirectory()
         try:
             with load.recording.phase("read", sum([record.size for record in checkpoint.objects.values()])):

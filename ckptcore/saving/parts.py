@@ -6,11 +6,11 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 
-from ckptcore.builtin.files import FilesLayout, StagingDirectory, state_of_files
+from ckptcore.builtin.files import FilesLayout, state_of_files
 from ckptcore.commit.root import Member
 from ckptcore.errors import NameCollisionError, TreeMismatchError, UnsupportedKeyError, UnsupportedLeafError
 from ckptcore.model.arrays import Box, HostArray
@@ -31,6 +31,9 @@ from ckptcore.protocols import (
 )
 from ckptcore.saving.tree_descriptions import TreeDescription, describe_tree
 from ckptcore.tree.flattening import PerProcess
+
+if TYPE_CHECKING:
+    from ckptcore.builtin.staging import StagingDirectory
 
 __all__ = [
     "ArraySource",
@@ -201,6 +204,8 @@ class FilesDescription:
 
     def capture(self) -> FilesCaptured:
         """Let the object capture what must not change, into a directory of the local disk."""
+        from ckptcore.builtin.staging import StagingDirectory  # only objects that write files need it
+
         directory = StagingDirectory()
         try:
             with naming(self.name):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import ckptcore
-from ckptcore.builtin import files
-from ckptcore.builtin.files import StagingDirectory
+from ckptcore.builtin import staging
+from ckptcore.builtin.staging import StagingDirectory
 from ckptcore.errors import StorageError
 from tests.composites.objects import Files, staged
 
@@ -37,7 +37,7 @@ def test_what_nobody_holds_is_removed_by_the_next() -> None:
 def test_what_another_machine_made_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be held there: on some network file systems a lock holds on one machine only."""
     with monkeypatch.context() as there:
-        there.setattr(files, "_prefix", lambda: "ckptcore-staging-0123456789abcdef-")
+        there.setattr(staging, "_prefix", lambda: "ckptcore-staging-0123456789abcdef-")
         path = _left_behind()
     StagingDirectory().close()
     assert (path / "file").read_text() == "x"

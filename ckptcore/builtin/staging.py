@@ -1,0 +1,98 @@
+"""Staging directories: where objects that write files of their own write them before they are saved."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Final
+
+import xxhash
+
+from ckptcore.builtin.local_directories import DirectoryLock, try_to_lock
+from ckptcore.errors import StorageError
+
+__all__ = ["StagingDirectory"]
+
+_PREFIX: Final = "ckptcore-staging-"
+
+
+class StagingDirectory:
+    """A new empty directory of this process, in the system's directory for temporary files.
+
+    It is locked while it is used. The kernel releases the lock when the process ends in any way, and the next staging
+    directory that is created on the same machine removes all unlocked ones. Other machines, which may share the parent
+    directory and not see the lock, do not remove it. Neither does this machine after a restart.
+
+    Attributes:
+        path: its path.
+    """
+
+    def __init__(self) -> None:
+        """Create and lock it.
+
+        Raises:
+            StorageError: it cannot be created, or cannot be locked and was removed again.
+        """
+        try:
+            above = tempfile.gettempdir()
+            _sweep(above)
+            self.path, self._lock = _make(above)
+        except OSError as error:
+            raise StorageError(
+                error.errno,
+                f"cannot create a temporary directory for the files of an object: {error}; set TMPDIR to a directory of a "
+                "local disk that can be written to and locked",
+            ) from error
+
+    def close(self) -> None:
+        """Remove it and its contents. Closing again is no error. The next sweep removes what could not be removed."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+
+
+def _make(above: str) -> tuple[Path, DirectoryLock]:
+    while True:
+        path = tempfile.mkdtemp(prefix=_prefix(), dir=above)
+        try:
+            lock = try_to_lock(path)
+        except FileNotFoundError:
+            continue  # swept before it was locked
+        except BaseException:
+            os.rmdir(path)
+            raise
+        if lock is not None:
+            return Path(path), lock
+
+
+@functools.cache
+def _prefix() -> str:
+    """Return the prefix of the names of all staging directories of this machine, until it is started again."""
+    try:
+        # Not the name of the host: several containers and machines may have the same.
+        machine = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:
+        machine = platform.node().encode("utf-8", "surrogateescape")
+    return f"{_PREFIX}{xxhash.xxh3_64_hexdigest(machine)}-"
+
+
+def _sweep(above: str) -> None:
+    """Remove staging directories of ended processes of this user on this machine."""
+    try:
+        with os.scandir(above) as entries:
+            found = [entry.path for entry in entries if entry.name.startswith(_prefix())]
+    except PermissionError:
+        return  # others may write there and not look
+    for path in found:
+        try:
+            if os.lstat(path).st_uid != os.geteuid():
+                continue
+            lock = try_to_lock(path)
+        except OSError:
+            continue  # gone meanwhile, or no directory of ours
+        if lock is not None:
+            with lock:
+                shutil.rmtree(path, ignore_errors=True)
