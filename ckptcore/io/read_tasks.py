@@ -24,23 +24,27 @@ class ReadPart:
     """Bytes `start` to `stop` of an object.
 
     Attributes:
-        memory: of the array that they are read into; None: they are read into memory of the reader, for `destinations`.
         destinations: arrays that take some of them, and the range of the object that each takes.
         holes: ranges that are read straight into the one array that wants them, in order; other ranges are not.
         checks: chunks to compare with the checksums behind them, of which all or some bytes are in the part.
     """
 
-    __slots__ = ("checks", "destinations", "holes", "memory", "start", "stop")
+    __slots__ = ("checks", "destinations", "holes", "start", "stop")
 
-    def __init__(
-        self, start: int, stop: int, memory: memoryview | None, destinations: list[tuple[Destination, int, int]]
-    ) -> None:
+    def __init__(self, start: int, stop: int) -> None:
         self.start = start
         self.stop = stop
-        self.memory = memory
-        self.destinations = destinations
+        self.destinations: list[tuple[Destination, int, int]] = []
         self.holes: list[tuple[RunDestination, int, int]] = []
         self.checks: list[ChunkCheck] = []
+
+    def memory(self) -> memoryview | None:
+        """Return the memory of the one array that all bytes are read straight into; None if there is none."""
+        if len(self.holes) == 1 and not self.checks:
+            destination, start, stop = self.holes[0]
+            if start == self.start and stop == self.stop:
+                return destination.memory(start, stop)
+        return None
 
     def cut_holes(self, least: int) -> None:
         """Read straight into arrays that want `least` bytes or more, if no two arrays want the same bytes."""
@@ -257,7 +261,7 @@ def _plan_chunks(shape: ObjectShape, chunks: Sequence[_CheckedChunk]) -> list[Re
         for begin in range(chunk.start, chunk.stop, most):
             # The checksum is in one part with the last bytes that it covers.
             end = begin + most if begin + most < chunk.stop else chunk.end
-            window = ReadPart(begin, end, None, [])
+            window = ReadPart(begin, end)
             window.checks.append(check)
             windows.append(window)
     _share(shape, windows, ranges)
@@ -288,7 +292,9 @@ def _plan_destinations(shape: ObjectShape, destinations: Iterable[Destination]) 
             ranges.append((start // step * step, shape.above(stop), destination))
             continue
         for begin, end in _cut(first, last, shape.task_bytes):
-            parts.append(ReadPart(begin, end, destination.memory(begin, end), [(destination, begin, end)]))
+            part = ReadPart(begin, end)
+            part.holes.append((destination, begin, end))
+            parts.append(part)
         if start < first:
             ranges.append((first - step, first, destination))
         if last < stop:
@@ -342,9 +348,7 @@ def _windows(shape: ObjectShape, ranges: list[tuple[int, int, Destination]], dir
             merged[-1] = (merged[-1][0], max(before, stop))
         else:
             merged.append((start, stop))
-    windows = [
-        ReadPart(begin, end, None, []) for start, stop in merged for begin, end in _cut(start, stop, shape.part_bytes)
-    ]
+    windows = [ReadPart(begin, end) for start, stop in merged for begin, end in _cut(start, stop, shape.part_bytes)]
     _share(shape, windows, ranges)
     return windows
 

@@ -383,8 +383,8 @@ class _Reading:
         for parts in task.requests:
             if self.stopped:
                 return None
-            memory = parts[0].memory
-            if len(parts) == 1 and memory is not None:
+            memory = parts[0].memory() if len(parts) == 1 else None
+            if memory is not None:
                 requests += self._read_direct(task, parts[0].start, memory, sums)
                 taken += len(memory)
             else:
@@ -437,10 +437,7 @@ class _Reading:
         spare = scratch.memory(stop - start)
         buffers: list[tuple[int, memoryview]] = []
         for part in parts:
-            if part.memory is not None:
-                buffers.append((part.start, part.memory))
-            else:
-                buffers.extend(part.buffers(spare[part.start - start : part.stop - start]))
+            buffers.extend(part.buffers(spare[part.start - start : part.stop - start]))
         self._read_into(key, buffers)
         if parts[0].checks:  # all parts are of whole chunks
             for part in parts:
@@ -451,9 +448,6 @@ class _Reading:
             sums.verify_pieces(start, [buffer for _, buffer in buffers])
         taken = 0
         for part in parts:
-            if part.memory is not None:
-                taken += len(part.memory)
-                continue
             for destination, low, high in part.destinations:
                 taken += destination.take(spare, start, low, high)
             for _, low, high in part.holes:
