@@ -1,8 +1,9 @@
-"""Open checkpoints: the tree of a checkpoint, of whose arrays elements are read as they are asked for."""
+"""Open checkpoints: the tree of a checkpoint, with arrays whose elements are read on demand."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
@@ -21,7 +22,7 @@ from ckptcore.loading.reading import read_leaves
 from ckptcore.loading.stored_arrays import StoredArray
 from ckptcore.loading.stored_trees import abstract_leaves
 from ckptcore.model.metadata import ArrayRecord
-from ckptcore.model.tree import LEAF, Attribute, Key, Node, Skeleton, TreePath, format_path, leaf_count
+from ckptcore.model.tree import LEAF, Attribute, Key, Node, TreePath, format_path, leaf_count
 from ckptcore.runtime import runtime_of
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["OpenCheckpoint", "StoredPath", "StoredTree"]
 
 StoredPath: TypeAlias = str | int | Sequence[Key]
-"""Where something is in an open tree: a key, keys, or text with ``/`` between them."""
+"""A path in an open tree: a key, keys, or text with ``/`` between them."""
 
 _TEXT_KINDS = ("str", "bytes")
 
@@ -43,7 +44,7 @@ class StoredTree(Mapping[Any, Any]):
     Its values are `StoredTree` for containers, `StoredArray` for arrays, and small values themselves.
 
     Attributes:
-        path: the keys that lead to it.
+        path: its keys, from the root of the tree.
     """
 
     def __init__(self, session: Session, node: Node, path: TreePath, first: int) -> None:
@@ -61,15 +62,15 @@ class StoredTree(Mapping[Any, Any]):
         return f"<{type(self).__name__} {format_path(self.path)}: {self._node.kind} of {len(self)}>"
 
     def __len__(self) -> int:
-        """How many children it has."""
+        """Return the number of children."""
         return len(self._node.keys)
 
     def __iter__(self) -> Iterator[Any]:
-        """The keys of its children; the name of an attribute as text."""
+        """Yield the keys of its children; the name of an attribute as text."""
         return (key.name if isinstance(key, Attribute) else key for key in self._node.keys)
 
     def __contains__(self, path: object) -> bool:
-        """Whether something is at a path."""
+        """Return True if the tree has something at a path."""
         try:
             self[path]  # type: ignore[index]  # what is no path is refused there
         except (UnknownPathError, TypeError):
@@ -77,14 +78,14 @@ class StoredTree(Mapping[Any, Any]):
         return True
 
     def __getitem__(self, path: StoredPath) -> Any:
-        """What is at a path: a `StoredTree`, a `StoredArray`, or a small value itself. Reads no array, but text of several KiB.
+        """Return what is at a path: a `StoredTree`, a `StoredArray`, or a small value itself. Reads no array, but long text.
 
         Args:
             path: keys, or one text with ``/`` between them: ``"params/dense"``, ``("layers", 0)``. A key that is the whole text comes
                 first. A text also stands for the name of an attribute, and for the digits of an index.
 
         Raises:
-            UnknownPathError: if nothing is there; says what is.
+            UnknownPathError: if nothing is there; names what is.
             ValueError: if the checkpoint was closed.
         """
         try:
@@ -99,13 +100,24 @@ class StoredTree(Mapping[Any, Any]):
         place = _descend(self, keys)
         if place is None:
             raise self._nothing_at(keys)
-        found = place.made()
+        found = place if isinstance(place, StoredTree) else self._value(place)
         if isinstance(found, StoredTree | StoredArray):
             self._found[path] = found
         return found
 
-    def _child(self, key: Key) -> _Place | None:
-        """Where the child with exactly this key is, or one whose key reads so."""
+    def _value(self, place: _LeafPlace) -> Any:
+        """Return a `StoredArray`, or a small value, which is read."""
+        session, leaf = self._session, place.leaf
+        record = session.opened.tree.leaves[leaf]
+        if isinstance(record, ArrayRecord) and record.kind not in _TEXT_KINDS:
+            return StoredArray(session, leaf, place.path, record.spec)
+        array, value = abstract_leaves(runtime_of(session.context).registry)
+        handler = array if isinstance(record, ArrayRecord) else value
+        (found,) = session.guard(lambda opened: read_leaves(opened, [leaf], [handler], [None], session.context))
+        return found
+
+    def _child(self, key: Key) -> StoredTree | _LeafPlace | None:
+        """Return the child with exactly this key, or one whose key reads so."""
         node = self._node
         if self._numbers is None:
             self._numbers = dict(zip(node.keys, range(len(node.keys)), strict=True))
@@ -117,8 +129,8 @@ class StoredTree(Mapping[Any, Any]):
             number = self._readings.get(key.name if isinstance(key, Attribute) else key)
         if number is None or isinstance(key, bool):
             return None
-        child = node.children[number]
-        return _Place(self._session, child, (*self.path, node.keys[number]), self._first_of(number))
+        child, path, first = node.children[number], (*self.path, node.keys[number]), self._first_of(number)
+        return StoredTree(self._session, child, path, first) if isinstance(child, Node) else _LeafPlace(path, first)
 
     def _first_of(self, number: int) -> int:
         if self._firsts is None:
@@ -146,56 +158,34 @@ class StoredTree(Mapping[Any, Any]):
         )
 
 
-class _Place:
-    """A node of an open tree that was found."""
+@dataclass(frozen=True, slots=True)
+class _LeafPlace:
+    """The path and the number of a leaf."""
 
-    __slots__ = ("first", "node", "path", "session")
-
-    def __init__(self, session: Session, node: Skeleton, path: TreePath, first: int) -> None:
-        self.session = session
-        self.node = node
-        self.path = path
-        self.first = first
-
-    def tree(self) -> StoredTree | None:
-        """The container that it is; None if it is a leaf."""
-        return StoredTree(self.session, self.node, self.path, self.first) if isinstance(self.node, Node) else None
-
-    def made(self) -> object:
-        """What users get of it."""
-        if (tree := self.tree()) is not None:
-            return tree
-        session, leaf = self.session, self.first
-        record = session.opened.tree.leaves[leaf]
-        if isinstance(record, ArrayRecord) and record.kind not in _TEXT_KINDS:
-            return StoredArray(session, leaf, self.path, record.spec)
-        array, value = abstract_leaves(runtime_of(session.context).registry)
-        handler = array if isinstance(record, ArrayRecord) else value
-        (found,) = session.guard(lambda opened: read_leaves(opened, [leaf], [handler], [None], session.context))
-        return found
+    path: TreePath
+    leaf: int
 
 
-def _descend(tree: StoredTree, keys: Sequence[Key]) -> _Place | None:
-    """Where keys lead; a text that is no key is taken apart at its slashes."""
+def _descend(tree: StoredTree, keys: Sequence[Key]) -> StoredTree | _LeafPlace | None:
+    """Follow keys. A text that is no key is taken apart at its slashes."""
     if not keys:
-        return _Place(tree._session, tree._node, tree.path, tree._first)
+        return tree
     key, rest = keys[0], keys[1:]
-    place = tree._child(key)
-    if place is not None and (not rest or isinstance(place.node, Node)):
-        inner = place.tree()
-        if inner is None or not rest:
-            return place
-        if (found := _descend(inner, rest)) is not None:
+    child = tree._child(key)
+    if isinstance(child, StoredTree):
+        if (found := _descend(child, rest)) is not None:
             return found
+    elif child is not None and not rest:
+        return child
     if not isinstance(key, str):
         return None
     position = key.rfind("/")
     while position > 0:
-        head = tree._child(key[:position])
-        inner = None if head is None else head.tree()
-        tail = key[position + 1 :]
-        if inner is not None and (found := _descend(inner, ((tail,) if tail else ()) + tuple(rest))) is not None:
-            return found
+        head, tail = tree._child(key[:position]), key[position + 1 :]
+        if isinstance(head, StoredTree):
+            found = _descend(head, ((tail,) if tail else ()) + tuple(rest))
+            if found is not None:
+                return found
         position = key.rfind("/", 0, position)
     return None
 
@@ -216,7 +206,7 @@ class OpenCheckpoint(StoredTree):
                 ["files are stored, a tree is opened"],
             )
         skeleton = opened.tree.skeleton
-        self._leaf = None if isinstance(skeleton, Node) else _Place(session, skeleton, (), 0)
+        self._leaf = None if isinstance(skeleton, Node) else _LeafPlace((), 0)
         super().__init__(session, skeleton if isinstance(skeleton, Node) else Node("dict", (), ()), (), 0)
 
     def __repr__(self) -> str:
@@ -224,19 +214,19 @@ class OpenCheckpoint(StoredTree):
         return f"<OpenCheckpoint: {state}>"
 
     def __enter__(self) -> Self:
-        """Itself."""
+        """Return the checkpoint itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close it."""
+        """Close the checkpoint."""
         self.close()
 
     def __getitem__(self, path: StoredPath) -> Any:
         """As `StoredTree`; where the whole tree is one leaf, ``()`` gives that."""
         if self._leaf is not None and not path and path != 0:
-            return self._leaf.made()
+            return self._value(self._leaf)
         return super().__getitem__(path)
 
     @property
@@ -296,5 +286,5 @@ class OpenCheckpoint(StoredTree):
         return iter_boxes(self._session, request, first)
 
     def close(self) -> None:
-        """Let go of its files. Arrays that were read, and maps, stay; nothing more is read. Closing again does nothing."""
+        """Close its files. Arrays that were read, and maps, stay valid. Closing again does nothing."""
         self._session.close()
