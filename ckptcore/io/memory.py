@@ -218,7 +218,7 @@ class StagingMemory:
         self._threads = threads
         self._lock = threading.Lock()
         self._leased: dict[int, Pages] = {}  # by the address at which they begin
-        self._pieces: deque[_Piece] = deque()
+        self._pieces: deque[tuple[_Copy, HostArray, HostArray]] = deque()  # the copy, and its part of both arrays
         self._copiers = 0
         self._copying = 0
         self._not_copying = threading.Condition(self._lock)
@@ -257,7 +257,7 @@ class StagingMemory:
             return Ready(_copy_small(source))
         array = self._empty(source.shape, source.dtype if source.dtype.isnative else source.dtype.newbyteorder("="))
         copy = _Copy(self, self._lock, array)
-        pieces = [_Piece(copy, to, of) for to, of in _cut_copy(array, source)]
+        pieces = [(copy, to, of) for to, of in _cut_copy(array, source)]
         copy.missing = len(pieces)
         with self._lock:
             if self._closed:
@@ -270,35 +270,30 @@ class StagingMemory:
         return copy
 
     def _copy_pieces(self) -> None:
-        while True:
-            with self._lock:
-                if not self._pieces:
-                    self._copiers -= 1
-                    return
-                piece = self._begin_piece()
-            self._copy_piece(piece)
+        while self.help_copy(is_copier=True):
+            pass
 
-    def help_copy(self) -> bool:
-        """Copy one piece that no thread has begun, on this thread; False if there is none."""
+    def help_copy(self, *, is_copier: bool = False) -> bool:
+        """Copy one piece that no thread has begun, on this thread. Return False if there is none, and count out a copier."""
         with self._lock:
             if not self._pieces:
+                if is_copier:
+                    self._copiers -= 1
                 return False
-            piece = self._begin_piece()
-        self._copy_piece(piece)
-        return True
-
-    def _begin_piece(self) -> _Piece:
-        self._copying += 1
-        return self._pieces.popleft()
-
-    def _copy_piece(self, piece: _Piece) -> None:
+            copy, destination, source = self._pieces.popleft()
+            self._copying += 1
         try:
-            piece.run()
+            copy_elements(destination, source)
+        except BaseException as error:  # noqa: BLE001  # raised by the thread that asks for the result
+            copy.piece_done(error)
+        else:
+            copy.piece_done(None)
         finally:
             with self._lock:
                 self._copying -= 1
                 if self._copying == 0:
                     self._not_copying.notify_all()
+        return True
 
     def give_back(self, array: HostArray) -> None:
         """Say that an array of this memory, or one that begins where it does, is not needed any more."""
@@ -317,8 +312,8 @@ class StagingMemory:
             self._pieces.clear()
             while self._copying:
                 self._not_copying.wait()
-        for piece in given_up:
-            piece.give_up(_closed())
+        for copy, _, _ in given_up:
+            copy.piece_done(_closed())
 
     def close(self) -> None:
         """Give up copies, and everything back to the pool: nobody may read it any more."""
@@ -372,30 +367,6 @@ class _Copy:
             left = self.missing
         if left == 0:
             self._done.release()
-
-
-class _Piece:
-    """A part of a copy."""
-
-    __slots__ = ("_copy", "_destination", "_source")
-
-    def __init__(self, copy: _Copy, destination: HostArray, source: HostArray) -> None:
-        self._copy = copy
-        self._destination = destination
-        self._source = source
-
-    def run(self) -> None:
-        """Copy it."""
-        try:
-            copy_elements(self._destination, self._source)
-        except BaseException as error:  # noqa: BLE001  # raised by whoever asks for the result
-            self._copy.piece_done(error)
-        else:
-            self._copy.piece_done(None)
-
-    def give_up(self, error: BaseException) -> None:
-        """Never copy it."""
-        self._copy.piece_done(error)
 
 
 def _copy_small(source: HostArray) -> HostArray:
