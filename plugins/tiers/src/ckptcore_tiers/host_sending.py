@@ -17,6 +17,7 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Any, Final
 
+from ckptcore_tools.copies.manifests import Manifest, StoredRoot
 from ckptcore_tools.copies.transfers import Transfer
 
 from ckptcore.commit.location import Location, Within, resolve_location
@@ -32,7 +33,6 @@ from ckptcore.errors import (
     ObjectNotFoundError,
     StorageError,
 )
-from ckptcore.loading.manifests import Manifest, StoredRoot
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of

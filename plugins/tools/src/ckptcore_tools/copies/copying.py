@@ -39,7 +39,6 @@ from ckptcore.io.object_writes import abort_uploads
 from ckptcore.io.requests import requests_of
 from ckptcore.io.threads import run_each
 from ckptcore.loading.consistent_read import ATTEMPTS, replaced_too_often
-from ckptcore.loading.manifests import Manifest, StoredRoot
 from ckptcore.loading.opening import foreign_checkpoints
 from ckptcore.loading.verify import ProgressCallback, verify_checkpoint
 from ckptcore.model.objects import ObjectRecord
@@ -48,7 +47,7 @@ from ckptcore.runtime import runtime_of
 from ckptcore.saving.preparing import save_created
 from ckptcore_tools.copies.conversion import SourceReplaced, convert_checkpoint
 from ckptcore_tools.copies.destinations import refuse_destination
-from ckptcore_tools.copies.manifests import read_manifest
+from ckptcore_tools.copies.manifests import Manifest, StoredRoot, read_manifest
 from ckptcore_tools.copies.transfers import Transfer
 
 __all__ = ["CopyReport", "CopyVerification", "copy_checkpoint", "copy_whole"]

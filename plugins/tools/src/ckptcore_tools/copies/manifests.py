@@ -1,14 +1,18 @@
-"""Reading the manifest of a checkpoint: every object that a copy of it needs."""
+"""Manifests: every object that a copy of a checkpoint needs."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
+import xxhash
+
 from ckptcore.commit.location import Location, Place
+from ckptcore.commit.mark import Mark
 from ckptcore.commit.occupants import is_hidden_name
+from ckptcore.commit.root import ROOT_KEY
 from ckptcore.commit.root_json import decode_root
 from ckptcore.context import Context
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, ObjectNotFoundError
@@ -16,17 +20,99 @@ from ckptcore.io.requests import requests_of
 from ckptcore.io.threads import run_each
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint
 from ckptcore.loading.consistent_read import ConsistentRead
-from ckptcore.loading.manifests import Manifest, StoredRoot
 from ckptcore.loading.members import is_deleted, open_member, present_members
 from ckptcore.loading.opening import open_either
-from ckptcore.model.objects import ObjectRecord
+from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
 
-__all__ = ["read_manifest"]
+__all__ = ["Manifest", "StoredRoot", "read_manifest"]
 
 _OWN_PREFIX: Final = "checkpoint."
 """What the names of ckptcore's own objects begin with: a root and its parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRoot:
+    """A root as it is stored.
+
+    Attributes:
+        directory: its directory within the checkpoint; empty for the root of the checkpoint itself.
+        data: its bytes.
+        parts: the bytes of its further parts, by key within the directory.
+    """
+
+    directory: str
+    data: bytes
+    parts: Mapping[str, bytes]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the root and its parts."""
+        return len(self.data) + sum(map(len, self.parts.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """All objects of a checkpoint that can be loaded.
+
+    Attributes:
+        location: its location.
+        mark: identifies the save that was opened.
+        root: its root; None if other software wrote it.
+        members: the roots of its checkpointables.
+        objects: all other objects except `marks`, the largest first.
+        marks: objects by which readers of any software may recognise a checkpoint. Write them last.
+    """
+
+    location: Location
+    mark: Mark
+    root: StoredRoot | None
+    members: tuple[StoredRoot, ...]
+    objects: tuple[ObjectRecord, ...]
+    marks: tuple[ObjectRecord, ...]
+
+    @classmethod
+    def of(
+        cls,
+        location: Location,
+        mark: Mark,
+        root: StoredRoot | None,
+        members: Sequence[StoredRoot],
+        records: Iterable[ObjectRecord],
+    ) -> Manifest:
+        """Return a manifest of these objects, with the marks separated."""
+        marks: list[ObjectRecord] = []
+        objects: list[ObjectRecord] = []
+        for record in sorted(records, key=lambda record: (-record.size, record.key)):
+            (marks if _may_be_mark(record) else objects).append(record)
+        return cls(location, mark, root, tuple(members), tuple(objects), tuple(marks))
+
+    @property
+    def roots(self) -> tuple[StoredRoot, ...]:
+        """All roots; the root of the checkpoint is the last one."""
+        return self.members if self.root is None else (*self.members, self.root)
+
+    @property
+    def count(self) -> int:
+        """Number of objects, including roots and their parts."""
+        return len(self.objects) + len(self.marks) + sum(1 + len(root.parts) for root in self.roots)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all objects."""
+        return sum(record.size for record in (*self.objects, *self.marks)) + sum(root.nbytes for root in self.roots)
+
+    @property
+    def copy_id(self) -> str:
+        """Save id of all copies of this save, and of no other save: 16 hexadecimal digits."""
+        digest = xxhash.xxh3_64(b"copy of ")
+        if self.root is not None:
+            digest.update(self.root.data)
+        else:
+            for record in sorted((*self.objects, *self.marks), key=lambda record: record.key):
+                digest.update(f"{record.key}\0{record.size}\0".encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()
 
 
 def read_manifest(source: Place, context: Context, *, without: Location | None = None) -> Manifest:
@@ -181,3 +267,9 @@ def _stored_root(found: Checkpoint | CompositeCheckpoint, directory: str) -> Sto
 
     decode_root(data, read_part)
     return StoredRoot(directory, data, parts)
+
+
+def _may_be_mark(record: ObjectRecord) -> bool:
+    """Return True if readers may recognise a checkpoint by this object. Formats have theirs in the top directory."""
+    directory, _, name = record.key.rpartition("/")
+    return name == ROOT_KEY or (not directory and record.size <= BLOCK_BYTES)
