@@ -1,4 +1,4 @@
-"""Batches: what is read of checkpoints, and then computed, to fill boxes of derived arrays."""
+"""Batches: the reads and the computations that fill boxes of derived arrays."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from ckptcore.derivations.derivation import Stored, WholeArray
+from ckptcore.derivations.arrays import Stored, WholeArray
 from ckptcore.io.elements import copy_elements
 from ckptcore.io.memory import allocate
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.protocols import DerivedArray
 
-__all__ = ["Batch", "Fill", "Place", "ReadAll", "StoredRead"]
+__all__ = ["Fill", "Place", "ReadAll", "StoredRead", "read_fills"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +21,10 @@ class StoredRead:
     """A box of a stored array that is read.
 
     Attributes:
-        array: which one.
-        box: where in it.
+        array: the array.
+        box: the box.
         buffer: the memory to fill: C-contiguous, of the box's shape.
-        fill: what waits for it.
+        fill: the fill that needs it.
     """
 
     array: Stored
@@ -34,15 +34,15 @@ class StoredRead:
 
 
 ReadAll: TypeAlias = Callable[[Sequence[StoredRead]], Iterator[int]]
-"""Reads boxes; gives the number of each as it is there."""
+"""Reads boxes; yields the number of each once it is complete."""
 
 
 class Place(NamedTuple):
-    """Where a box of a derived array goes.
+    """The destination of a box of a derived array.
 
     Attributes:
-        owner: what it is for; its caller's own.
-        box: which box.
+        owner: a number of the caller.
+        box: the box.
         out: memory of its shape; of any strides.
     """
 
@@ -53,14 +53,14 @@ class Place(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Fill:
-    """Boxes of a derived array that are filled together: what several of them are made of is read and made once.
+    """Boxes of a derived array that are filled together. Inputs that several of them share are read and computed once.
 
     Attributes:
-        owners: of the boxes.
-        reads: what is read for them.
-        waiting: how many of these are still to come.
-        steps: what is computed then, in this order.
-        held_bytes: bytes of the memory that is needed beside their own.
+        owners: the owners of the boxes.
+        reads: the boxes of stored arrays to read.
+        waiting: the number of reads that are not complete.
+        steps: the computations after the reads, in order.
+        held_bytes: bytes of memory needed in addition to that of the boxes.
     """
 
     owners: Sequence[int]
@@ -73,9 +73,9 @@ class Fill:
 
     @classmethod
     def of(cls, derivation: DerivedArray, places: Sequence[Place]) -> Fill:
-        """Say what is to be done to fill places with their boxes; read nothing.
+        """Plan how to fill places with their boxes; read nothing.
 
-        Memory is reserved, and not used before it is read into.
+        Memory is allocated, but not touched before it is read into.
         """
         fill = cls([place.owner for place in places])
         for _, box, out in places:
@@ -86,23 +86,23 @@ class Fill:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of what is read; a box that several parts are is read once."""
+        """Bytes that are read. Equal boxes are counted once."""
         return sum({(read.array, read.box): read.buffer.nbytes for read in self.reads}.values())
 
     def compute(self) -> None:
-        """Take the steps, when all is read."""
+        """Run the steps, after all reads."""
         steps, self.steps = self.steps, []
         self._results.clear()
         for step in steps:
             step()
 
     def _place(self, derivation: DerivedArray, box: Box, out: HostArray) -> None:
-        """Let a box of an array be put into `out`."""
+        """Plan to put a box of an array into `out`."""
         if isinstance(derivation, Stored):
             if out.flags.c_contiguous:
                 self.reads.append(StoredRead(derivation, box, out, self))
             else:
-                # NumPy copies as it is read: no layout reads into memory with gaps.
+                # Read into memory of its own and copy: no layout reads into memory with gaps.
                 self.steps.append(functools.partial(copy_elements, out, self._made(derivation, box)))
             return
         if isinstance(derivation, WholeArray):
@@ -118,7 +118,7 @@ class Fill:
         self.steps.append(functools.partial(derivation.make, box, parts, out))
 
     def _result(self, derivation: WholeArray) -> list[HostArray]:
-        """What will hold all that a function gives, which is called once."""
+        """Return the list that will have the whole array, which is computed once."""
         if (result := self._results.get(derivation)) is None:
             result = self._results[derivation] = []
             whole = Box.whole(derivation.spec.shape)
@@ -128,7 +128,7 @@ class Fill:
         return result
 
     def _made(self, derivation: DerivedArray, box: Box) -> HostArray:
-        """Memory of its own that will hold a box of an array; of what holds it already, the same."""
+        """Return new memory that will have a box of an array; the same memory for the same box."""
         if (out := self._parts.get((derivation, box))) is None:
             out = self._parts[derivation, box] = allocate(ArraySpec(box.shape, derivation.spec.dtype))
             self.held_bytes += out.nbytes
@@ -136,48 +136,33 @@ class Fill:
         return out
 
 
-class Batch:
-    """Fills that are read for together: of what several want the same box, it is read once. One thread."""
+def read_fills(fills: list[Fill], read: ReadAll) -> Iterator[Fill]:
+    """Read for several fills together: a box that several of them need is read once.
 
-    def __init__(self) -> None:
-        """Begin with none."""
-        self._fills: list[Fill] = []
-        self.held_bytes = 0
-        """Memory that they need beside their own, in bytes."""
+    Args:
+        fills: the fills; the list is emptied, so that their memory is released one by one.
+        read: reads boxes.
 
-    def __len__(self) -> int:
-        """How many there are."""
-        return len(self._fills)
-
-    def add(self, fill: Fill) -> None:
-        """Take one more."""
-        self._fills.append(fill)
-        self.held_bytes += fill.held_bytes
-
-    def run(self, read: ReadAll) -> Iterator[Fill]:
-        """Read; gives each fill for which all is there, to be computed, and forgets it.
-
-        Args:
-            read: reads boxes.
-        """
-        fills, self._fills, self.held_bytes = self._fills, [], 0
-        same: dict[tuple[Stored, Box], list[StoredRead]] = {}
-        ready = [fill for fill in fills if not fill.reads]
-        for fill in fills:
-            fill.waiting = len(fill.reads)
-            for one in fill.reads:
-                same.setdefault((one.array, one.box), []).append(one)
-            fill.reads = []
-        del fills
-        yield from ready
-        wanted = list(same.values())
-        del same
-        for number in read([first for first, *_ in wanted]):
-            first, *others = wanted[number]
-            wanted[number] = []  # memory is given up as what it is for is complete
-            for other in others:
-                copy_elements(other.buffer, first.buffer)
-            for one in (first, *others):
-                one.fill.waiting -= 1
-                if not one.fill.waiting:
-                    yield one.fill
+    Yields:
+        Each fill once its reads are complete. The caller computes it.
+    """
+    same: dict[tuple[Stored, Box], list[StoredRead]] = {}
+    ready = [fill for fill in fills if not fill.reads]
+    for fill in fills:
+        fill.waiting = len(fill.reads)
+        for one in fill.reads:
+            same.setdefault((one.array, one.box), []).append(one)
+        fill.reads = []
+    fills.clear()
+    yield from ready
+    wanted = list(same.values())
+    del same
+    for number in read([first for first, *_ in wanted]):
+        first, *others = wanted[number]
+        wanted[number] = []  # release memory as soon as its fill is complete
+        for other in others:
+            copy_elements(other.buffer, first.buffer)
+        for one in (first, *others):
+            one.fill.waiting -= 1
+            if not one.fill.waiting:
+                yield one.fill

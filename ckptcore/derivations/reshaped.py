@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from ckptcore.derivations.derivation import place
+from ckptcore.derivations.arrays import place
 from ckptcore.io.elements import copy_elements, plain
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.protocols import DerivedArray, Part
@@ -18,15 +18,15 @@ from ckptcore.protocols import DerivedArray, Part
 __all__ = ["Reshaped", "reshape"]
 
 _MOST_PARTS: Final = 1024
-"""Into how many boxes of the input a box is taken apart; where there were more, the box around them is read instead."""
+"""Most boxes of the input that a box is read by; if there were more, their bounding box is read instead."""
 
 _Ranges: TypeAlias = tuple[tuple[int, int], ...]
-"""A start and a stop for each of some axes, in elements."""
+"""A start and a stop for each axis, in elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Neighbouring axes of the input and of the result that have as many elements, and the same ones.
+    """Neighbouring axes of the input and of the result that have the same elements.
 
     Attributes:
         inner: the extents in the input.
@@ -39,12 +39,12 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A box of the input's axes of a group whose elements follow each other in the box that is made.
+    """A box of the input's axes of a group whose elements are contiguous in the box of the result.
 
     Attributes:
         ranges: the box.
-        place: where its first element is, in C order, among those of the result's axes.
-        count: how many elements.
+        place: the position of its first element, in C order, among those of the result's axes.
+        count: its number of elements.
     """
 
     ranges: _Ranges
@@ -58,7 +58,7 @@ class Reshaped:
 
     Attributes:
         of: the array.
-        shape: of the result; as many elements.
+        shape: shape of the result, with the same number of elements.
     """
 
     of: DerivedArray
@@ -66,7 +66,7 @@ class Reshaped:
 
     @property
     def spec(self) -> ArraySpec:
-        """The array that is made."""
+        """Shape and dtype of the result."""
         return ArraySpec(self.shape, self.of.spec.dtype)
 
     @property
@@ -75,7 +75,7 @@ class Reshaped:
         return (self.of,)
 
     def needed(self, box: Box) -> Sequence[Part]:
-        """Boxes that hold no other elements; one box around them where they would be very many."""
+        """Return boxes with no other elements; their bounding box if there would be very many."""
         groups = self._pieces(box)
         if groups is None:
             ranges = [_around(group, of_box) for group, of_box in self._of_groups(box)]
@@ -83,7 +83,7 @@ class Reshaped:
         return [Part(0, _box([piece.ranges for piece in pieces])) for pieces in itertools.product(*groups)]
 
     def views(self, box: Box, out: HostArray) -> Sequence[HostArray] | None:
-        """By part, its elements; None where they lie in no order that NumPy can view."""
+        """Return the view of each part; None if the elements are in no order that NumPy can view."""
         groups = self._pieces(box)
         if groups is None:
             return None
@@ -106,13 +106,13 @@ class Reshaped:
             return
         target: HostArray = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
         views = self.views(box, target)
-        assert views is not None  # of memory in C order there always are
+        assert views is not None  # memory in C order always has them
         place(views, parts)
         if target is not out:
             copy_elements(out, target)
 
     def _pick(self, box: Box, around: HostArray) -> HostArray:
-        """A view of the elements of a box, within those of the box around them."""
+        """Return a view of the elements of a box within those of the bounding box."""
         groups = list(self._of_groups(box))
         ranges = [_around(group, of_box) for group, of_box in groups]
         merged = plain(around).reshape([_size(of_group) for of_group in ranges])
@@ -129,7 +129,7 @@ class Reshaped:
         return np.lib.stride_tricks.as_strided(origin, shape, strides, writeable=False).view(around.dtype)
 
     def _of_groups(self, box: Box) -> Iterator[tuple[_Group, _Ranges]]:
-        """By group of axes, the box along those of the result."""
+        """Return for each group of axes the box along those of the result."""
         ranges = tuple(zip(box.start, box.stop, strict=True))
         first = 0
         for group in _groups(self.of.spec.shape, self.shape):
@@ -137,7 +137,7 @@ class Reshaped:
             first += len(group.outer)
 
     def _pieces(self, box: Box) -> list[list[_Piece]] | None:
-        """By group of axes, the boxes of the input; None where they would be very many."""
+        """Return for each group of axes the boxes of the input; None if there are too many."""
         groups, most = [], _MOST_PARTS
         for group, of_box in self._of_groups(box):
             pieces = list(itertools.islice(_pieces(group, of_box), most + 1))
@@ -149,14 +149,14 @@ class Reshaped:
 
 
 def reshape(of: DerivedArray, shape: Sequence[int]) -> DerivedArray:
-    """The elements of an array in C order, with other axes.
+    """Give the elements of an array, in C order, other axes.
 
     Args:
         of: the array.
-        shape: of the result, in elements; one extent may be -1, for what is left.
+        shape: shape of the result, in elements; one extent may be -1, to be computed from the others.
 
     Raises:
-        ValueError: if that has another number of elements.
+        ValueError: if the number of elements differs.
     """
     wanted = list(shape)
     spec = of.spec
@@ -172,7 +172,7 @@ def reshape(of: DerivedArray, shape: Sequence[int]) -> DerivedArray:
 
 
 def _groups(inner: tuple[int, ...], outer: tuple[int, ...]) -> Iterator[_Group]:
-    """The axes of two shapes of as many elements, above none, in the smallest groups of neighbours that correspond."""
+    """Return the axes of two shapes of the same size, above 0, in the smallest groups of neighbours that correspond."""
     i = j = 0
     while i < len(inner) or j < len(outer):
         first_i, first_j = i, j
@@ -190,12 +190,12 @@ def _groups(inner: tuple[int, ...], outer: tuple[int, ...]) -> Iterator[_Group]:
 
 
 def _pieces(group: _Group, of_box: _Ranges) -> Iterator[_Piece]:
-    """The boxes of the input's axes that a box of the result's is made of, in order."""
+    """Return the boxes of the input's axes that make up a box of the result's axes, in order."""
     if group.inner == group.outer:
         yield _Piece(of_box, 0, _size(of_box))
         return
     steps = _steps(group.outer)
-    # Elements follow each other along the last axes that the box has all of, and the one before those.
+    # Elements are contiguous along the last axes that the box covers completely, and the one before those.
     whole = len(of_box)
     while whole and of_box[whole - 1] == (0, group.outer[whole - 1]):
         whole -= 1
@@ -212,7 +212,7 @@ def _pieces(group: _Group, of_box: _Ranges) -> Iterator[_Piece]:
 
 
 def _runs(shape: tuple[int, ...], start: int, stop: int) -> Iterator[_Ranges]:
-    """Boxes of a shape that make up a run of its elements in C order, one after the other."""
+    """Return boxes of a shape that make up a contiguous range of its elements in C order, in order."""
     if not shape:
         yield ()
         return
@@ -235,7 +235,7 @@ def _runs(shape: tuple[int, ...], start: int, stop: int) -> Iterator[_Ranges]:
 
 
 def _around(group: _Group, of_box: _Ranges) -> _Ranges:
-    """The smallest run of boxes of the input's axes, as one box, that has all elements of a box of the result's."""
+    """Return the smallest contiguous box of the input's axes with all elements of a box of the result's axes."""
     if group.inner == group.outer:
         return of_box
     steps = _steps(group.outer)
@@ -245,14 +245,14 @@ def _around(group: _Group, of_box: _Ranges) -> _Ranges:
     for axis, step in enumerate(_steps(group.inner)):
         low, high = first // step, last // step
         ranges.append((low, high + 1))
-        if low != high:  # the rest is whole, so that the elements follow each other
+        if low != high:  # the following axes are complete, so that the box is contiguous
             return (*ranges, *[(0, extent) for extent in group.inner[axis + 1 :]])
         first, last = first - low * step, last - low * step
     return tuple(ranges)
 
 
 def _steps(shape: tuple[int, ...]) -> list[int]:
-    """By axis, how many elements in C order are from one index to the next."""
+    """Return the stride of each axis in C order, in elements."""
     return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 

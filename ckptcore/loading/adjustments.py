@@ -11,7 +11,7 @@ import numpy as np
 
 from ckptcore.context import Context
 from ckptcore.derivations import Stored, cast, cut, narrow, pad, reshape
-from ckptcore.derivations.dtype_values import float_values, has_all_values_of, is_narrowing, may_become
+from ckptcore.derivations.dtypes import float_values, has_all_values_of, is_narrowing, may_become
 from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.derived import Derived, derive
 from ckptcore.loading.differences import Remedy

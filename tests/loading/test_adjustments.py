@@ -14,7 +14,7 @@ from ckptcore_testing import ThreadJob, ThreadNetwork
 import ckptcore
 from ckptcore import AbstractArray, Context, Matching, select, transforms
 from ckptcore.context import JobOptions, MemoryOptions
-from ckptcore.derivations.dtype_values import is_narrowing
+from ckptcore.derivations.dtypes import is_narrowing
 from ckptcore.errors import TargetUndefinedError, TransformError, TreeMismatchError
 from ckptcore.model import HostArray, dtype_from_name
 from ckptcore.results import LoadReport

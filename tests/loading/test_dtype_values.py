@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ckptcore.derivations import Stored, narrow
-from ckptcore.derivations.dtype_values import has_all_values_of, is_narrowing
+from ckptcore.derivations.dtypes import has_all_values_of, is_narrowing
 from ckptcore.model import ArraySpec, Box, HostArray, dtype_from_name
 
 BITS = {

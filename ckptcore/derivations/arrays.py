@@ -1,23 +1,108 @@
-"""Arrays whose elements are those of others in other places: cut out, concatenated, padded; and constants."""
+"""Stored arrays, and arrays of their elements in other places: cut out, concatenated, padded; constants."""
 
 from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from ckptcore.derivations.casts import copy_rounded, is_complex, is_whole
-from ckptcore.derivations.derivation import OfNothing, place
-from ckptcore.derivations.dtype_values import may_become
+from ckptcore.derivations.dtypes import copy_rounded, is_complex, is_whole, may_become
 from ckptcore.io.elements import copy_elements
 from ckptcore.model.arrays import ArraySpec, Box, HostArray, name_of_dtype
 from ckptcore.protocols import DerivedArray, Part
 
-__all__ = ["Concatenation", "Constant", "Cut", "concatenate", "constant", "cut", "pad"]
+__all__ = [
+    "Concatenation",
+    "Constant",
+    "Cut",
+    "OfNothing",
+    "Stored",
+    "WholeArray",
+    "concatenate",
+    "constant",
+    "cut",
+    "pad",
+    "place",
+    "walk",
+]
+
+
+class OfNothing:
+    """A derived array without inputs."""
+
+    __slots__ = ()
+
+    @property
+    def inputs(self) -> Sequence[DerivedArray]:
+        """None."""
+        return ()
+
+    def needed(self, box: Box) -> Sequence[Part]:
+        """Nothing."""
+        return ()
+
+    def views(self, box: Box, out: HostArray) -> Sequence[HostArray] | None:
+        """None: no input is copied."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Stored(OfNothing):
+    """An array of a checkpoint as it is stored. It is read, not computed.
+
+    Attributes:
+        spec: shape and dtype as stored.
+        leaf: its number in the tree of the checkpoint.
+        checkpoint: 0 for the checkpoint that is loaded; 1 and up for further ones.
+    """
+
+    spec: ArraySpec
+    leaf: int
+    checkpoint: int = 0
+
+    def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
+        """Raise: a stored array is read, not computed."""
+        raise NotImplementedError("a stored array is read, not computed")
+
+
+class WholeArray(ABC):
+    """A derived array that is computed as a whole from whole inputs, once for all boxes that are read.
+
+    Attributes:
+        inputs: the arrays that it is computed from.
+        spec: shape and dtype of the array.
+    """
+
+    __slots__ = ()
+
+    inputs: tuple[DerivedArray, ...]
+    spec: ArraySpec
+
+    @abstractmethod
+    def compute(self, parts: Sequence[HostArray]) -> HostArray:
+        """Return the whole array.
+
+        Args:
+            parts: the inputs that have elements, whole.
+        """
+
+    def needed(self, box: Box) -> Sequence[Part]:
+        """Every input, whole."""
+        wholes = [(number, Box.whole(one.spec.shape)) for number, one in enumerate(self.inputs)]
+        return [Part(number, whole) for number, whole in wholes if whole.size]
+
+    def views(self, box: Box, out: HostArray) -> Sequence[HostArray] | None:
+        """None: the elements are computed."""
+        return None
+
+    def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
+        """Compute the array and copy a box of it."""
+        copy_elements(out, self.compute(parts)[box.slices])
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +111,7 @@ class Cut:
 
     Attributes:
         of: the array.
-        box: where in it.
+        box: the elements that are cut out.
     """
 
     of: DerivedArray
@@ -34,7 +119,7 @@ class Cut:
 
     @property
     def spec(self) -> ArraySpec:
-        """The array that is made."""
+        """Shape and dtype of the result."""
         return ArraySpec(self.box.shape, self.of.spec.dtype)
 
     @property
@@ -47,7 +132,7 @@ class Cut:
         return (Part(0, _shifted(box, self.box.start)),)
 
     def views(self, box: Box, out: HostArray) -> Sequence[HostArray]:
-        """All of it."""
+        """The whole memory."""
         return (out,)
 
     def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
@@ -57,17 +142,17 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Concatenation:
-    """Arrays one after the other along an axis.
+    """Arrays concatenated along an axis.
 
     Attributes:
-        inputs: at least one; all of one dtype, and of one shape but for the axis.
-        axis: along which.
+        inputs: at least one; of one dtype, and of one shape except along the axis.
+        axis: the axis.
     """
 
     inputs: tuple[DerivedArray, ...]
     axis: int
     starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    """Where along the axis each input begins, and where the last one ends, in elements."""
+    """Start of each input along the axis, and the end of the last one, in elements."""
 
     def __post_init__(self) -> None:
         extents = [one.spec.shape[self.axis] for one in self.inputs]
@@ -75,19 +160,19 @@ class Concatenation:
 
     @property
     def spec(self) -> ArraySpec:
-        """The array that is made."""
+        """Shape and dtype of the result."""
         first, axis = self.inputs[0].spec, self.axis
         return ArraySpec((*first.shape[:axis], self.starts[-1], *first.shape[axis + 1 :]), first.dtype)
 
     def needed(self, box: Box) -> Sequence[Part]:
-        """What lies in the box, of each input that has some of it."""
+        """Return the part of the box that is in each input."""
         return [
             Part(number, Box(_at(box.start, self.axis, low - begin), _at(box.stop, self.axis, high - begin)))
             for number, begin, low, high in self._pieces(box)
         ]
 
     def views(self, box: Box, out: HostArray) -> Sequence[HostArray]:
-        """Bands of it."""
+        """Return a band of the memory for each part."""
         origin, before = box.start[self.axis], (slice(None),) * self.axis
         return [out[(*before, slice(low - origin, high - origin))] for _, _, low, high in self._pieces(box)]
 
@@ -96,7 +181,7 @@ class Concatenation:
         place(self.views(box, out), parts)
 
     def _pieces(self, box: Box) -> list[tuple[int, int, int, int]]:
-        """By input that has some of a box: its number, where it begins, and from where to where the box has it."""
+        """Return for each input that intersects a box: its number, its start, and the start and stop of the intersection."""
         start, stop = box.start[self.axis], box.stop[self.axis]
         first = bisect.bisect_right(self.starts, start) - 1
         pieces = []
@@ -116,7 +201,7 @@ class Constant(OfNothing):
 
     Attributes:
         spec: the array.
-        value: an array of its dtype that is of its shape, or is repeated to it as NumPy does.
+        value: an array of the same dtype that NumPy broadcasts to the shape.
     """
 
     spec: ArraySpec
@@ -128,7 +213,7 @@ class Constant(OfNothing):
 
 
 def cut(of: DerivedArray, box: Box) -> DerivedArray:
-    """A box of an array, as an array of its own.
+    """Return a box of an array, as an array of its own.
 
     Raises:
         ValueError: if the array has no such box.
@@ -140,16 +225,16 @@ def cut(of: DerivedArray, box: Box) -> DerivedArray:
         return of
     if isinstance(of, Cut):
         return Cut(of.of, _shifted(box, of.box.start))
-    if isinstance(of, Concatenation) and box.size:  # of layers that are stacked and taken apart again nothing is left
+    if isinstance(of, Concatenation) and box.size:  # undo the stacking of layers that are cut apart again
         return concatenate([cut(of.inputs[part.number], part.box) for part in of.needed(box)], of.axis)
     return Cut(of, box)
 
 
 def concatenate(inputs: Sequence[DerivedArray], axis: int) -> DerivedArray:
-    """Arrays one after the other along an axis.
+    """Concatenate arrays along an axis.
 
     Raises:
-        ValueError: if they do not fit, or there are none.
+        ValueError: if there are none, or their dtypes or other extents differ.
     """
     if not inputs:
         raise ValueError("there is no array to concatenate")
@@ -167,15 +252,15 @@ def concatenate(inputs: Sequence[DerivedArray], axis: int) -> DerivedArray:
 
 
 def pad(of: DerivedArray, before: Sequence[int], after: Sequence[int], value: Any) -> DerivedArray:
-    """An array with a value around it.
+    """Pad an array with a value.
 
     Args:
         of: the array.
-        before, after: by axis how many elements are put before its first and after its last.
-        value: of these elements; a number that the array's dtype has.
+        before, after: by axis, the number of elements to add before the first and after the last one.
+        value: a number that the dtype of the array has.
 
     Raises:
-        ValueError: if they are not one number for each axis, or below zero, or the dtype has no such value.
+        ValueError: if there is not one number for each axis, one is negative, or the dtype lacks the value.
     """
     if not len(before) == len(after) == len(of.spec.shape) or min((*before, *after), default=0) < 0:
         raise ValueError(f"{of.spec} cannot be padded by {list(before)} before and {list(after)} after")
@@ -190,14 +275,14 @@ def pad(of: DerivedArray, before: Sequence[int], after: Sequence[int], value: An
 
 
 def constant(spec: ArraySpec, value: Any) -> DerivedArray:
-    """An array of elements that are not stored.
+    """Return an array of elements that are not stored.
 
     Args:
-        spec: the array.
-        value: a number, or an array of that shape or one that NumPy repeats to it; every value one that the dtype has.
+        spec: shape and dtype of the array.
+        value: a number, or an array that NumPy broadcasts to the shape. The dtype must have every value.
 
     Raises:
-        ValueError: if it is no such array.
+        ValueError: if the value does not fit.
     """
     dtype = spec.numpy_dtype
     found = np.asarray(value)
@@ -217,7 +302,7 @@ def _convert(elements: HostArray, found: HostArray, value: Any) -> None:
     """Fill an array with values of another dtype.
 
     Raises:
-        ValueError: if its own has no such values.
+        ValueError: if its own dtype lacks one of them.
     """
     told, own = name_of_dtype(found.dtype), name_of_dtype(elements.dtype)
     try:
@@ -238,10 +323,25 @@ def _convert(elements: HostArray, found: HostArray, value: Any) -> None:
 
 
 def _at(numbers: tuple[int, ...], axis: int, number: int) -> tuple[int, ...]:
-    """The same with another number at one place."""
+    """Return numbers with the one of an axis replaced."""
     return (*numbers[:axis], number, *numbers[axis + 1 :])
 
 
 def _shifted(box: Box, by: tuple[int, ...]) -> Box:
     start = tuple([bound + offset for bound, offset in zip(box.start, by, strict=True)])
     return Box(start, tuple([bound + offset for bound, offset in zip(box.stop, by, strict=True)]))
+
+
+def walk(array: DerivedArray) -> Iterator[DerivedArray]:
+    """Yield a derived array and, recursively, its inputs."""
+    stack = [array]
+    while stack:
+        one = stack.pop()
+        yield one
+        stack.extend(one.inputs)
+
+
+def place(views: Sequence[HostArray], parts: Sequence[HostArray]) -> None:
+    """Copy parts to views."""
+    for view, part in zip(views, parts, strict=True):
+        copy_elements(view, part)

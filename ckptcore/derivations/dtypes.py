@@ -1,26 +1,163 @@
-"""Arrays cast to other dtypes, as NumPy casts or rounded to the nearest value; and the rounding."""
+"""Dtypes: the values that each has, casts and rounding of arrays to other dtypes."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any, Final, TypeAlias
 
+import ml_dtypes
 import numpy as np
 
-from ckptcore.derivations.dtype_values import FloatValues, float_values, int_range
 from ckptcore.model.arrays import ArraySpec, Box, HostArray, dtype_from_name, name_of_dtype
 from ckptcore.protocols import DerivedArray, Part
 
-__all__ = ["CastArray", "Narrowed", "Piece", "cast", "copy_rounded", "is_complex", "is_whole", "narrow", "pieces"]
+__all__ = [
+    "CastArray",
+    "FloatValues",
+    "Narrowed",
+    "Piece",
+    "cast",
+    "copy_rounded",
+    "float_values",
+    "has_all_values_of",
+    "int_range",
+    "is_complex",
+    "is_narrowing",
+    "is_whole",
+    "may_become",
+    "narrow",
+    "pieces",
+]
 
 Piece: TypeAlias = tuple[slice | EllipsisType, ...]
-"""What to index an array with; it gives an array also of one without axes."""
+"""An index of an array; its result is an array also if the array has no axes."""
 
 _ELEMENTS: Final = 1 << 18
-"""Of a piece: in float32 some of them stay in a processor's cache."""
+"""Elements of a piece: in float32, several pieces fit in a processor's cache."""
+
+_PARTS: Final = {"complex32": "float16", "bcomplex32": "bfloat16", "complex64": "float32", "complex128": "float64"}
+"""The dtype of the real and the imaginary parts of complex dtypes."""
+
+_RANKS: Final = ("bool", "int", "float", "complex")
+"""The sorts of numbers. Each includes those before it, except for precision."""
+
+
+@dataclass(frozen=True, slots=True)
+class FloatValues:
+    """The values of a floating point dtype: multiples of the smallest one, with a number of bits, up to the largest.
+
+    Attributes:
+        bits: of precision, including the implicit one.
+        least, most: the smallest and the largest above zero.
+        is_signed: True if it has negative numbers and zero; dtypes without negative numbers have no zero either.
+        has_infinity, has_nan, has_minus_zero: True if it has these values.
+    """
+
+    bits: int
+    least: float
+    most: float
+    is_signed: bool
+    has_infinity: bool
+    has_nan: bool
+    has_minus_zero: bool
+
+    def holds(self, other: FloatValues) -> bool:
+        """Return True if it has every value of another dtype. All NaN are one value; negative zero is a value."""
+        return (
+            other.bits <= self.bits
+            and other.least >= self.least
+            and other.most <= self.most
+            and self.is_signed >= other.is_signed
+            and self.has_infinity >= other.has_infinity
+            and self.has_nan >= other.has_nan
+            and self.has_minus_zero >= other.has_minus_zero
+        )
+
+    def holds_ints(self, low: int, high: int) -> bool:
+        """Return True if it has every int from `low` (at most 0) to `high`, both included."""
+        largest = max(-low, high)
+        return self.is_signed and self.least <= 1 and largest <= self.most and largest <= 1 << self.bits
+
+
+def has_all_values_of(dtype: str, other: str) -> bool:
+    """Return True if `dtype` has every value of the dtype `other`, so that a cast loses nothing.
+
+    True and False are 1 and 0. A dtype that is not numeric has only its own values.
+
+    Args:
+        dtype, other: names that `ckptcore.model.dtype_from_name` knows.
+    """
+    if dtype == other:
+        return True
+    if not may_become(dtype, other):
+        return False
+    if (values := float_values(dtype)) is None:
+        low, high = int_range(dtype)
+        least, most = int_range(other)
+        return low <= least and most <= high
+    if (others := float_values(other)) is not None:
+        return values.holds(others)
+    return values.holds_ints(*int_range(other))
+
+
+def is_narrowing(dtype: str, other: str) -> bool:
+    """Return True if a cast of the dtype `other` to `dtype` loses only precision and range.
+
+    Casts of floats to ints and of complex numbers to real ones lose more.
+    """
+    return dtype != other and may_become(dtype, other) and not has_all_values_of(dtype, other)
+
+
+def may_become(dtype: str, other: str) -> bool:
+    """Return True if numbers of the dtype `other` are also numbers of the sort of `dtype`. Only bool becomes bool."""
+    sort, of_other = _sort(dtype), _sort(other)
+    if sort is None or of_other is None:
+        return False
+    return _RANKS.index(sort) >= _RANKS.index(of_other) and sort != "bool"
+
+
+def int_range(dtype: str) -> tuple[int, int]:
+    """Return the lowest and the highest value of a dtype of ints, or of bool."""
+    if dtype == "bool":
+        return 0, 1
+    limits = ml_dtypes.iinfo(dtype_from_name(dtype))  # type: ignore[no-untyped-call]  # ml_dtypes leaves it untyped
+    return int(limits.min), int(limits.max)
+
+
+@functools.lru_cache(maxsize=64)
+def float_values(dtype: str) -> FloatValues | None:
+    """Return the values of a dtype of floats, or of the parts of a complex one; None for others."""
+    if _sort(dtype) not in ("float", "complex"):
+        return None
+    found = dtype_from_name(_PARTS.get(dtype, dtype))
+    limits = ml_dtypes.finfo(found)  # type: ignore[no-untyped-call]  # ml_dtypes leaves it untyped
+    with np.errstate(all="ignore"):
+        infinity, nan, minus_zero = [np.array(value).astype(found) for value in (np.inf, np.nan, -0.0)]
+        below = np.array(-1.0).astype(found)
+    return FloatValues(
+        bits=limits.nmant + 1,
+        least=float(limits.smallest_subnormal),
+        most=float(limits.max),
+        is_signed=float(below) == -1,
+        has_infinity=bool(np.isinf(infinity)),
+        has_nan=bool(np.isnan(nan)),
+        has_minus_zero=float(minus_zero) == 0 and bool(np.signbit(minus_zero)),
+    )
+
+
+def _sort(dtype: str) -> str | None:
+    """Return the sort of number of the elements; None if they are not numbers."""
+    if dtype == "bool":
+        return "bool"
+    if dtype in _PARTS:
+        return "complex"
+    if dtype.startswith(("int", "uint")):
+        return "int"
+    return "float" if dtype.startswith(("float", "bfloat")) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +223,14 @@ class Narrowed(_OtherDtype):
 
 
 def cast(of: DerivedArray, dtype: str) -> DerivedArray:
-    """An array as another dtype has its elements.
+    """Cast an array to another dtype.
 
     Args:
         of: the array.
         dtype: a name that `ckptcore.model.dtype_from_name` knows.
 
     Raises:
-        ValueError: if one of the dtypes has no numbers, or complex ones were to become real.
+        ValueError: if one of the dtypes is not numeric, or complex numbers would become real.
         UnsupportedLeafError: if the name is not known.
     """
     before, after = of.spec.numpy_dtype, dtype_from_name(dtype)
@@ -112,14 +249,14 @@ def cast(of: DerivedArray, dtype: str) -> DerivedArray:
 
 
 def narrow(of: DerivedArray, dtype: str) -> DerivedArray:
-    """An array as another dtype has its elements, rounded; what it has nothing near to is an error when it is made.
+    """Round the elements of an array to another dtype. A number that it has nothing near to is an error of the read.
 
     Args:
         of: the array.
         dtype: a name that `ckptcore.model.dtype_from_name` knows.
 
     Raises:
-        ValueError: if one of the dtypes has no numbers, or complex ones were to become real.
+        ValueError: if one of the dtypes is not numeric, or complex numbers would become real.
     """
     made = cast(of, dtype)
     if not isinstance(made, CastArray) or made is of:
@@ -129,20 +266,19 @@ def narrow(of: DerivedArray, dtype: str) -> DerivedArray:
 
 
 def copy_rounded(out: HostArray, source: HostArray, between: str | None = None) -> None:
-    """Copy numbers into an array of another dtype, each as the nearest value that it has.
+    """Copy numbers into an array of another dtype, each rounded to the nearest value.
 
-    A number that the dtype has no place for is not wrapped, and one beyond its largest does not become infinite or NaN: it is an
-    error.
+    A number outside the range of the dtype is an error: it does not wrap, and does not become infinite or NaN.
 
     Args:
-        out: of the shape of `source`; of any strides.
-        source: of real numbers, or complex ones where those of `out` are; of whole ones where those of `out` are.
-        between: the name of a dtype that has all values of `source`, where NumPy knows no cast from one to the other.
+        out: an array of the shape of `source`; of any strides.
+        source: an array of real numbers, of complex ones if `out` is complex, of whole ones if `out` is whole.
+        between: the name of a dtype that has all values of `source`, if NumPy cannot cast directly.
 
     Raises:
-        ValueError: if there is a number that the dtype has nothing near to.
+        ValueError: if the dtype has no value near one of the numbers.
     """
-    for piece in pieces(source.shape):  # what is compared of one takes memory, too
+    for piece in pieces(source.shape):  # comparing takes memory, too
         _copy(out[piece], source[piece], between)
 
 
@@ -172,7 +308,7 @@ def _expect_within(source: HostArray, dtype: str) -> None:
 
 
 def _expect_near(source: HostArray, out: HostArray, dtype: str, values: FloatValues) -> None:
-    """Make sure that infinity and NaN are where they were, and nothing else became one of them."""
+    """Check that infinity and NaN are kept, and no other element became one of them."""
     finite = np.isfinite(out)
     if values.has_infinity and values.has_nan and finite.all():
         return
@@ -191,7 +327,7 @@ def _expect_near(source: HostArray, out: HostArray, dtype: str, values: FloatVal
 
 
 def _rounds_up_to(values: FloatValues) -> float:
-    """The largest number that is nearer to the largest value than to what would come after it."""
+    """Return the largest number that rounds to the largest value, not to its successor."""
     exponent = int(np.frexp(values.most)[1])
     return values.most + 2.0 ** (exponent - values.bits) / 2
 
@@ -200,8 +336,8 @@ def pieces(shape: tuple[int, ...], most: int = _ELEMENTS) -> Iterator[Piece]:
     """Cut an array into pieces, in C order.
 
     Args:
-        shape: of the array, in elements.
-        most: elements of a piece.
+        shape: shape of the array, in elements.
+        most: the largest number of elements of a piece.
     """
     if not shape:
         yield (...,)
@@ -220,5 +356,5 @@ def is_complex(dtype: np.dtype[Any]) -> bool:
 
 
 def is_whole(dtype: np.dtype[Any]) -> bool:
-    """Return True for dtypes of whole numbers or truth values; NumPy's kinds do not tell for those of ml_dtypes."""
+    """Return True for dtypes of ints and bools. NumPy's `kind` does not tell for dtypes of ml_dtypes."""
     return dtype.name.startswith(("int", "uint", "bool"))
