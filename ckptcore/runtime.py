@@ -17,8 +17,7 @@ from ckptcore.protocols import Coordinator, Executor, Rejoinable
 
 if TYPE_CHECKING:
     from ckptcore.commit.root import KnownRoots
-    from ckptcore.io.chunk_reads import IndexCache
-    from ckptcore.protocols import Layout
+    from ckptcore.io.chunk_reads import StoredFormat
 
 __all__ = ["Runtime", "runtime_of", "with_registry"]
 
@@ -70,7 +69,7 @@ class Runtime:
         return StagingPool()
 
     @cached_property
-    def known_roots(self) -> KnownRoots[tuple[Layout, IndexCache]]:
+    def known_roots(self) -> KnownRoots[StoredFormat]:
         """Parsed roots of the checkpoints that were opened last, each with its layout and the cache of its index."""
         from ckptcore.commit.root import KnownRoots  # only `ckptcore.open` needs it
 

@@ -26,7 +26,7 @@ from ckptcore.model import (
 )
 from ckptcore.protocols import ChunkIndex, Layout, NativeReader, ReadStore
 
-__all__ = ["IndexCache", "native_reader", "read_boxes"]
+__all__ = ["StoredFormat", "native_reader", "read_boxes"]
 
 _FETCHED_BYTES: Final = 32 << 20
 """The most bytes of encoded chunks that are fetched at once, if they are close to each other."""
@@ -52,23 +52,32 @@ class _Wanted:
     targets: list[_Target] = field(default_factory=list)
 
 
-class IndexCache:
-    """The chunk index that was made last. Checkpoints that are opened with the same root share it. Any thread."""
+class StoredFormat:
+    """A layout and its state: where the arrays of a checkpoint are in its objects. Any thread.
 
-    def __init__(self) -> None:
-        """Start without an index."""
-        self._last: tuple[Layout, TreeMetadata, JSON, ChunkIndex] | None = None
+    Checkpoints that are opened with the same root share it, and with it the chunk index.
 
-    def index(self, layout: Layout, tree: TreeMetadata, state: JSON) -> ChunkIndex:
-        """Return what `Layout.index` does for these arguments.
+    Attributes:
+        layout: the layout.
+        state: what it stored with the tree.
+    """
+
+    def __init__(self, layout: Layout, state: JSON) -> None:
+        """Make no index yet."""
+        self.layout = layout
+        self.state = state
+        self._last: tuple[TreeMetadata, ChunkIndex] | None = None
+
+    def index(self, tree: TreeMetadata) -> ChunkIndex:
+        """Return the chunk index of a tree. The last one is cached.
 
         Raises:
             CorruptCheckpointError: the state does not fit the tree.
         """
         last = self._last
-        if last is None or last[0] is not layout or last[1] is not tree or last[2] is not state:
-            last = self._last = (layout, tree, state, layout.index(tree, state))
-        return last[3]
+        if last is None or last[0] is not tree:
+            last = self._last = (tree, self.layout.index(tree, self.state))
+        return last[1]
 
 
 def read_boxes(

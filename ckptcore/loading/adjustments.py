@@ -2,92 +2,63 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
 
 from ckptcore.context import Context
-from ckptcore.derivations import Stored, cast, cut, narrow, pad, reshape
-from ckptcore.derivations.dtypes import float_values, has_all_values_of, is_narrowing, may_become
+from ckptcore.derivations import Stored, cast, cut, may_become, narrow, pad, reshape
+from ckptcore.derivations.dtypes import float_values, has_all_values_of, is_narrowing
 from ckptcore.loading.checkpoint import Checkpoint
-from ckptcore.loading.derived import Derived, derive
-from ckptcore.loading.differences import Remedy
+from ckptcore.loading.derived import derive
+from ckptcore.loading.differences import Difference, Remedy
 from ckptcore.loading.load_requests import Casting, LeafChange, Matching, ShapeChange
 from ckptcore.model.arrays import ArraySpec, Box, name_of_dtype
 from ckptcore.model.metadata import ArrayRecord, LeafRecord
 from ckptcore.protocols import DerivedArray
 
-__all__ = ["Adjustment", "Refused", "adjust", "adjusted"]
-
+__all__ = ["adjust", "adjusted"]
 
 _WAYS: Final[tuple[frozenset[ShapeChange], ...]] = (frozenset(("reshape",)), frozenset(("truncate", "pad")))
-"""What may make one shape of another, in the order in which it is proposed."""
+"""Changes that may turn one shape into another, in the order in which they are proposed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Adjustment:
-    """How a stored array becomes what is asked for.
-
-    Attributes:
-        change: what is done.
-        make: makes it of the stored array.
-    """
-
-    change: LeafChange
-    make: Callable[[DerivedArray], DerivedArray]
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """Why a stored array does not become what is asked for.
-
-    Attributes:
-        sort: of the difference.
-        reason: in words.
-        allowed_by: what would allow it; None if nothing would.
-    """
-
-    sort: str
-    reason: str
-    allowed_by: Remedy | None
-
-
-def adjust(asked: ArraySpec, stored: ArraySpec, matching: Matching) -> Adjustment | Sequence[Refused]:
-    """Find what makes an array as it is asked for of the stored one; or every reason why nothing does.
+def adjust(path: str, asked: ArraySpec, stored: ArraySpec, matching: Matching) -> LeafChange | list[Difference]:
+    """Find the change that turns a stored array into the one that is asked for; or every reason why there is none.
 
     Args:
-        asked, stored: which differ; both of plain arrays.
-        matching: what is allowed.
+        path: the path of the array, for the reasons.
+        asked, stored: different specs of plain arrays.
+        matching: the allowed differences.
     """
-    told = f"{asked} is asked for, {stored} is stored"
-    refused: list[Refused] = []
+    both = f"{asked} is asked for, {stored} is stored"
+    refused: list[Difference] = []
     shapes = _shape_changes(asked.shape, stored.shape, matching)
     if shapes is None:
-        refused.append(Refused("shape", f"shape: {told}", _remedy(asked.shape, stored.shape, matching)))
+        remedy = _remedy(asked.shape, stored.shape, matching)
+        refused.append(Difference("shape", f"{path}: shape: {both}", remedy))
     casting = _casting(asked.dtype, stored.dtype)
     if casting is None:
-        refused.append(Refused("dtype", f"dtype: {told}; the one is not cast to the other", None))
+        refused.append(Difference("dtype", f"{path}: dtype: {both}; the one is not cast to the other"))
     elif casting != "error" and matching.cast not in ("narrowing", casting):
         why = "nothing is cast unless asked"
         if matching.cast == "safe":
             why = f"not every value of {stored.dtype} is one of {asked.dtype}"
-        refused.append(Refused("dtype", f"dtype: {told}; {why}", Remedy("cast", casting)))
+        refused.append(Difference("dtype", f"{path}: dtype: {both}; {why}", Remedy("cast", casting)))
     if refused or shapes is None or casting is None:
         return refused
-    make = functools.partial(_made, asked=asked, shapes=shapes, casting=casting, matching=matching)
+    change = LeafChange(stored, asked, casting, shapes, matching.pad_value if "pad" in shapes else None)
     try:
-        made = make(Stored(stored, 0))
-    except ValueError as error:  # of the value to pad with
-        return (Refused("shape", f"shape: {told}; {error}", None),)
-    pad_value = matching.pad_value if "pad" in shapes else None
-    return Adjustment(LeafChange(stored, made.spec, casting, shapes, pad_value), make)
+        made = _make(Stored(stored, 0), change)
+    except ValueError as error:  # about the value to pad with
+        return [Difference("shape", f"{path}: shape: {both}; {error}")]
+    return replace(change, made=made.spec)
 
 
 def _remedy(asked: tuple[int, ...], stored: tuple[int, ...], matching: Matching) -> Remedy | None:
-    """What would allow a shape."""
+    """Return the option that would allow a shape."""
     for shapes in _WAYS:
         changes = _shape_changes(asked, stored, replace(matching, shapes=shapes))
         if changes is not None:
@@ -98,7 +69,7 @@ def _remedy(asked: tuple[int, ...], stored: tuple[int, ...], matching: Matching)
 def _shape_changes(
     asked: tuple[int, ...], stored: tuple[int, ...], matching: Matching
 ) -> frozenset[ShapeChange] | None:
-    """What is to be done with a shape; None if it is not allowed."""
+    """Return the changes of a shape; None if they are not allowed."""
     needed: set[ShapeChange] = set()
     if asked == stored:
         return frozenset()
@@ -113,7 +84,7 @@ def _shape_changes(
 
 
 def _casting(asked: str, stored: str) -> Casting | None:
-    """How a dtype becomes another; None if it does not."""
+    """Return the cast of a dtype to another; None if there is none."""
     if asked == stored:
         return "error"
     if has_all_values_of(asked, stored):
@@ -121,26 +92,29 @@ def _casting(asked: str, stored: str) -> Casting | None:
     return "narrowing" if is_narrowing(asked, stored) else None
 
 
-def _made(
-    stored: DerivedArray, *, asked: ArraySpec, shapes: frozenset[ShapeChange], casting: Casting, matching: Matching
-) -> DerivedArray:
-    made = stored
-    if "reshape" in shapes:
+def _make(stored: DerivedArray, change: LeafChange) -> DerivedArray:
+    """Derive the array that is asked for.
+
+    Raises:
+        ValueError: if its dtype does not have the value to pad with.
+    """
+    made, asked = stored, change.made
+    if "reshape" in change.shapes:
         made = reshape(made, asked.shape)
-    if "truncate" in shapes:
-        kept = tuple(map(min, asked.shape, made.spec.shape))
-        made = cut(made, Box.whole(kept))
-    if casting != "error":
-        made = cast(made, asked.dtype) if casting == "safe" else narrow(made, asked.dtype)
-    if "pad" in shapes:
+    if "truncate" in change.shapes:
+        made = cut(made, Box.whole(tuple(map(min, asked.shape, made.spec.shape))))
+    if change.cast != "error":
+        made = cast(made, asked.dtype) if change.cast == "safe" else narrow(made, asked.dtype)
+    if change.pad_value is not None:
         before = (0,) * len(asked.shape)
         after = [wanted - there for wanted, there in zip(asked.shape, made.spec.shape, strict=True)]
-        made = pad(made, before, after, _value_of(asked.dtype, matching.pad_value))
+        _check_pad_value(asked.dtype, change.pad_value)
+        made = pad(made, before, after, change.pad_value)
     return made
 
 
-def _value_of(dtype: str, value: bool | complex) -> bool | int | float | complex:
-    """The value, if a dtype has it or, being of floats, one near to it.
+def _check_pad_value(dtype: str, value: bool | complex) -> None:
+    """Check that a dtype has a value or, if it is a dtype of floats, one near to it.
 
     Raises:
         ValueError
@@ -152,53 +126,48 @@ def _value_of(dtype: str, value: bool | complex) -> bool | int | float | complex
     if float_values(dtype) is not None and dtype != name:
         one = narrow(Stored(ArraySpec((), name), 0), dtype)
         one.make(Box((), ()), [given], np.empty((), ArraySpec((), dtype).numpy_dtype))
-    return value
 
 
-def adjusted(opened: Checkpoint, adjustments: Mapping[int, Adjustment], context: Context) -> Checkpoint:
-    """The same checkpoint with arrays adjusted, which are made as they are read.
+def adjusted(opened: Checkpoint, changes: Mapping[int, LeafChange], context: Context) -> Checkpoint:
+    """Return the same checkpoint with arrays adjusted as they are read.
 
-    Leaves that share their bytes share what is made of them where both are adjusted alike.
+    Leaves that share their bytes share the adjusted array if both are adjusted alike.
 
     Args:
         opened: the checkpoint.
-        adjustments: by number of the leaf.
-        context: its bound on memory is kept.
+        changes: by number of the leaf.
+        context: its limit on memory is kept.
     """
-    if not adjustments:
-        return opened
     tree = opened.tree
-    # What transforms make is adjusted in one go with them, so that it is made in pieces by what these read.
-    made = opened.derived
-    below = made if isinstance(made, Derived) and not made.is_builtin else None
+    # Arrays that transforms derive are adjusted in the same step, so that they are computed in the same pieces.
+    below = opened.derived if opened.derived is not None and not opened.derived.is_builtin else None
     leaves: list[LeafRecord] = list(tree.leaves)
     derivations: dict[int, DerivedArray] = {}
     aliases: dict[int, int] = {}
     first: dict[tuple[int, LeafChange | None], int] = {}
-    changes: dict[int, tuple[int, str]] = {}
+    described: dict[int, tuple[int, str]] = {}
     for number, record in enumerate(tree.leaves):
         if not isinstance(record, ArrayRecord):
             continue
         original = tree.aliases.get(number, number)
-        found = adjustments.get(number)
-        change = None if found is None else found.change
-        if found is not None:
-            leaves[number] = replace(record, spec=found.change.made, cuts=None)
+        change = changes.get(number)
+        if change is not None:
+            leaves[number] = replace(record, spec=change.made, cuts=None)
         if (same := first.setdefault((original, change), number)) != number:
             aliases[number] = same
             continue
-        changes[number] = original, "" if change is None else str(change)
+        described[number] = original, "" if change is None else str(change)
         before = Stored(record.spec, original) if below is None else below.derivations[original]
-        derivations[number] = before if found is None else found.make(before)
-    values = {number: number for number, record in enumerate(leaves) if not isinstance(record, ArrayRecord)}
-    first_below, *beside = (opened,) if below is None else below.sources
+        derivations[number] = before if change is None else _make(before, change)
+    source, *beside = (opened,) if below is None else below.sources
+    kept = {number: number for number, record in enumerate(leaves) if not isinstance(record, ArrayRecord)}
     return derive(
-        first_below,
+        source,
         replace(tree, leaves=tuple(leaves), aliases=aliases),
         derivations,
-        values=values if below is None else below.values,
+        values=kept if below is None else below.values,
         beside=beside,
         most_bytes=context.memory.load_bytes,
         description="" if below is None else below.description,
-        changes=changes,
+        changes=described,
     )

@@ -1,4 +1,4 @@
-"""Bases: opening the checkpoints that another one refers to, and reading it together with them."""
+"""Bases: the checkpoints that an update refers to for arrays that it did not store."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from ckptcore.commit.root import Base, Root
 from ckptcore.context import Context
 from ckptcore.derivations import Stored
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, UnsupportedVersionError
+from ckptcore.io.chunk_reads import StoredFormat
 from ckptcore.io.reader import ObjectReader
 from ckptcore.io.requests import requests_of
 from ckptcore.io.threads import ask_each
 from ckptcore.loading.checkpoint import Checkpoint
-from ckptcore.loading.derived import Derived, derive
+from ckptcore.loading.derived import derive
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.tree import format_path
 from ckptcore.protocols import DerivedArray
@@ -32,10 +33,10 @@ _AUTHORITY: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/]*|")
 
 
 def base_location(location: Location, base: Base, context: Context) -> Location:
-    """Where a base of a checkpoint is.
+    """Return the location of a base of a checkpoint.
 
     Raises:
-        InvalidLocationError: if it is where the Context allows none, or nowhere.
+        InvalidLocationError: if the Context does not allow a base there, or it is outside of the storage.
     """
     display = posixpath.join(posixpath.dirname(location.display.rstrip("/")), base.path)
     found = location.to_open
@@ -68,10 +69,10 @@ def base_location(location: Location, base: Base, context: Context) -> Location:
 
 
 def base_path(location: Location, base: Location) -> str:
-    """The path by which a checkpoint refers to a base.
+    """Return the path by which a checkpoint refers to a base.
 
     Raises:
-        InvalidLocationError: if it is in another storage, hidden, or around the checkpoint.
+        InvalidLocationError: if the base is in another storage, hidden, or a parent directory of the checkpoint.
     """
     here, there = location.to_open, base.to_open
     own, other = (_AUTHORITY.match(one.parent) for one in (here, there))
@@ -95,12 +96,12 @@ def read_base(referring: str, at: Location, save_id: str) -> tuple[Mark, Root]:
     """Return the root and the mark of a base.
 
     Args:
-        referring: the checkpoint that refers to it, as the user knows it.
-        at: where it is.
-        save_id: the save that is meant.
+        referring: the display name of the checkpoint that refers to it.
+        at: its location.
+        save_id: the id of its save.
 
     Raises:
-        CorruptCheckpointError: if it is gone, or another one.
+        CorruptCheckpointError: if it was deleted or replaced.
     """
     try:
         mark = read_mark(at)
@@ -120,7 +121,7 @@ def read_base(referring: str, at: Location, save_id: str) -> tuple[Mark, Root]:
 
 
 def open_base(referring: str, at: Location, save_id: str, context: Context) -> Checkpoint:
-    """What a base has itself, without what it refers to.
+    """Open a base with the arrays that it stores itself.
 
     Raises:
         CorruptCheckpointError: as by `read_base`; also if it holds files of an object.
@@ -130,25 +131,26 @@ def open_base(referring: str, at: Location, save_id: str, context: Context) -> C
         raise CorruptCheckpointError(
             f"{referring} refers to {at.display}, which holds no tree; load another checkpoint"
         )
-    store = ObjectReader(at.store, root.objects, runtime_of(context).io_threads, verify=context.io.verify, strict=True)
-    opened = Checkpoint(at, mark, root, runtime_of(context).registry.layout(root.layout), root.state, root.tree, store)
-    return dataclasses.replace(opened, tree=stored_tree(root.tree, root.references))
+    runtime = runtime_of(context)
+    store = ObjectReader(at.store, root.objects, runtime.io_threads, verify=context.io.verify, strict=True)
+    stored = StoredFormat(runtime.registry.layout(root.layout), root.state)
+    return Checkpoint(at, mark, root, stored, stored_tree(root.tree, root.references), store)
 
 
 def with_bases(opened: Checkpoint, root: Root, context: Context) -> Checkpoint:
-    """A checkpoint that refers to others, with all of its arrays.
+    """Return a checkpoint that refers to bases, with all of its arrays.
 
     Args:
-        opened: as if it had all of them itself.
+        opened: the checkpoint, opened as if it stored all arrays itself.
         root: its root.
         context: options.
 
     Raises:
-        CorruptCheckpointError: if a base is gone, was replaced, or has not what is referred to.
-        InvalidLocationError: if one is where the Context allows none.
+        CorruptCheckpointError: if a base was deleted or replaced, or lacks an array.
+        InvalidLocationError: if the Context does not allow the location of a base.
     """
     references, location = root.references, opened.location
-    own = dataclasses.replace(opened, tree=stored_tree(root.tree, references), copies=None)
+    own = dataclasses.replace(opened, tree=stored_tree(root.tree, references))
 
     def open_one(base: Base) -> Checkpoint:
         return open_base(location.display, base_location(location, base, context), base.save_id, context)
@@ -176,9 +178,13 @@ def with_bases(opened: Checkpoint, root: Root, context: Context) -> Checkpoint:
                 "another one"
             )
         derivations[leaf] = Stored(record.spec, there, 1 + base)
-    told = f"with arrays of {', '.join([base.save_id for base in references.bases])}"
-    made = derive(
-        own, root.tree, derivations, values=values, beside=bases, most_bytes=context.memory.load_bytes, description=told
+    return derive(
+        own,
+        root.tree,
+        derivations,
+        values=values,
+        beside=bases,
+        most_bytes=context.memory.load_bytes,
+        description=f"with arrays of {', '.join([base.save_id for base in references.bases])}",
+        is_builtin=True,
     )
-    assert isinstance(made.derived, Derived)
-    return dataclasses.replace(made, derived=dataclasses.replace(made.derived, is_builtin=True))

@@ -1,11 +1,11 @@
-"""Open checkpoints: what is known of one, and errors that name its arrays."""
+"""Open checkpoints of one tree or of several checkpointables, and errors that name their arrays."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import xxhash
 
@@ -14,23 +14,21 @@ from ckptcore.commit.location import Location, Place
 from ckptcore.commit.mark import Mark
 from ckptcore.commit.root import Composite, Member, Root
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError
-from ckptcore.io.chunk_reads import IndexCache
+from ckptcore.io.chunk_reads import StoredFormat
 from ckptcore.io.reader import ObjectReader
-from ckptcore.model.arrays import Box, HostArray
+from ckptcore.model.arrays import HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.transfer import ReadPlan
 from ckptcore.model.tree import JSON, format_path
-from ckptcore.protocols import ChunkIndex, Layout
+from ckptcore.protocols import ChunkIndex, Layout, ReadBoxes, ReadThrough
 
 if TYPE_CHECKING:
-    from ckptcore.protocols import ReadBoxes, ReadThrough
+    from ckptcore.loading.derived import Derived
 
 __all__ = [
-    "BoxCopies",
     "Checkpoint",
     "CompositeCheckpoint",
-    "DerivedArrays",
     "Origin",
     "Source",
     "arrays_at",
@@ -73,33 +71,40 @@ class Checkpoint:
     """An open checkpoint of one tree, or of files.
 
     Attributes:
-        location: where it is.
+        location: its location.
         mark: the state of the location when it was opened.
         root: its root; None if other software wrote it.
-        layout, state: where its arrays are in its objects.
+        stored: where its arrays are in its objects.
         tree: its tree.
         store: reads its objects.
         foreign: what it states about itself, if other software wrote it.
-        copies: copies of its boxes that are read instead: on a disk of this host, or those of a strategy.
-        derived: makes its arrays, if they are not stored as they are in the tree. Layout, state and objects are then
-            those of the checkpoint that is read, and only `read` translates between the two.
-        indexes: the cache of `index`.
+        reads: reads its boxes in place of `store`: from copies on this host, by a strategy, or by deriving them.
+        derived: computes its arrays from those of other checkpoints; None if they are stored as they are in the tree.
+            `stored` and `store` are then those of the checkpoint that is read.
     """
 
     location: Location
     mark: Mark
     root: Root | None
-    layout: Layout
-    state: JSON
+    stored: StoredFormat
     tree: TreeMetadata
     store: ObjectReader
     foreign: Origin = Origin()  # immutable
-    copies: BoxCopies | None = None
-    derived: DerivedArrays | None = None
-    indexes: IndexCache = field(default_factory=IndexCache, repr=False, compare=False)
+    reads: ReadBoxes | None = None
+    derived: Derived | None = None
 
     def __str__(self) -> str:
         return self.location.display
+
+    @property
+    def layout(self) -> Layout:
+        """Its layout."""
+        return self.stored.layout
+
+    @property
+    def state(self) -> JSON:
+        """What its layout stored with the tree."""
+        return self.stored.state
 
     @property
     def origin(self) -> Origin:
@@ -113,14 +118,12 @@ class Checkpoint:
 
     @property
     def index(self) -> ChunkIndex:
-        """Where the chunks of its arrays are; of a derived checkpoint, those of the checkpoint that is read.
+        """Where the chunks of its arrays are; for a derived checkpoint, those of the checkpoint that is read.
 
         Raises:
             CorruptCheckpointError: the state does not fit the tree.
         """
-        if self.derived is not None:
-            return self.derived.sources[0].index
-        return self.indexes.index(self.layout, self.tree, self.state)
+        return self.stored.index(self.tree) if self.derived is None else self.derived.sources[0].index
 
     @property
     def is_files(self) -> bool:
@@ -129,84 +132,16 @@ class Checkpoint:
 
     def read(self, plan: ReadPlan, buffers: Sequence[HostArray]) -> Iterable[int]:
         """Fill buffers with the boxes of a plan of this checkpoint. Yields the number of each box once it is complete."""
-        if self.copies is not None:
-            return self.copies.read(plan, buffers, replace(self, copies=None).read)
-        if self.derived is not None:
-            return self.derived.read(plan, buffers)
+        if self.reads is not None:
+            return self.reads(plan, buffers)
         return self.store.read_boxes(self.index, plan.items, buffers)
 
     def reading_through(self, read_through: ReadThrough) -> Checkpoint:
-        """Return this checkpoint, of which boxes are read by a strategy."""
-        return replace(self, copies=_Through(self, read_through))
-
-
-class BoxCopies(Protocol):
-    """Copies of boxes of a checkpoint, which are read instead of it."""
-
-    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], read_stored: ReadBoxes) -> Iterable[int]:
-        """Fill buffers with the boxes of a plan, those without a copy from the checkpoint. See `Checkpoint.read`."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Through:
-    """Boxes that a strategy reads in place of a checkpoint."""
-
-    checkpoint: Checkpoint
-    read_through: ReadThrough
-
-    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], read_stored: ReadBoxes) -> Iterable[int]:
-        """See `BoxCopies.read`. The checkpoint may itself have copies on this host."""
-        root = self.checkpoint.mark.root
+        """Return this checkpoint, whose boxes are read by a strategy."""
+        root = self.mark.root
         # The members of a composite have one save id, but each has a root of its own.
         content_id = xxhash.xxh3_128_hexdigest(root) if isinstance(root, bytes) else None
-        return self.read_through(content_id, plan, buffers, self.checkpoint.read)
-
-
-class DerivedArrays(Protocol):
-    """Arrays that are computed from those of other checkpoints as they are read."""
-
-    @property
-    def sources(self) -> Sequence[Checkpoint]:
-        """The checkpoints that are read. The first is the one of which layout, state and objects are known."""
-        ...
-
-    @property
-    def description(self) -> str:
-        """A description of the transforms, equal on every rank of a job; empty without transforms."""
-        ...
-
-    @property
-    def changes(self) -> Mapping[int, tuple[int, str]]:
-        """Changes by matching, which may differ by rank: by leaf, its number before, and a description of the change."""
-        ...
-
-    @property
-    def is_builtin(self) -> bool:
-        """True if these arrays come from the checkpoint's base, not from user transforms."""
-        ...
-
-    def read(self, plan: ReadPlan, buffers: Sequence[HostArray]) -> Iterable[int]:
-        """See `Checkpoint.read`."""
-        ...
-
-    def stored(self, leaves: Sequence[int]) -> Mapping[int, Sequence[int]]:
-        """Return, by number of a source, its leaves that leaves of the tree are or are computed from."""
-        ...
-
-    def bands(self, leaf: int, nbytes: int) -> tuple[int, int] | None:
-        """Return an axis of an array and a number of elements along it, for bands of about `nbytes` stored bytes.
-
-        Each band reads its own contiguous part of the stored bytes. None if there are no such bands, or only one.
-        """
-        ...
-
-    def pieces(self, leaf: int, most_bytes: int) -> Sequence[Box]:
-        """Return bands of an array along its first axis, of at most `most_bytes` if possible.
-
-        Reading them one after the other reads little more than reading all at once; otherwise the whole array.
-        """
-        ...
+        return replace(self, reads=lambda plan, buffers: read_through(content_id, plan, buffers, self.read))
 
 
 Source: TypeAlias = Place | Checkpoint
@@ -260,10 +195,7 @@ def naming_arrays(opened: Checkpoint) -> Iterator[None]:
 
 @contextmanager
 def naming_further(opened: Checkpoint) -> Iterator[None]:
-    """Add the name of a further checkpoint, and of its arrays, to errors about its bytes.
-
-    The reader of the first checkpoint knows the files of that one only.
-    """
+    """Add the name of a further checkpoint, and of its arrays, to errors about its bytes."""
     try:
         with naming_arrays(opened):
             yield

@@ -20,11 +20,9 @@ from ckptcore.errors import (
 )
 from ckptcore.events import Recording
 from ckptcore.loading.checkpoint import CompositeCheckpoint, Source
-from ckptcore.loading.consistent_read import ConsistentRead
 from ckptcore.loading.load import choose_strategy
 from ckptcore.loading.load_requests import AS_IT_IS, LoadAs, LoadRequest
-from ckptcore.loading.members import is_deleted, open_member, present_members, told_names
-from ckptcore.loading.opening import open_names
+from ckptcore.loading.opening import ConsistentRead, is_deleted, names_shown, open_member, open_names, present_members
 from ckptcore.loading.targets import (
     check_target,
     holds_objects,
@@ -156,7 +154,7 @@ class CompositeLoad:
             if not self._changed or isinstance(error, TargetUndefinedError):
                 raise
             raise TargetUndefinedError(
-                f"{self.location} was replaced or deleted after {told_names(self._changed)} had been restored from it, and "
+                f"{self.location} was replaced or deleted after {names_shown(self._changed)} had been restored from it, and "
                 "loading again failed: they may belong to different moments now; load again before using them: "
                 f"{error}"
             ) from error
@@ -255,7 +253,7 @@ def _plan_requests(
         if directory not in present[name]:
             raise CheckpointNotFoundError(
                 f"{composite.location.display} was saved with {directory!r}, the state of one process, but it was deleted "
-                f"since; there are {told_names(present[name])}"
+                f"since; there are {names_shown(present[name])}"
             )
         opened = open_member(composite, name, directory, location, context)
         # Do not retry without a root: there is no save id to compare.
@@ -272,7 +270,7 @@ def _there_for(
     """Return all objects that exist for this process. Logs a warning with those that were deleted."""
     absent = _absent_for(composite, present, context)
     if absent:
-        logger.warning("%s was saved with %s, which was deleted since", composite.location.display, told_names(absent))
+        logger.warning("%s was saved with %s, which was deleted since", composite.location.display, names_shown(absent))
     return dict.fromkeys([name for name in composite.members if name not in absent])
 
 
@@ -287,7 +285,7 @@ def _all_for(
     absent = list(_absent_for(composite, present, context))
     if absent:
         raise CorruptCheckpointError(
-            f"{composite.location.display} was saved with {told_names(absent)}, which was deleted or lost since; ask for the names "
+            f"{composite.location.display} was saved with {names_shown(absent)}, which was deleted or lost since; ask for the names "
             "that you need, or for this very checkpoint to get what is left of it"
         )
     return dict.fromkeys(composite.members)

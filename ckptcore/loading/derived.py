@@ -1,4 +1,4 @@
-"""Derived: the arrays of a checkpoint that are made of those of another one as they are read."""
+"""Derived checkpoints: arrays that are computed from those of other checkpoints while they are read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
 from ckptcore.derivations import Stored, WholeArray, walk
-from ckptcore.derivations.batches import Batch, Fill, Place, StoredRead
+from ckptcore.derivations.batches import Fill, Place, StoredRead, read_fills
 from ckptcore.errors import TransformError
 from ckptcore.io.memory import allocate
 from ckptcore.loading.checkpoint import Checkpoint, extents_of, naming_further, replaced_beside
@@ -25,34 +25,36 @@ from ckptcore.protocols import DerivedArray
 __all__ = ["Derived", "check_beside", "derive"]
 
 _USUAL_BYTES: Final = 256 << 20
-"""What is held beside the arrays that are made, where the options do not say."""
+"""Default limit of memory in addition to that of the computed arrays."""
 
 _LEAST_RUN_BYTES: Final = 16 << 20
-"""Arrays are made in pieces only if these read runs that are no shorter: blocks at the ends of each are read twice."""
+"""Minimum bytes of a contiguous read for a piece of an array: blocks at its ends are read twice."""
 
 _MOST_BAND_BYTES: Final = 8 << 20
-"""What ranks send each other is made of whole bands: none may be much longer than a message."""
+"""Largest band: ranks send each other whole bands, which must not be much longer than a message."""
 
 _MOST_AGAIN: Final = 1.02
-"""How many times as much may be read for pieces as for all at once."""
+"""Largest ratio of the bytes read in pieces to the bytes read at once."""
 
 
 _Run: TypeAlias = Literal["whole", "long", "short"]
-"""A run of elements of a stored array that follow each other."""
+"""A contiguous range of elements of a stored array."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Derived:
-    """What makes the arrays of an `Checkpoint`.
+    """Computes the arrays of a `Checkpoint` from those of other checkpoints.
 
     Attributes:
-        tree: what is made.
-        sources: the checkpoint that is read, and those that are put together with it.
-        derivations: by number of the leaf, how each array is made; aliases may be left out.
-        values: by number of each value that is one of the checkpoint that is read, its number there.
-        most_bytes: the most memory that is used beside the arrays that are made. What cannot be made in pieces may exceed it, alone.
-        description, changes: see `DerivedArrays`.
-        is_builtin: whether opening the checkpoint makes it so by itself, because it refers to others.
+        tree: the derived tree.
+        sources: the checkpoint that is read, and further ones that are combined with it.
+        derivations: by leaf number, the derived array. May lack aliases.
+        values: by leaf number of each value of the first source, its number there.
+        most_bytes: limit of memory in addition to that of the computed arrays. An array that cannot be computed in
+            pieces may exceed it, alone.
+        description: a description of the transforms, equal on every rank of a job; empty without transforms.
+        changes: changes by matching, which may differ by rank: by leaf, its number before, and a description.
+        is_builtin: True if the arrays come from the checkpoint's bases, not from transforms of the user.
     """
 
     tree: TreeMetadata
@@ -63,31 +65,34 @@ class Derived:
     description: str = ""
     changes: Mapping[int, tuple[int, str]] = field(default_factory=dict)
     is_builtin: bool = False
-    _lying: dict[int, Counter[int]] = field(default_factory=dict, init=False, repr=False)
-    """By checkpoint, and leaf, the bytes that lie in objects as they are; looked up when it is asked for."""
+    _plain_bytes: dict[int, Counter[int]] = field(default_factory=dict, init=False, repr=False)
+    """By source and leaf, the bytes that objects have uncompressed; found when needed."""
 
     def read(self, plan: ReadPlan, buffers: Sequence[HostArray]) -> Iterator[int]:
         """See `Checkpoint.read`.
 
         Raises:
-            TransformError: if an array cannot be computed, as where a function of the caller's fails; names it.
-            What the reading of the checkpoint does.
+            TransformError: if an array cannot be computed, such as if a function of the caller fails; names the array.
+            What reading the sources does.
         """
         left = [0] * len(plan.items)
-        batch = Batch()
+        batch: list[Fill] = []
+        held = 0
         numbers = range(len(plan.items))
         for leaf, together in itertools.groupby(numbers, lambda number: plan.items[number].leaf):
             places = [Place(number, plan.items[number].box, buffers[number]) for number in together]
             for fill in self._fills(self.derivations[leaf], places):
                 for owner in fill.owners:
                     left[owner] += 1
-                if len(batch) and batch.held_bytes + fill.held_bytes > self.most_bytes:
+                if batch and held + fill.held_bytes > self.most_bytes:
                     yield from self._run(batch, plan, left)
-                batch.add(fill)
+                    held = 0
+                batch.append(fill)
+                held += fill.held_bytes
         yield from self._run(batch, plan, left)
 
     def stored(self, leaves: Sequence[int]) -> Mapping[int, Sequence[int]]:
-        """See `DerivedArrays.stored`."""
+        """Return, by number of a source, its leaves that leaves of the tree are or are computed from."""
         found: dict[int, dict[int, None]] = {}
         values = [self.values[leaf] for leaf in leaves if leaf in self.values]
         if values:
@@ -100,7 +105,10 @@ class Derived:
         return {checkpoint: list(numbers) for checkpoint, numbers in found.items()}
 
     def bands(self, leaf: int, nbytes: int) -> tuple[int, int] | None:
-        """See `DerivedArrays.bands`."""
+        """Return an axis of an array and a number of elements along it, for bands of about `nbytes` stored bytes.
+
+        Each band reads its own contiguous part of the stored bytes. None if there are no such bands, or only one.
+        """
         derivation = self.derivations[leaf]
         spec, whole = derivation.spec, Box.whole(derivation.spec.shape)
         if spec.nbytes <= nbytes:
@@ -118,22 +126,25 @@ class Derived:
         return None
 
     def pieces(self, leaf: int, most_bytes: int) -> Sequence[Box]:
-        """See `DerivedArrays.pieces`."""
+        """Return bands of an array along its first axis, of at most `most_bytes` if possible.
+
+        Reading them one after the other reads little more than reading all at once; otherwise the whole array.
+        """
         derivation = self.derivations[self.tree.aliases.get(leaf, leaf)]
         spec, whole = derivation.spec, Box.whole(derivation.spec.shape)
         if spec.nbytes <= most_bytes:
             return [whole]
         step = max(1, spec.shape[0] * most_bytes // spec.nbytes)
         first = whole.band(0, 0, step)
-        # Nothing is read into this: its pages are never touched.
+        # Only for planning: this memory is never touched.
         fill = Fill.of(derivation, [Place(0, first, allocate(ArraySpec(first.shape, spec.dtype)))])
         if not self._reads_runs(fill):
             return [whole]
         return whole.bands(0, step)
 
-    def _run(self, batch: Batch, plan: ReadPlan, left: list[int]) -> Iterator[int]:
-        """Make what is in a batch; gives the number of each box that is complete."""
-        for fill in batch.run(self._read_stored):
+    def _run(self, batch: list[Fill], plan: ReadPlan, left: list[int]) -> Iterator[int]:
+        """Read and compute a batch, and empty it. Yields the number of each box that is complete."""
+        for fill in read_fills(batch, self._read_stored):
             try:
                 fill.compute()
             except Exception as error:
@@ -158,9 +169,9 @@ class Derived:
                     yield numbers[there]
 
     def _fills(self, derivation: DerivedArray, places: Sequence[Place]) -> Sequence[Fill]:
-        """What fills boxes of an array: all at once, or in pieces, where that takes too much memory and they read little more.
+        """Return the fills of boxes of an array: one, or pieces if one takes too much memory and pieces read little more.
 
-        A piece is a band of all boxes, so that what lies between the elements of one, which others take, is not read for each.
+        A piece is a band of all boxes, because the elements between those of one box may belong to another one.
         """
         fill = Fill.of(derivation, places)
         if fill.held_bytes <= self.most_bytes:
@@ -178,7 +189,7 @@ class Derived:
                 map(self._reads_runs, pieces)
             ):
                 empty = [place for place in places if not place.box.size]
-                # A layer of a stack may still be too large, and is cut along another axis then.
+                # A layer of a stack may still be too large: cut it along another axis.
                 parts = [
                     [piece] if piece.held_bytes <= self.most_bytes else self._fills(derivation, band)
                     for piece, band in zip(pieces, bands, strict=True)
@@ -187,20 +198,20 @@ class Derived:
         if len(filled) == 1 or any(isinstance(one, WholeArray) for one in walk(derivation)):
             return [fill]
         if all(self._is_plain(read.array) for read in fill.reads):
-            return [fill]  # each by itself would read what lies between its elements
+            return [fill]  # separate boxes would read the bytes between their elements several times
         half = len(places) // 2
         return [*self._fills(derivation, places[:half]), *self._fills(derivation, places[half:])]
 
     def _reads_runs(self, fill: Fill) -> bool:
-        """Whether what is read for a piece are long runs of stored elements, or whole arrays.
+        """Return True if a piece reads long runs of stored elements, or whole arrays.
 
-        Beside each long run there may be a short one: what lies at its ends is a small part of both. So are the scales of weights.
+        Each long run may come with a short one, like the scales of weights: the blocks at its ends are a small part of both.
         """
         counts = self._runs(fill)
         return not counts[None] and counts["short"] <= counts["long"]
 
     def _runs(self, fill: Fill) -> Counter[_Run | None]:
-        """How many runs of each sort are read for a piece."""
+        """Count the runs of each sort that a piece reads."""
         boxes: dict[Stored, dict[Box, None]] = {}
         for read in fill.reads:
             boxes.setdefault(read.array, {})[read.box] = None
@@ -212,7 +223,7 @@ class Derived:
         return counts
 
     def _run_of(self, array: Stored, box: Box) -> _Run | None:
-        """What run of elements a box is; None if it is none."""
+        """Return the sort of run that a box is; None if it is not contiguous."""
         whole = Box.whole(array.spec.shape)
         if box == whole:
             return "whole"
@@ -222,15 +233,15 @@ class Derived:
         return "long" if box.size * array.spec.numpy_dtype.itemsize >= _LEAST_RUN_BYTES else "short"
 
     def _is_plain(self, array: Stored) -> bool:
-        """Whether the elements of a stored array lie in objects as they are, and any range of them can be read."""
+        """Return True if the elements of a stored array are uncompressed, so that any range of them can be read."""
         below = self.sources[array.checkpoint]
         if below.derived is not None:
-            return False  # it cuts what it makes itself
-        if (lying := self._lying.get(array.checkpoint)) is None:
-            lying = self._lying[array.checkpoint] = Counter()
+            return False  # it plans its own pieces
+        if (plain := self._plain_bytes.get(array.checkpoint)) is None:
+            plain = self._plain_bytes[array.checkpoint] = Counter()
             for leaf, _, start, stop in extents_of(below):
-                lying[leaf] += stop - start
-        return lying[below.tree.aliases.get(array.leaf, array.leaf)] == array.spec.nbytes
+                plain[leaf] += stop - start
+        return plain[below.tree.aliases.get(array.leaf, array.leaf)] == array.spec.nbytes
 
 
 def derive(
@@ -243,20 +254,22 @@ def derive(
     most_bytes: int | None = None,
     description: str = "",
     changes: Mapping[int, tuple[int, str]] | None = None,
+    is_builtin: bool = False,
 ) -> Checkpoint:
-    """A checkpoint with another tree, whose arrays are made of those of one that is open as they are read.
+    """Return a checkpoint with another tree, whose arrays are computed from those of an open one while they are read.
 
-    It is read as any other: by boxes. Values, which stand in the tree, are those of the new tree.
+    It is read by boxes like any other. Its root, mark and origin are those of the open checkpoint.
 
     Args:
-        opened: what is read; its root and all else that it says of itself stay.
-        tree: the new tree.
-        derivations: by number of each array in the new tree that is no alias, how it is made; `Stored` refers to leaves of `opened`.
-        values: by number of each value in the new tree that is one of `opened`, its number there.
-        beside: further checkpoints that arrays are made of: those with the numbers from 1 on in a `Stored`.
-        most_bytes: the most memory that is used beside the arrays that are made, about; None: 256 MiB. What cannot be made in
-            pieces may exceed it, alone.
-        description, changes: see `DerivedArrays`.
+        opened: the checkpoint that is read.
+        tree: the new tree, with its values.
+        derivations: by leaf number of each array of the new tree that is no alias, the derived array; a `Stored` refers
+            to leaves of `opened`.
+        values: by leaf number of each value that comes from `opened`, its number there.
+        beside: further checkpoints that arrays are computed from, numbered from 1 in a `Stored`.
+        most_bytes: limit of memory in addition to that of the computed arrays; None: 256 MiB. An array that cannot be
+            computed in pieces may exceed it, alone.
+        description, changes, is_builtin: as of a `Derived`.
 
     Raises:
         TransformError: if an array has no derivation, or one of another spec.
@@ -271,23 +284,16 @@ def derive(
             )
     if opened.derived is not None:
         description = f"{opened.derived.description}\n{description}"
-    derived = Derived(
-        tree,
-        (opened, *beside),
-        derivations,
-        values,
-        most_bytes or _USUAL_BYTES,
-        description,
-        {} if changes is None else changes,
-    )
-    return dataclasses.replace(opened, tree=tree, derived=derived, copies=None)
+    limit = most_bytes or _USUAL_BYTES
+    derived = Derived(tree, (opened, *beside), derivations, values, limit, description, changes or {}, is_builtin)
+    return dataclasses.replace(opened, tree=tree, derived=derived, reads=derived.read)
 
 
 def check_beside(opened: Checkpoint) -> None:
-    """Make sure that the further checkpoints that arrays are made of have not been replaced since they were opened.
+    """Check that no further checkpoint of a derived one has been replaced since it was opened.
 
     Raises:
-        CorruptCheckpointError: if one was replaced, so that what was read may be of two saves.
+        CorruptCheckpointError: if one was replaced, so that the data may be of two saves.
     """
     if opened.derived is None:
         return
@@ -299,13 +305,13 @@ def check_beside(opened: Checkpoint) -> None:
 
 
 def _around(boxes: Sequence[Box]) -> Box:
-    """The smallest box that has all of some."""
+    """Return the bounding box of boxes."""
     starts, stops = zip(*[(box.start, box.stop) for box in boxes], strict=True)
     return Box(tuple(map(min, zip(*starts, strict=True))), tuple(map(max, zip(*stops, strict=True))))
 
 
 def _within(places: Sequence[Place], band: Box) -> list[Place]:
-    """What places have of a band."""
+    """Return the parts of places that are in a band."""
     return [
         Place(owner, common, out[common.within(box)])
         for owner, box, out in places

@@ -19,9 +19,15 @@ from ckptcore.errors import (
 )
 from ckptcore.events import Event, timeline_from_json
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint
-from ckptcore.loading.consistent_read import ConsistentRead, tree_read
-from ckptcore.loading.members import is_deleted, open_member, present_members
-from ckptcore.loading.opening import open_either, open_tree
+from ckptcore.loading.opening import (
+    ConsistentRead,
+    is_deleted,
+    open_either,
+    open_member,
+    open_tree,
+    present_members,
+    tree_read,
+)
 from ckptcore.loading.stored_trees import abstract_tree, transformed
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord

@@ -10,16 +10,16 @@ from ckptcore.commit.location import Place
 from ckptcore.context import Context
 from ckptcore.events import Recording
 from ckptcore.loading.checkpoint import Checkpoint, Source
-from ckptcore.loading.consistent_read import tree_read
 from ckptcore.loading.load_requests import LoadAccount, LoadRequest
 from ckptcore.loading.matching import Matched
+from ckptcore.loading.opening import tree_read
 from ckptcore.loading.reading import Reading, perform, plan_reading
 from ckptcore.loading.stored_trees import transformed
 from ckptcore.protocols import ReadStrategy, ReadThrough
 from ckptcore.runtime import Runtime, runtime_of
 
 if TYPE_CHECKING:
-    from ckptcore.loading.collective import CollectiveRead
+    from ckptcore.loading.collective.joint import CollectiveRead
 
 __all__ = ["Load", "Target", "choose_strategy", "recorded_load"]
 
@@ -123,18 +123,11 @@ class Load(Generic[T]):
         matched = self.target.match(self, checkpoint)
         if self._account is not None:
             self._account.planned(checkpoint, matched)
-        if matched.adjustments:
+        if matched.changes:
             from ckptcore.loading.adjustments import adjusted  # only if something differs
 
-            checkpoint = adjusted(checkpoint, matched.adjustments, self.context)
-        return plan_reading(
-            checkpoint,
-            matched.numbers,
-            matched.handlers,
-            matched.leaves,
-            self.runtime.workers(),
-            filled=matched.filled,
-        )
+            checkpoint = adjusted(checkpoint, matched.changes, self.context)
+        return plan_reading(checkpoint, matched, self.runtime.workers())
 
     def read(self, reading: Reading, read_planned: Callable[[Reading, Context], None] = perform) -> None:
         """Read what was planned, and make the leaves of it.
@@ -162,9 +155,9 @@ def choose_strategy(context: Context, runtime: Runtime) -> CollectiveRead | None
     """Return how loads run that a job makes together; None if this process loads alone."""
     if context.job.reads == "alone" or (job := runtime.job()).size == 1:
         return None
-    from ckptcore.loading.collective import collective_read  # only jobs need it
+    from ckptcore.loading.collective.joint import CollectiveRead  # only jobs need it
 
-    return collective_read(context, job)
+    return CollectiveRead(job)
 
 
 @contextmanager

@@ -212,8 +212,8 @@ class LoadAccount:
         for position, (path, number, handler) in enumerate(zip(paths, matched.numbers, matched.handlers, strict=True)):
             if position in defaulted:
                 continue
-            if number is not None and number in matched.adjustments:
-                changed[format_path(path)] = matched.adjustments[number].change
+            if number is not None and number in matched.changes:
+                changed[format_path(path)] = matched.changes[number]
             else:
                 (skipped if handler is None else restored).append(path)
         self._report.take(

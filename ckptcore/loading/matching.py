@@ -1,22 +1,22 @@
-"""What an abstract tree asks for, matched with what is stored."""
+"""Matching: the stored leaf for each leaf of an abstract tree."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from ckptcore.errors import UnsupportedLeafError
-from ckptcore.loading.load_requests import EXACT, Matching
+from ckptcore.loading.load_requests import EXACT, LeafChange, Matching
+from ckptcore.loading.scalars import NumberOfArray, are_interchangeable, array_of, difference_of
+from ckptcore.model.arrays import HostArray
 from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
 from ckptcore.model.tree import LEAF, Attribute, Node, Skeleton, TreePath, format_path
 from ckptcore.protocols import LeafHandler
 from ckptcore.tree.flattening import Flat
-from ckptcore.tree.scalars import are_interchangeable, difference_of
 
 if TYPE_CHECKING:
-    from ckptcore.loading.adjustments import Adjustment
     from ckptcore.loading.differences import Difference
 
 __all__ = ["Matched", "match_leaves"]
@@ -24,15 +24,16 @@ __all__ = ["Matched", "match_leaves"]
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """Which stored leaf each leaf of an abstract tree is.
+    """The stored leaf for each leaf of an abstract tree.
 
     Attributes:
-        numbers: for each, that of the stored leaf; None where nothing is loaded: a placeholder stands, the value there is kept, or
-            None is asked for and nothing is stored.
-        handlers: who builds each; None where a placeholder stands, or comes.
-        defaulted: the positions of leaves that are not stored, and may be missing.
-        ignored: the numbers of stored leaves that are not asked for, and may be there.
-        adjustments: by number of a stored array, how it becomes what is asked for.
+        numbers: the number of the stored leaf; None if nothing is loaded: for a placeholder, a value that is kept, or a
+            None that is asked for and not stored.
+        handlers: builds the leaf; None for a placeholder.
+        defaulted: positions of leaves that are not stored, and may be missing.
+        ignored: numbers of stored leaves that are not asked for, and are allowed.
+        changes: by number of a stored array, how it is adjusted to what is asked for.
+        arrays: by position, the array for a number that is stored in place of it.
         skeleton, leaves: the containers and the leaves of the abstract tree.
         filled: for a target that is filled in place, True for each leaf that stays as it is; None for a new value.
     """
@@ -41,7 +42,8 @@ class Matched:
     handlers: Sequence[LeafHandler | None]
     defaulted: Sequence[int] = ()
     ignored: Sequence[int] = ()
-    adjustments: Mapping[int, Adjustment] = field(default_factory=dict)
+    changes: Mapping[int, LeafChange] = field(default_factory=dict)
+    arrays: Mapping[int, HostArray] = field(default_factory=dict)
     skeleton: Skeleton = LEAF
     leaves: Sequence[object] = ()
     filled: list[bool] | None = None
@@ -59,83 +61,74 @@ def match_leaves(
 ) -> Matched:
     """Find the stored leaf for each leaf of an abstract tree.
 
-    Keys match as they are. Where nothing matches so, an attribute also matches a str key of its name, because an object
-    that is loaded without its type is a dict.
+    Keys match as they are. Without such a match, an attribute also matches a str key of its name, because an object
+    that is loaded without its type is a dict. Leaves that only some of the saving processes had may be left out.
 
-    What not every process had that saved need not be asked for.
+    Other software may store less than the exact keys and types, so in its checkpoints:
 
-    What other software wrote may lack what tells keys and empty things apart, so there:
-
-    - Any key matches one of the same text: Orbax stores the keys of dicts and the names of attributes as text, so that
-      ``{1: ...}`` is stored as ``{"1": ...}``. Only where nothing else matches, and no two leaves have the text in common.
-    - Any leaf matches one whose name is its keys joined by dots, where the stored tree is a flat dict of such names.
-    - A stored None is not unexpected where the abstract tree has a container without leaves: Orbax stores an empty named tuple
+    - A key matches one of the same text: Orbax stores the keys of dicts and the names of attributes as text, so that
+      ``{1: ...}`` is stored as ``{"1": ...}``. Only without another match, and if no two leaves have the same text.
+    - A leaf matches one whose name is its keys joined by dots, if the stored tree is a flat dict of such names.
+    - A stored None is expected if the abstract tree has a container without leaves: Orbax stores an empty named tuple
       (``optax.EmptyState``) as None.
-    - None may be asked for where nothing is stored.
-    - A number may be asked for where an array without axes is stored, and such an array where a number is: Orbax stores both
-      as arrays. Only if nothing is lost, see `ckptcore.tree.scalars`.
-    - A list may be asked for where a tuple is stored, and the other way round: Orbax stores both as one.
+    - None may be asked for if nothing is stored.
+    - A number may be asked for if an array without axes is stored, and the other way round: Orbax stores both as
+      arrays. Only if nothing is lost, see `ckptcore.loading.scalars`.
+    - A list may be asked for if a tuple is stored, and the other way round: Orbax stores both alike.
 
     Args:
         flat: the abstract tree.
-        tree: the stored one.
+        tree: the stored tree.
         display: the location, for errors.
-        by_name: whether other software wrote what is stored.
-        matching: which differences are allowed.
-        chosen: the numbers of the stored leaves that are loaded; None: all. The others are no difference, asked for or not, and where
-            they are asked for a placeholder comes.
-        place: the rank of this process and the size of the job, to ask handlers whether a leaf has a value that can be kept.
+        by_name: True if other software wrote the checkpoint.
+        matching: the allowed differences.
+        place: the rank of this process and the size of the job, to ask handlers if a leaf has a value that can be kept.
+        chosen: the numbers of the stored leaves to load; None: all. Other leaves are no difference, and become
+            placeholders if they are asked for.
 
     Raises:
         TreeMismatchError: lists every difference that is not allowed.
     """
     paths = list(flat.paths())
-    differences: list[Difference] = []
-    if flat.skeleton == tree.skeleton and None not in flat.handlers:
-        found: list[int | None] = list(range(len(paths)))
-        skipped: list[TreePath] = []
-    else:
-        stored = {path: number for number, path in enumerate(tree.paths)}
-        found = [stored.get(path) for path in paths]
-        missing = [position for position, number in enumerate(found) if number is None]
-        for of_asked, of_stored in _FORMS_OF_OTHERS if by_name else _FORMS:
-            if missing:
-                _match_loosely(paths, found, missing, stored, of_asked, of_stored)
-                missing = [position for position in missing if found[position] is None]
-        skipped = [path for path, handler in zip(paths, flat.handlers, strict=True) if handler is None]
-        if not by_name:
-            from ckptcore.loading.differences import container_differences  # only where trees differ
-
-            allowed = "sequence" if matching.sequences == "either" else None
-            found_of_containers = container_differences(flat.skeleton, tree.skeleton)
-            differences = [difference for difference in found_of_containers if difference.sort != allowed]
+    is_same = flat.skeleton == tree.skeleton and None not in flat.handlers
+    found = list(range(len(paths))) if is_same else _find(paths, tree, _FORMS_OF_OTHERS if by_name else _FORMS)
+    handlers = list(flat.handlers)
     if chosen is not None:
-        left_out = [number is not None and number not in chosen for number in found]
-        flat = replace(
-            flat, handlers=[None if out else handler for out, handler in zip(left_out, flat.handlers, strict=True)]
-        )
-    comparison = _Comparison(flat, tree, paths, found, by_name)
-    absent, unexpected = comparison.absent(), comparison.unexpected(skipped)
+        handlers = [
+            None if number is not None and number not in chosen else handler
+            for number, handler in zip(found, handlers, strict=True)
+        ]
+    compared = _Comparison(tree, paths, flat.leaves, handlers, found, by_name)
+    absent = compared.absent()
+    skipped = [path for path, handler in zip(paths, flat.handlers, strict=True) if handler is None]
+    unexpected = compared.unexpected(skipped, flat.skeleton)
     unchosen: Sequence[int] = ()
     if chosen is not None:
         asked = {number for number in found if number is not None}
         unchosen = [number for number in range(len(tree.leaves)) if number not in chosen and number not in asked]
         unexpected = [number for number in unexpected if number in chosen]
-    if unexpected and matching.unexpected == "error":
-        differences[:0] = comparison.of_unexpected(unexpected)
-    if absent and matching.missing == "error":
-        differences[:0] = comparison.of_absent(absent, unexpected)
-    elif absent and matching.missing == "keep":
-        differences[:0] = comparison.of_valueless(absent, place)
-    adjustments: dict[int, Adjustment] = {}
-    differences.extend(comparison.of_leaves(matching, adjustments))
-    if adjustments:
-        differences.extend(comparison.of_quantized(adjustments))
-    if differences:
-        from ckptcore.loading.differences import mismatch
+    changes: dict[int, LeafChange] = {}
+    differences = compared.of_leaves(matching, changes)
+    if differences or changes or absent or unexpected or not (is_same or by_name):
+        from ckptcore.loading import differences as of_trees  # only if the trees differ
 
-        raise mismatch(display, differences, tree)
-    handlers = list(flat.handlers)
+        before: list[Difference] = []
+        if matching.missing == "error":
+            names = [format_path(tree.paths[number]) for number in unexpected]
+            before.extend(of_trees.missing_leaves([format_path(paths[position]) for position in absent], names))
+        elif matching.missing == "keep":
+            before.extend(compared.of_valueless(absent, place))
+        if matching.unexpected == "error":
+            before.extend(of_trees.unexpected_leaves([format_path(tree.paths[number]) for number in unexpected]))
+        if not is_same and not by_name:
+            allowed = "sequence" if matching.sequences == "either" else None
+            of_containers = of_trees.container_differences(flat.skeleton, tree.skeleton)
+            before.extend([one for one in of_containers if one.sort != allowed])
+        differences = [*before, *differences]
+        if changes:
+            differences.extend(of_trees.lost_scales(tree, changes, set(found)))
+        if differences:
+            raise of_trees.mismatch(display, differences, tree)
     if matching.missing == "placeholder":
         for position in absent:
             handlers[position] = None
@@ -143,7 +136,19 @@ def match_leaves(
     loaded = {number for number in found if number is not None}
     unasked = [number for number in tree.held_by if number not in loaded]
     ignored = sorted({*unexpected, *unasked, *unchosen})
-    return Matched(numbers, handlers, absent, ignored, adjustments, flat.skeleton, flat.leaves)
+    return Matched(numbers, handlers, absent, ignored, changes, compared.arrays, flat.skeleton, flat.leaves)
+
+
+def _find(paths: Sequence[TreePath], tree: TreeMetadata, forms: Sequence[_Forms]) -> list[int | None]:
+    """Return the number of the stored leaf for each path; None if there is none."""
+    stored = {path: number for number, path in enumerate(tree.paths)}
+    found = [stored.get(path) for path in paths]
+    missing = [position for position, number in enumerate(found) if number is None]
+    for of_asked, of_stored in forms:
+        if missing:
+            _match_loosely(paths, found, missing, stored, of_asked, of_stored)
+            missing = [position for position in missing if found[position] is None]
+    return found
 
 
 def _match_loosely(
@@ -154,7 +159,7 @@ def _match_loosely(
     of_asked: Callable[[TreePath], TreePath],
     of_stored: Callable[[TreePath], TreePath],
 ) -> None:
-    """Find leaves that are missing by forms of their paths. Two that differ only in what a form lacks match nothing."""
+    """Find missing leaves by forms of their paths. Leaves whose forms are equal match nothing."""
     taken = {number for number in found if number is not None}
     forms = [of_stored(path) for path in stored]
     asked = [of_asked(paths[position]) for position in missing]
@@ -170,7 +175,7 @@ def _match_loosely(
 
 
 def _is_skipped(path: TreePath, skips: set[TreePath], dotted: tuple[str, ...]) -> bool:
-    """Whether a stored leaf is where, or below where, a placeholder stands."""
+    """Return True if a stored leaf is at the path of a placeholder, or below it."""
     if any(path[:length] in skips for length in range(len(path) + 1)):
         return True
     return bool(dotted) and len(path) == 1 and isinstance(path[0], str) and path[0].startswith(dotted)
@@ -188,15 +193,17 @@ def _dotted(path: TreePath) -> TreePath:
     return (".".join(map(str, path)),)
 
 
-_FORMS: Final = ((_plain, _plain),)
-"""How paths that do not match as they are may match: the form of an asked path, and that of a stored one."""
+_Forms: TypeAlias = tuple[Callable[[TreePath], TreePath], Callable[[TreePath], TreePath]]
+"""How paths match that are not equal: the form of an asked path, and that of a stored one."""
 
-_FORMS_OF_OTHERS: Final = ((_plain, _plain), (_text, _text), (_dotted, _text))
-"""The same where other software wrote what is stored; one after the other."""
+_FORMS: Final[Sequence[_Forms]] = ((_plain, _plain),)
+
+_FORMS_OF_OTHERS: Final[Sequence[_Forms]] = ((_plain, _plain), (_text, _text), (_dotted, _text))
+"""For checkpoints of other software; tried in order."""
 
 
 def _leafless(skeleton: Skeleton) -> set[TreePath]:
-    """The paths, as text, of all containers that have no leaves."""
+    """Return the paths, as text, of all containers that have no leaves."""
     found: set[TreePath] = set()
     _add_leafless(skeleton, (), found)
     return found
@@ -216,19 +223,22 @@ def _add_leafless(node: Skeleton, path: TreePath, found: set[TreePath]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Comparison:
-    """What is asked for beside what is stored, matched by now.
+    """An abstract tree and the stored one, after matching by path.
 
     Attributes:
-        flat, tree, by_name: as for `match_leaves`.
-        paths: of what is asked for.
-        found: for each the number of the stored leaf, or None.
+        tree, by_name: as for `match_leaves`.
+        paths, leaves, handlers: of the abstract tree. `of_leaves` replaces handlers that get an array for a number.
+        found: the number of the stored leaf for each, or None.
+        arrays: by position, an array for a stored number; `of_leaves` adds them.
     """
 
-    flat: Flat
     tree: TreeMetadata
     paths: Sequence[TreePath]
+    leaves: Sequence[object]
+    handlers: list[LeafHandler | None]
     found: Sequence[int | None]
     by_name: bool
+    arrays: dict[int, HostArray] = field(default_factory=dict)
 
     def _described(self, handler: LeafHandler, position: int) -> LeafRecord:
         """Describe a leaf of the abstract tree.
@@ -237,22 +247,22 @@ class _Comparison:
             UnsupportedLeafError: names the leaf.
         """
         try:
-            return handler.describe(self.flat.leaves[position])
+            return handler.describe(self.leaves[position])
         except UnsupportedLeafError as error:
             raise UnsupportedLeafError(f"{format_path(self.paths[position])}: {error}") from error
 
     def absent(self) -> list[int]:
-        """The positions of leaves that are asked for and not stored."""
+        """Return the positions of leaves that are asked for and not stored."""
         return [
             position
-            for position, (number, handler) in enumerate(zip(self.found, self.flat.handlers, strict=True))
+            for position, (number, handler) in enumerate(zip(self.found, self.handlers, strict=True))
             if number is None
             and handler is not None
             and not (self.by_name and _is_none(self._described(handler, position)))
         ]
 
-    def unexpected(self, skipped: Sequence[TreePath]) -> list[int]:
-        """The numbers of leaves that are stored, and neither asked for nor skipped."""
+    def unexpected(self, skipped: Sequence[TreePath], skeleton: Skeleton) -> list[int]:
+        """Return the numbers of leaves that are stored, and neither asked for nor skipped."""
         tree, by_name = self.tree, self.by_name
         loaded = {number for number in self.found if number is not None}
         if len(loaded) == len(tree.leaves):
@@ -260,7 +270,7 @@ class _Comparison:
         form = _text if by_name else _plain
         skips = {form(prefix) for prefix in skipped}
         dotted = tuple([".".join(map(str, prefix)) + "." for prefix in skipped]) if by_name else ()
-        leafless = _leafless(self.flat.skeleton) if by_name else set[TreePath]()
+        leafless = _leafless(skeleton) if by_name else set[TreePath]()
         return [
             number
             for number, path in enumerate(tree.paths)
@@ -270,56 +280,29 @@ class _Comparison:
             and not (_is_none(tree.leaves[number]) and _text(path) in leafless)
         ]
 
-    def of_unexpected(self, unexpected: Sequence[int]) -> list[Difference]:
-        """What is told of stored leaves that are not asked for."""
-        from ckptcore.loading.differences import Difference, Remedy
-
-        return [
-            Difference(
-                "unexpected",
-                f"unexpected: {format_path(self.tree.paths[number])} is stored and not asked for",
-                Remedy("unexpected", "ignore"),
-            )
-            for number in unexpected
-        ]
-
-    def of_absent(self, absent: Sequence[int], unexpected: Sequence[int]) -> list[Difference]:
-        """What is told of leaves that are not stored, with those that are stored, not asked for and may have been meant."""
-        from ckptcore.loading.differences import Difference, Remedy
-        from ckptcore.tree.suggestions import NearNames
-
-        there = NearNames([format_path(self.tree.paths[number]) for number in unexpected])
-        told = []
-        for position in absent:
-            name = format_path(self.paths[position])
-            near = there.nearest(name)
-            hint = "" if near is None else f"; did you mean {near}?"
-            told.append(Difference("missing", f"missing: {name} is not stored{hint}", Remedy("missing", "keep")))
-        return told
-
     def of_valueless(self, absent: Sequence[int], place: tuple[int, int]) -> list[Difference]:
-        """What is told of those leaves among the missing that have no value to keep."""
-        from ckptcore.loading.differences import Difference, Remedy
+        """Return the differences for missing leaves that have no value to keep."""
+        from ckptcore.loading.differences import Difference, Remedy  # only if the trees differ
 
-        told = []
+        found = []
         for position in absent:
-            handler, leaf = self.flat.handlers[position], self.flat.leaves[position]
+            handler, leaf = self.handlers[position], self.leaves[position]
             assert handler is not None  # only what is asked for is absent
             if isinstance(self._described(handler, position), ValueRecord):
                 continue
             try:
-                handler.shards(leaf, *place)  # refuses what has no elements
+                handler.shards(leaf, *place)  # refuses a leaf without elements
             except UnsupportedLeafError as error:
                 name = format_path(self.paths[position])
                 line = f"missing: {name} is not stored, and the abstract leaf has no value to keep: {error}"
-                told.append(Difference("missing", line, Remedy("missing", "placeholder")))
-        return told
+                found.append(Difference("missing", line, Remedy("missing", "placeholder")))
+        return found
 
-    def of_leaves(self, matching: Matching, adjustments: dict[int, Adjustment]) -> list[Difference]:
-        """What is told of leaves that are there and otherwise; of arrays that may be adjusted it is added how."""
-        told: list[Difference] = []
+    def of_leaves(self, matching: Matching, changes: dict[int, LeafChange]) -> list[Difference]:
+        """Return the differences of leaves that are stored in another form; add allowed changes of arrays to `changes`."""
+        found: list[Difference] = []
         for position, number in enumerate(self.found):
-            handler = self.flat.handlers[position]
+            handler = self.handlers[position]
             if number is None or handler is None:
                 continue
             record = self.tree.leaves[number]
@@ -328,55 +311,37 @@ class _Comparison:
                 continue
             if isinstance(asked, ArrayRecord) and isinstance(record, ArrayRecord) and _are_plain(asked, record):
                 if asked.spec != record.spec:
-                    told.extend(self._of_array(position, number, asked, record, matching, adjustments))
+                    from ckptcore.loading.adjustments import adjust  # only if something differs
+
+                    change = adjust(format_path(self.paths[position]), asked.spec, record.spec, matching)
+                    if isinstance(change, LeafChange):
+                        changes[number] = change
+                    else:
+                        found.extend(change)
                 continue
-            as_other = self.by_name and are_interchangeable(asked, record)
-            reason = difference_of(asked, record) if as_other else _difference(asked, record)
+            if self.by_name and are_interchangeable(asked, record):
+                reason = difference_of(asked, record)
+                if reason is None:
+                    self._convert(position, handler, asked, record)
+            else:
+                reason = _difference(asked, record)
             if reason is not None:
                 from ckptcore.loading.differences import Difference
 
                 sort = reason.partition(":")[0]
-                told.append(Difference(sort, f"{format_path(self.paths[position])}: {reason}"))
-        return told
+                found.append(Difference(sort, f"{format_path(self.paths[position])}: {reason}"))
+        return found
 
-    def _of_array(
-        self,
-        position: int,
-        number: int,
-        asked: ArrayRecord,
-        stored: ArrayRecord,
-        matching: Matching,
-        adjustments: dict[int, Adjustment],
-    ) -> Sequence[Difference]:
-        """What is told of an array of another shape or dtype."""
-        from ckptcore.loading.adjustments import Adjustment, adjust  # only where something differs
-        from ckptcore.loading.differences import Difference
-
-        found = adjust(asked.spec, stored.spec, matching)
-        if isinstance(found, Adjustment):
-            adjustments[number] = found
-            return ()
-        path = format_path(self.paths[position])
-        return [Difference(refused.sort, f"{path}: {refused.reason}", refused.allowed_by) for refused in found]
-
-    def of_quantized(self, adjustments: Mapping[int, Adjustment]) -> Sequence[Difference]:
-        """What is told of quantised arrays that would be cast, and nobody asks for the scales without which they mean nothing."""
-        from ckptcore.loading.differences import Difference
-        from ckptcore.loading.quantized_names import scales_beside  # only where something differs
-
-        loaded = set(self.found)
-        told = []
-        for number, scales in scales_beside(self.tree):
-            found = adjustments.get(number)
-            if found is not None and found.change.cast != "error" and scales not in loaded:
-                path, beside = (format_path(self.tree.paths[one]) for one in (number, scales))
-                reason = f"{found.change.stored} is quantised: a cast would leave out its scales, {beside}"
-                told.append(Difference("dtype", f"{path}: dtype: {reason}"))
-        return told
+    def _convert(self, position: int, handler: LeafHandler, asked: LeafRecord, stored: LeafRecord) -> None:
+        """Build a number of a stored array, or an array of a stored number."""
+        if isinstance(asked, ValueRecord):
+            self.handlers[position] = NumberOfArray(handler, asked.kind)
+        elif isinstance(stored, ValueRecord) and (array := array_of(stored, asked.spec)) is not None:
+            self.arrays[position] = array
 
 
 def _are_plain(asked: ArrayRecord, stored: ArrayRecord) -> bool:
-    """Whether two arrays mean nothing beyond their elements, so that these may be changed."""
+    """Return True if two arrays have no meaning beyond their elements, so that these may be changed."""
     return asked.kind in _PLAIN_KINDS and stored.kind in _PLAIN_KINDS
 
 

@@ -19,7 +19,7 @@ from ckptcore.io.block_cache import BlockCache
 from ckptcore.io.chunk_reads import native_reader
 from ckptcore.io.elements import is_little
 from ckptcore.loading.checkpoint import Checkpoint, naming_arrays
-from ckptcore.loading.consistent_read import tree_read
+from ckptcore.loading.opening import tree_read
 from ckptcore.loading.reading import unread
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord
@@ -186,7 +186,7 @@ def find_plain_place(opened: Checkpoint, leaf: int) -> PlainPlace | None:
         CorruptCheckpointError: the metadata that describes the place is damaged.
     """
     record = opened.tree.leaves[leaf]
-    if not isinstance(record, ArrayRecord) or not record.spec.size or opened.copies or opened.derived:
+    if not isinstance(record, ArrayRecord) or not record.spec.size or opened.reads:
         return None
     leaf = opened.tree.aliases.get(leaf, leaf)
     whole = Box.whole(record.spec.shape)

@@ -1,17 +1,21 @@
-"""Opening a checkpoint to read it: ours by its root, any other by asking every layout."""
+"""Opening checkpoints: consistent reads, roots of trees and composites, and the members of composites."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final, TypeAlias, TypeVar
+import itertools
+import re
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
+from typing import Final, Generic, TypeAlias, TypeVar
 
 from ckptcore.builtin.files import FilesLayout
-from ckptcore.commit.location import Location
-from ckptcore.commit.mark import Mark
-from ckptcore.commit.occupants import IsForeign, holds_members, is_hidden_name, parse_root
-from ckptcore.commit.root import ROOT_KEY, Claimed, Composite, KnownRoots, Member, PartialSave, Root
-from ckptcore.commit.root_json import HEAD_BYTES, read_head
+from ckptcore.commit.location import Location, Place, Within, resolve_location
+from ckptcore.commit.mark import Mark, read_mark
+from ckptcore.commit.occupants import is_hidden_name, parse_root, root_bytes
+from ckptcore.commit.root import ROOT_KEY, Claimed, Composite, KnownRoots, PartialSave, Root
+from ckptcore.commit.root_json import is_claim
+from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -22,97 +26,169 @@ from ckptcore.errors import (
     ObjectNotFoundError,
     UncommittedCheckpointError,
 )
-from ckptcore.io.chunk_reads import IndexCache
+from ckptcore.io.chunk_reads import StoredFormat
 from ckptcore.io.reader import ObjectReader
-from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, Origin
-from ckptcore.model.metadata import TreeMetadata
-from ckptcore.model.objects import ObjectRecord, check_key
-from ckptcore.model.tree import Node
-from ckptcore.protocols import InspectedComposite, InspectsComposites, Layout
+from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, Source, naming_arrays
+from ckptcore.loading.foreign import (
+    find_composite,
+    inspect_tree,
+    not_finalized,
+    open_foreign,
+    open_foreign_files,
+    several_checkpointables,
+)
 from ckptcore.runtime import runtime_of
-from ckptcore.step_names import StepNames
 
-__all__ = ["Opener", "foreign_checkpoints", "open_either", "open_files", "open_names", "open_tree"]
+__all__ = [
+    "ATTEMPTS",
+    "ConsistentRead",
+    "Known",
+    "is_deleted",
+    "names_shown",
+    "open_checkpoint",
+    "open_either",
+    "open_files",
+    "open_member",
+    "open_names",
+    "open_tree",
+    "present_members",
+    "replaced_too_often",
+    "tree_read",
+]
 
-_Found = TypeVar("_Found", bound=Checkpoint | CompositeCheckpoint)
+Found = TypeVar("Found", bound=Checkpoint | CompositeCheckpoint)
+T = TypeVar("T")
 
-Opener: TypeAlias = Callable[[Location, Mark, Context], _Found]
+Opener: TypeAlias = Callable[[Location, Mark, Context], Found]
 """Opens the checkpoint at a location, given its mark. If the result is of another save, the mark has changed."""
 
-_STEPS_TOLD: Final = 10
+Known: TypeAlias = KnownRoots[StoredFormat]
+"""Cache of parsed roots. For callers that return no mutable part of a root."""
 
-_MOST_NAMES: Final = 1000
-"""Limit of names that are tested for files that are checkpoints by themselves."""
+ATTEMPTS: Final = 20
+"""Attempts to read a checkpoint that is replaced during each of them."""
+
+_NAMES_SHOWN: Final = 20
+_OF_RANK: Final = re.compile(r"(.+)\.rank_(0|[1-9][0-9]{0,8})", re.DOTALL)
 
 
-def _find_foreign_names(location: Location, mark: Mark, context: Context) -> CompositeCheckpoint | None:
-    """Ask every layout that knows checkpoints of several checkpointables.
+class ConsistentRead(Generic[Found]):
+    """Attempts to read a checkpoint. Each opens it; the last one is not interrupted by a replacement."""
+
+    def __init__(self, location: Place, context: Context, opener: Opener[Found]) -> None:
+        """Open nothing yet."""
+        self._location = location
+        self._context = context
+        self._opener = opener
+        self._left = ATTEMPTS
+        self._found: Found | None = None
+
+    def open(self) -> Found:
+        """Begin an attempt. The result is of one save.
+
+        Raises:
+            CorruptCheckpointError: also if it was replaced too often.
+            What the opener does.
+        """
+        context = self._context
+        while self._left:
+            self._left -= 1
+            # Opened anew each time: a storage may keep objects open by name.
+            resolved = resolve_location(
+                self._location, runtime_of(context).registry, durable=False, config=context.storage
+            )
+            mark = read_mark(resolved)
+            self._found = None
+            try:
+                found = self._opener(resolved, mark, context)
+            except CheckpointError:
+                if mark.is_at(resolved):
+                    raise
+                continue
+            # Without a root, the opener has read files, which a save may have committed meanwhile.
+            if mark.root is not None or mark.is_part_of(resolved):
+                self._found = found
+                return found
+        raise replaced_too_often(self._location)
+
+    def retry_if_replaced(self, attempt: Callable[[Found], T]) -> T:
+        """Open and read a checkpoint; begin again if it was replaced meanwhile, so that the result is of one save.
+
+        Raises:
+            What the opener and `attempt` do. Errors about bytes of a tree name the arrays that have them.
+        """
+        while True:
+            found = self.open()
+            try:
+                with naming_arrays(found) if isinstance(found, Checkpoint) else nullcontext():
+                    made = attempt(found)
+            except CheckpointError:
+                if self.is_current():
+                    raise
+                continue
+            if self.is_unchanged():
+                return made
+
+    def is_current(self) -> bool:
+        """Return True if the last opened checkpoint was not replaced: an error is about the checkpoint itself."""
+        return self._found is None or self._found.mark.is_at(self._found.location)
+
+    def is_unchanged(self) -> bool:
+        """Return True if all data read without an error since the last `open` is of one save."""
+        if self._found is None:
+            return True
+        mark, location = self._found.mark, self._found.location
+        return mark.is_part_of(location) if mark.root is None else mark.has_stayed_at(location)
+
+
+class _AlreadyOpen(ConsistentRead[Checkpoint]):
+    """A single attempt with an open checkpoint. The caller that opened it checks for replacement."""
+
+    def __init__(self, opened: Checkpoint) -> None:
+        self._opened = opened
+
+    def open(self) -> Checkpoint:
+        return self._opened
+
+    def is_current(self) -> bool:
+        return True
+
+    def is_unchanged(self) -> bool:
+        return True
+
+
+def tree_read(source: Source, context: Context, known: Known | None = None) -> ConsistentRead[Checkpoint]:
+    """Return attempts to read a tree; a single one for an open checkpoint."""
+    if isinstance(source, Checkpoint):
+        return _AlreadyOpen(source)
+    opener: Opener[Checkpoint] = open_tree if known is None else functools.partial(open_tree, known=known)
+    return ConsistentRead(source, context, opener)
+
+
+def open_checkpoint(location: Place, context: Context) -> Checkpoint:
+    """Open the tree at a location. The caller checks for replacement after reading.
 
     Raises:
-        CorruptCheckpointError: also if a name is none that a directory can have, or it was written by ckptcore and lost its root.
+        What `open_tree` does.
     """
-    layouts = [layout for layout in runtime_of(context).registry.layouts() if isinstance(layout, InspectsComposites)]
-    if not layouts or not mark.names:
-        return None
-    _expect_no_root(location, mark)
-    store = ObjectReader(location.store, {}, runtime_of(context).io_threads, verify=context.io.verify)
-    found: InspectedComposite | None = None
-    for layout in layouts:
-        found = layout.inspect_composite(store)
-        if found is not None:
-            break
-    if found is None:
-        return None
-    for name in found.members:
-        _check_member(location, name)
-    members = {name: Member(kind) for name, kind in found.members.items()}
-    origin = Origin(found.writer, found.custom, found.metrics, found.created)
-    return CompositeCheckpoint(location, mark, None, members, origin)
+    return ConsistentRead(location, context, open_tree).open()
 
 
-def _expect_no_root(location: Location, mark: Mark) -> None:
-    """Refuse a directory that lists a root which could not be read.
-
-    Raises:
-        CheckpointNotFoundError
-    """
-    if ROOT_KEY in mark.names:
-        raise CheckpointNotFoundError(
-            f"there is no checkpoint at {location.display}: {ROOT_KEY} is listed and cannot be read, so it is being "
-            "written or deleted, or is a broken link; load again later, or remove the link"
-        )
-
-
-def _check_member(location: Location, name: str) -> None:
-    """Refuse a name that leads elsewhere, and a member of a composite of ours."""
-    try:
-        check_key(name)
-    except InvalidLocationError as error:
-        raise CorruptCheckpointError(f"{location.display} names {name[:80]!r} as a checkpointable: {error}") from error
-    if "/" in name:
-        raise CorruptCheckpointError(
-            f"{location.display} names {name[:80]!r} as a checkpointable: a name is one directory and has no '/'"
-        )
-    try:
-        head = read_head(location.store.get(f"{name}/{ROOT_KEY}", 0, HEAD_BYTES))
-    except ObjectNotFoundError:
-        return
-    if head is not None and head.role == "member":
-        raise _lost_root(location)
-
-
-Known: TypeAlias = KnownRoots[tuple[Layout, IndexCache]]
-"""Cache of parsed roots, with what reads their checkpoints."""
+def replaced_too_often(location: Place) -> CorruptCheckpointError:
+    """The error for a checkpoint that was replaced in every one of `ATTEMPTS`."""
+    return CorruptCheckpointError(
+        f"{location} was replaced {ATTEMPTS} times while it was read; load it when it is saved less often"
+    )
 
 
 def open_tree(location: Location, mark: Mark, context: Context, known: Known | None = None) -> Checkpoint:
     """Open the tree at a location, or the files that an object wrote there.
 
     Args:
-        location: where it is.
+        location: its location.
         mark: its state: the bytes of the root, or the names of files of other software.
-        context: how it is read.
-        known: cache of parsed roots, for callers that return no mutable part of a root; None: no cache.
+        context: options.
+        known: cache of parsed roots.
 
     Raises:
         CheckpointNotFoundError: if there is nothing that any installed layout reads.
@@ -120,11 +196,11 @@ def open_tree(location: Location, mark: Mark, context: Context, known: Known | N
         CompositeCheckpointError: if it holds several checkpointables.
         CorruptCheckpointError: if it cannot be read.
     """
-    root = _root_of(location, mark, known)
+    root = _committed_root(location, mark, known)
     if root is None:
-        return _open_foreign(location, mark, context)
+        return open_foreign(location, mark, context)
     if isinstance(root, Composite):
-        raise _several(location, list(root.members))
+        raise several_checkpointables(location, list(root.members))
     return _open_own(location, mark, root, context, known)
 
 
@@ -135,10 +211,10 @@ def open_names(location: Location, mark: Mark, context: Context) -> CompositeChe
         CompositeCheckpointError: if it is one tree.
         What `open_tree` does.
     """
-    root = _root_of(location, mark)
+    root = _committed_root(location, mark)
     if isinstance(root, Composite):
         return CompositeCheckpoint.of_root(location, mark, root)
-    if root is None and (found := _find_foreign_names(location, mark, context)) is not None:
+    if root is None and (found := find_composite(location, mark, context)) is not None:
         return found
     opened = open_tree(location, mark, context)
     raise CompositeCheckpointError(f"{opened.location.display} is one tree and has no names: use load")
@@ -150,18 +226,18 @@ def open_either(location: Location, mark: Mark, context: Context) -> Checkpoint 
     Raises:
         What `open_tree` does.
     """
-    root = _root_of(location, mark)
+    root = _committed_root(location, mark)
     if isinstance(root, Composite):
         return CompositeCheckpoint.of_root(location, mark, root)
     if root is not None:
         return _open_own(location, mark, root, context, None)
-    found = _find_foreign_names(location, mark, context)
+    found = find_composite(location, mark, context)
     if found is None:
-        return _open_foreign(location, mark, context)
+        return open_foreign(location, mark, context)
     if len(found.members) != 1:
         return found
     try:
-        return _open_tree(location, mark, context)
+        return inspect_tree(location, mark, context)
     except UncommittedCheckpointError:
         raise
     except (CheckpointNotFoundError, CompositeCheckpointError):
@@ -169,94 +245,70 @@ def open_either(location: Location, mark: Mark, context: Context) -> Checkpoint 
 
 
 def open_files(location: Location, mark: Mark, context: Context) -> Checkpoint:
-    """Open files that an object wrote: as a checkpoint of ours, or where there is none, every file that is there.
+    """Open files that an object wrote: a checkpoint of ckptcore; without a root, every file at the location.
 
     Raises:
         CheckpointNotFoundError: if there is no file.
         What `open_tree` does.
     """
-    if mark.root is not None:
-        return open_tree(location, mark, context)
-    _expect_no_root(location, mark)
-    objects = {key: ObjectRecord(key, location.store.size(key)) for key in location.store.list()}
-    if not objects:
-        raise CheckpointNotFoundError(f"there is no file at {location.display}; check the path")
-    store = ObjectReader(location.store, objects, runtime_of(context).io_threads, verify=context.io.verify, strict=True)
-    tree = TreeMetadata(Node("dict", (), ()), ())
-    return Checkpoint(location, mark, None, FilesLayout(), None, tree, store, Origin())
+    opener = open_foreign_files if mark.root is None else open_tree
+    return opener(location, mark, context)
 
 
-def _root_of(location: Location, mark: Mark, known: Known | None = None) -> Root | Composite | None:
-    """The root of a checkpoint that is committed; None where there is none.
+def _committed_root(location: Location, mark: Mark, known: Known | None = None) -> Root | Composite | None:
+    """Return the root of a committed checkpoint; None if there is no root.
 
     Raises:
         InvalidLocationError, CorruptCheckpointError, UnsupportedVersionError: if it cannot be read.
         UncommittedCheckpointError: if the checkpoint is not committed.
     """
-    data = mark.root
-    root = None
+    data, root = mark.root, None
     if isinstance(data, str):
         raise InvalidLocationError(data)
     if data is not None:
-        root = (
-            parse_root(location.store, data, location.display)
-            if known is None
-            else known.root(data, lambda: parse_root(location.store, data, location.display))
-        )
+        parse = functools.partial(parse_root, location.store, data, location.display)
+        root = parse() if known is None else known.root(data, parse)
     if isinstance(root, Claimed) or is_hidden_name(location.name):
+        began = "" if root is None else f" (it began at {root.created})"
         raise UncommittedCheckpointError(
-            f"{location.display} holds a save that was not committed"
-            + (f" (it began at {root.created})" if root is not None else "")
-            + ": it is under way or died; load another checkpoint, or save here again"
+            f"{location.display} holds a save that was not committed{began}: it is running or was interrupted; load "
+            "another checkpoint, or save here again"
         )
     if isinstance(root, PartialSave):
-        raise _not_finalized(location, root)
+        raise not_finalized(location, root)
     return root
 
 
 def _open_own(location: Location, mark: Mark, root: Root, context: Context, known: Known | None) -> Checkpoint:
-    """Open what ckptcore wrote."""
+    """Open a tree that ckptcore wrote."""
     if root.role == "member":
         _expect_committed(location, mark, root)
+
+    def stored() -> StoredFormat:
+        is_files = root.layout == FilesLayout.name
+        return StoredFormat(FilesLayout() if is_files else runtime_of(context).registry.layout(root.layout), root.state)
+
     data = mark.root
-
-    def begin() -> tuple[Layout, IndexCache]:
-        return _layout_of(root, context), IndexCache()
-
-    layout, indexes = known.keep(data, root, begin) if known is not None and isinstance(data, bytes) else begin()
+    found = known.keep(data, root, stored) if known is not None and isinstance(data, bytes) else stored()
     store = ObjectReader(
         location.store, root.objects, runtime_of(context).io_threads, verify=context.io.verify, strict=True
     )
-    copies = None
-    if location.of_host:
-        from ckptcore.loading.host_copies import find_copies  # only who has hosts needs it
-
-        copies = find_copies(location, root, context)
-    opened = Checkpoint(location, mark, root, layout, root.state, root.tree, store, copies=copies, indexes=indexes)
+    opened = Checkpoint(location, mark, root, found, root.tree, store)
     if root.references:
-        from ckptcore.loading.bases import with_bases  # only who refers to others needs it
+        from ckptcore.loading.bases import with_bases  # only updates refer to bases
 
         return with_bases(opened, root, context)
+    if location.of_host:
+        from ckptcore.loading.host_copies import with_copies  # only per-host directories have copies
+
+        return with_copies(opened, root, context)
     return opened
 
 
-def _layout_of(root: Root, context: Context) -> Layout:
-    return FilesLayout() if root.layout == FilesLayout.name else runtime_of(context).registry.layout(root.layout)
-
-
-def _not_finalized(location: Location, partial: PartialSave) -> UncommittedCheckpointError:
-    return UncommittedCheckpointError(
-        f"{location.display} is being filled by a partial save that is not finalized: it has {partial}"
-        + ("" if partial.owner is None else ", and one that is under way or died")
-        + ". Save what is missing with ckptcore.partial(...).save, then call ckptcore.partial(...).finalize; or remove it with ckptcore.delete"
-    )
-
-
 def _expect_committed(location: Location, mark: Mark, member: Root) -> None:
-    """Do nothing if the composite that a member belongs to is committed.
+    """Check that the composite of a member is committed.
 
-    Where there is no composite around it, somebody copied the member out. It is whole by itself: its root was written after
-    everything else of it.
+    A member that was copied out of its composite is complete: its root was written after everything else of it.
 
     Raises:
         UncommittedCheckpointError
@@ -275,120 +327,104 @@ def _expect_committed(location: Location, mark: Mark, member: Root) -> None:
         )
 
 
-def _open_foreign(location: Location, mark: Mark, context: Context) -> Checkpoint:
-    """Open the tree that other software wrote.
+def present_members(composite: CompositeCheckpoint) -> dict[str, list[str]]:
+    """Return the members that exist, each with its directories in the order of ranks. Sends one request.
 
-    Raises:
-        CompositeCheckpointError: if it has several names, and none stands for all of it.
-        UncommittedCheckpointError: if sessions write there.
+    A member that other software wrote may be a file. Members may have been deleted since the save. On storages without
+    directories an interrupted deletion leaves a directory: see `is_deleted`.
     """
+    names = composite.location.store.list_names()
+    there = {entry.removesuffix("/") for entry in names if entry.endswith("/") or composite.root is None}
+    if composite.root is not None and ROOT_KEY not in names:
+        # The root is not listed: the storage lists nothing (a web server), or an earlier state.
+        there |= _found_by_roots(composite)
+    of_ranks: dict[str, list[int]] = {}
+    for directory in there:
+        if (matched := _OF_RANK.fullmatch(directory)) is not None:
+            of_ranks.setdefault(matched[1], []).append(int(matched[2]))
+    present = {}
+    for name, member in composite.members.items():
+        # Not by counting to the number of processes: a hostile root may state any.
+        ranks = [0] if member.processes in (None, 1) else sorted(of_ranks.get(name, ()))
+        directories = [member.directory(name, rank) for rank in ranks if rank < (member.processes or 1)]
+        if found := [directory for directory in directories if directory in there]:
+            present[name] = found
+    return present
+
+
+def _found_by_roots(composite: CompositeCheckpoint) -> set[str]:
+    """Return the directories with roots of members, without a listing. Sends a request for each, and one for each name."""
+    found = set()
+    for name, member in composite.members.items():
+        for rank in range(member.processes or 1):  # a hostile root may state any number: stop at the first missing one
+            directory = member.directory(name, rank)
+            if root_bytes(subdirectory(composite.location.store, directory)) is None:
+                break
+            found.add(directory)
+    return found
+
+
+def is_deleted(composite: CompositeCheckpoint, directory: str) -> bool:
+    """Return True if a directory of the composite is empty, or its deletion began."""
+    inside = subdirectory(composite.location.store, directory)
+    data = root_bytes(inside)
+    if data is not None:
+        return is_claim(data)
+    return not inside.list_names() and not (composite.root is None and _is_file(composite.location, directory))
+
+
+def _is_file(location: Location, name: str) -> bool:
     try:
-        return _open_tree(location, mark, context)
-    except UncommittedCheckpointError:
-        raise
-    except CheckpointNotFoundError:
-        from ckptcore.commit.sessions import find_partial  # only where nothing else is there
-
-        found = _find_foreign_names(location, mark, context)
-        if found is not None:
-            raise _several(location, list(found.members)) from None
-        partial = find_partial(location)
-        if partial is None:
-            raise
-        raise _not_finalized(location, partial) from None
+        location.store.size(name)
+    except ObjectNotFoundError:
+        return False
+    return True
 
 
-def _several(location: Location, names: Sequence[str]) -> CompositeCheckpointError:
-    return CompositeCheckpointError(
-        f"{location.display} holds several checkpointables ({', '.join(names)}): use load_checkpointables, or load one "
-        f"by its own location, such as {location.display.rstrip('/')}/{names[0] if names else 'NAME'}",
-        names,
-    )
-
-
-def _open_tree(location: Location, mark: Mark, context: Context) -> Checkpoint:
-    """Open the tree that other software wrote.
+def open_member(
+    composite: CompositeCheckpoint, name: str, directory: str, location: Place, context: Context
+) -> Checkpoint:
+    """Open a member of a composite.
 
     Raises:
-        CheckpointNotFoundError: if no layout finds one.
+        CorruptCheckpointError: if its directory has another checkpoint.
+        What `open_checkpoint` does; for a checkpoint of other software with a hint how to load the other members.
     """
-    entry = location.name if mark.is_object else None
-    storage = location.parent if entry is not None else location.store
-    if entry is None and not mark.names:
-        raise CheckpointNotFoundError(
-            f"there is nothing at {location.display}; check the path, or list the directory above"
+    if composite.root is None:
+        return _open_foreign_member(composite, name, directory, location, context)
+    opened = open_checkpoint(Within(location, directory), context)
+    if opened.root is None or opened.root.role != "member" or opened.root.save_id != composite.root.save_id:
+        raise CorruptCheckpointError(
+            f"{opened.location.display} was replaced by something else than it was saved with; load it by its own location, "
+            "or delete it"
         )
-    _expect_no_root(location, mark)
-    store = ObjectReader(storage, {}, runtime_of(context).io_threads, verify=context.io.verify)
-    layouts = runtime_of(context).registry.layouts()
-    for layout in layouts:
-        inspection = layout.inspect(store, entry)
-        if inspection is not None:
-            origin = Origin(inspection.writer, inspection.custom, inspection.metrics, inspection.created)
-            return Checkpoint(location, mark, None, layout, inspection.state, inspection.tree, store, origin)
-    if entry is None and holds_members(storage):
-        raise _lost_root(location)
-    if entry is None and (steps := StepNames().find([name[:-1] for name in mark.names if name[-1] == "/"])):
-        raise CheckpointNotFoundError(_of_steps(location, steps))
-    failed = "".join(
-        f"; {name} cannot be used: {reason}" for name, reason in runtime_of(context).registry.failed_layouts().items()
-    )
-    raise CheckpointNotFoundError(
-        f"{location.display} is no checkpoint that an installed layout reads (tried "
-        f"{', '.join(layout.name for layout in layouts)}{failed}); check the path, or install the plugin of its format"
-    )
+    kind = composite.members[name].kind
+    if opened.is_files != (kind == "files"):
+        raise CorruptCheckpointError(
+            f"{opened.location.display} has the layout {opened.layout.name!r}, and {composite.location.display} says that it is "
+            f"a {kind!r}: one of the two is damaged or forged; load another checkpoint"
+        )
+    return opened
 
 
-def _of_steps(location: Location, steps: Mapping[int, str]) -> str:
-    """What to do with a directory of steps: which one is meant is not guessed."""
-    names = list(steps.values())
-    told = ", ".join(names if len(names) <= _STEPS_TOLD else [names[0], "...", *names[1 - _STEPS_TOLD :]])
-    within = location.display.rstrip("/")
-    return (
-        f"{location.display} is no checkpoint but, by the names in it, a directory of steps ({told}): load one by its own location, "
-        f"such as {within}/{names[-1]}, or the newest with CheckpointReader({within!r}).load()"
-    )
+def _open_foreign_member(
+    composite: CompositeCheckpoint, name: str, directory: str, location: Place, context: Context
+) -> Checkpoint:
+    opener = open_files if composite.members[name].kind == "files" else open_tree
+    others = names_shown([other for other in composite.members if other != name])
+    hint = f"ask load_checkpointables for the names that you need, to load the others without it: {others}"
+    try:
+        return ConsistentRead(Within(location, directory), context, opener).open()
+    except (CheckpointNotFoundError, CompositeCheckpointError) as error:
+        raise CheckpointNotFoundError(
+            f"{name!r} in {composite.location.display} is nothing that an installed plugin reads: {error}; {hint}"
+        ) from error
+    except CheckpointError as error:
+        error.add_note(hint)
+        raise
 
 
-def _lost_root(location: Location) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        f"{location.display} was a checkpoint of several checkpointables and has lost its {ROOT_KEY}; restore that from a copy, "
-        "load another checkpoint, or copy a directory in it elsewhere to load that alone",
-        key=ROOT_KEY,
-    )
-
-
-def foreign_checkpoints(context: Context) -> IsForeign:
-    """Return a function that recognises checkpoints of other software, with the layouts of a Context."""
-    return functools.partial(_is_foreign, context)
-
-
-def _is_foreign(context: Context, location: Location) -> bool:
-    store = ObjectReader(location.store, {}, runtime_of(context).io_threads, verify=context.io.verify)
-    for layout in runtime_of(context).registry.layouts():
-        try:
-            found = layout.inspect(store, None) is not None
-        except CompositeCheckpointError:
-            found = True  # of several items
-        except CheckpointError:
-            return False  # unfinished or damaged: its extent is unknown
-        if found:
-            return not _has_single_files(layout, store)
-    return False
-
-
-def _has_single_files(layout: Layout, store: ObjectReader) -> bool:
-    """Return whether a file in the directory is a checkpoint by itself, like ``model.safetensors``.
-
-    Such a directory is the user's: it may have other files, such as a tokenizer or a configuration.
-    """
-    names = store.list_names("")
-    if len(names) > _MOST_NAMES:
-        return True  # a checkpoint of other software has few
-    for name in [name for name in names if not name.endswith("/") and not name.startswith(".")]:
-        try:
-            if layout.inspect(store, name) is not None:
-                return True
-        except CheckpointError:
-            continue  # no file of this layout
-    return False
+def names_shown(names: Collection[str]) -> str:
+    """Return names for a message, limited in number: a hostile root may list any."""
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return (", ".join(itertools.islice(names, _NAMES_SHOWN)) or "none") + more

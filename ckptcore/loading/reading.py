@@ -1,31 +1,30 @@
-"""Reading: what of a checkpoint is read for which leaves, and built of it."""
+"""Reading: the boxes of stored arrays that leaves need, and the leaves that are built from them."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from ckptcore.context import Context
 from ckptcore.errors import CorruptCheckpointError, PluginError, UnsupportedLeafError
 from ckptcore.io.memory import allocate
 from ckptcore.loading.checkpoint import Checkpoint, naming_further
-from ckptcore.model.arrays import ArraySpec, Box, HostArray
-from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
+from ckptcore.loading.matching import Matched
+from ckptcore.model.arrays import ArraySpec, Box, HostArray, name_of_dtype
+from ckptcore.model.metadata import ArrayRecord, TreeMetadata, ValueRecord
 from ckptcore.model.tree import format_path
 from ckptcore.planning import plan_read
 from ckptcore.protocols import Executor, LeafHandler, WantedLeaf
 from ckptcore.runtime import runtime_of
 from ckptcore.tree.flattening import PLACEHOLDER
-from ckptcore.tree.scalars import are_interchangeable, array_of, value_of
 
 __all__ = [
     "LeafRead",
     "Reading",
     "allocate_for",
     "check_sizes",
-    "other_form",
     "perform",
     "plan_reading",
     "read_leaves",
@@ -36,19 +35,16 @@ _MOST_GROWTH: Final = 1 << 16
 """Largest ratio of the bytes of an array to those of all objects. zstd compresses zeros to a 30,000th."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LeafRead:
     """One stored array that is read and built once, for one or more leaves.
 
     Attributes:
-        leaf: its number in the stored tree.
-        handler, abstract: who builds it, and as what.
-        positions: of the leaves that get it, in the value.
-        boxes: the boxes it is read by.
-        number: the array without axes, where a number is stored in its place and nothing is to be read.
-        kind: the kind of number that is built of the array; None where an array is.
-        buffers: the memory they are read into.
-        waiting: how many boxes are still to come.
+        leaf, record: its number in the stored tree, and its record.
+        handler, abstract: the handler that builds it, and the leaf that is asked for.
+        positions: the positions in the value of the leaves that get it.
+        boxes: the boxes to read.
+        array: the array without axes for a number that is stored in place of it; None for an array that is read.
         worker_bytes: the most bytes that one worker of this controller reads of it; None if this process reads it.
     """
 
@@ -58,16 +54,13 @@ class LeafRead:
     abstract: object
     positions: list[int]
     boxes: Sequence[Box]
-    number: HostArray | None = None
-    kind: str | None = None
-    buffers: list[HostArray] = field(default_factory=list)
-    waiting: int = 0
+    array: HostArray | None = None
     worker_bytes: int | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes that are read for it."""
-        if self.number is not None:
+        if self.array is not None:
             return 0
         if self.worker_bytes is not None:
             return self.worker_bytes
@@ -85,94 +78,66 @@ def read_leaves(
 
     Args:
         opened: the checkpoint.
-        numbers: of stored leaves; None for what is not loaded and stays as its abstract is.
-        handlers, abstracts: for each, who builds it and as what.
-        context: its bound on memory is kept.
+        numbers: the stored leaves; None for a leaf that is not loaded and stays as its abstract leaf is.
+        handlers, abstracts: for each, the handler that builds it, and the abstract leaf.
+        context: its limit on memory is kept.
     """
-    reading = plan_reading(opened, numbers, handlers, abstracts, runtime_of(context).workers())
+    matched = Matched(numbers, handlers, leaves=abstracts)
+    reading = plan_reading(opened, matched, runtime_of(context).workers())
     perform(reading, context)
     return reading.leaves
 
 
-def plan_reading(
-    opened: Checkpoint,
-    numbers: Sequence[int | None],
-    handlers: Sequence[LeafHandler | None],
-    abstracts: Sequence[object],
-    executor: Executor[Any, Any] | None,
-    *,
-    filled: list[bool] | None = None,
-) -> Reading:
-    """What is to be read, with the leaves, of which values are there already. Reads nothing and changes nothing.
+def plan_reading(opened: Checkpoint, matched: Matched, executor: Executor[Any, Any] | None) -> Reading:
+    """Plan the boxes to read, and build the values, which need none. Reads nothing, and changes no target.
 
     Args:
-        opened, numbers, handlers, abstracts: as for `read_leaves`.
-        executor: the workers of this controller, if it has some.
-        filled: where `abstracts` are a target to be filled in place, which of its leaves stay as they are.
+        opened: the checkpoint.
+        matched: the stored leaf for each leaf.
+        executor: the workers of this controller, if there are any.
     """
-    tree = opened.tree
-    leaves: list[object] = [PLACEHOLDER] * len(numbers)
+    tree, filled = opened.tree, matched.filled
+    leaves: list[object] = [PLACEHOLDER] * len(matched.numbers)
     units: list[LeafRead] = []
     tied: dict[tuple[object, ...], LeafRead] = {}
-    for position, (number, handler, abstract) in enumerate(zip(numbers, handlers, abstracts, strict=True)):
+    asked = zip(matched.numbers, matched.handlers, matched.leaves, strict=True)
+    for position, (number, handler, abstract) in enumerate(asked):
         if handler is None:
             continue
         if number is None:
             leaves[position] = abstract  # None is asked for, and nothing is stored
             continue
-        record, array = tree.leaves[number], None
-        asked = other_form(opened, number, handler, abstract)
-        kind = asked.kind if isinstance(asked, ValueRecord) else None
-        if isinstance(record, ValueRecord):
-            if not isinstance(asked, ArrayRecord):
-                with _naming(tree, number):
-                    leaves[position] = handler.build(abstract, record, ())
-                continue
-            array = array_of(record, asked.spec)
-            record = ArrayRecord(asked.spec)
+        record, array = tree.leaves[number], matched.arrays.get(position)
+        if array is not None:
+            record = ArrayRecord(ArraySpec((), name_of_dtype(array.dtype)))
+        elif isinstance(record, ValueRecord):
+            with _naming(tree, number):
+                leaves[position] = handler.build(abstract, record, ())
+            continue
         there = executor if executor is not None and array is None and executor.makes(abstract) else None
-        maker = handler if there is None else there
         worker_bytes: int | None = None
         boxes: Sequence[Box] = ()
         with _naming(tree, number):
-            if kind is not None:
-                boxes = (Box.whole(record.spec.shape),)
-            elif there is not None:
+            if there is not None:
                 worker_bytes = there.read_bytes(abstract, record)
             else:
                 boxes = handler.wanted(abstract, record)
         original = tree.aliases.get(number, number)
-        memory: object = None
-        if filled is not None:
-            memory = maker.identity(abstract) or position
-        unit = LeafRead(original, record, handler, abstract, [position], boxes, array, kind, worker_bytes=worker_bytes)
-        if not tree.aliases:
-            units.append(unit)
-            continue
-        # Leaves that were tied are built once and tied again. What is filled in place is one only if its memory is.
-        key = (original, id(handler), tuple(boxes), _request(maker, abstract), memory)
-        if key in tied:
-            tied[key].positions.append(position)
-            continue
-        tied[key] = unit
+        unit = LeafRead(original, record, handler, abstract, [position], boxes, array, worker_bytes)
+        if tree.aliases:
+            # Leaves that were tied are built once and tied again; those of a target only if their memory is the same.
+            maker = handler if there is None else there
+            memory = None if filled is None else maker.identity(abstract) or position
+            key = (original, id(handler), tuple(boxes), _request(maker, abstract), memory)
+            if (same := tied.setdefault(key, unit)) is not unit:
+                same.positions.append(position)
+                continue
         units.append(unit)
     return Reading(opened, units, leaves, filled)
 
 
-def other_form(opened: Checkpoint, number: int, handler: LeafHandler, abstract: object) -> LeafRecord | None:
-    """What is asked for, where that is a number of Python and an array without axes is stored, or the other way round; else None.
-
-    A checkpoint of ours tells one from the other: it was not matched if this differs.
-    """
-    stored = opened.tree.leaves[number]
-    if opened.root is not None or abstract is None or (isinstance(stored, ArrayRecord) and stored.spec.shape):
-        return None
-    asked = handler.describe(abstract)
-    return asked if are_interchangeable(asked, stored) else None
-
-
 def _request(maker: LeafHandler | Executor[Any, Any], abstract: object) -> object:
-    """Equal for two abstract leaves only if one leaf can be built for both: placement and all else included."""
+    """Return a key that is equal for two abstract leaves only if one leaf can be built for both, with its placement."""
     if abstract is None:
         return None
     identity = maker.identity(abstract)
@@ -187,13 +152,13 @@ def _request(maker: LeafHandler | Executor[Any, Any], abstract: object) -> objec
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What is to be read of a checkpoint, and where it goes.
+    """The planned reads of a checkpoint, and their results.
 
     Attributes:
         opened: the checkpoint.
-        units: what is read.
-        leaves: of the value; those of units are put here as they are built.
-        filled: where what can be filled in place is to be, and by leaf whether it was; None: all is built anew.
+        units: the arrays to read.
+        leaves: the leaves of the value; those of units are added as they are built.
+        filled: for a target that is filled in place, True for each leaf that needs no replacement; None for a new value.
     """
 
     opened: Checkpoint
@@ -203,60 +168,50 @@ class Reading:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of elements that are read into memory of this process."""
+        """Bytes of all elements that are read."""
         return sum([unit.nbytes for unit in self.units])
 
-    def take_memory(self, unit: LeafRead) -> None:
-        """Give a unit the memory that it is read into.
+    def buffers_of(self, unit: LeafRead) -> list[HostArray]:
+        """Return the memory that the boxes of a unit are read into; for an array that is not read, the array itself.
 
         Raises:
             MemoryError, PluginError
-            CorruptCheckpointError: if other software states an array for which there is no memory.
+            CorruptCheckpointError: if other software wrote the checkpoint, and an array does not fit in memory.
         """
-        unit.waiting = 0
-        if unit.number is not None:
-            unit.buffers = [unit.number for _ in unit.boxes]  # an array without axes has one box at most
-            return
-        dtype = unit.record.spec.dtype
-        unit.buffers = []
+        if unit.array is not None:
+            return [unit.array for _ in unit.boxes]  # an array without axes has one box at most
+        buffers = []
         for box in unit.boxes:
             buffer = None if self.filled is None else unit.handler.destination(unit.abstract, unit.record, box)
             if buffer is None:
-                buffer = allocate_for(self.opened, unit.leaf, ArraySpec(box.shape, dtype))
+                buffer = allocate_for(self.opened, unit.leaf, ArraySpec(box.shape, unit.record.spec.dtype))
             elif not _fits(buffer, box, unit.record):
                 raise PluginError(
                     f"{type(unit.handler).__name__}.destination gave memory of {buffer.dtype}{buffer.shape} for "
                     f"{unit.record.spec}; it must be of the stored dtype, of the box's shape, contiguous and writable"
                 )
-            unit.buffers.append(buffer)
-        unit.waiting = len(unit.boxes)
+            buffers.append(buffer)
+        return buffers
 
-    def place(self, unit: LeafRead) -> None:
-        """Make leaves of a unit that has been read, and let its memory go."""
+    def place(self, unit: LeafRead, buffers: Sequence[HostArray]) -> None:
+        """Build the leaf of a unit that has been read, or fill it in place."""
         with _naming(self.opened.tree, unit.leaf):
-            boxes = list(zip(unit.boxes, unit.buffers, strict=True))
-            unit.buffers = []
-            made = self._made(unit, boxes)
-            for position in unit.positions:
-                self.leaves[position] = made
-
-    def _made(self, unit: LeafRead, boxes: Sequence[tuple[Box, HostArray]]) -> object:
-        if unit.kind is not None:
-            ((_, array),) = boxes
-            return unit.handler.build(unit.abstract, value_of(array, unit.kind), ())
-        if self.filled is not None and unit.handler.fill(unit.abstract, unit.record, boxes):
-            for position in unit.positions:
-                self.filled[position] = True
-            return unit.abstract
-        return unit.handler.build(unit.abstract, unit.record, boxes)
+            boxes = list(zip(unit.boxes, buffers, strict=True))
+            if self.filled is not None and unit.handler.fill(unit.abstract, unit.record, boxes):
+                for position in unit.positions:
+                    self.filled[position] = True
+                built = unit.abstract
+            else:
+                built = unit.handler.build(unit.abstract, unit.record, boxes)
+        for position in unit.positions:
+            self.leaves[position] = built
 
 
 def perform(reading: Reading, context: Context) -> None:
-    """Read all that is to be read, and put it in its place."""
+    """Read and build all leaves."""
     for batch in _batches(reading.units, context.memory.load_bytes):
         at_workers = [unit for unit in batch if unit.worker_bytes is not None]
-        for unit in _read(reading, [unit for unit in batch if unit.worker_bytes is None] if at_workers else batch):
-            reading.place(unit)
+        _read(reading, [unit for unit in batch if unit.worker_bytes is None] if at_workers else batch)
         if at_workers:
             _read_at_workers(reading, at_workers, context)
 
@@ -273,7 +228,7 @@ def _read_at_workers(reading: Reading, units: Sequence[LeafRead], context: Conte
 
 
 class _naming:  # a context manager, written as a class because it is entered for every leaf
-    """Lets a handler's refusal say which leaf it refuses."""
+    """Adds the path of a leaf to the errors of its handler."""
 
     __slots__ = ("_leaf", "_tree")
 
@@ -304,41 +259,46 @@ def _batches(units: Sequence[LeafRead], limit: int | None) -> Iterator[Sequence[
     yield batch
 
 
-def _read(reading: Reading, units: Sequence[LeafRead]) -> Iterator[LeafRead]:
-    """Fill the memory of units; yields each as it is complete."""
+def _read(reading: Reading, units: Sequence[LeafRead]) -> None:
+    """Read units in this process, and place each once it is complete."""
     opened = reading.opened
     check_sizes(opened, {unit.leaf for unit in units})
-    owners: list[LeafRead] = []
+    read: list[LeafRead] = []
+    held: list[list[HostArray]] = []
+    owners: list[int] = []
     for unit in units:
-        reading.take_memory(unit)
-        owners.extend([unit] * unit.waiting)
-        if not unit.waiting:
-            yield unit
-    buffers = [buffer for unit in units if unit.number is None for buffer in unit.buffers]
-    wanted = [(unit.leaf, unit.boxes) for unit in units if unit.number is None]
-    for number in opened.read(plan_read(opened.tree, wanted), buffers):
-        unit = owners[number]
-        unit.waiting -= 1
-        if unit.waiting == 0:
-            yield unit
-    late = [unit for unit in units if unit.waiting > 0]
-    if late:
-        raise unread(opened, late[0].leaf)
+        buffers = reading.buffers_of(unit)
+        if unit.array is not None or not buffers:
+            reading.place(unit, buffers)
+            continue
+        owners.extend([len(read)] * len(buffers))
+        read.append(unit)
+        held.append(buffers)
+    missing = [len(buffers) for buffers in held]
+    plan = plan_read(opened.tree, [(unit.leaf, unit.boxes) for unit in read])
+    for number in opened.read(plan, [buffer for buffers in held for buffer in buffers]):
+        owner = owners[number]
+        missing[owner] -= 1
+        if not missing[owner]:
+            reading.place(read[owner], held[owner])
+    for unit, count in zip(read, missing, strict=True):
+        if count > 0:
+            raise unread(opened, unit.leaf)
 
 
 def unread(opened: Checkpoint, leaf: int) -> CorruptCheckpointError:
-    """What to raise where a layout has ended before it gave all of an array."""
+    """Return the error for a layout that did not read an array completely."""
     return CorruptCheckpointError(
         f"the layout {opened.layout.name} did not read {format_path(opened.tree.paths[leaf])} whole"
     )
 
 
 def allocate_for(opened: Checkpoint, leaf: int, spec: ArraySpec) -> HostArray:
-    """Memory for what a checkpoint states.
+    """Allocate memory for an array of a checkpoint.
 
     Raises:
-        MemoryError: for what ckptcore saved, and has compared with its objects.
-        CorruptCheckpointError: for what other software did: a few hostile bytes may state any shape.
+        MemoryError: if ckptcore wrote the checkpoint: its shapes were compared with its objects.
+        CorruptCheckpointError: if other software wrote it: a few hostile bytes may state any shape.
     """
     try:
         return allocate(spec)
@@ -377,7 +337,7 @@ def check_sizes(opened: Checkpoint, wanted: Collection[int]) -> None:
     arrays = [leaf for leaf in originals if isinstance(tree.leaves[leaf], ArrayRecord)]
     index.check(arrays)
     if opened.root is None:
-        return  # its layout has looked at its files itself
+        return  # its layout compared the shapes with its files
     held = sum([record.size for record in opened.store.objects.values()])
     for leaf in sorted(wanted):
         record = opened.tree.leaves[leaf]
@@ -388,11 +348,11 @@ def check_sizes(opened: Checkpoint, wanted: Collection[int]) -> None:
                 "another checkpoint"
             )
     extents = [(leaf, *extent) for leaf in arrays for extent in index.extents(leaf)]
-    # Not what the root states, or only a little of it: an object may be cut off, and a hostile root may state anything.
+    # Real sizes, not those of the root: an object may be truncated, and a hostile root may state anything.
     keys = dict.fromkeys([key for _, key, _, _ in extents])
     sizes = {
         **dict.fromkeys(keys, 0),
-        **opened.store.size_limits([key for key in keys if key in opened.store.objects]),
+        **opened.store.object_sizes.bounding([key for key in keys if key in opened.store.objects]),
     }
     taken: dict[str, int] = {}
     for leaf, key, start, stop in extents:

@@ -15,8 +15,8 @@ from ckptcore.derivations import Constant, Stored, walk
 from ckptcore.errors import CheckpointError, ObjectNotFoundError, TransformError, UnsupportedLeafError
 from ckptcore.io.elements import bytes_of
 from ckptcore.loading.checkpoint import Checkpoint
-from ckptcore.loading.consistent_read import open_checkpoint
 from ckptcore.loading.derived import derive
+from ckptcore.loading.opening import open_checkpoint
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import DerivedArray, DerivedTree, LeafHandler, TransformedTree, Transforms

@@ -24,9 +24,15 @@ from ckptcore.loading.checkpoint import (
     file_pieces,
     naming_arrays,
 )
-from ckptcore.loading.consistent_read import ConsistentRead, open_checkpoint
-from ckptcore.loading.members import is_deleted, open_member, present_members
-from ckptcore.loading.opening import open_either, open_tree
+from ckptcore.loading.opening import (
+    ConsistentRead,
+    is_deleted,
+    open_checkpoint,
+    open_either,
+    open_member,
+    open_tree,
+    present_members,
+)
 from ckptcore.loading.reading import allocate_for, check_sizes, read_leaves, unread
 from ckptcore.loading.stored_trees import abstract_leaves
 from ckptcore.model.arrays import ArraySpec

@@ -35,8 +35,7 @@ from ckptcore.errors import (
 from ckptcore.io.requests import requests_of
 from ckptcore.io.threads import ask_each, renew_in_children
 from ckptcore.job.agreement import Agreement
-from ckptcore.loading.consistent_read import ConsistentRead
-from ckptcore.loading.opening import open_either
+from ckptcore.loading.opening import ConsistentRead, open_either
 from ckptcore.policies import StepInfo
 from ckptcore.protocols import StorageBackend
 from ckptcore.redaction import redacted

@@ -24,8 +24,8 @@ from ckptcore.errors import (
     NameCollisionError,
     UnsupportedLeafError,
 )
-from ckptcore.loading.consistent_read import open_checkpoint
 from ckptcore.loading.load import Load
+from ckptcore.loading.opening import open_checkpoint
 from ckptcore.model import BLOCK_BYTES
 from tests.composites.objects import Files, Linear
 

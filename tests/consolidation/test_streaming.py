@@ -19,7 +19,7 @@ from ckptcore_tools.copies.streaming import StreamedSnapshot, StreamSizes, items
 import ckptcore
 from ckptcore.errors import CorruptCheckpointError, PluginError, SaveLostError
 from ckptcore.loading.checkpoint import Checkpoint
-from ckptcore.loading.consistent_read import open_checkpoint
+from ckptcore.loading.opening import open_checkpoint
 from ckptcore.model import JSON, ArraySpec, Box, HostArray, ReadItem, TreeMetadata, WriteItem, WritePlan
 from ckptcore.protocols import ChunkIndex, Layout, ReadStore
 from tests.consolidation.test_jobs import CountedFiles

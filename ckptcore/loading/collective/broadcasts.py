@@ -6,6 +6,7 @@ import queue
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from typing import Final
 
 from ckptcore.io.background import BackgroundThreads
@@ -74,7 +75,7 @@ class Broadcasts:
         self._guard(lambda: check_sizes(reading.opened, {unit.leaf for unit in reading.units}))
         by_leaf: dict[int, list[LeafRead]] = {}
         for unit in reading.units:
-            if unit.number is None and any(box.size for box in unit.boxes):
+            if unit.array is None and any(box.size for box in unit.boxes):
                 by_leaf.setdefault(unit.leaf, []).append(unit)
             else:
                 self._guard(lambda unit=unit: self._place_empty(unit))  # type: ignore[misc]  # the default is a LeafRead
@@ -103,8 +104,7 @@ class Broadcasts:
             self._error = error
 
     def _place_empty(self, unit: LeafRead) -> None:
-        self._reading.take_memory(unit)
-        self._reading.place(unit)
+        self._reading.place(unit, self._reading.buffers_of(unit))
 
     def _run_round(self, part: Round, by_leaf: Mapping[int, Sequence[LeafRead]], readers: BackgroundThreads) -> None:
         places = _Places(self._reading)
@@ -188,27 +188,40 @@ class Broadcasts:
         return views
 
 
+@dataclass(slots=True, eq=False)
+class _Place:
+    """The destination of one array.
+
+    Attributes:
+        unit: the planned read.
+        buffers: the memory of its boxes.
+        missing: elements that are not there yet.
+    """
+
+    unit: LeafRead
+    buffers: Sequence[HostArray]
+    missing: int
+
+
 class _Places:
-    """Destinations of the elements of a round, and the count of missing ones."""
+    """Destinations of the elements of a round, by leaf."""
 
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
-        self._units: dict[int, list[LeafRead]] = {}
-        self._missing: dict[int, int] = {}
+        self._places: dict[int, list[_Place]] = {}
 
     def add(self, units: Sequence[LeafRead]) -> None:
         """Take memory for units."""
         for unit in units:
-            self._reading.take_memory(unit)
-            self._units.setdefault(unit.leaf, []).append(unit)
-            self._missing[id(unit)] = sum([box.size for box in unit.boxes])
+            place = _Place(unit, self._reading.buffers_of(unit), sum([box.size for box in unit.boxes]))
+            self._places.setdefault(unit.leaf, []).append(place)
 
     def memory_of(self, item: ReadItem) -> HostArray:
         """Return the memory of a box that is requested whole."""
         return next(
             buffer
-            for unit in self._units[item.leaf]
-            for box, buffer in zip(unit.boxes, unit.buffers, strict=True)
+            for place in self._places[item.leaf]
+            for box, buffer in zip(place.unit.boxes, place.buffers, strict=True)
             if box == item.box
         )
 
@@ -219,20 +232,19 @@ class _Places:
     def put(self, pieces: Iterable[tuple[ReadItem, HostArray]]) -> None:
         """Copy elements to all destinations, and place the leaves that are complete."""
         for item, elements in pieces:
-            complete = []
-            for unit in self._units[item.leaf]:
-                for box, buffer in zip(unit.boxes, unit.buffers, strict=True):
+            places = self._places[item.leaf]
+            for place in places:
+                for box, buffer in zip(place.unit.boxes, place.buffers, strict=True):
                     if box.contains(item.box):
                         if buffer is not elements:
                             part: HostArray = buffer[item.box.within(box)] if box.start else buffer
                             copy_elements(part, elements)
-                        self._missing[id(unit)] -= item.box.size
-                if self._missing[id(unit)] == 0:
-                    complete.append(unit)
-            for unit in complete:
-                self._units[item.leaf].remove(unit)
-                del self._missing[id(unit)]
-                self._reading.place(unit)
+                        place.missing -= item.box.size
+            # All copies come first: a leaf that is built owns its memory.
+            self._places[item.leaf] = [place for place in places if place.missing]
+            for place in places:
+                if not place.missing:
+                    self._reading.place(place.unit, place.buffers)
 
     def expect_complete(self) -> None:
         """Check that nothing is missing.
@@ -240,8 +252,8 @@ class _Places:
         Raises:
             CorruptCheckpointError
         """
-        for leaf, units in self._units.items():
-            if units:
+        for leaf, places in self._places.items():
+            if places:
                 raise unread(self._reading.opened, leaf)
 
 

@@ -118,7 +118,7 @@ def agreed_name(location: object, recording: Recording) -> str:
 
 
 class CollectiveRead:
-    """Loads on all ranks of a job, which take each step together, and of which each reads for itself.
+    """Loads on all ranks of a job, which take each step together.
 
     A rank calls methods of objects, which may be collective, only if the others do. No rank returns while another one
     reads. If the checkpoint is replaced during the load, all ranks start again.
@@ -138,7 +138,7 @@ class CollectiveRead:
         key = runtime_of(load.context).exchange_key(f"{agreed_name(load.location, load.recording)}/load")
         agreement = Agreement(self.job, key, load.recording)
         for number in itertools.count():  # `load` limits the attempts
-            attempt = self.begin(load, agreement, number)
+            attempt = self._begin(load, agreement, number)
             reading = attempt.plan()
             if reading is not None and attempt.read(reading):
                 with agreement.stage(f"finish-{number}"):
@@ -146,9 +146,12 @@ class CollectiveRead:
                 return made
         raise AssertionError("counting ends only by an error")
 
-    def begin(self, load: Load[T], agreement: Agreement, number: int) -> CollectiveAttempt[T]:
-        """Begin an attempt."""
-        return CollectiveAttempt(load, self.job, agreement, number)
+    def _begin(self, load: Load[T], agreement: Agreement, number: int) -> CollectiveAttempt[T]:
+        if load.context.job.reads == "all":
+            return CollectiveAttempt(load, self.job, agreement, number)
+        from ckptcore.loading.collective.shared import SharedAttempt  # a tenth of the time of the import of ckptcore
+
+        return SharedAttempt(load, self.job, agreement, number)
 
 
 class CollectiveAttempt(Generic[T]):

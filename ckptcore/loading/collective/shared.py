@@ -8,17 +8,16 @@ import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import xxhash
 
 from ckptcore.context import Context
 from ckptcore.errors import PluginError, RankFailedError
-from ckptcore.job.agreement import Agreement
 from ckptcore.loading.checkpoint import Checkpoint, naming_arrays
 from ckptcore.loading.collective.broadcasts import AHEAD, Broadcasts
-from ckptcore.loading.collective.joint import CollectiveAttempt, CollectiveRead
+from ckptcore.loading.collective.joint import CollectiveAttempt
 from ckptcore.loading.collective.shares import Message, MessageSizes, Request, Round, SharedPlan, plan_shares
 from ckptcore.loading.reading import Reading
 from ckptcore.model import BLOCK_BYTES
@@ -30,12 +29,9 @@ from ckptcore.planning.replicas import group_of
 from ckptcore.protocols import Channels
 from ckptcore.runtime import runtime_of
 
-if TYPE_CHECKING:
-    from ckptcore.loading.load import Load
-
 __all__ = [
     "SharedArray",
-    "SharedRead",
+    "SharedAttempt",
     "renumbered",
     "stored_below",
 ]
@@ -152,15 +148,7 @@ _MOST_AT_ONCE: Final = 2 * AHEAD
 """Messages in memory, at most."""
 
 
-class SharedRead(CollectiveRead):
-    """Loads on all ranks of a job, of which one reads what several want and sends it to the others."""
-
-    def begin(self, load: Load[T], agreement: Agreement, number: int) -> CollectiveAttempt[T]:
-        """Begin an attempt."""
-        return _SharedAttempt(load, self.job, agreement, number)
-
-
-class _SharedAttempt(CollectiveAttempt[T]):
+class SharedAttempt(CollectiveAttempt[T]):
     """One attempt to load, in which one process reads what several want and sends it to the others.
 
     Raises:
@@ -350,7 +338,7 @@ def _request_of(reading: Reading) -> Request:
     """Return the boxes that are read of a checkpoint, by array."""
     wanted: dict[int, dict[Box, None]] = {}
     for unit in reading.units:
-        if unit.number is None:
+        if unit.array is None:
             wanted.setdefault(unit.leaf, {}).update(dict.fromkeys([box for box in unit.boxes if box.size]))
     return {leaf: tuple(boxes) for leaf, boxes in sorted(wanted.items()) if boxes}
 

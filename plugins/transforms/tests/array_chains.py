@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ckptcore.context import Context
 from ckptcore.derivations import Stored, cast, concatenate, cut, pad, reshape
 from ckptcore.loading.checkpoint import Checkpoint
-from ckptcore.loading.consistent_read import open_checkpoint
+from ckptcore.loading.opening import open_checkpoint
 from ckptcore.model import JSON, ArraySpec, Box, HostArray, ReadItem, TreeMetadata
 from ckptcore.protocols import ChunkIndex, DerivedArray, ReadStore
 

@@ -21,8 +21,8 @@ from ckptcore.derivations import Stored, cast, concatenate, constant, cut, pad, 
 from ckptcore.derivations.batches import Place
 from ckptcore.errors import TransformError
 from ckptcore.loading.checkpoint import Checkpoint
-from ckptcore.loading.consistent_read import open_checkpoint
 from ckptcore.loading.derived import Derived, derive
+from ckptcore.loading.opening import open_checkpoint
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, HostArray, Node, TreeMetadata
 from ckptcore.planning import plan_read
 from ckptcore.protocols import DerivedArray

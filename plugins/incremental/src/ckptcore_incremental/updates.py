@@ -24,7 +24,7 @@ from ckptcore.errors import (
 )
 from ckptcore.loading.bases import base_location, base_path, read_base
 from ckptcore.loading.checkpoint import Checkpoint
-from ckptcore.loading.consistent_read import open_checkpoint
+from ckptcore.loading.opening import open_checkpoint
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.protocols import SaveCommit
 from ckptcore.saving.requests import Save, SaveDraft

@@ -14,7 +14,7 @@ from ckptcore.context import Context
 from ckptcore.errors import InvalidLocationError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement
-from ckptcore.loading.opening import foreign_checkpoints
+from ckptcore.loading.foreign import foreign_checkpoints
 from ckptcore.model.transfer import WritePlan
 from ckptcore.protocols import FurtherSaves, Layout, SaveCommit, SaveStrategy
 from ckptcore.runtime import runtime_of

@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.loading.checkpoint import Checkpoint
-from ckptcore.loading.consistent_read import ConsistentRead
-from ckptcore.loading.opening import open_files
+from ckptcore.loading.opening import ConsistentRead, open_files
 from ckptcore.model import (
     JSON,
     ArrayRecord,

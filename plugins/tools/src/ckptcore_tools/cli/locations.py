@@ -10,10 +10,8 @@ from ckptcore.commit.location import Place, open_directory, resolve_location
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointNotFoundError, InvalidLocationError
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint
-from ckptcore.loading.consistent_read import ConsistentRead
 from ckptcore.loading.describe import CheckpointMetadata, describe_checkpoint, describe_tree
-from ckptcore.loading.members import is_deleted, present_members
-from ckptcore.loading.opening import open_either
+from ckptcore.loading.opening import ConsistentRead, is_deleted, open_either, present_members
 from ckptcore.runtime import runtime_of
 from ckptcore_tools.cli.command import command_context
 

@@ -27,9 +27,8 @@ from ckptcore.errors import (
     StorageError,
 )
 from ckptcore.loading.checkpoint import CompositeCheckpoint
-from ckptcore.loading.consistent_read import ATTEMPTS
 from ckptcore.loading.describe import describe_checkpoint
-from ckptcore.loading.members import present_members
+from ckptcore.loading.opening import ATTEMPTS, present_members
 from ckptcore.model import JSON
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of

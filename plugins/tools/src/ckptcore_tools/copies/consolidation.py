@@ -32,8 +32,8 @@ from ckptcore.errors import (
 from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, naming_arrays
-from ckptcore.loading.consistent_read import ConsistentRead, tree_read
-from ckptcore.loading.opening import foreign_checkpoints, open_either
+from ckptcore.loading.foreign import foreign_checkpoints
+from ckptcore.loading.opening import ConsistentRead, open_either, tree_read
 from ckptcore.loading.reading import check_sizes
 from ckptcore.loading.verify import ProgressCallback
 from ckptcore.model.arrays import Box, HostArray

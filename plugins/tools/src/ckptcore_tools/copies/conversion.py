@@ -22,9 +22,8 @@ from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, Nam
 from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, check_file
-from ckptcore.loading.consistent_read import ConsistentRead
-from ckptcore.loading.members import is_deleted, open_member, present_members
-from ckptcore.loading.opening import foreign_checkpoints, open_either
+from ckptcore.loading.foreign import foreign_checkpoints
+from ckptcore.loading.opening import ConsistentRead, is_deleted, open_either, open_member, present_members
 from ckptcore.loading.reading import check_sizes
 from ckptcore.loading.stored_trees import transformed
 from ckptcore.loading.verify import ProgressCallback

@@ -38,8 +38,8 @@ from ckptcore.errors import (
 from ckptcore.io.object_writes import abort_uploads
 from ckptcore.io.requests import requests_of
 from ckptcore.io.threads import run_each
-from ckptcore.loading.consistent_read import ATTEMPTS, replaced_too_often
-from ckptcore.loading.opening import foreign_checkpoints
+from ckptcore.loading.foreign import foreign_checkpoints
+from ckptcore.loading.opening import ATTEMPTS, replaced_too_often
 from ckptcore.loading.verify import ProgressCallback, verify_checkpoint
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.protocols import StorageBackend, Transaction

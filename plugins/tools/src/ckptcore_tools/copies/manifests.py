@@ -19,9 +19,7 @@ from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, Object
 from ckptcore.io.requests import requests_of
 from ckptcore.io.threads import run_each
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint
-from ckptcore.loading.consistent_read import ConsistentRead
-from ckptcore.loading.members import is_deleted, open_member, present_members
-from ckptcore.loading.opening import open_either
+from ckptcore.loading.opening import ConsistentRead, is_deleted, open_either, open_member, present_members
 from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of

@@ -1,0 +1,250 @@
+"""Checkpoints of other software: each installed layout inspects the location."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from ckptcore.builtin.files import FilesLayout
+from ckptcore.commit.location import Location
+from ckptcore.commit.mark import Mark
+from ckptcore.commit.occupants import IsForeign, holds_members
+from ckptcore.commit.root import ROOT_KEY, Member, PartialSave
+from ckptcore.commit.root_json import HEAD_BYTES, read_head
+from ckptcore.context import Context
+from ckptcore.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CompositeCheckpointError,
+    CorruptCheckpointError,
+    InvalidLocationError,
+    ObjectNotFoundError,
+    UncommittedCheckpointError,
+)
+from ckptcore.io.chunk_reads import StoredFormat
+from ckptcore.io.reader import ObjectReader
+from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, Origin
+from ckptcore.model.metadata import TreeMetadata
+from ckptcore.model.objects import ObjectRecord, check_key
+from ckptcore.model.tree import Node
+from ckptcore.protocols import InspectsComposites, Layout, StorageBackend
+from ckptcore.runtime import runtime_of
+from ckptcore.step_names import StepNames
+
+__all__ = [
+    "find_composite",
+    "foreign_checkpoints",
+    "inspect_tree",
+    "not_finalized",
+    "open_foreign",
+    "open_foreign_files",
+    "several_checkpointables",
+]
+
+_STEPS_SHOWN: Final = 10
+
+_MOST_NAMES: Final = 1000
+"""Limit of names that are tested for files that are checkpoints by themselves."""
+
+
+def open_foreign(location: Location, mark: Mark, context: Context) -> Checkpoint:
+    """Open the tree that other software wrote.
+
+    Raises:
+        CheckpointNotFoundError: if no installed layout reads anything there.
+        CompositeCheckpointError: if it has several names, and none of them stands for all.
+        UncommittedCheckpointError: if it is a partial save that is not finalized.
+    """
+    try:
+        return inspect_tree(location, mark, context)
+    except UncommittedCheckpointError:
+        raise
+    except CheckpointNotFoundError:
+        from ckptcore.commit.sessions import find_partial  # only if there is nothing else
+
+        found = find_composite(location, mark, context)
+        if found is not None:
+            raise several_checkpointables(location, list(found.members)) from None
+        partial = find_partial(location)
+        if partial is None:
+            raise
+        raise not_finalized(location, partial) from None
+
+
+def inspect_tree(location: Location, mark: Mark, context: Context) -> Checkpoint:
+    """Open the tree that the first layout finds.
+
+    Raises:
+        CheckpointNotFoundError: if no layout finds one.
+        CorruptCheckpointError: if it is a composite of ckptcore that lost its root.
+    """
+    entry = location.name if mark.is_object else None
+    storage = location.parent if entry is not None else location.store
+    if entry is None and not mark.names:
+        raise CheckpointNotFoundError(
+            f"there is nothing at {location.display}; check the path, or list the directory above"
+        )
+    _expect_no_root(location, mark)
+    store = _reader(storage, context)
+    registry = runtime_of(context).registry
+    for layout in registry.layouts():
+        found = layout.inspect(store, entry)
+        if found is not None:
+            origin = Origin(found.writer, found.custom, found.metrics, found.created)
+            return Checkpoint(location, mark, None, StoredFormat(layout, found.state), found.tree, store, origin)
+    if entry is None and holds_members(storage):
+        raise _lost_root(location)
+    if entry is None and (steps := StepNames().find([name[:-1] for name in mark.names if name[-1] == "/"])):
+        raise CheckpointNotFoundError(_of_steps(location, steps))
+    tried = ", ".join([layout.name for layout in registry.layouts()])
+    failed = "".join([f"; {name} cannot be used: {reason}" for name, reason in registry.failed_layouts().items()])
+    raise CheckpointNotFoundError(
+        f"{location.display} is no checkpoint that an installed layout reads (tried {tried}{failed}); check the path, or "
+        "install the plugin of its format"
+    )
+
+
+def open_foreign_files(location: Location, mark: Mark, context: Context) -> Checkpoint:
+    """Open every file at a location, as files that an object wrote through other software.
+
+    Raises:
+        CheckpointNotFoundError: if there is no file.
+    """
+    _expect_no_root(location, mark)
+    objects = {key: ObjectRecord(key, location.store.size(key)) for key in location.store.list()}
+    if not objects:
+        raise CheckpointNotFoundError(f"there is no file at {location.display}; check the path")
+    store = ObjectReader(location.store, objects, runtime_of(context).io_threads, verify=context.io.verify, strict=True)
+    tree = TreeMetadata(Node("dict", (), ()), ())
+    return Checkpoint(location, mark, None, StoredFormat(FilesLayout(), None), tree, store)
+
+
+def find_composite(location: Location, mark: Mark, context: Context) -> CompositeCheckpoint | None:
+    """Return the checkpointables that the first layout finds; None if none does.
+
+    Raises:
+        CorruptCheckpointError: also if a name is not a valid directory name, or ckptcore wrote it and the root was lost.
+    """
+    layouts = [layout for layout in runtime_of(context).registry.layouts() if isinstance(layout, InspectsComposites)]
+    if not layouts or not mark.names:
+        return None
+    _expect_no_root(location, mark)
+    store = _reader(location.store, context)
+    for layout in layouts:
+        found = layout.inspect_composite(store)
+        if found is not None:
+            for name in found.members:
+                _check_member(location, name)
+            members = {name: Member(kind) for name, kind in found.members.items()}
+            origin = Origin(found.writer, found.custom, found.metrics, found.created)
+            return CompositeCheckpoint(location, mark, None, members, origin)
+    return None
+
+
+def foreign_checkpoints(context: Context) -> IsForeign:
+    """Return a function that recognises checkpoints of other software, with the layouts of a Context."""
+    return functools.partial(_is_foreign, context)
+
+
+def several_checkpointables(location: Location, names: Sequence[str]) -> CompositeCheckpointError:
+    """Return the error for several checkpointables where one tree is expected."""
+    return CompositeCheckpointError(
+        f"{location.display} holds several checkpointables ({', '.join(names)}): use load_checkpointables, or load one "
+        f"by its own location, such as {location.display.rstrip('/')}/{names[0] if names else 'NAME'}",
+        names,
+    )
+
+
+def not_finalized(location: Location, partial: PartialSave) -> UncommittedCheckpointError:
+    """Return the error for a partial save that is not finalized."""
+    running = "" if partial.owner is None else ", and one that is running or was interrupted"
+    return UncommittedCheckpointError(
+        f"{location.display} is being filled by a partial save that is not finalized: it has {partial}{running}. Save what "
+        "is missing with ckptcore.partial(...).save, then call ckptcore.partial(...).finalize; or remove it with "
+        "ckptcore.delete"
+    )
+
+
+def _reader(storage: StorageBackend, context: Context) -> ObjectReader:
+    return ObjectReader(storage, {}, runtime_of(context).io_threads, verify=context.io.verify)
+
+
+def _expect_no_root(location: Location, mark: Mark) -> None:
+    """Refuse a directory that lists a root which could not be read.
+
+    Raises:
+        CheckpointNotFoundError
+    """
+    if ROOT_KEY in mark.names:
+        raise CheckpointNotFoundError(
+            f"there is no checkpoint at {location.display}: {ROOT_KEY} is listed and cannot be read, so it is being "
+            "written or deleted, or is a broken link; load again later, or remove the link"
+        )
+
+
+def _check_member(location: Location, name: str) -> None:
+    """Refuse a name that leads out of the directory, and a member of a composite of ckptcore."""
+    reason = "a name is one directory and has no '/'" if "/" in name else ""
+    try:
+        check_key(name)
+    except InvalidLocationError as error:
+        reason = str(error)
+    if reason:
+        raise CorruptCheckpointError(f"{location.display} names {name[:80]!r} as a checkpointable: {reason}")
+    try:
+        head = read_head(location.store.get(f"{name}/{ROOT_KEY}", 0, HEAD_BYTES))
+    except ObjectNotFoundError:
+        return
+    if head is not None and head.role == "member":
+        raise _lost_root(location)
+
+
+def _of_steps(location: Location, steps: Mapping[int, str]) -> str:
+    """Return the message for a directory of steps. Does not guess which one is meant."""
+    names = list(steps.values())
+    shown = ", ".join(names if len(names) <= _STEPS_SHOWN else [names[0], "...", *names[1 - _STEPS_SHOWN :]])
+    within = location.display.rstrip("/")
+    return (
+        f"{location.display} is no checkpoint but, by the names in it, a directory of steps ({shown}): load one by its own location, "
+        f"such as {within}/{names[-1]}, or the newest with CheckpointReader({within!r}).load()"
+    )
+
+
+def _lost_root(location: Location) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{location.display} was a checkpoint of several checkpointables and has lost its {ROOT_KEY}; restore that from a copy, "
+        "load another checkpoint, or copy a directory in it elsewhere to load that alone",
+        key=ROOT_KEY,
+    )
+
+
+def _is_foreign(context: Context, location: Location) -> bool:
+    store = _reader(location.store, context)
+    for layout in runtime_of(context).registry.layouts():
+        try:
+            found = layout.inspect(store, None) is not None
+        except CompositeCheckpointError:
+            found = True  # of several items
+        except CheckpointError:
+            return False  # unfinished or damaged: its extent is unknown
+        if found:
+            return not _has_single_files(layout, store)
+    return False
+
+
+def _has_single_files(layout: Layout, store: ObjectReader) -> bool:
+    """Return True if a file in the directory is a checkpoint by itself, like ``model.safetensors``.
+
+    Such a directory is the user's: it may have other files, such as a tokenizer or a configuration.
+    """
+    names = store.list_names("")
+    if len(names) > _MOST_NAMES:
+        return True  # a checkpoint of other software has few
+    for name in [name for name in names if not name.endswith("/") and not name.startswith(".")]:
+        try:
+            if layout.inspect(store, name) is not None:
+                return True
+        except CheckpointError:
+            continue  # no file of this layout
+    return False
