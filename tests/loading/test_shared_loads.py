@@ -168,10 +168,10 @@ def test_a_rank_that_cannot_build_fails_all(saved: Path, monkeypatch: pytest.Mon
 
     place = Reading.place
 
-    def fail(reading: Reading, unit: Any) -> None:
+    def fail(reading: Reading, unit: Any, buffers: Any) -> None:
         if threading.current_thread().name == "rank 1":
             raise MemoryError("no room")
-        place(reading, unit)
+        place(reading, unit, buffers)
 
     monkeypatch.setattr(Reading, "place", fail)
     small = MemoryOptions(exchange_bytes=800)
