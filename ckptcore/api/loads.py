@@ -130,14 +130,13 @@ def load_into(
     """
     context = context or default_context()
     with recorded_load(location, context) as recording:
-        load_into_target(
+        return load_into_target(
             location,
             target,
             context,
             recording,
             LoadRequest(select=select, transforms=transforms, matching=matching, report=report, strategy=strategy),
         )
-    return target
 
 
 def load_checkpointables(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import enum
+import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from ckptcore.commit.location import Place, Within
 from ckptcore.commit.root import Member
@@ -31,17 +31,19 @@ from ckptcore.loading.targets import (
     load_nothing,
     load_value,
 )
-from ckptcore.protocols import FilesHandler
 from ckptcore.runtime import runtime_of
 from ckptcore.tree.flattening import PLACEHOLDER, PerProcess
 from ckptcore.tree.suggestions import NearNames
 
-__all__ = ["Abstracts", "CompositeLoad", "Everything", "Request", "Wanted"]
+__all__ = ["Abstracts", "CompositeLoad", "Request", "Wanted"]
 
 logger = logging.getLogger("ckptcore.wanted")
 
 Abstracts: TypeAlias = Mapping[str, object] | Sequence[str] | None
 """Objects to build anew: abstract trees by name, names alone, or None."""
+
+
+Absent: TypeAlias = Literal["skip", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +53,13 @@ class Wanted:
     Attributes:
         abstract: objects to build anew; None: all, unless `into` has names.
         into: objects to restore in place, by name.
+        absent: treatment of objects that were deleted since the save, if all objects are loaded: skip them with a
+            warning, or raise an error.
     """
 
     abstract: Abstracts = None
     into: Mapping[str, object] | None = None
+    absent: Absent = "skip"
 
     def __post_init__(self) -> None:
         """Check the types.
@@ -86,33 +91,18 @@ class Wanted:
         return built | {name: (like, True) for name, like in (self.into or {}).items()}
 
 
-class Everything(enum.Enum):
-    """A request that `Wanted` cannot express."""
-
-    SAVED = enum.auto()
-    """All objects that were saved. An object that does not exist any more is an error."""
-
-
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request for one checkpointable.
+    """A request for one checkpointable that was checked: it exists, and its target can take it.
 
     Attributes:
         name: its name.
-        source: its location; already open if other software wrote it.
-        like: its abstract tree, or the object to restore; None: as it was saved.
-        how: options of the load.
-        files: restores the object from its files; None for a tree, and if the files themselves are requested.
-        is_files: True if it is stored as files.
-        in_place: True if `like` is changed.
+        load: loads it with the options of a Context, and records the phases.
+        in_place: True if an object is changed.
     """
 
     name: str
-    source: Source
-    like: object
-    how: LoadRequest
-    files: FilesHandler | None
-    is_files: bool
+    load: Callable[[Context, Recording], object]
     in_place: bool
 
 
@@ -124,7 +114,7 @@ class CompositeLoad:
         attempts: the attempts to read the checkpoint.
     """
 
-    def __init__(self, location: Place, wanted: Wanted | Everything, context: Context, recording: Recording) -> None:
+    def __init__(self, location: Place, wanted: Wanted, context: Context, recording: Recording) -> None:
         """Open nothing yet."""
         self.location = location
         self.context = context
@@ -176,7 +166,7 @@ class CompositeLoad:
     def load(self, request: Request, context: Context) -> object:
         """Load one checkpointable."""
         try:
-            loaded = self._load_one(request, context)
+            loaded = request.load(context, self.recording)
         except TargetUndefinedError:
             self._add_changed(request.name)
             raise
@@ -191,15 +181,6 @@ class CompositeLoad:
             self._add_changed(request.name)
         return loaded
 
-    def _load_one(self, request: Request, context: Context) -> object:
-        source, like, recording = request.source, request.like, self.recording
-        if request.files is not None:
-            return load_files_into(source, request.name, like, request.files, context, recording)
-        if request.in_place:
-            load_into_target(source, like, context, recording, request.how)
-            return like
-        return load_value(source, like, context, recording, request.how)
-
     def take_part(self, composite: CompositeCheckpoint, name: str) -> None:
         """Take part in the collective load of a checkpointable that this process does not want."""
         opened = open_member(composite, name, name, self.location, self.context)
@@ -212,12 +193,12 @@ class CompositeLoad:
 
     def in_order(self, composite: CompositeCheckpoint, loaded: Mapping[str, object]) -> dict[str, object]:
         """Return what was loaded in the order of the request; in that of the save if all of it was requested."""
-        wanted = None if isinstance(self._wanted, Everything) else self._wanted.names
+        wanted = self._wanted.names
         return {name: loaded[name] for name in (composite.members if wanted is None else wanted) if name in loaded}
 
 
 def _plan_requests(
-    composite: CompositeCheckpoint, location: Place, wanted: Wanted | Everything, context: Context
+    composite: CompositeCheckpoint, location: Place, wanted: Wanted, context: Context
 ) -> Iterator[Request]:
     """Plan requests in the order of the save. Checks that each member exists, and that its target can take it.
 
@@ -229,12 +210,9 @@ def _plan_requests(
     """
     members = composite.members
     present = present_members(composite)
-    if isinstance(wanted, Everything):
-        likes = Wanted(_all_for(composite, present, context)).likes
-    elif wanted.names is None:
-        likes = Wanted(_there_for(composite, present, context)).likes
-    else:
-        likes = wanted.likes
+    likes = wanted.likes
+    if wanted.names is None:
+        likes = Wanted(_all_for(composite, present, wanted.absent, context)).likes
     order = {name: number for number, name in enumerate(members)}
     # Every process of a job asks objects for their state in this order, because `state_dict` may be collective.
     for name, (asked, in_place) in sorted(likes.items(), key=lambda item: order.get(item[0], -1)):
@@ -259,49 +237,35 @@ def _plan_requests(
         # Do not retry without a root: there is no save id to compare.
         source = opened if opened.root is None else Within(location, directory)
         request = _request(name, source, member, like, how, in_place, context)
-        if request.in_place and not request.is_files:
+        if in_place and member.kind == "tree":
             check_target(opened, like, context, how)
         yield request
 
 
-def _there_for(
-    composite: CompositeCheckpoint, present: Mapping[str, Sequence[str]], context: Context
-) -> dict[str, object]:
-    """Return all objects that exist for this process. Logs a warning with those that were deleted."""
-    absent = _absent_for(composite, present, context)
-    if absent:
-        logger.warning("%s was saved with %s, which was deleted since", composite.location.display, names_shown(absent))
-    return dict.fromkeys([name for name in composite.members if name not in absent])
-
-
 def _all_for(
-    composite: CompositeCheckpoint, present: Mapping[str, Sequence[str]], context: Context
-) -> dict[str, object]:
-    """Return all objects that were saved for this process.
+    composite: CompositeCheckpoint, present: Mapping[str, Sequence[str]], absent: Absent, context: Context
+) -> dict[str, None]:
+    """Return the names of all objects that exist for this process. Logs a warning with those that do not.
 
     Raises:
-        CorruptCheckpointError: if one of them does not exist.
+        CorruptCheckpointError: if `absent` is ``"error"``, and one does not exist.
     """
-    absent = list(_absent_for(composite, present, context))
-    if absent:
-        raise CorruptCheckpointError(
-            f"{composite.location.display} was saved with {names_shown(absent)}, which was deleted or lost since; ask for the names "
-            "that you need, or for this very checkpoint to get what is left of it"
-        )
-    return dict.fromkeys(composite.members)
-
-
-def _absent_for(
-    composite: CompositeCheckpoint, present: Mapping[str, Sequence[str]], context: Context
-) -> dict[str, None]:
-    """Return the names that do not exist for this process."""
-    absent: dict[str, None] = {}
+    missing: dict[str, None] = {}
     for name, member in composite.members.items():
         directories = present.get(name, ())
         directory = member.directory(name, _rank(composite, name, member, context)) if directories else ""
         if directory not in directories or is_deleted(composite, directory):
-            absent[name] = None
-    return absent
+            missing[name] = None
+    if missing and absent == "error":
+        raise CorruptCheckpointError(
+            f"{composite.location.display} was saved with {names_shown(missing)}, which was deleted or lost since; ask for the names "
+            "that you need, or for this very checkpoint to get what is left of it"
+        )
+    if missing:
+        logger.warning(
+            "%s was saved with %s, which was deleted since", composite.location.display, names_shown(missing)
+        )
+    return dict.fromkeys([name for name in composite.members if name not in missing])
 
 
 def _unwrapped(asked: object) -> tuple[object, LoadRequest]:
@@ -339,6 +303,19 @@ def _rank(composite: CompositeCheckpoint, name: str, member: Member, context: Co
 def _request(
     name: str, source: Source, member: Member, like: object, how: LoadRequest, in_place: bool, context: Context
 ) -> Request:
+    """Return the request for an object that exists.
+
+    Args:
+        name, member: the object.
+        source: its location, or the open checkpoint.
+        like, how: the abstract tree or the object, and its options.
+        in_place: True for an object to restore.
+        context: its plugins dispatch the object.
+
+    Raises:
+        TreeMismatchError: if it is stored in another form.
+        TypeError: if an object that is restored in place is given as an abstract tree.
+    """
     is_files = member.kind == "files"
     if is_files and how != AS_IT_IS:
         raise TreeMismatchError(
@@ -347,20 +324,20 @@ def _request(
         )
     if like is None and in_place:
         raise TypeError(f"into={{{name!r}: None}}: give the object to restore, or the name in abstract=[{name!r}]")
-    if like is None:
-        return Request(name, source, None, how, None, is_files, in_place=False)
-    named = runtime_of(context).registry.dispatch_named(like)
-    if not in_place and (named.files is not None or holds_objects(like, runtime_of(context).registry)):
+    registry = runtime_of(context).registry
+    files = None if like is None else registry.dispatch_named(like).files
+    if like is not None and not in_place and (files is not None or holds_objects(like, registry)):
         raise TypeError(
             f"abstract={{{name!r}: {type(like).__qualname__}(...)}} is or holds an object with a state: give it as "
             f"into={{{name!r}: ...}} to restore it in place, or ckptcore.abstract(...) of it to build its state anew"
         )
-    if is_files:
-        if named.files is None:
+    if is_files and like is not None:
+        if files is None:
             raise TreeMismatchError(
                 f"{name!r} is stored as files that its object wrote, and a {type(like).__qualname__} does not restore itself from "
                 "files: pass an object like the one that was saved, or None for the files themselves",
                 [f"{name}: files are stored"],
             )
-        return Request(name, source, like, how, named.files, is_files, in_place=True)
-    return Request(name, source, like, how, None, is_files, in_place)
+        return Request(name, functools.partial(load_files_into, source, name, like, files), in_place=True)
+    load = functools.partial(load_into_target if in_place else load_value, source, like, request=how)
+    return Request(name, load, in_place)

@@ -49,8 +49,8 @@ def load_nothing(source: Source, context: Context, recording: Recording) -> None
 
 def load_into_target(
     source: Source, target: object, context: Context, recording: Recording, request: LoadRequest = AS_IT_IS
-) -> None:
-    """Load the value of a checkpoint into `target`; its arrays are filled in place.
+) -> object:
+    """Load the value of a checkpoint into `target`, whose arrays are filled in place. Returns the target.
 
     Raises:
         TargetUndefinedError: if it failed after it began to change the target.
@@ -67,6 +67,7 @@ def load_into_target(
             f"loading {source} into its target failed half-way, and the target now holds a mix of what it held and what "
             f"was stored; load again before using it: {error}"
         ) from error
+    return target
 
 
 def load_files_into(

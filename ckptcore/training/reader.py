@@ -15,7 +15,7 @@ from ckptcore.context import Context, default_context
 from ckptcore.errors import CheckpointNotFoundError
 from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement
-from ckptcore.loading.composites import Abstracts, CompositeLoad, Everything, Wanted
+from ckptcore.loading.composites import Abstracts, CompositeLoad, Wanted
 from ckptcore.loading.describe import CheckpointMetadata, describe_checkpoint
 from ckptcore.loading.load_requests import EXACT, LoadReport, LoadRequest, Matching
 from ckptcore.loading.targets import load_into_target, load_value
@@ -194,8 +194,7 @@ class StepReader:
         request = LoadRequest(select=select, transforms=transforms, matching=matching, report=report)
 
         def into(place: Place, recording: Recording) -> Any:
-            load_into_target(place, target, self._context, recording, request)
-            return target
+            return load_into_target(place, target, self._context, recording, request)
 
         return self._load(step, Loading(into, "the target"))
 
@@ -219,11 +218,10 @@ class StepReader:
         """
 
         # A run must not resume without a part of its state: who names the step takes what is left of it.
-        wanted = Wanted(abstract, into)
-        asked = Everything.SAVED if wanted.names is None and step is None else wanted
+        wanted = Wanted(abstract, into, absent="error" if step is None else "skip")
 
         def run(place: Place, recording: Recording) -> dict[str, Any]:
-            return CompositeLoad(place, asked, self._context, recording).run()
+            return CompositeLoad(place, wanted, self._context, recording).run()
 
         changes = "what is restored in place" if into else None
         return self._load(step, Loading(run, changes))

@@ -22,7 +22,7 @@ from ckptcore.errors import (
     UnsupportedKeyError,
     UnsupportedLeafError,
 )
-from ckptcore.loading.composites import CompositeLoad, Everything
+from ckptcore.loading.composites import CompositeLoad, Wanted
 from ckptcore.loading.load import recorded_load
 from tests.composites.objects import Counter, Files, Linear
 from tests.crashes.states import same_value
@@ -146,11 +146,11 @@ def test_who_asks_for_everything_that_was_saved_is_told_what_is_gone(place: str)
     location, context = place + "/c", ckptcore.Context()
     save_all(location)
     with recorded_load(location, context) as recording:
-        whole = CompositeLoad(location, Everything.SAVED, context, recording).run()
+        whole = CompositeLoad(location, Wanted(absent="error"), context, recording).run()
         assert list(whole) == ["params", "model", "data", "files"]
         ckptcore.delete(location + "/model")
         with pytest.raises(CorruptCheckpointError, match="was saved with model"):
-            CompositeLoad(location, Everything.SAVED, context, recording).run()
+            CompositeLoad(location, Wanted(absent="error"), context, recording).run()
 
 
 def test_a_deletion_that_died_leaves_the_others() -> None:
