@@ -10,26 +10,27 @@ from ckptcore.commit.location import Place
 from ckptcore.context import Context
 from ckptcore.events import Recording
 from ckptcore.loading.checkpoint import Checkpoint, Source
-from ckptcore.loading.load_requests import LoadAccount, LoadRequest
+from ckptcore.loading.load_requests import LeafChange, LoadReport, LoadRequest
 from ckptcore.loading.matching import Matched
 from ckptcore.loading.opening import tree_read
 from ckptcore.loading.reading import Reading, perform, plan_reading
 from ckptcore.loading.stored_trees import transformed
+from ckptcore.model.tree import format_path, leaf_paths
 from ckptcore.protocols import ReadStrategy, ReadThrough
 from ckptcore.runtime import Runtime, runtime_of
 
 if TYPE_CHECKING:
     from ckptcore.loading.collective.joint import CollectiveRead
 
-__all__ = ["Load", "Target", "choose_strategy", "recorded_load"]
+__all__ = ["Load", "LoadAccount", "Target", "choose_strategy", "recorded_load"]
 
 T = TypeVar("T")
 
 
 class Target(Protocol[T]):
-    """The result of a load: selects leaves of a checkpoint, and builds a value of them.
+    """The result of a load: selects leaves of a checkpoint, and builds a value.
 
-    An attempt that is repeated, because the checkpoint was replaced, matches and builds again.
+    If the checkpoint was replaced, the next attempt matches and builds again.
     """
 
     def match(self, load: Load[T], checkpoint: Checkpoint) -> Matched:
@@ -41,7 +42,7 @@ class Target(Protocol[T]):
         ...
 
     def build(self, load: Load[T], reading: Reading) -> T:
-        """Make the value of what was read."""
+        """Build the value of the leaves that were read."""
         ...
 
 
@@ -81,7 +82,7 @@ class Load(Generic[T]):
         self._account = None if request.report is None else LoadAccount(request.report)
 
     def run(self) -> T:
-        """Load by the strategy of the request, else as the context says: alone, or with the other processes of the job."""
+        """Load by the strategy of the request; without one as the context says: alone, or with all ranks of the job."""
         strategy: ReadStrategy | CollectiveRead | None = self.request.strategy
         if strategy is None:
             strategy = choose_strategy(self.context, self.runtime)
@@ -107,11 +108,11 @@ class Load(Generic[T]):
         return self.build(reading)
 
     def open(self) -> Checkpoint:
-        """Begin an attempt: open the checkpoint. All that is known of it is of one save."""
+        """Begin an attempt: open the checkpoint. The result is of one save."""
         return self.attempts.open()
 
     def plan(self, checkpoint: Checkpoint) -> Reading:
-        """Match what is wanted with what is stored, and plan what to read. Reads no array, and changes nothing."""
+        """Match the target with the stored tree, and plan the reads. Reads no array, and changes nothing."""
         if checkpoint.is_files:
             if self._account is not None:
                 self._account.planned(checkpoint, Matched((), (), skeleton=checkpoint.tree.skeleton))
@@ -130,11 +131,11 @@ class Load(Generic[T]):
         return plan_reading(checkpoint, matched, self.runtime.workers())
 
     def read(self, reading: Reading, read_planned: Callable[[Reading, Context], None] = perform) -> None:
-        """Read what was planned, and make the leaves of it.
+        """Read and build the planned leaves.
 
         Args:
             reading: the plan.
-            read_planned: reads it; by default in this process.
+            read_planned: runs it; by default in this process.
         """
         self.has_begun = True
         if not reading.units and reading.opened.is_files:
@@ -143,16 +144,16 @@ class Load(Generic[T]):
             read_planned(reading, self.context)
 
     def build(self, reading: Reading) -> T:
-        """Make the value, if every checkpoint that was read for it is still the one that was opened."""
+        """Build the value, after checking that no further checkpoint that was read has been replaced."""
         if reading.opened.derived is not None:
-            from ckptcore.loading.derived import check_beside  # is imported by now
+            from ckptcore.loading.derived import check_beside  # only for derived checkpoints
 
             check_beside(reading.opened)
         return self.target.build(self, reading)
 
 
 def choose_strategy(context: Context, runtime: Runtime) -> CollectiveRead | None:
-    """Return how loads run that a job makes together; None if this process loads alone."""
+    """Return the strategy of a job's collective loads; None if this process loads alone."""
     if context.job.reads == "alone" or (job := runtime.job()).size == 1:
         return None
     from ckptcore.loading.collective.joint import CollectiveRead  # only jobs need it
@@ -162,7 +163,7 @@ def choose_strategy(context: Context, runtime: Runtime) -> CollectiveRead | None
 
 @contextmanager
 def recorded_load(location: Place, context: Context, *, step: int | None = None) -> Iterator[Recording]:
-    """Record a load, from here to the end of the block."""
+    """Record a load until the end of the block."""
     recording = Recording("load", str(location), context.observers, step=step, rank=runtime_of(context).job().rank)
     try:
         yield recording
@@ -170,3 +171,46 @@ def recorded_load(location: Place, context: Context, *, step: int | None = None)
         recording.finish(error=error)
         raise
     recording.finish()
+
+
+class LoadAccount:
+    """Record of what a load planned. Fills a report once the load has succeeded."""
+
+    def __init__(self, report: LoadReport) -> None:
+        """`report` belongs to the caller."""
+        self._report = report
+        self._planned: tuple[Checkpoint, Matched, int] | None = None
+
+    def planned(self, checkpoint: Checkpoint, matched: Matched) -> None:
+        """Record an attempt before it reads; replaces the record of an earlier one."""
+        self._planned = checkpoint, matched, _bytes_read(checkpoint)
+
+    def done(self) -> None:
+        """Fill the report."""
+        if self._planned is None:
+            return
+        checkpoint, matched, bytes_before = self._planned
+        report, stored = self._report, checkpoint.tree.paths
+        paths = [format_path(path) for path in leaf_paths(matched.skeleton)]
+        defaulted = set(matched.defaulted)
+        restored: list[str] = []
+        skipped: list[str] = []
+        changed: dict[str, LeafChange] = {}
+        for position, (path, number, handler) in enumerate(zip(paths, matched.numbers, matched.handlers, strict=True)):
+            if position in defaulted:
+                continue
+            if number is not None and number in matched.changes:
+                changed[path] = matched.changes[number]
+            else:
+                (skipped if handler is None else restored).append(path)
+        report.restored, report.changed, report.skipped = restored, changed, skipped
+        report.defaulted = [paths[position] for position in matched.defaulted]
+        report.ignored = [format_path(stored[number]) for number in matched.ignored]
+        report.bytes_read = _bytes_read(checkpoint) - bytes_before
+
+
+def _bytes_read(checkpoint: Checkpoint) -> int:
+    """Return the bytes requested from storages so far, also of further checkpoints that arrays are computed from."""
+    if checkpoint.derived is not None:
+        return sum(map(_bytes_read, checkpoint.derived.sources))
+    return checkpoint.store.bytes_read + checkpoint.store.bytes_got

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Final, Generic, Literal, SupportsComplex, SupportsFloat, TypeVar, get_args
 
 from ckptcore.model.arrays import ArraySpec
-from ckptcore.model.tree import TreePath, format_path, leaf_paths
 from ckptcore.protocols import ReadStrategy, Transforms
 
 if TYPE_CHECKING:
-    from ckptcore.loading.checkpoint import Checkpoint
-    from ckptcore.loading.matching import Matched
     from ckptcore.select import Selection
 
 __all__ = [
@@ -20,7 +17,6 @@ __all__ = [
     "EXACT",
     "Casting",
     "LeafChange",
-    "LoadAccount",
     "LoadAs",
     "LoadReport",
     "LoadRequest",
@@ -113,7 +109,7 @@ EXACT: Final = Matching()
 """No difference is allowed."""
 
 
-_TOLD: Final = 10
+_SHOWN: Final = 10
 """Paths of each kind in the text of a report."""
 
 
@@ -167,11 +163,6 @@ class LoadReport:
     ignored: Sequence[str] = ()
     bytes_read: int = 0
 
-    def take(self, other: LoadReport) -> None:
-        """Copy another report."""
-        for own in fields(self):
-            setattr(self, own.name, getattr(other, own.name))
-
     def __str__(self) -> str:
         """Return a line for each kind, with the first few paths."""
         lines = [f"{len(self.restored)} leaves restored, {self.bytes_read} bytes read"]
@@ -185,58 +176,8 @@ class LoadReport:
         return "\n".join(lines)
 
 
-class LoadAccount:
-    """Record of what a load planned. Fills a report once the load has succeeded."""
-
-    def __init__(self, report: LoadReport) -> None:
-        """`report` belongs to the caller."""
-        self._report = report
-        self._checkpoint: Checkpoint | None = None
-        self._matched: Matched | None = None
-        self._before = 0
-
-    def planned(self, checkpoint: Checkpoint, matched: Matched) -> None:
-        """Record an attempt before it reads; replaces the record of an earlier one."""
-        self._checkpoint, self._matched, self._before = checkpoint, matched, _bytes_read(checkpoint)
-
-    def done(self) -> None:
-        """Fill the report."""
-        checkpoint, matched = self._checkpoint, self._matched
-        if checkpoint is None or matched is None:
-            return
-        paths, stored = list(leaf_paths(matched.skeleton)), checkpoint.tree.paths
-        defaulted = set(matched.defaulted)
-        restored: list[TreePath] = []
-        skipped: list[TreePath] = []
-        changed: dict[str, LeafChange] = {}
-        for position, (path, number, handler) in enumerate(zip(paths, matched.numbers, matched.handlers, strict=True)):
-            if position in defaulted:
-                continue
-            if number is not None and number in matched.changes:
-                changed[format_path(path)] = matched.changes[number]
-            else:
-                (skipped if handler is None else restored).append(path)
-        self._report.take(
-            LoadReport(
-                restored=[format_path(path) for path in restored],
-                changed=changed,
-                defaulted=[format_path(paths[position]) for position in matched.defaulted],
-                skipped=[format_path(path) for path in skipped],
-                ignored=[format_path(stored[number]) for number in matched.ignored],
-                bytes_read=_bytes_read(checkpoint) - self._before,
-            )
-        )
-
-
-def _bytes_read(checkpoint: Checkpoint) -> int:
-    """Return the bytes requested from storages so far, also of further checkpoints that arrays are made of."""
-    if checkpoint.derived is not None:
-        return sum(map(_bytes_read, checkpoint.derived.sources))
-    return checkpoint.store.bytes_read + checkpoint.store.bytes_got
-
-
-def _some(told: Sequence[str]) -> str:
-    return ", ".join(told[:_TOLD]) + (f" and {len(told) - _TOLD} more" if len(told) > _TOLD else "")
+def _some(lines: Sequence[str]) -> str:
+    return ", ".join(lines[:_SHOWN]) + (f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

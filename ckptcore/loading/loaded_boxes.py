@@ -13,7 +13,8 @@ from ckptcore.errors import CorruptCheckpointError
 from ckptcore.events import Recording
 from ckptcore.io.background import BackgroundThreads
 from ckptcore.loading.checkpoint import Checkpoint
-from ckptcore.loading.load_requests import LoadAccount, LoadRequest
+from ckptcore.loading.load import LoadAccount
+from ckptcore.loading.load_requests import LoadRequest
 from ckptcore.loading.matching import Matched
 from ckptcore.loading.open_sessions import Session
 from ckptcore.loading.reading import allocate_for, check_sizes, unread
