@@ -11,43 +11,13 @@ They compose: the inputs of a derived array are derived arrays. Each states whic
 and no larger ones, so that a process reads only the parts of stored arrays that its shards need.
 """
 
-from ckptcore.derivations.arrays import (
-    Concatenation,
-    Constant,
-    Cut,
-    OfNothing,
-    Stored,
-    WholeArray,
-    concatenate,
-    constant,
-    cut,
-    pad,
-    place,
-    walk,
-)
-from ckptcore.derivations.dtypes import (
-    CastArray,
-    Narrowed,
-    Piece,
-    cast,
-    copy_rounded,
-    is_complex,
-    is_whole,
-    may_become,
-    narrow,
-    pieces,
-)
-from ckptcore.derivations.reshaped import Reshaped, reshape
+from ckptcore.derivations.arrays import Constant, Stored, WholeArray, concatenate, constant, cut, pad, place, walk
+from ckptcore.derivations.dtypes import Piece, cast, copy_rounded, is_complex, is_whole, may_become, narrow, pieces
+from ckptcore.derivations.reshaped import reshape
 
 __all__ = [
-    "CastArray",
-    "Concatenation",
     "Constant",
-    "Cut",
-    "Narrowed",
-    "OfNothing",
     "Piece",
-    "Reshaped",
     "Stored",
     "WholeArray",
     "cast",

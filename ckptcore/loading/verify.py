@@ -1,4 +1,4 @@
-"""Verifying a checkpoint: every block of every object read and checked."""
+"""Verification of checkpoints: reads and checks every block of every object."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
-from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import Place, Within
 from ckptcore.commit.references import stored_leaves
-from ckptcore.commit.root import ROOT_KEY
+from ckptcore.commit.root import ROOT_KEY, Root
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.io.reader import ObjectReader
@@ -45,21 +44,21 @@ from ckptcore.runtime import runtime_of
 __all__ = ["Problem", "ProgressCallback", "VerifyReport", "has_its_sizes", "verify_checkpoint"]
 
 ProgressCallback: TypeAlias = Callable[[int, int], None]
-"""Called with bytes done and bytes in all."""
+"""Called with the bytes done and the bytes of all objects."""
 
 _REFERRED_BYTES: Final = 1 << 24
-"""Of an array in another checkpoint that is read at once."""
+"""Bytes of an array in a base that are read at once."""
 
 _PIECE_BLOCKS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that is wrong with a checkpoint.
+    """A problem of a checkpoint.
 
     Attributes:
         key: the object (file).
-        start, stop: the half-open range of its bytes, or None where it is the whole object.
+        start, stop: the half-open range of its bytes; None for the whole object.
         arrays: the paths of the arrays that have bytes there.
         message: what was expected and found.
     """
@@ -73,15 +72,15 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What `verify` found.
+    """The results of `verify`.
 
     Attributes:
-        problems: everything that is wrong, in no particular order.
-        objects: how many objects were checked, the root and its parts included.
+        problems: all problems, in no particular order.
+        objects: the number of objects that were checked, including the root and its parts.
         nbytes: bytes checked.
-        unverified: keys of objects of which no checksums are kept: they were only read.
-        deleted: names of checkpointables that were saved and are not there: deleted since, or lost, which cannot be told apart.
-            No problem, since the others are sound.
+        unverified: keys of objects without checksums: they were only read.
+        deleted: names of checkpointables that were saved and do not exist: they were deleted since, or lost. This is no
+            problem of the others.
     """
 
     problems: tuple[Problem, ...]
@@ -92,7 +91,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """True if there are no problems."""
         return not self.problems
 
 
@@ -105,17 +104,17 @@ def verify_checkpoint(location: Place, context: Context, progress: ProgressCallb
 
     def verify(found: Checkpoint | CompositeCheckpoint) -> VerifyReport:
         if isinstance(found, Checkpoint):
-            return _verify(found, context, progress)
+            return _Verification(found, context, progress).run()
         return _verify_composite(found, location, context, progress)
 
     try:
         return ConsistentRead(location, context, open_either).retry_if_replaced(verify)
     except CorruptCheckpointError as error:
-        return VerifyReport((Problem(error.key, error.start, error.stop, (), str(error)),), 1, 0, ())
+        return VerifyReport((_problem(error),), 1, 0, ())
 
 
 def has_its_sizes(location: Place, context: Context) -> bool:
-    """Whether every object of a checkpoint is there with the size that it was written with. Reads roots and no array.
+    """Return True if every object of a checkpoint exists with its recorded size. Reads roots and no array.
 
     Raises:
         CheckpointError: if a root cannot be read.
@@ -134,15 +133,6 @@ def has_its_sizes(location: Place, context: Context) -> bool:
     return ConsistentRead(location, context, open_either).retry_if_replaced(fits)
 
 
-def _open_directory(
-    composite: CompositeCheckpoint, name: str, directory: str, location: Place, context: Context
-) -> Checkpoint:
-    """Open what stands in a directory of a composite; whether it belongs there is for the caller to see."""
-    if composite.root is None:
-        return open_member(composite, name, directory, location, context)
-    return open_checkpoint(Within(location, directory), context)
-
-
 def _sizes_fit(opened: Checkpoint) -> bool:
     try:
         present = opened.store.stored_sizes(opened.objects)
@@ -154,49 +144,52 @@ def _sizes_fit(opened: Checkpoint) -> bool:
         return False
 
 
+def _open_directory(
+    composite: CompositeCheckpoint, name: str, directory: str, location: Place, context: Context
+) -> Checkpoint:
+    """Open the checkpoint in a directory of a composite. The caller checks that it is the member that was saved."""
+    if composite.root is None:
+        return open_member(composite, name, directory, location, context)
+    return open_checkpoint(Within(location, directory), context)
+
+
 def _verify_composite(
     composite: CompositeCheckpoint, location: Place, context: Context, progress: ProgressCallback | None
 ) -> VerifyReport:
-    """Verify every checkpointable that is still there; keys begin with its directory."""
+    """Verify every checkpointable that still exists. Keys begin with its directory."""
+    root, present = composite.root, present_members(composite)
     problems: list[Problem] = []
-    unverified: list[str] = []
-    root = composite.root
-    objects, done = 0 if root is None else 1 + len(root.parts), 0
-    directories = []
-    deleted = []
-    present = present_members(composite)
-    for name in composite.members:
+    deleted: list[str] = []
+    opened: list[tuple[str, Checkpoint]] = []
+    for name, member in composite.members.items():
         there = [directory for directory in present.get(name, ()) if not is_deleted(composite, directory)]
-        directories.extend([(name, directory) for directory in there])
+        processes = member.processes or 1
         if not there:
             deleted.append(name)
-        processes = composite.members[name].processes or 1
-        if there and len(there) < processes:
+        elif len(there) < processes:
             message = f"{name!r} has a state for each of {processes} processes, and only {len(there)} are there"
             problems.append(Problem(name, None, None, (), message))
-    opened: list[tuple[str, Checkpoint]] = []
-    for name, directory in directories:
-        try:
-            opened.append((directory, _open_directory(composite, name, directory, location, context)))
-        except CorruptCheckpointError as error:
-            problems.append(_within(directory, Problem(error.key, error.start, error.stop, (), str(error))))
-        except CheckpointError as error:
-            key = directory if root is None else f"{directory}/{ROOT_KEY}"
-            problems.append(Problem(key, None, None, (), str(error)))
+        for directory in there:
+            try:
+                opened.append((directory, _open_directory(composite, name, directory, location, context)))
+            except CorruptCheckpointError as error:
+                problems.append(_within(directory, _problem(error)))
+            except CheckpointError as error:
+                key = directory if root is None else f"{directory}/{ROOT_KEY}"
+                problems.append(Problem(key, None, None, (), str(error)))
+    objects, done = 0 if root is None else 1 + len(root.parts), 0
     total = sum(_bytes_to_check(one) for _, one in opened)
+    unverified: list[str] = []
     for directory, one in opened:
-        before = done
 
-        def moved(there: int, _: int, before: int = before) -> None:
+        def add_progress(moved: int, _: int, before: int = done) -> None:
             if progress is not None:
-                progress(before + there, total)
+                progress(before + moved, total)
 
-        ours = one.root
-        if root is not None and (ours is None or ours.role != "member" or ours.save_id != root.save_id):
-            problems.append(
-                Problem(f"{directory}/{ROOT_KEY}", None, None, (), f"{directory} was replaced by another save")
-            )
-        report = _verify(one, context, moved)
+        if root is not None and (one.root is None or one.root.role != "member" or one.root.save_id != root.save_id):
+            message = f"{directory} was replaced by another save"
+            problems.append(Problem(f"{directory}/{ROOT_KEY}", None, None, (), message))
+        report = _Verification(one, context, add_progress).run()
         problems.extend(_within(directory, problem) for problem in report.problems)
         unverified.extend(f"{directory}/{key}" for key in report.unverified)
         objects += report.objects
@@ -214,77 +207,53 @@ def _within(directory: str, problem: Problem) -> Problem:
     return replace(problem, key=key, arrays=arrays)
 
 
-def _verify(opened: Checkpoint, context: Context, progress: ProgressCallback | None) -> VerifyReport:
-    if opened.root is None:
-        read = _read_foreign_files if opened.layout.name == FilesLayout.name else _read_foreign
-        return read(opened, context, progress)
-    check = _Check(opened, context, progress)
-    parallelism = requests_of(opened.location.store).concurrency  # of small objects each is waited for
-    run_each(runtime_of(context).io_threads, opened.objects.values(), check.size, parallelism=parallelism)
-    run_each(runtime_of(context).io_threads, check.pieces(), check.piece, parallelism=parallelism)
-    unverified = tuple(record.key for record in opened.objects.values() if record.size and not record.checksums)
-    objects = len(opened.objects) + 1 + len(opened.root.parts)
-    problems = list(check.problems)
-    problems.extend(_find_unstored(opened, problems))
-    referred = _read_referred(opened, opened.root.references.leaf, context, problems)
-    return VerifyReport(tuple(problems), objects, check.done + referred, unverified)
+def _problem(error: CorruptCheckpointError, opened: Checkpoint | None = None) -> Problem:
+    arrays = () if opened is None else tuple(arrays_at(opened, error.key, error.start, error.stop))
+    return Problem(error.key, error.start, error.stop, arrays, str(error))
 
 
-def _find_unstored(opened: Checkpoint, known: Sequence[Problem]) -> Sequence[Problem]:
-    """Find an array that is larger than its stored bytes. Returns nothing if other problems are known."""
-    if known or opened.root is None:
-        return ()
-    arrays = [leaf for leaf in stored_leaves(opened.tree, opened.root.references) if leaf not in opened.tree.aliases]
-    try:
-        check_sizes(opened, arrays)
-    except CheckpointError as error:
-        return (Problem(ROOT_KEY, None, None, (), str(error)),)
-    return ()
+class _Verification:
+    """Verification of one tree, or of the files of an object."""
 
-
-def _read_referred(opened: Checkpoint, leaves: Sequence[int], context: Context, problems: list[Problem]) -> int:
-    """Read the arrays that are in other checkpoints, a piece after the other; their bytes. What those have beside is not looked at."""
-    reading = context if context.io.verify else replace(context, io=replace(context.io, verify=True))
-    checked = opened if reading is context else open_tree(opened.location, opened.mark, reading)
-    done = 0
-    for leaf in leaves:
-        record = opened.tree.leaves[leaf]
-        assert isinstance(record, ArrayRecord)  # references were checked
-        try:
-            _read_in_pieces(checked, leaf, record.spec)
-        except CheckpointError as error:
-            problems.append(Problem(None, None, None, (format_path(opened.tree.paths[leaf]),), str(error)))
-        done += record.spec.nbytes
-    return done
-
-
-def _read_in_pieces(opened: Checkpoint, leaf: int, spec: ArraySpec) -> None:
-    """Read an array, of which little is in memory at a time.
-
-    Raises:
-        CheckpointError: it cannot be read, or is damaged.
-    """
-    check_sizes(opened, [leaf])
-    assert opened.derived is not None  # it is in another checkpoint
-    for box in opened.derived.pieces(leaf, _REFERRED_BYTES) if spec.size else ():
-        plan = plan_read(opened.tree, [(leaf, (box,))])
-        buffer = allocate_for(opened, leaf, ArraySpec(box.shape, spec.dtype))
-        if not list(opened.read(plan, [buffer])):
-            raise unread(opened, leaf)
-
-
-class _Check:
     def __init__(self, opened: Checkpoint, context: Context, progress: ProgressCallback | None) -> None:
         self._opened = opened
-        self._store = ObjectReader(opened.location.store, opened.objects, runtime_of(context).io_threads, verify=True)
+        self._context = context
+        self._threads = runtime_of(context).io_threads
+        self._store = ObjectReader(opened.location.store, opened.objects, self._threads, verify=True)
         self._progress = progress
-        self._total = sum(record.size for record in opened.objects.values())
-        self._there: dict[str, int] = {}
+        self._total = _bytes_to_check(opened)
+        self._done = 0
+        self._problems: list[Problem] = []
+        self._readable: dict[str, int] = {}
         self._lock = threading.Lock()
-        self.problems: list[Problem] = []
-        self.done = 0
 
-    def size(self, record: ObjectRecord) -> None:
+    def run(self) -> VerifyReport:
+        """Check everything."""
+        opened, root = self._opened, self._opened.root
+        if root is None:
+            unverified = self._read_files() if opened.is_files else self._read_arrays()
+            return VerifyReport(tuple(self._problems), len(unverified), self._done, unverified)
+        parallelism = requests_of(opened.location.store).concurrency  # each small object is waited for
+        run_each(self._threads, opened.objects.values(), self._check_size, parallelism=parallelism)
+        run_each(self._threads, self._pieces(), self._check_piece, parallelism=parallelism)
+        if not self._problems:
+            self._find_unstored(root)
+        self._read_referred(root)
+        unverified = tuple(record.key for record in opened.objects.values() if record.size and not record.checksums)
+        return VerifyReport(tuple(self._problems), len(opened.objects) + 1 + len(root.parts), self._done, unverified)
+
+    def _add(self, error: CorruptCheckpointError) -> None:
+        problem = _problem(error, self._opened)
+        with self._lock:
+            self._problems.append(problem)
+
+    def _advance(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
+            if self._progress is not None:
+                self._progress(self._done, self._total)
+
+    def _check_size(self, record: ObjectRecord) -> None:
         """Check the size of an object."""
         try:
             found = self._opened.location.store.size(record.key)
@@ -298,32 +267,29 @@ class _Check:
                     key=record.key, start=min(found, record.size), stop=max(found, record.size),
                 )
             )  # fmt: skip
-        # A block that is cut off is wrong already; and a hostile root may state any size.
-        self._there[record.key] = record.size if found >= record.size else found // BLOCK_BYTES * BLOCK_BYTES
+        # A truncated block is reported already; and a hostile root may state any size.
+        whole = found >= record.size
+        self._readable[record.key] = record.size if whole else found // BLOCK_BYTES * BLOCK_BYTES
 
-    def pieces(self) -> Sequence[tuple[str, int, int]]:
-        """What is there of the objects, in pieces of a few blocks: the key, start and stop of each."""
+    def _pieces(self) -> Sequence[tuple[str, int, int]]:
+        """Return the pieces of all objects, of a few blocks: the key, start and stop of each."""
         return [
-            (key, start, min(start + _PIECE_BLOCKS * BLOCK_BYTES, there))
-            for key, there in self._there.items()
-            for start in range(0, there, _PIECE_BLOCKS * BLOCK_BYTES)
+            (key, start, min(start + _PIECE_BLOCKS * BLOCK_BYTES, readable))
+            for key, readable in self._readable.items()
+            for start in range(0, readable, _PIECE_BLOCKS * BLOCK_BYTES)
         ]
 
-    def piece(self, piece: tuple[str, int, int]) -> None:
+    def _check_piece(self, piece: tuple[str, int, int]) -> None:
         """Check the blocks of a piece."""
         key, start, stop = piece
         try:
             self._read(key, start, stop)
         except (CheckpointError, OSError):
-            # Something is wrong in the piece: find out which of its blocks.
-            for block in range(start, stop, BLOCK_BYTES):
-                self._block(key, block, min(block + BLOCK_BYTES, stop))
-        with self._lock:
-            self.done += stop - start
-            if self._progress is not None:
-                self._progress(self.done, self._total)
+            for block in range(start, stop, BLOCK_BYTES):  # find the damaged ones
+                self._check_block(key, block, min(block + BLOCK_BYTES, stop))
+        self._advance(stop - start)
 
-    def _block(self, key: str, start: int, stop: int) -> None:
+    def _check_block(self, key: str, start: int, stop: int) -> None:
         try:
             self._read(key, start, stop)
         except (CheckpointError, OSError) as error:
@@ -339,43 +305,65 @@ class _Check:
                 key=key, start=start + len(data), stop=stop,
             )  # fmt: skip
 
-    def _add(self, error: CorruptCheckpointError) -> None:
-        arrays = tuple(arrays_at(self._opened, error.key, error.start, error.stop))
-        with self._lock:
-            self.problems.append(Problem(error.key, error.start, error.stop, arrays, str(error)))
-
-
-def _read_foreign(opened: Checkpoint, context: Context, progress: ProgressCallback | None) -> VerifyReport:
-    """Other software keeps no checksums: everything is read, array by array, and only that can be said."""
-    array, _ = abstract_leaves(runtime_of(context).registry)
-    problems: list[Problem] = []
-    done = 0
-    for number, record in enumerate(opened.tree.leaves):
-        if not isinstance(record, ArrayRecord):
-            continue
+    def _find_unstored(self, root: Root) -> None:
+        """Find an array that is larger than its stored bytes."""
+        opened = self._opened
+        arrays = [leaf for leaf in stored_leaves(opened.tree, root.references) if leaf not in opened.tree.aliases]
         try:
-            with naming_arrays(opened):
-                read_leaves(opened, [number], [array], [None], context)
-        except CorruptCheckpointError as error:
-            arrays = tuple(arrays_at(opened, error.key, error.start, error.stop))
-            problems.append(Problem(error.key, error.start, error.stop, arrays, str(error)))
-        done += record.spec.nbytes
-        if progress is not None:
-            progress(done, opened.tree.nbytes)
-    keys = sorted({key for _, key, _, _ in extents_of(opened)})
-    return VerifyReport(tuple(problems), len(keys), done, tuple(keys))
-
-
-def _read_foreign_files(opened: Checkpoint, context: Context, progress: ProgressCallback | None) -> VerifyReport:
-    """Files that an object wrote through other software: they are read, and only that can be said."""
-    problems: list[Problem] = []
-    done, total = 0, _bytes_to_check(opened)
-    for key, record in opened.objects.items():
-        try:
-            for piece in file_pieces(opened, record):
-                done += len(piece)
-                if progress is not None:
-                    progress(done, total)
+            check_sizes(opened, arrays)
         except CheckpointError as error:
-            problems.append(Problem(key, None, None, (), str(error)))
-    return VerifyReport(tuple(problems), len(opened.objects), done, tuple(opened.objects))
+            self._problems.append(Problem(ROOT_KEY, None, None, (), str(error)))
+
+    def _read_referred(self, root: Root) -> None:
+        """Read the arrays that are in bases. Nothing else of the bases is checked."""
+        checked, tree = self._opened, self._opened.tree
+        if root.references and not self._context.io.verify:
+            verifying = replace(self._context, io=replace(self._context.io, verify=True))
+            checked = open_tree(checked.location, checked.mark, verifying)
+        for leaf in root.references.leaf:
+            record = tree.leaves[leaf]
+            assert isinstance(record, ArrayRecord)  # references were checked
+            try:
+                _read_in_pieces(checked, leaf, record.spec)
+            except CheckpointError as error:
+                self._problems.append(Problem(None, None, None, (format_path(tree.paths[leaf]),), str(error)))
+            self._done += record.spec.nbytes
+
+    def _read_arrays(self) -> tuple[str, ...]:
+        """Read every array of other software, which keeps no checksums. Returns the keys of the objects."""
+        opened = self._opened
+        array, _ = abstract_leaves(runtime_of(self._context).registry)
+        for number, record in enumerate(opened.tree.leaves):
+            if isinstance(record, ArrayRecord):
+                try:
+                    with naming_arrays(opened):
+                        read_leaves(opened, [number], [array], [None], self._context)
+                except CorruptCheckpointError as error:
+                    self._add(error)
+                self._advance(record.spec.nbytes)
+        return tuple(sorted({key for _, key, _, _ in extents_of(opened)}))
+
+    def _read_files(self) -> tuple[str, ...]:
+        """Read every file that an object wrote through other software. Returns their keys."""
+        for key, record in self._opened.objects.items():
+            try:
+                for piece in file_pieces(self._opened, record):
+                    self._advance(len(piece))
+            except CheckpointError as error:
+                self._problems.append(Problem(key, None, None, (), str(error)))
+        return tuple(self._opened.objects)
+
+
+def _read_in_pieces(opened: Checkpoint, leaf: int, spec: ArraySpec) -> None:
+    """Read an array of a base, a small part at a time.
+
+    Raises:
+        CheckpointError: it cannot be read, or is damaged.
+    """
+    check_sizes(opened, [leaf])
+    assert opened.derived is not None  # it is in another checkpoint
+    for box in opened.derived.pieces(leaf, _REFERRED_BYTES) if spec.size else ():
+        plan = plan_read(opened.tree, [(leaf, (box,))])
+        buffer = allocate_for(opened, leaf, ArraySpec(box.shape, spec.dtype))
+        if not list(opened.read(plan, [buffer])):
+            raise unread(opened, leaf)
