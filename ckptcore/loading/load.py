@@ -156,9 +156,13 @@ def choose_strategy(context: Context, runtime: Runtime) -> CollectiveRead | None
     """Return the strategy of a job's collective loads; None if this process loads alone."""
     if context.job.reads == "alone" or (job := runtime.job()).size == 1:
         return None
-    from ckptcore.loading.collective.joint import CollectiveRead  # only jobs need it
+    from ckptcore.loading.collective.joint import CollectiveAttempt, CollectiveRead  # only jobs need it
 
-    return CollectiveRead(job)
+    if context.job.reads == "all":
+        return CollectiveRead(job, CollectiveAttempt)
+    from ckptcore.loading.collective.shared import SharedAttempt  # a tenth of the time of the import of ckptcore
+
+    return CollectiveRead(job, SharedAttempt)
 
 
 @contextmanager

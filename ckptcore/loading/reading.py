@@ -352,7 +352,7 @@ def check_sizes(opened: Checkpoint, wanted: Collection[int]) -> None:
     keys = dict.fromkeys([key for _, key, _, _ in extents])
     sizes = {
         **dict.fromkeys(keys, 0),
-        **opened.store.object_sizes.bounding([key for key in keys if key in opened.store.objects]),
+        **opened.store.size_limits([key for key in keys if key in opened.store.objects]),
     }
     taken: dict[str, int] = {}
     for leaf, key, start, stop in extents:

@@ -18,6 +18,7 @@ from ckptcore_tools.copies.streaming import StreamedSnapshot, StreamSizes, items
 
 import ckptcore
 from ckptcore.errors import CorruptCheckpointError, PluginError, SaveLostError
+from ckptcore.io.chunk_reads import StoredFormat
 from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.opening import open_checkpoint
 from ckptcore.model import JSON, ArraySpec, Box, HostArray, ReadItem, TreeMetadata, WriteItem, WritePlan
@@ -66,7 +67,8 @@ def watched() -> Watched:
 def opened(tmp_path: Path) -> Checkpoint:
     state = {f"w{number}": np.full(ARRAY_BYTES // 4, number, np.float32) for number in range(ARRAYS)}
     ckptcore.save(tmp_path / "source", state, context=CONTEXT)
-    return replace(open_checkpoint(tmp_path / "source", CONTEXT), layout=watched())
+    opened = open_checkpoint(tmp_path / "source", CONTEXT)
+    return replace(opened, stored=StoredFormat(watched(), opened.state))
 
 
 def layout_of(opened: Checkpoint) -> Watched:

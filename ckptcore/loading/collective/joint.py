@@ -124,9 +124,10 @@ class CollectiveRead:
     reads. If the checkpoint is replaced during the load, all ranks start again.
     """
 
-    def __init__(self, job: Coordinator) -> None:
-        """`job` has several processes."""
+    def __init__(self, job: Coordinator, attempt: type[CollectiveAttempt[Any]]) -> None:
+        """Load on the processes of `job`, of which there are several, by attempts of this type."""
         self.job = job
+        self._attempt = attempt
 
     def run(self, load: Load[T]) -> T:
         """Load. Every rank must call this, for the same checkpoint.
@@ -138,20 +139,13 @@ class CollectiveRead:
         key = runtime_of(load.context).exchange_key(f"{agreed_name(load.location, load.recording)}/load")
         agreement = Agreement(self.job, key, load.recording)
         for number in itertools.count():  # `load` limits the attempts
-            attempt = self._begin(load, agreement, number)
+            attempt: CollectiveAttempt[T] = self._attempt(load, self.job, agreement, number)
             reading = attempt.plan()
             if reading is not None and attempt.read(reading):
                 with agreement.stage(f"finish-{number}"):
                     made = load.build(reading)
                 return made
         raise AssertionError("counting ends only by an error")
-
-    def _begin(self, load: Load[T], agreement: Agreement, number: int) -> CollectiveAttempt[T]:
-        if load.context.job.reads == "all":
-            return CollectiveAttempt(load, self.job, agreement, number)
-        from ckptcore.loading.collective.shared import SharedAttempt  # a tenth of the time of the import of ckptcore
-
-        return SharedAttempt(load, self.job, agreement, number)
 
 
 class CollectiveAttempt(Generic[T]):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from ckptcore.context import Context
 from ckptcore.derivations import Stored, cast, concatenate, cut, pad, reshape
+from ckptcore.io.chunk_reads import StoredFormat
 from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.opening import open_checkpoint
 from ckptcore.model import JSON, ArraySpec, Box, HostArray, ReadItem, TreeMetadata
@@ -157,4 +158,5 @@ def open_counted(location: str) -> tuple[Checkpoint, Counted]:
     opened = open_checkpoint(location, Context())
     counted = Counted(opened)
     # other attributes are the layout's
-    return dataclasses.replace(opened, layout=counted), counted  # type: ignore[arg-type]
+    stored = StoredFormat(counted, opened.state)  # type: ignore[arg-type]
+    return dataclasses.replace(opened, stored=stored), counted
