@@ -289,12 +289,12 @@ def fail_before_claim(agreement: Agreement, error: BaseException) -> NoReturn:
 
 
 def foreign_checkpoints(context: Context) -> IsForeign:
-    """Return a function that recognises checkpoints of other software. See `ckptcore.loading.opening`."""
+    """Return a function that recognises checkpoints of other software. See `ckptcore.loading.foreign`."""
 
     def is_foreign(location: Location) -> bool:
-        from ckptcore.loading import opening  # a save to an empty location reads nothing
+        from ckptcore.loading import foreign  # a save to an empty location reads nothing
 
-        return opening.foreign_checkpoints(context)(location)
+        return foreign.foreign_checkpoints(context)(location)
 
     return is_foreign
 
