@@ -5,7 +5,6 @@
     saving        EveryStep, FixedInterval, ...: whether to save at a Moment
     preservation  PreserveAll, LatestN, ...: which of the steps (StepInfo) garbage collection keeps
     collection    what_to_delete, explain: what garbage collection does with such a policy
-    text          "latest_n=3,best_n=2:loss:min": preservation policies on a command line
 
 The names are those of Orbax. A policy of your own is any object with the methods of `SavePolicy` or `PreservationPolicy`, or a
 function in `CustomSave` or `CustomPreservation`.
@@ -41,7 +40,6 @@ from ckptcore.policies.saving import (
     SpecificSteps,
     TimeInterval,
 )
-from ckptcore.policies.text import format_preservation, parse_preservation
 
 __all__ = [
     "AnyPreservation",
@@ -69,7 +67,5 @@ __all__ = [
     "StepInfo",
     "TimeInterval",
     "explain",
-    "format_preservation",
-    "parse_preservation",
     "what_to_delete",
 ]

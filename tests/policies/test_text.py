@@ -18,9 +18,8 @@ from ckptcore.policies import (
     LatestN,
     PreservationPolicy,
     PreserveAll,
-    format_preservation,
-    parse_preservation,
 )
+from ckptcore_tools.policy_text import format_preservation, parse_preservation
 from tests.policies.strategies import POLICIES
 
 

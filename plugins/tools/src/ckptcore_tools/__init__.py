@@ -5,5 +5,6 @@
 - `ckptcore_tools.exports`: `ckptcore.Export`, `WithExports`, `StepExport` and `StepExports`
 - `ckptcore_tools.cli`: the command ``ckptcore``
 - `ckptcore_tools.opentelemetry`, `ckptcore_tools.step_statistics`: observers that export events
+- `ckptcore_tools.policy_text`: preservation policies as text
 - `ckptcore_tools.timelines`: events as text
 """

@@ -14,7 +14,7 @@ from ckptcore.commit.location import commit_method
 from ckptcore.commit.locks import IfInUse
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError
-from ckptcore.policies import PreservationPolicy, explain, parse_preservation, what_to_delete
+from ckptcore.policies import PreservationPolicy, explain, what_to_delete
 from ckptcore.runtime import runtime_of
 from ckptcore.training.garbage import StepDeleter, policy_infos, readable_steps
 from ckptcore.training.steps import StepDirectory
@@ -22,6 +22,7 @@ from ckptcore_tools.amounts import age, count, metrics_text, size
 from ckptcore_tools.cli.command import ExitCode, checkpoint_command, command_context
 from ckptcore_tools.cli.output import Cell, Column, print_document, print_line, print_table, printable
 from ckptcore_tools.cli.steps import Found, StepState, find_pinned, find_steps, look_at_steps, step_names
+from ckptcore_tools.policy_text import parse_preservation
 
 __all__ = ["Fate", "Plan", "command", "plan_collection"]
 

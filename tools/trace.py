@@ -1,0 +1,80 @@
+"""List the files of the core that a plain save and a plain load run through, in the order in which they run.
+
+Run ``python -m tools.trace``. It prints the lists of ``docs/design/read-the-core.md``: each file with the functions that
+run in it, first called first. Comprehensions and lambdas count as parts of the function around them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+import numpy as np
+
+import ckptcore
+
+__all__ = ["Trace", "main", "trace", "trace_plain_load", "trace_plain_save"]
+
+_CORE: Final = Path(ckptcore.__file__).parent
+
+Trace = Mapping[str, list[str]]
+"""By file of the core, relative to its package, the qualified names of the functions that ran, both in the order of first calls."""
+
+
+def trace(run: Callable[[], object]) -> Trace:
+    """Run a function, and return what it ran through on this thread and on threads that it started."""
+    found: dict[str, list[str]] = {}
+    prefix = f"{_CORE}/"
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        code = frame.f_code
+        if event != "call" or not code.co_filename.startswith(prefix):
+            return
+        functions = found.setdefault(code.co_filename.removeprefix(prefix), [])
+        if not code.co_name.startswith("<") and code.co_qualname not in functions:
+            functions.append(code.co_qualname)
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return found
+
+
+def trace_plain_save(directory: Path) -> Trace:
+    """Trace the second blocking save of ``{"w": np.ones(3)}`` in this process, after its imports."""
+    state = {"w": np.ones(3)}
+    ckptcore.save(directory / "first", state)
+    return trace(lambda: ckptcore.save(directory / "second", state))
+
+
+def trace_plain_load(directory: Path) -> Trace:
+    """Trace the second load of ``{"w": np.ones(3)}`` in this process, after its imports."""
+    ckptcore.save(directory / "saved", {"w": np.ones(3)})
+    ckptcore.load(directory / "saved")
+    return trace(lambda: ckptcore.load(directory / "saved"))
+
+
+def main() -> int:
+    """Print both traces."""
+    argparse.ArgumentParser(prog="python -m tools.trace", description=__doc__).parse_args()
+    for name, traced in (("save", trace_plain_save), ("load", trace_plain_load)):
+        with tempfile.TemporaryDirectory() as directory:
+            files = traced(Path(directory))
+        print(f"a plain {name}: {len(files)} files, {sum(map(len, files.values()))} functions")
+        for file, functions in files.items():
+            print(f"    {file}: {', '.join(functions)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
