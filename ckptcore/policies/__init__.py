@@ -2,7 +2,7 @@
 
 ::
 
-    saving        EveryStep, FixedInterval, ...: whether to save at a Moment
+    saving        EveryStep, FixedInterval, ...: whether to save at a SaveContext
     preservation  PreserveAll, LatestN, ...: which of the steps (StepInfo) garbage collection keeps
     collection    what_to_delete, explain: what garbage collection does with such a policy
 
@@ -34,8 +34,8 @@ from ckptcore.policies.saving import (
     EveryStep,
     FixedInterval,
     InitialSave,
-    Moment,
     PreemptionCheckpointing,
+    SaveContext,
     SavePolicy,
     SpecificSteps,
     TimeInterval,
@@ -58,10 +58,10 @@ __all__ = [
     "InitialSave",
     "LatestDuration",
     "LatestN",
-    "Moment",
     "PreemptionCheckpointing",
     "PreservationPolicy",
     "PreserveAll",
+    "SaveContext",
     "SavePolicy",
     "SpecificSteps",
     "StepInfo",

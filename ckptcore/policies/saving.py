@@ -16,8 +16,8 @@ __all__ = [
     "EveryStep",
     "FixedInterval",
     "InitialSave",
-    "Moment",
     "PreemptionCheckpointing",
+    "SaveContext",
     "SavePolicy",
     "SpecificSteps",
     "TimeInterval",
@@ -25,24 +25,24 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
-    """What a save policy knows when it is asked.
+class SaveContext:
+    """The facts that a save policy decides by.
 
-    `step`, `epoch`, `last_step`, `last_epoch` and `first` are the same in every process of a job: they change only when the
-    job begins a save together. The rest differs from one process to the next.
+    `step`, `epoch`, `last_step`, `last_epoch` and `first` are the same in every process of a job: they change only when
+    the job begins a save together. The others may differ between processes.
 
     Attributes:
         step: the step that could be saved.
         now: seconds since the epoch, UTC.
-        epoch: the epoch of training that the step is in; None where the caller did not say.
-        last_step: the newest step: found in the directory when it was opened, or a save of it began since then, whether or
-            not it ended well. None if there is none.
-        last_epoch: the epoch of that step; None if it is not known.
-        last_save_began: when the save of that step began, in seconds since the epoch. Of a step found in the directory: when
-            it was created. None if there is none.
-        last_save_ended: when a save last ended in this process, in seconds since the epoch; None if none did.
-        saving: whether a save is under way in this process.
-        preempted: whether this process was told that its machine will be taken away.
+        epoch: the training epoch of the step; None if the caller did not pass one.
+        last_step: the newest step: found in the directory when it was opened, or begun since then, even if its save
+            failed. None if there is none.
+        last_epoch: the epoch of that step; None if unknown.
+        last_save_began: start of the save of that step, in seconds since the epoch (UTC); for a step found in the
+            directory, its creation. None if there is none.
+        last_save_ended: end of the last save of this process, in seconds since the epoch; None before.
+        saving: True while a save runs in this process.
+        preempted: True once this process has a notice that its machine will be preempted.
     """
 
     step: int
@@ -57,36 +57,36 @@ class Moment:
 
     @property
     def first(self) -> bool:
-        """Whether the directory has no step yet, and no save of one began."""
+        """True if the directory has no step and no save has begun."""
         return self.last_step is None
 
 
 @runtime_checkable
 class SavePolicy(Protocol):
-    """Decides at which steps to save. One policy object may be asked from several threads; it keeps no state."""
+    """Decides at which steps to save. Stateless; may be called from several threads."""
 
     @property
     def needs_agreement(self) -> bool:
-        """Whether processes of one job may decide differently.
+        """True if processes of one job may decide differently.
 
-        They do where the answer depends on time, on preemption or on whether a save is under way. The leader then decides
-        for all, which costs an exchange between the processes each time that the policy is asked.
+        They may if the decision depends on time, on preemption or on running saves. The leader then decides for all,
+        which costs an exchange between the processes for each decision.
         """
         ...
 
-    def should_save(self, moment: Moment) -> bool:
-        """Whether to save at this moment."""
+    def should_save(self, context: SaveContext) -> bool:
+        """Return True to save."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class EveryStep:
-    """Saves whenever it is asked: the training loop decides."""
+    """Saves at every call: the training loop decides."""
 
     needs_agreement: ClassVar[bool] = False
 
-    def should_save(self, moment: Moment) -> bool:
-        """True."""
+    def should_save(self, context: SaveContext) -> bool:
+        """Return True."""
         return True
 
 
@@ -94,14 +94,14 @@ class EveryStep:
 class FixedInterval:
     """Saves at multiples of a number of steps, step 0 among them.
 
-    A loop whose step jumps over a multiple does not save then: with an interval of 100, steps 99 and 101 are not saved. Where
-    steps jump, use `TimeInterval`, or a `CustomSave` that compares with `Moment.last_step`.
+    A step that jumps over a multiple is not saved: with an interval of 100, steps 99 and 101 are not. If steps jump, use
+    `TimeInterval`, or a `CustomSave` that compares with `SaveContext.last_step`.
 
     Attributes:
         steps: the interval, at least 1.
 
     Raises:
-        ValueError: if `steps` is less, or no whole number.
+        ValueError: if `steps` is not a whole number of at least 1.
     """
 
     steps: int
@@ -111,22 +111,22 @@ class FixedInterval:
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", whole_number(self, "steps", self.steps, at_least=1))
 
-    def should_save(self, moment: Moment) -> bool:
-        """Whether the step is a multiple."""
-        return moment.step % self.steps == 0
+    def should_save(self, context: SaveContext) -> bool:
+        """Return True for a multiple."""
+        return context.step % self.steps == 0
 
 
 @dataclass(frozen=True, slots=True)
 class EpochInterval:
     """Saves once in each epoch that is a multiple of a number of epochs, epoch 0 among them.
 
-    It saves when it is first asked in such an epoch. To save at the end of epochs, ask only there.
+    It saves at the first call in such an epoch. To save at the end of epochs, call it only there.
 
     Attributes:
         epochs: the interval, at least 1.
 
     Raises:
-        ValueError: if `epochs` is less, or no whole number.
+        ValueError: if `epochs` is not a whole number of at least 1.
     """
 
     epochs: int
@@ -136,26 +136,26 @@ class EpochInterval:
     def __post_init__(self) -> None:
         object.__setattr__(self, "epochs", whole_number(self, "epochs", self.epochs, at_least=1))
 
-    def should_save(self, moment: Moment) -> bool:
-        """Whether the epoch is a multiple and nothing was saved in it.
+    def should_save(self, context: SaveContext) -> bool:
+        """Return True if the epoch is a multiple and has no save.
 
         Raises:
-            ValueError: if the caller did not say which epoch it is.
+            ValueError: if the caller did not pass the epoch.
         """
-        if moment.epoch is None:
+        if context.epoch is None:
             raise ValueError(
-                f"EpochInterval(epochs={self.epochs}) was asked about step {moment.step} without its epoch; "
+                f"EpochInterval(epochs={self.epochs}) was asked about step {context.step} without its epoch; "
                 "pass epoch= to save and to should_save"
             )
-        return moment.epoch % self.epochs == 0 and moment.epoch != moment.last_epoch
+        return context.epoch % self.epochs == 0 and context.epoch != context.last_epoch
 
 
 @dataclass(frozen=True, slots=True)
 class TimeInterval:
-    """Saves when a number of seconds has passed since the last save began, and at once where there is none.
+    """Saves when a number of seconds has passed since the last save began, and at once if there is none.
 
-    The time is that of the newest step also where an earlier run saved it, so that a job that is killed more often than the
-    interval gets on all the same.
+    The newest step counts even if an earlier run saved it, so that a job which is killed more often than the interval
+    still makes progress.
 
     Attributes:
         seconds: the interval, above 0.
@@ -171,20 +171,20 @@ class TimeInterval:
     def __post_init__(self) -> None:
         object.__setattr__(self, "seconds", seconds(self, "seconds", self.seconds))
 
-    def should_save(self, moment: Moment) -> bool:
-        """Whether the time has passed."""
-        return _has_passed(self.seconds, moment)
+    def should_save(self, context: SaveContext) -> bool:
+        """Return True if the time has passed."""
+        return _has_passed(self.seconds, context)
 
 
 @dataclass(frozen=True, slots=True)
 class SpecificSteps:
-    """Saves at the steps it is given.
+    """Saves at given steps.
 
     Attributes:
         steps: the steps; kept as a frozenset.
 
     Raises:
-        ValueError: if one of them is no whole number of at least 0.
+        ValueError: if a step is not a whole number of at least 0.
     """
 
     steps: Collection[int]
@@ -194,14 +194,14 @@ class SpecificSteps:
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", step_numbers(self, "steps", self.steps))
 
-    def should_save(self, moment: Moment) -> bool:
-        """Whether the step is among them."""
-        return moment.step in self.steps
+    def should_save(self, context: SaveContext) -> bool:
+        """Return True for one of the steps."""
+        return context.step in self.steps
 
 
 @dataclass(frozen=True, slots=True)
 class ContinuousCheckpointing:
-    """Saves as often as it can without waiting: whenever no save is under way.
+    """Saves as often as possible without waiting: whenever no save is running.
 
     Attributes:
         minimum_interval_secs: seconds that must have passed since the last save began, at least 0.
@@ -218,43 +218,43 @@ class ContinuousCheckpointing:
         interval = seconds(self, "minimum_interval_secs", self.minimum_interval_secs, at_least=0)
         object.__setattr__(self, "minimum_interval_secs", interval)
 
-    def should_save(self, moment: Moment) -> bool:
-        """Whether no save is under way and the time has passed."""
-        return not moment.saving and _has_passed(self.minimum_interval_secs, moment)
+    def should_save(self, context: SaveContext) -> bool:
+        """Return True if no save is running and the time has passed."""
+        return not context.saving and _has_passed(self.minimum_interval_secs, context)
 
 
 @dataclass(frozen=True, slots=True)
 class PreemptionCheckpointing:
-    """Saves once the machine is about to be taken away: at every step from then on, so leave the loop."""
+    """Saves once the process has a notice of preemption: at every step from then on, so leave the loop."""
 
     needs_agreement: ClassVar[bool] = True
 
-    def should_save(self, moment: Moment) -> bool:
-        """Whether the machine is about to be taken away."""
-        return moment.preempted
+    def should_save(self, context: SaveContext) -> bool:
+        """Return True after the notice."""
+        return context.preempted
 
 
 @dataclass(frozen=True, slots=True)
 class InitialSave:
-    """Saves as soon as it is asked where there is no step yet, so that a new run finds out early whether it can save."""
+    """Saves at the first call if there is no step, so that a new run finds out early whether it can save."""
 
     needs_agreement: ClassVar[bool] = False
 
-    def should_save(self, moment: Moment) -> bool:
-        """Whether there is no step yet."""
-        return moment.first
+    def should_save(self, context: SaveContext) -> bool:
+        """Return True if there is no step."""
+        return context.first
 
 
 @dataclass(frozen=True, slots=True)
 class AnySave:
-    """Saves when any of its policies does.
+    """Saves if any of its policies does.
 
     Attributes:
         policies: at least one; kept as a tuple.
 
     Raises:
-        TypeError: if one of them is not a policy.
-        ValueError: if there is none.
+        TypeError: if an item is not a policy.
+        ValueError: if there is no policy.
     """
 
     policies: Collection[SavePolicy]
@@ -265,13 +265,13 @@ class AnySave:
 
     @property
     def needs_agreement(self) -> bool:
-        """Whether any of the policies needs it."""
+        """True if any of the policies needs it."""
         return any(policy.needs_agreement for policy in self.policies)
 
-    def should_save(self, moment: Moment) -> bool:
-        """Whether any of the policies saves."""
-        # Each is asked, so that one that cannot answer says so at the first step and not only once the others say no.
-        decisions = [policy.should_save(moment) for policy in self.policies]
+    def should_save(self, context: SaveContext) -> bool:
+        """Return True if any of the policies saves."""
+        # Call all of them, so that one that raises does so at the first step, not only once the others return False.
+        decisions = [policy.should_save(context) for policy in self.policies]
         return any(decisions)
 
 
@@ -280,29 +280,29 @@ class CustomSave:
     """A function as a policy.
 
     Attributes:
-        function: whether to save at a moment.
-        needs_agreement: as in `SavePolicy`. False only for a function that looks at nothing but what is the same in every
-            process of the job; otherwise some processes save and wait for others that do not.
+        function: returns True to save.
+        needs_agreement: see `SavePolicy`. Pass False only for a function of facts that are equal in every process of the
+            job; otherwise some processes save and wait for others that do not.
 
     Raises:
         TypeError: if `function` cannot be called.
     """
 
-    function: Callable[[Moment], bool]
+    function: Callable[[SaveContext], bool]
     needs_agreement: bool = True
 
     def __post_init__(self) -> None:
         if not callable(self.function):
-            raise TypeError(f"CustomSave(function={self.function!r}): give a function from a Moment to a bool")
+            raise TypeError(f"CustomSave(function={self.function!r}): pass a function from a SaveContext to a bool")
 
-    def should_save(self, moment: Moment) -> bool:
-        """What the function says."""
-        return bool(self.function(moment))
+    def should_save(self, context: SaveContext) -> bool:
+        """Return what the function returns."""
+        return bool(self.function(context))
 
 
-def _has_passed(interval: float, moment: Moment) -> bool:
-    if moment.last_save_began is None:
+def _has_passed(interval: float, context: SaveContext) -> bool:
+    if context.last_save_began is None:
         return True
-    elapsed = moment.now - moment.last_save_began
-    # A clock that was set back must not stop saves for as long as it was set back by.
+    elapsed = context.now - context.last_save_began
+    # A clock that was set back must not delay saves by that time.
     return elapsed < 0 or elapsed >= interval

@@ -16,7 +16,7 @@ from typing import Any, Self, TypeAlias
 from ckptcore.io.threads import renew_in_children
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.tree import JSON
-from ckptcore.policies import AnySave, Moment, PreemptionCheckpointing, SavePolicy
+from ckptcore.policies import AnySave, PreemptionCheckpointing, SaveContext, SavePolicy
 
 __all__ = ["Past", "PreemptionNotice", "SaveDecider", "TerminationSignal"]
 
@@ -117,7 +117,7 @@ class Past:
     """The last save, as policies see it. The same in every process of a job, except the time.
 
     Attributes:
-        step, epoch, began: as `Moment.last_step`, `Moment.last_epoch`, `Moment.last_save_began`.
+        step, epoch, began: as `SaveContext.last_step`, `SaveContext.last_epoch`, `SaveContext.last_save_began`.
     """
 
     step: int | None = None
@@ -202,20 +202,20 @@ class SaveDecider:
         # One rank's notice is everybody's; and who leads decides by its own clock and its own saves.
         differs = not force and (self._policy.needs_agreement or self._skips_when_busy)
         if job_size == 1 or not (differs or self._notice is not None):
-            moment = self._moment(step, epoch, saving=saving)
-            self.preempted = moment.preempted
-            return wants(moment)
+            context = self._context_of(step, epoch, saving=saving)
+            self.preempted = context.preempted
+            return wants(context)
         agreement = agree()
         with agreement.stage("decide") as stage:
-            moment = self._moment(step, epoch, saving=saving)  # asks the notice, which may fail
-            stage.payload = [moment.preempted, moment.saving]
-        decided: Any = agreement.lead("decision", partial(_decide_for_all, moment, wants, stage.payloads))
+            context = self._context_of(step, epoch, saving=saving)  # asks the notice, which may fail
+            stage.payload = [context.preempted, context.saving]
+        decided: Any = agreement.lead("decision", partial(_decide_for_all, context, wants, stage.payloads))
         wanted, self.preempted = decided
         return bool(wanted)
 
-    def _moment(self, step: int, epoch: int | None, *, saving: bool) -> Moment:
+    def _context_of(self, step: int, epoch: int | None, *, saving: bool) -> SaveContext:
         """Return what this process knows of a step."""
-        return Moment(
+        return SaveContext(
             step=step,
             now=time.time(),
             epoch=epoch,
@@ -227,10 +227,10 @@ class SaveDecider:
             preempted=self.preempted or (self._notice is not None and bool(self._notice(step))),
         )
 
-    def _wants(self, moment: Moment) -> bool:
-        wanted = self._policy.should_save(moment)
+    def _wants(self, context: SaveContext) -> bool:
+        wanted = self._policy.should_save(context)
         # The last save before the machine goes is not one to skip.
-        self.was_skipped = wanted and self._skips_when_busy and moment.saving and not moment.preempted
+        self.was_skipped = wanted and self._skips_when_busy and context.saving and not context.preempted
         return wanted and not self.was_skipped
 
 
@@ -240,12 +240,12 @@ def _heeds_preemption(policy: SavePolicy) -> bool:
     return isinstance(policy, PreemptionCheckpointing)
 
 
-def _always(moment: Moment) -> bool:
+def _always(context: SaveContext) -> bool:
     return True
 
 
-def _decide_for_all(moment: Moment, wants: Callable[[Moment], bool], facts: Sequence[Any]) -> list[JSON]:
+def _decide_for_all(context: SaveContext, wants: Callable[[SaveContext], bool], facts: Sequence[Any]) -> list[JSON]:
     """Return whether to save, and whether the job is preempted, from the facts of every process."""
     preempted = any(fact[0] for fact in facts)
     saving = any(fact[1] for fact in facts)
-    return [wants(replace(moment, preempted=preempted, saving=saving)), preempted]
+    return [wants(replace(context, preempted=preempted, saving=saving)), preempted]

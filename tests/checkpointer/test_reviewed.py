@@ -23,7 +23,7 @@ from ckptcore.errors import (
     OnlyStepError,
     StepPinnedError,
 )
-from ckptcore.policies import CustomSave, EpochInterval, FixedInterval, LatestN, Moment
+from ckptcore.policies import CustomSave, EpochInterval, FixedInterval, LatestN, SaveContext
 from ckptcore.protocols import Coordinator
 from tests.checkpointer.runs import (
     ROOT,
@@ -107,11 +107,11 @@ def test_a_step_that_is_being_replaced_cannot_be_deleted(directory: str) -> None
 
 
 def test_policies_look_back_to_the_step_that_was_loaded(directory: str) -> None:
-    asked: list[Moment] = []
+    asked: list[SaveContext] = []
 
-    def note(moment: Moment) -> bool:
-        asked.append(moment)
-        return moment.last_step is None or moment.step // 1000 > moment.last_step // 1000
+    def note(context: SaveContext) -> bool:
+        asked.append(context)
+        return context.last_step is None or context.step // 1000 > context.last_step // 1000
 
     with Checkpointer(directory) as run:
         save_steps(run, [1001, 2002, 3003, 9009])
@@ -124,7 +124,7 @@ def test_policies_look_back_to_the_step_that_was_loaded(directory: str) -> None:
         assert not run.should_save(9010)
         run.load(1001)
         assert run.should_save(2003)
-    assert [moment.last_step for moment in asked] == [9009, 2002, 2002, 9009, 1001]
+    assert [context.last_step for context in asked] == [9009, 2002, 2002, 9009, 1001]
 
 
 def test_epochs_too_are_those_of_the_step_that_was_loaded(directory: str) -> None:

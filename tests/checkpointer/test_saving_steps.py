@@ -27,7 +27,7 @@ from ckptcore.policies import (
     FixedInterval,
     InitialSave,
     LatestN,
-    Moment,
+    SaveContext,
     SavePolicy,
     SpecificSteps,
     TimeInterval,
@@ -124,7 +124,7 @@ def test_damaged_metadata_of_a_directory_can_be_written_again(directory: str) ->
         (EpochInterval(2), [0, 4]),
         (TimeInterval(10_000), [0]),
         (ContinuousCheckpointing(10_000), [0]),
-        (CustomSave(lambda moment: moment.step == 1 or moment.last_step == 1), [1, 2]),
+        (CustomSave(lambda context: context.step == 1 or context.last_step == 1), [1, 2]),
     ],
 )
 def test_the_policy_decides(directory: str, policy: SavePolicy | None, saved: list[int]) -> None:
@@ -140,7 +140,7 @@ def test_the_policy_decides(directory: str, policy: SavePolicy | None, saved: li
 
 
 def test_force_saves_whatever_the_policy_says(directory: str) -> None:
-    def refuse(moment: Moment) -> bool:
+    def refuse(context: SaveContext) -> bool:
         raise AssertionError("it is not asked")
 
     with Checkpointer(directory, save_policy=CustomSave(refuse)) as run:

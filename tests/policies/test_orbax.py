@@ -23,10 +23,10 @@ from ckptcore.policies import (
     InitialSave,
     LatestDuration,
     LatestN,
-    Moment,
     PreemptionCheckpointing,
     PreservationPolicy,
     PreserveAll,
+    SaveContext,
     SavePolicy,
     SpecificSteps,
     StepInfo,
@@ -144,6 +144,6 @@ def test_the_same_steps_are_saved(
     context = saving.DecisionContext(
         is_saving_in_progress=saving_now, reached_preemption=preempted, multiprocessing_options=None
     )
-    moment = Moment(step=step, now=100.0, last_step=last, saving=saving_now, preempted=preempted)
+    moment = SaveContext(step=step, now=100.0, last_step=last, saving=saving_now, preempted=preempted)
     previous = [] if last is None else [info(last)]
     assert ours.should_save(moment) == theirs.should_save(info(step), previous, context=context)

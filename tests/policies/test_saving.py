@@ -19,14 +19,14 @@ from ckptcore.policies import (
     EveryStep,
     FixedInterval,
     InitialSave,
-    Moment,
     PreemptionCheckpointing,
+    SaveContext,
     SavePolicy,
     SpecificSteps,
     TimeInterval,
 )
 
-AT = Moment(step=7, now=1000.0)
+AT = SaveContext(step=7, now=1000.0)
 """A moment of a run that has saved nothing."""
 
 POLICIES: list[tuple[SavePolicy, bool]] = [
@@ -63,7 +63,7 @@ def test_without_agreement_processes_decide_alike(
     policy: SavePolicy, step: int, epoch: int, last: int | None, seen: list[tuple[float, bool, bool]]
 ) -> None:
     """What each process sees for itself (time, a save under way, preemption) does not matter."""
-    shared = Moment(step=step, now=0.0, epoch=epoch, last_step=last, last_epoch=last)
+    shared = SaveContext(step=step, now=0.0, epoch=epoch, last_step=last, last_epoch=last)
     decisions = {
         policy.should_save(
             replace(shared, now=now, saving=saving, preempted=preempted, last_save_began=now - 1, last_save_ended=now)
@@ -80,7 +80,7 @@ def test_every_step() -> None:
 def test_fixed_interval_saves_at_multiples_only() -> None:
     assert [step for step in range(25) if FixedInterval(10).should_save(replace(AT, step=step))] == [0, 10, 20]
     jumping = [replace(AT, step=step) for step in range(5, 40, 7)]
-    assert not any(FixedInterval(10).should_save(moment) for moment in jumping), (
+    assert not any(FixedInterval(10).should_save(context) for context in jumping), (
         "a multiple that is jumped over is lost"
     )
 
@@ -90,8 +90,8 @@ def test_epoch_interval_saves_once_in_each_such_epoch() -> None:
     for step in range(20):
         epoch = step // 4
         last_step, last_epoch = saved[-1] if saved else (None, None)
-        moment = replace(AT, step=step, epoch=epoch, last_step=last_step, last_epoch=last_epoch)
-        if EpochInterval(2).should_save(moment):
+        context = replace(AT, step=step, epoch=epoch, last_step=last_step, last_epoch=last_epoch)
+        if EpochInterval(2).should_save(context):
             saved.append((step, epoch))
     assert saved == [(0, 0), (8, 2), (16, 4)]
 
@@ -132,7 +132,7 @@ def test_specific_steps_initial_and_preemption() -> None:
 
 
 def test_any_save_and_custom_save() -> None:
-    policy = AnySave([FixedInterval(10), CustomSave(lambda moment: moment.step == 7)])
+    policy = AnySave([FixedInterval(10), CustomSave(lambda context: context.step == 7)])
     assert policy.should_save(AT)
     assert policy.should_save(replace(AT, step=20))
     assert not policy.should_save(replace(AT, step=8))
@@ -142,8 +142,8 @@ def test_an_object_of_ones_own_is_a_policy() -> None:
     class Primes:
         needs_agreement = False
 
-        def should_save(self, moment: Moment) -> bool:
-            return moment.step in {2, 3, 5, 7}
+        def should_save(self, context: SaveContext) -> bool:
+            return context.step in {2, 3, 5, 7}
 
     assert AnySave([Primes()]).should_save(AT)
     assert not AnySave([Primes()]).needs_agreement

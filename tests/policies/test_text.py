@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from ckptcore_tools.policy_text import format_preservation, parse_preservation
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +20,6 @@ from ckptcore.policies import (
     PreservationPolicy,
     PreserveAll,
 )
-from ckptcore_tools.policy_text import format_preservation, parse_preservation
 from tests.policies.strategies import POLICIES
 
 

@@ -28,7 +28,7 @@ class NearTier:
     Attributes:
         directory: a path or URL, or a function that returns one in each process. It belongs to this run alone.
         preservation_policy: which steps are kept near. The newest always is, and so are steps that wait for their upload.
-        upload_policy: which steps are uploaded: a save policy. The last step of its `Moment` is the last one that it
+        upload_policy: which steps are uploaded: a save policy. The last step of its `SaveContext` is the last one that it
             chose. A step that replaces one in the far directory is uploaded in any case.
         most_waiting: how many steps may wait for their upload; the oldest of more is given up. At least 1.
         close_seconds: how long `Checkpointer.close` waits for uploads, in seconds; None: until all are done. 0: not at

@@ -25,7 +25,7 @@ from ckptcore.errors import (
 from ckptcore.events import Observer, Recording
 from ckptcore.io.background import Progress
 from ckptcore.io.threads import renew_in_children
-from ckptcore.policies import Moment, PreservationPolicy, StepInfo, what_to_delete
+from ckptcore.policies import PreservationPolicy, SaveContext, StepInfo, what_to_delete
 from ckptcore.training.path_directory import OwnedDirectory
 from ckptcore.training.save_decisions import Past
 from ckptcore.training.steps import StepDirectory
@@ -148,7 +148,7 @@ class Uploader:
     def _choose(self, step: int, saved: Past, *, preempted: bool, replaces: bool) -> None:
         with self._changed:
             last = self._state.last_chosen
-            moment = Moment(
+            context = SaveContext(
                 step=step,
                 now=saved.began or time.time(),
                 epoch=saved.epoch,
@@ -157,7 +157,7 @@ class Uploader:
                 last_save_began=last.began,
                 preempted=preempted,
             )
-            if self._state.stopped or not (replaces or self._options.upload_policy.should_save(moment)):
+            if self._state.stopped or not (replaces or self._options.upload_policy.should_save(context)):
                 return
             self._state.last_chosen = saved
             self._state.wait_for(step)
