@@ -2,12 +2,12 @@
 
 ::
 
-    saving        EveryStep, FixedInterval, ...: whether to save at a SaveContext
-    preservation  PreserveAll, LatestN, ...: which of the steps (StepInfo) garbage collection keeps
-    collection    what_to_delete, explain: what garbage collection does with such a policy
+    saving        EveryStep, FixedInterval, ...: decide from a SaveContext whether to save
+    preservation  PreserveAll, LatestN, ...: decide from StepInfos which steps to keep;
+                  what_to_delete and explain apply such a policy
 
-The names are those of Orbax. A policy of your own is any object with the methods of `SavePolicy` or `PreservationPolicy`, or a
-function in `CustomSave` or `CustomPreservation`.
+The names are those of Orbax. A policy of your own is any object with the methods of `SavePolicy` or
+`PreservationPolicy`, or a function in `CustomSave` or `CustomPreservation`.
 """
 
 from ckptcore.policies.preservation import (

@@ -10,13 +10,14 @@ __all__ = ["check_policies", "seconds", "step_numbers", "whole_number"]
 
 
 def whole_number(owner: object, name: str, value: object, at_least: int) -> int:
-    """The value as an int, also where it is NumPy's.
+    """Return the value as an int; NumPy integers are accepted.
 
     Raises:
-        ValueError: for a bool, a float, and for what is below `at_least`.
+        ValueError: for a bool, a float, or a number below `at_least`.
     """
     try:
-        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]  # it raises TypeError
+        # operator.index raises TypeError for anything else
+        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         number = None
     if number is None or number < at_least:
@@ -25,16 +26,17 @@ def whole_number(owner: object, name: str, value: object, at_least: int) -> int:
 
 
 def seconds(owner: object, name: str, value: object, at_least: float | None = None) -> float:
-    """The value as a float of seconds.
+    """Return the value as a float of seconds.
 
     Args:
-        at_least: the least that is allowed; None: anything above 0.
+        at_least: the minimum; None: any number above 0.
 
     Raises:
-        ValueError: for a bool, NaN, infinity, what is no number, and what is too small.
+        ValueError: for a bool, NaN, infinity, anything that is not a number, or a number below the minimum.
     """
     try:
-        number = math.nan if isinstance(value, bool | str) else float(value)  # type: ignore[arg-type]  # it raises TypeError
+        # float raises TypeError for anything else
+        number = math.nan if isinstance(value, bool | str) else float(value)  # type: ignore[arg-type]
     except TypeError:
         number = math.nan
     if not math.isfinite(number) or (number <= 0 if at_least is None else number < at_least):
@@ -45,11 +47,11 @@ def seconds(owner: object, name: str, value: object, at_least: float | None = No
 
 
 def step_numbers(owner: object, name: str, value: object) -> frozenset[int]:
-    """The value as a set of steps.
+    """Return the value as a set of steps.
 
     Raises:
-        TypeError: for what is no collection.
-        ValueError: for a step that is no whole number of at least 0.
+        TypeError: if it is not a collection.
+        ValueError: if a step is not a whole number of at least 0.
     """
     if not isinstance(value, Iterable) or isinstance(value, str | bytes):
         raise TypeError(f"{_argument(owner, name, value)}: give a collection of steps, such as [100, 200]")
@@ -57,14 +59,14 @@ def step_numbers(owner: object, name: str, value: object) -> frozenset[int]:
 
 
 def check_policies(owner: object, value: object, protocol: type) -> None:
-    """That these are policies.
+    """Check that a value is a collection of policies.
 
     Args:
-        protocol: what each of them is an instance of; it can be checked at runtime.
+        protocol: the runtime-checkable protocol of each policy.
 
     Raises:
-        TypeError: where one of them is something else.
-        ValueError: where there is none.
+        TypeError: if an item is something else.
+        ValueError: if the collection is empty.
     """
     if not isinstance(value, Collection) or isinstance(value, str | bytes):
         raise TypeError(f"{_argument(owner, 'policies', value)}: give a list of policies")

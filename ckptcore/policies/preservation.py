@@ -1,4 +1,4 @@
-"""Policies of which steps to keep."""
+"""Preservation policies: which steps of a run are kept, and which garbage collection deletes."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _NEWEST: Final = "the newest step, which is never deleted"
 
 
 def what_to_delete(policy: PreservationPolicy, steps: Sequence[StepInfo], now: float) -> tuple[int, ...]:
-    """The steps that garbage collection deletes, ascending.
+    """Return the steps that garbage collection deletes, ascending.
 
-    Never the newest, whatever the policy says: a job that resumes would lose work.
+    The newest is never deleted: a job that resumes would lose work.
 
     Args:
-        policy: which steps to keep.
-        steps: every committed step, in any order.
+        policy: chooses the steps to keep.
+        steps: all committed steps, in any order.
         now: seconds since the epoch, UTC.
     """
     ascending = _ascending(steps)
@@ -49,11 +49,11 @@ def what_to_delete(policy: PreservationPolicy, steps: Sequence[StepInfo], now: f
 
 
 def explain(policy: PreservationPolicy, steps: Sequence[StepInfo], now: float) -> Mapping[int, tuple[str, ...]]:
-    """For each step, ascending, what keeps it, in words; nothing for a step that `what_to_delete` names.
+    """Return the reasons to keep each step, by step, ascending; no reasons for a step that `what_to_delete` returns.
 
     Args:
-        policy: which steps to keep. Each policy within an `AnyPreservation` speaks for itself, by its `str`.
-        steps: every committed step, in any order.
+        policy: chooses the steps to keep. The reason is its `str`, or the `str` of a policy in an `AnyPreservation`.
+        steps: all committed steps, in any order.
         now: seconds since the epoch, UTC.
     """
     ascending = _ascending(steps)
@@ -91,12 +91,12 @@ _NO_METRICS: Final[Mapping[str, float]] = {}
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """What a preservation policy knows of a committed step.
+    """The facts about a committed step that a preservation policy decides by.
 
     Attributes:
         step: its number.
-        created: when its save began, in seconds since the epoch, UTC.
-        metrics: the numbers that were saved with it, by name.
+        created: start of its save, in seconds since the epoch, UTC.
+        metrics: the metrics that were saved with it, by name.
     """
 
     step: int
@@ -106,17 +106,17 @@ class StepInfo:
 
 @runtime_checkable
 class PreservationPolicy(Protocol):
-    """Decides which steps to keep. Its `str` says which, for people.
+    """Decides which steps to keep. Its `str` describes them.
 
-    Collecting garbage after each save should keep what one collection at the end would have kept: a step that is given up is
-    gone, so nothing may depend on it. Every policy here is like that, if metrics do not change and the clock does not go back.
+    Collecting after each save should keep the same steps as one collection at the end. All policies of this module
+    do, if metrics do not change and the clock does not go back.
     """
 
     def keep(self, steps: Sequence[StepInfo], now: float) -> frozenset[int]:
-        """The steps to keep.
+        """Return the steps to keep.
 
         Args:
-            steps: every committed step, ascending.
+            steps: all committed steps, ascending.
             now: seconds since the epoch, UTC.
         """
         ...
@@ -127,7 +127,7 @@ class PreserveAll:
     """Keeps every step."""
 
     def keep(self, steps: Sequence[StepInfo], now: float) -> frozenset[int]:
-        """Every step."""
+        """Return every step."""
         return frozenset([info.step for info in steps])
 
     def __str__(self) -> str:
@@ -139,10 +139,10 @@ class LatestN:
     """Keeps the newest steps.
 
     Attributes:
-        n: how many, at least 0. The newest step is never deleted, so 0 keeps as many as 1.
+        n: number of steps, at least 0. The newest step is never deleted, so 0 keeps one.
 
     Raises:
-        ValueError: if `n` is less, or no whole number.
+        ValueError: if `n` is not a whole number of at least 0.
     """
 
     n: int
@@ -151,7 +151,7 @@ class LatestN:
         object.__setattr__(self, "n", whole_number(self, "n", self.n, at_least=0))
 
     def keep(self, steps: Sequence[StepInfo], now: float) -> frozenset[int]:
-        """The last `n`."""
+        """Return the last `n` steps."""
         return frozenset([info.step for info in steps[max(0, len(steps) - self.n) :]])
 
     def __str__(self) -> str:
@@ -160,7 +160,7 @@ class LatestN:
 
 @dataclass(frozen=True, slots=True)
 class LatestDuration:
-    """Keeps the oldest step that is no older than a number of seconds, and every later one.
+    """Keeps the oldest step that is at most a number of seconds old, and every later one.
 
     Attributes:
         seconds: the age, at least 0.
@@ -175,7 +175,7 @@ class LatestDuration:
         object.__setattr__(self, "seconds", seconds(self, "seconds", self.seconds, at_least=0))
 
     def keep(self, steps: Sequence[StepInfo], now: float) -> frozenset[int]:
-        """The steps from the first that is young enough."""
+        """Return the steps from the first that is young enough."""
         for number, info in enumerate(steps):
             if now - info.created <= self.seconds:
                 return frozenset([later.step for later in steps[number:]])
@@ -202,10 +202,10 @@ class EveryNSeconds:
         object.__setattr__(self, "seconds", seconds(self, "seconds", self.seconds))
 
     def keep(self, steps: Sequence[StepInfo], now: float) -> frozenset[int]:
-        """The steps, each far enough from the one before."""
+        """Return steps that are at least the interval apart."""
         kept: list[StepInfo] = []
         for info in steps:
-            # The distance counts, so that a clock that was set back starts anew instead of keeping nothing for a long time.
+            # The absolute difference counts: after a clock is set back, the next step is kept, not none for a long time.
             if not kept or abs(info.created - kept[-1].created) >= self.seconds:
                 kept.append(info)
         return frozenset([info.step for info in kept])
@@ -219,10 +219,10 @@ class EveryNSteps:
     """Keeps multiples of a number of steps, step 0 among them.
 
     Attributes:
-        steps: the interval, at least 1. Where saved steps are no multiples of it, use `EveryNStepsClosest`.
+        steps: the interval, at least 1. If saved steps are not multiples of it, use `EveryNStepsClosest`.
 
     Raises:
-        ValueError: if `steps` is less, or no whole number.
+        ValueError: if `steps` is not a whole number of at least 1.
     """
 
     steps: int
@@ -231,7 +231,7 @@ class EveryNSteps:
         object.__setattr__(self, "steps", whole_number(self, "steps", self.steps, at_least=1))
 
     def keep(self, steps: Sequence[StepInfo], now: float) -> frozenset[int]:
-        """The multiples."""
+        """Return the multiples."""
         return frozenset([info.step for info in steps if info.step % self.steps == 0])
 
     def __str__(self) -> str:
@@ -242,14 +242,14 @@ class EveryNSteps:
 class EveryNStepsClosest:
     """Keeps, for each multiple of a number of steps, the step nearest to it.
 
-    A step belongs to the multiple it is nearest to, the higher of two that are as near. Of two steps as near to their
-    multiple the later is kept. A multiple that no step belongs to keeps none.
+    A step belongs to the nearest multiple; in a tie, to the higher one. Of two steps at the same distance from their
+    multiple, the later is kept.
 
     Attributes:
         steps: the interval, at least 1.
 
     Raises:
-        ValueError: if `steps` is less, or no whole number.
+        ValueError: if `steps` is not a whole number of at least 1.
     """
 
     steps: int
@@ -258,7 +258,7 @@ class EveryNStepsClosest:
         object.__setattr__(self, "steps", whole_number(self, "steps", self.steps, at_least=1))
 
     def keep(self, steps: Sequence[StepInfo], now: float) -> frozenset[int]:
-        """The nearest steps."""
+        """Return the nearest steps."""
         nearest: dict[int, int] = {}
         for info in steps:
             multiple = (2 * info.step + self.steps) // (2 * self.steps) * self.steps
@@ -272,13 +272,13 @@ class EveryNStepsClosest:
 
 @dataclass(frozen=True, slots=True)
 class CustomSteps:
-    """Keeps the steps it is given.
+    """Keeps given steps.
 
     Attributes:
         steps: at least one; kept as a frozenset.
 
     Raises:
-        ValueError: if there is none, or one of them is no whole number of at least 0.
+        ValueError: if there is no step, or a step is not a whole number of at least 0.
     """
 
     steps: Collection[int]
@@ -290,7 +290,7 @@ class CustomSteps:
         object.__setattr__(self, "steps", steps)
 
     def keep(self, steps: Sequence[StepInfo], now: float) -> frozenset[int]:
-        """Those of them that are there."""
+        """Return those of the steps that exist."""
         return frozenset([info.step for info in steps if info.step in self.steps])
 
     def __str__(self) -> str:
@@ -302,14 +302,14 @@ class BestN:
     """Keeps the steps with the best values of a metric; of equal ones the later.
 
     Attributes:
-        n: how many, at least 0.
+        n: number of steps, at least 0.
         metric: the name of the metric.
-        mode: ``"min"`` if low values are the good ones, ``"max"`` if high ones are.
-        keep_unmeasured: whether steps without this metric, or with NaN, are all kept, beside the best. If not, none of them is.
-            They are by default, because a metric with a mistyped name would otherwise give up everything.
+        mode: ``"min"`` if low values are better, ``"max"`` if high values are.
+        keep_unmeasured: whether all steps without this metric, or with NaN, are kept as well. True by default, because
+            otherwise a mistyped name of a metric would delete every step but the newest.
 
     Raises:
-        ValueError: if `n` is less or no whole number, `metric` is empty or no str, or `mode` is neither.
+        ValueError: if `n` is not a whole number of at least 0, `metric` is empty or not a str, or `mode` is neither.
     """
 
     n: int
@@ -325,7 +325,7 @@ class BestN:
             raise ValueError(f"BestN(mode={self.mode!r}): give 'min' if low values are good, or 'max' if high ones are")
 
     def keep(self, steps: Sequence[StepInfo], now: float) -> frozenset[int]:
-        """The best steps and, where asked, the unmeasured ones."""
+        """Return the best steps and, if wanted, those without the metric."""
         sign = 1 if self.mode == "max" else -1
         measured: list[tuple[float, int]] = []
         kept: set[int] = set()
@@ -338,7 +338,7 @@ class BestN:
         return frozenset(kept.union([step for _, step in heapq.nlargest(self.n, measured)]))
 
     def measure(self, info: StepInfo) -> float | None:
-        """The value of the metric at a step; None where there is none or it is NaN."""
+        """Return the value of the metric at a step; None if it is missing or NaN."""
         value = info.metrics.get(self.metric)
         return None if value is None or math.isnan(value) else value
 
@@ -354,8 +354,8 @@ class AnyPreservation:
         policies: at least one; kept as a tuple.
 
     Raises:
-        TypeError: if one of them is not a policy.
-        ValueError: if there is none.
+        TypeError: if an item is not a policy.
+        ValueError: if there is no policy.
     """
 
     policies: Collection[PreservationPolicy]
@@ -365,7 +365,7 @@ class AnyPreservation:
         object.__setattr__(self, "policies", tuple(self.policies))
 
     def keep(self, steps: Sequence[StepInfo], now: float) -> frozenset[int]:
-        """What they keep together."""
+        """Return the union of what they keep."""
         return frozenset[int]().union(*[policy.keep(steps, now) for policy in self.policies])
 
     def __str__(self) -> str:
@@ -388,11 +388,12 @@ class CustomPreservation:
     def __post_init__(self) -> None:
         if not callable(self.function):
             raise TypeError(
-                f"CustomPreservation(function={self.function!r}): give a function from steps and the time to steps to keep"
+                f"CustomPreservation(function={self.function!r}): "
+                "give a function from steps and the time to steps to keep"
             )
 
     def keep(self, steps: Sequence[StepInfo], now: float) -> frozenset[int]:
-        """What the function says."""
+        """Return what the function returns."""
         return frozenset(self.function(steps, now))
 
     def __str__(self) -> str:

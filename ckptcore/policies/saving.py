@@ -94,7 +94,7 @@ class EveryStep:
 class FixedInterval:
     """Saves at multiples of a number of steps, step 0 among them.
 
-    A step that jumps over a multiple is not saved: with an interval of 100, steps 99 and 101 are not. If steps jump, use
+    If steps jump over a multiple, nothing is saved: with an interval of 100, neither 99 nor 101 is. Then use
     `TimeInterval`, or a `CustomSave` that compares with `SaveContext.last_step`.
 
     Attributes:
@@ -281,7 +281,7 @@ class CustomSave:
 
     Attributes:
         function: returns True to save.
-        needs_agreement: see `SavePolicy`. Pass False only for a function of facts that are equal in every process of the
+        needs_agreement: see `SavePolicy`. Pass False only for a function of facts that are equal in every process of a
             job; otherwise some processes save and wait for others that do not.
 
     Raises:

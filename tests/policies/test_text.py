@@ -99,7 +99,7 @@ def test_nested_policies_are_written_flat() -> None:
     ],
 )
 def test_errors_say_where_and_list_what_there_is(text: str, problem: str) -> None:
-    with pytest.raises(ValueError, match="best_n=2:loss:min; several stand between commas") as raised:
+    with pytest.raises(ValueError, match="best_n=2:loss:min; commas separate policies") as raised:
         parse_preservation(text)
     assert problem in str(raised.value)
     assert len(str(raised.value)) < 1000

@@ -1,6 +1,6 @@
 """Preservation policies as text, for command lines: ``latest_n=3,best_n=2:loss:min``.
 
-Policies stand between commas, and a step is kept if any of them keeps it. The arguments of one stand between colons.
+Commas separate policies, and a step is kept if any of them keeps it. Colons separate the arguments of one policy.
 
 =======================================  ===================================================================
 ``preserve_all``                         `PreserveAll`
@@ -14,7 +14,7 @@ Policies stand between commas, and a step is kept if any of them keeps it. The a
 ``best_n=2:loss:min:drop_unmeasured``    `BestN` with ``keep_unmeasured=False``
 =======================================  ===================================================================
 
-In the name of a metric, ``%2C`` stands for a comma, ``%3A`` for a colon, ``%20`` for a blank and ``%25`` for a percent sign.
+In the name of a metric, ``%2C`` is a comma, ``%3A`` a colon, ``%20`` a blank and ``%25`` a percent sign.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ _ESCAPED: Final = re.compile("%(25|2C|3A|20)", re.IGNORECASE)
 
 
 def parse_preservation(text: str) -> PreservationPolicy:
-    """The policy that a text stands for.
+    """Return the policy of a text.
 
     Raises:
-        ValueError: for a text that is none; it lists what there is.
+        ValueError: if the text is not a policy; the error lists all policies.
     """
     policies = [_parse_one(part.strip(" "), text) for part in text.split(",")]
     return policies[0] if len(policies) == 1 else AnyPreservation(policies)
 
 
 def format_preservation(policy: PreservationPolicy) -> str:
-    """The text of a policy: `parse_preservation` makes of it a policy that keeps the same steps.
+    """Return the text of a policy. `parse_preservation` returns a policy from it that keeps the same steps.
 
     An `AnyPreservation` within another is written flat.
 
     Raises:
-        ValueError: for a policy that is not one of this package, or is a `CustomPreservation`.
+        ValueError: if the policy is not one of `ckptcore.policies`, or is a `CustomPreservation`.
     """
     return ",".join(_format_each(policy))
 
@@ -103,8 +103,8 @@ def _parse_one(part: str, text: str) -> PreservationPolicy:
         return _PARSERS[name](value.split(":"))
     except ValueError as error:
         raise ValueError(
-            f"preservation policy {text[:200]!r}, at {part[:200]!r}: {error}. There are: {', '.join(_FORMS.values())}; several stand "
-            "between commas, and a step is kept if any of them keeps it"
+            f"preservation policy {text[:200]!r}, at {part[:200]!r}: {error}. Policies: {', '.join(_FORMS.values())}; "
+            "commas separate policies, and a step is kept if any of them keeps it"
         ) from error
 
 
@@ -118,7 +118,7 @@ def _parse_best_n(values: list[str]) -> PreservationPolicy:
         raise ValueError(f"expected n:metric:min or n:metric:max, with or without :{_DROP_UNMEASURED}")
     n, metric, mode = values[:3]
     name = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), metric)
-    # BestN says what is wrong with a mode that is neither.
+    # BestN refuses a mode that is neither.
     return BestN(_whole_number(n), name, cast(Literal["min", "max"], mode), keep_unmeasured=keep_unmeasured)
 
 
