@@ -49,7 +49,8 @@ class SaveCommit(Protocol):
         """Commit what all processes wrote.
 
         Args:
-            payloads: on the leader, the encoded receipts of every rank; elsewhere nothing.
+            payloads: on the leader one for each rank: its encoded receipts in a job, None without other processes. Empty on
+                other ranks.
         """
         ...
 
