@@ -27,12 +27,12 @@ from benchmarks.scale_job import LAYERS, SimulatedJob
 from benchmarks.scale_receipts import JobReceipts, expect_alike
 from benchmarks.scale_transport import CountingStore, DiscardingStorage, PlannedSnapshot, SimulatedCoordinator, Wire
 from benchmarks.setting import Setting
-from ckptcore.commit.receipts import decode_receipts, encode_receipts
 from ckptcore.commit.root import Root
 from ckptcore.commit.root_json import encode_root
 from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.job.agreement import Agreement, encode_outcome
 from ckptcore.job.gathering import Gathering
+from ckptcore.job.receipts import decode_receipts, encode_receipts
 from ckptcore.model import Receipt, TreeMetadata
 from ckptcore.planning import check_coverage, plan_write
 from ckptcore.planning.replicas import Owners, ReplicaOptions, Shares, owners_of

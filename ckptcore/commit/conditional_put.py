@@ -15,16 +15,14 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from ckptcore.commit.conditions import Conditions, refuse_conditions
 from ckptcore.commit.fences import FencedStore
-from ckptcore.commit.method import CommitMethod
-from ckptcore.commit.occupants import (
-    IsForeign,
-    Overwrite,
-    expect_no_nested,
-    find_debris,
-    find_occupant,
-    none_is_foreign,
-    parse_root,
-    remove_debris,
+from ckptcore.commit.method import (
+    CommitMethod,
+    PlannedSession,
+    checkpoint_exists,
+    no_sessions,
+    parse_table,
+    read_unchanged,
+    sessions_changed,
 )
 from ckptcore.commit.root import ROOT_KEY, Claimed, PartialSave, new_save_id
 from ckptcore.commit.root_json import (
@@ -37,6 +35,16 @@ from ckptcore.commit.root_json import (
     summarize_root,
 )
 from ckptcore.commit.subdirectory import subdirectory
+from ckptcore.commit.target import (
+    IsForeign,
+    Overwrite,
+    expect_no_nested,
+    find_debris,
+    find_existing,
+    none_is_foreign,
+    parse_root,
+    remove_debris,
+)
 from ckptcore.errors import (
     AtomicityError,
     CommitUnknownError,
@@ -50,10 +58,9 @@ from ckptcore.io.background import wait_for_saves_to
 from ckptcore.protocols import IF_ABSENT, IfTag, StorageBackend, Transaction
 
 if TYPE_CHECKING:
-    from ckptcore.commit.clocks import Clock
+    from ckptcore.commit.leases import Clock
     from ckptcore.commit.location import Location
     from ckptcore.commit.locks import Locks
-    from ckptcore.commit.sessions import PlannedSession
 
 __all__ = ["ConditionalPutMethod", "ConditionalPutTransaction", "find_root", "new_claim"]
 
@@ -338,7 +345,7 @@ class ConditionalPutMethod(CommitMethod):
         wait_for_saves_to(location.identity)
         location = conditions.open(location)
         found = find_root(location.store)  # with its tag: the claim fails if the root changes after the checks
-        replaces = find_occupant(location, None if found is None else found[0], overwrite, is_foreign)
+        replaces = find_existing(location, None if found is None else found[0], overwrite, is_foreign)
         if replaces == "checkpoint" and overwrite != "non-atomic":
             raise AtomicityError(
                 f"{location.display} holds a checkpoint, and this storage cannot replace it atomically; "
@@ -359,17 +366,15 @@ class ConditionalPutMethod(CommitMethod):
 
     def begin_session(self, location: Location, planned: PlannedSession, conditions: Conditions) -> Transaction:
         """See `CommitMethod`."""
-        from ckptcore.commit import sessions  # only partial saves need it
-
         location = conditions.open(location)
         found = find_root(location.store)
         data = None if found is None else found[0]
-        before = sessions.parse_table(location, data) if data is not None and is_partial(data) else None
+        before = parse_table(location, data) if data is not None and is_partial(data) else None
         if before != planned.before:
-            raise sessions.changed(location)
-        left = "nothing" if before is not None else find_occupant(location, data, True)
+            raise sessions_changed(location)
+        left = "nothing" if before is not None else find_existing(location, data, True)
         if left == "checkpoint":
-            raise sessions.occupied(location)
+            raise checkpoint_exists(location)
         transaction = ConditionalPutTransaction(location, planned.partial, found, conditions)
         if left != "nothing":
             transaction.clear()
@@ -382,20 +387,18 @@ class ConditionalPutMethod(CommitMethod):
         self, location: Location, examine: Callable[[PartialSave, StorageBackend], T], conditions: Conditions
     ) -> tuple[PartialSave, Transaction, T]:
         """See `CommitMethod`."""
-        from ckptcore.commit import sessions  # only partial saves need it
-
         location = conditions.open(location)
         found = find_root(location.store)
         before = None if found is None else parse_root(location.store, found[0], location.display)
         if not isinstance(before, PartialSave):
-            raise sessions.nothing(location)
-        with sessions.read_unchanged(location, before):
+            raise no_sessions(location)
+        with read_unchanged(location, before):
             examined = examine(before, location.store)
         owned = before.own_by_next(1)
         try:
             transaction = ConditionalPutTransaction(location, owned, found, conditions)
         except SaveLostError as error:
-            raise sessions.changed(location) from error
+            raise sessions_changed(location) from error
         if before.owner is not None:
             transaction.store.abort_uploads()
         return owned, transaction, examined
@@ -448,6 +451,6 @@ class ConditionalPutMethod(CommitMethod):
 
     def locks(self, display: str = "", lease_seconds: float = 60.0, clock: Clock | None = None) -> Locks:
         """See `CommitMethod`."""
-        from ckptcore.commit.leases import Leases  # plain saves and loads do not need it
+        from ckptcore.commit.locks import LeasedLocks  # plain saves and loads do not need it
 
-        return Leases(self._directory, display, lease_seconds, clock)
+        return LeasedLocks(self._directory, display, lease_seconds, clock)

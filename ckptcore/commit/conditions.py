@@ -40,7 +40,9 @@ class Conditions:
         """
         if self._without == "refuse":
             return storage
-        return _Looks(storage) if self._kept.get(_service(url)) is False else _LooksWhereItMust(storage)
+        return (
+            EmulatedConditionalPuts(storage) if self._kept.get(_service(url)) is False else _EmulatedIfRefused(storage)
+        )
 
     def try_out(self, location: Location, root: bytes, tag: str) -> Location:
         """Try the conditional puts of a location, unless the result is known. Return the location to use from now on.
@@ -56,7 +58,7 @@ class Conditions:
             AtomicityError: it ignores conditions, and the Context does not allow that.
             SaveLostError: the root was deleted meanwhile, so the put succeeded; the root is removed again.
         """
-        if isinstance(location.parent, _Looks):
+        if isinstance(location.parent, EmulatedConditionalPuts):
             return location
         service = _service(location.absolute)
         if service not in self._kept:
@@ -74,7 +76,7 @@ class Conditions:
             raise refuse_conditions(
                 location, "its storage ignores the conditions of puts: one 'if absent' replaced an object"
             )
-        return replace(location, parent=_Looks(location.parent))
+        return replace(location, parent=EmulatedConditionalPuts(location.parent))
 
 
 def refuse_conditions(location: Location, found: str) -> AtomicityError:
@@ -121,7 +123,7 @@ def _other_tag(tag: str) -> str:
     return f"{tag}0"
 
 
-class _LooksWhereItMust(Subdirectory):
+class _EmulatedIfRefused(Subdirectory):
     """A storage that emulates a conditional put after its storage refused one."""
 
     def __init__(self, inner: StorageBackend) -> None:
@@ -134,10 +136,10 @@ class _LooksWhereItMust(Subdirectory):
         except AtomicityError:
             if condition is None:
                 raise
-            return _put_and_look(self, key, data, condition)
+            return _emulate_put(self, key, data, condition)
 
 
-class _Looks(Subdirectory):
+class EmulatedConditionalPuts(Subdirectory):
     """A storage that emulates every conditional put, because its storage ignores conditions."""
 
     def __init__(self, inner: StorageBackend) -> None:
@@ -145,14 +147,14 @@ class _Looks(Subdirectory):
 
     def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
         """See `StorageBackend`."""
-        return super().put(key, data) if condition is None else _put_and_look(self, key, data, condition)
+        return super().put(key, data) if condition is None else _emulate_put(self, key, data, condition)
 
     def open_new(self, key: str, size: int | None = None) -> ObjectWriter:
         """See `CreatesObjects`."""
         return LooksBefore(self, key, self.open_writer(key, size))
 
 
-def _put_and_look(store: StorageBackend, key: str, data: bytes, condition: PutCondition) -> str:
+def _emulate_put(store: StorageBackend, key: str, data: bytes, condition: PutCondition) -> str:
     """Check the condition, put, and check that the object is the one that was put.
 
     This is not atomic: two concurrent calls may both succeed.

@@ -1,69 +1,101 @@
-"""Deleting a checkpoint that the user names, in whatever state it is."""
+"""Deleting a checkpoint, unless others refer to it.
+
+An update pins its base, waits while a deletion of it is announced, checks that the base exists, and commits. A deletion
+announces itself, looks for pins, then for checkpoints that refer to the base, and only then removes it. So at least one
+of two concurrent operations sees the other (see `ckptcore.commit.locks`).
+"""
 
 from __future__ import annotations
 
-from ckptcore.commit.bases import announced_deletion, find_bases, referring_to
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Final
+
 from ckptcore.commit.conditions import Conditions
-from ckptcore.commit.location import Location
-from ckptcore.commit.mark import Mark, read_mark
-from ckptcore.commit.occupants import read_root
-from ckptcore.commit.root import Claimed, Composite, PartialSave, Root, new_save_id
-from ckptcore.commit.sessions import find_partial
+from ckptcore.commit.leases import SYSTEM_CLOCK
+from ckptcore.commit.location import Location, commit_method
+from ckptcore.commit.locks import Locks
+from ckptcore.commit.method import find_partial
+from ckptcore.commit.root import ROOT_KEY, Base, Claimed, Composite, PartialSave, Root, new_save_id
+from ckptcore.commit.root_json import bases_of_root
+from ckptcore.commit.subdirectory import subdirectory
+from ckptcore.commit.target import ADMINISTRATION, Mark, is_hidden_name, read_mark, read_root
 from ckptcore.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     CheckpointReferredError,
     CorruptCheckpointError,
+    InvalidLocationError,
+    ObjectNotFoundError,
     StorageError,
     UnsupportedVersionError,
 )
-from ckptcore.io.threads import IOThreads
+from ckptcore.io.requests import requests_of
+from ckptcore.io.threads import IOThreads, ask_each
+from ckptcore.protocols import StorageBackend
 
-__all__ = ["delete_checkpoint"]
+__all__ = ["base_locks", "bases_beside", "delete_checkpoint", "find_bases", "pin_name", "referring_to"]
+
+_PIN_SECONDS: Final = 90.0
+"""Seconds that a deletion waits for a leased pin: longer than the lease of a killed process takes to expire."""
+
+_LAST_POLL_SECONDS: Final = 2.0
 
 
-def delete_checkpoint(resolved: Location, conditions: Conditions, threads: IOThreads) -> None:
+def delete_checkpoint(location: Location, conditions: Conditions, threads: IOThreads) -> None:
     """See `ckptcore.delete`."""
     root: Root | Composite | Claimed | PartialSave | None = None
     try:
-        root = read_root(resolved.store)
-        ours = root is not None
+        root = read_root(location.store)
+        is_ours = root is not None
     except (CorruptCheckpointError, UnsupportedVersionError):
-        ours = True
-    if not ours:
-        mark = read_mark(resolved)
-        if mark.root is not None or (mark != Mark(None) and not mark.is_at(resolved)):
-            return delete_checkpoint(resolved, conditions, threads)  # a save was committed, or deleted, meanwhile
-        if mark != Mark(None):
-            raise CheckpointExistsError(
-                f"{resolved.display} was not written by ckptcore and is left alone; remove it with your own tools"
-            )
-        if not _has_partial(resolved):
-            raise CheckpointNotFoundError(f"there is nothing at {resolved.display} to delete")
-        if not resolved.commits.remove_sessions(resolved, new_save_id()):
-            return delete_checkpoint(resolved, conditions, threads)  # it was finalized or deleted since: look again
-        resolved.commits.sweep(resolved)
-        return
-    if isinstance(root, Claimed | PartialSave):
-        resolved.commits.remove(resolved, new_save_id(), conditions)
+        is_ours = True
+    if not is_ours:
+        if not _delete_sessions(location):
+            return delete_checkpoint(location, conditions, threads)
+    elif isinstance(root, Claimed | PartialSave):
+        location.commits.remove(location, new_save_id(), conditions)
     else:
-        with announced_deletion(resolved, conditions):
-            _refuse_referred(resolved, None if root is None else root.save_id, threads)
-            resolved.commits.remove(resolved, new_save_id(), conditions)
-    resolved.commits.sweep(resolved)
+        with _announced_deletion(location, conditions):
+            _refuse_referred(location, None if root is None else root.save_id, threads)
+            location.commits.remove(location, new_save_id(), conditions)
+    location.commits.sweep(location)
+
+
+def _delete_sessions(location: Location) -> bool:
+    """Delete the partial save beside a location without a root. Return False if the location changed meanwhile.
+
+    Raises:
+        CheckpointExistsError: other software wrote what is there.
+        CheckpointNotFoundError: nothing is there.
+    """
+    mark = read_mark(location)
+    if mark.root is not None or (mark != Mark(None) and not mark.is_at(location)):
+        return False
+    if mark != Mark(None):
+        raise CheckpointExistsError(
+            f"{location.display} was not written by ckptcore and is left alone; remove it with your own tools"
+        )
+    try:
+        has_sessions = find_partial(location) is not None
+    except (CorruptCheckpointError, UnsupportedVersionError):
+        has_sessions = True
+    if not has_sessions:
+        raise CheckpointNotFoundError(f"there is nothing at {location.display} to delete")
+    return location.commits.remove_sessions(location, new_save_id())
 
 
 def _refuse_referred(location: Location, save_id: str | None, threads: IOThreads) -> None:
     """Refuse to delete a checkpoint to which another one in the same directory refers.
 
     Args:
-        location: of the checkpoint.
-        save_id: its own; None where that cannot be read.
-        threads: to read what is beside it.
+        location: the location of the checkpoint.
+        save_id: its save id; None if it cannot be read.
+        threads: run the requests for the other checkpoints.
 
     Raises:
         CheckpointReferredError
-        StorageError: that cannot be told.
+        StorageError: the directory around the checkpoint cannot be listed or read.
     """
     try:
         beside = find_bases(location.parent, threads, without=location.name)
@@ -81,9 +113,91 @@ def _refuse_referred(location: Location, save_id: str | None, threads: IOThreads
         )
 
 
-def _has_partial(location: Location) -> bool:
-    """Whether sessions wrote beside the location, also where what says so cannot be read."""
+@contextmanager
+def _announced_deletion(location: Location, conditions: Conditions) -> Iterator[None]:
+    """Announce the deletion of a checkpoint, so that later updates of it wait. The checkpoint stays visible.
+
+    Args:
+        location: the location of the checkpoint.
+        conditions: of the Context.
+
+    Raises:
+        CheckpointReferredError: an update that refers to the checkpoint is being saved.
+        StorageError: the storage failed, or the directory around the checkpoint cannot be written.
+    """
+    locks = base_locks(location, conditions)
+    pin = pin_name(location)
+    deadline = SYSTEM_CLOCK.now() + _PIN_SECONDS
+    while (announced := location.commits.announce_deletion(location, locks, pin)) is None:
+        if SYSTEM_CLOCK.now() >= deadline or not locks.may_expire(pin):
+            raise CheckpointReferredError(
+                f"an update that refers to {location.display} is being saved: wait until it is committed, and delete it first. "
+                "Nothing was deleted"
+            )
+        SYSTEM_CLOCK.sleep(_LAST_POLL_SECONDS)
+    with announced:
+        yield
+
+
+def base_locks(location: Location, conditions: Conditions) -> Locks:
+    """Return the locks of the directory around a base, in which updates pin it."""
+    directory = location.commits.with_conditions(conditions, location.absolute)
+    return commit_method(directory).locks(location.display)
+
+
+def pin_name(base: Location) -> str:
+    """Return the name of the pin of an update. Differs from a reader's pin, which `ckptcore.delete` ignores."""
+    return f"{base.name}.base"
+
+
+def bases_beside(directory: StorageBackend, name: str) -> Sequence[Base]:
+    """Return the bases of a checkpoint in a directory, of any format version; none without a readable root.
+
+    Links out of the directory are not followed: a checkpoint behind one has its bases in its own directory.
+    """
     try:
-        return find_partial(location) is not None
-    except (CorruptCheckpointError, UnsupportedVersionError):
-        return True
+        return bases_of_root(subdirectory(directory, name).get(ROOT_KEY))
+    except (ObjectNotFoundError, CorruptCheckpointError, InvalidLocationError):
+        return ()
+
+
+def find_bases(
+    directory: StorageBackend,
+    threads: IOThreads,
+    bases_of: Callable[[StorageBackend, str], Sequence[Base]] = bases_beside,
+    *,
+    without: str = "",
+) -> Mapping[str, Sequence[Base]]:
+    """Return the bases of the checkpoints in a directory, by name. One listing, and a small request for each name.
+
+    A checkpoint whose root cannot be read has no bases: it cannot be loaded.
+
+    Args:
+        directory: the storage, opened at the directory.
+        threads: run the requests.
+        bases_of: returns the bases of one; called on any thread.
+        without: a name to leave out.
+    """
+    directories = [entry[:-1] for entry in directory.list_names() if entry.endswith("/")]
+    names = [name for name in directories if name not in (without, ADMINISTRATION) and not is_hidden_name(name)]
+    parallelism = requests_of(directory).concurrency
+    bases = ask_each(threads, names, lambda name: bases_of(directory, name), parallelism=parallelism)
+    return dict(zip(names, bases, strict=True))
+
+
+def referring_to(name: str, save_id: str | None, bases: Mapping[str, Sequence[Base]]) -> Sequence[str]:
+    """Return the names of the checkpoints that refer to one, or to a member of it.
+
+    Args:
+        name: the name of the checkpoint.
+        save_id: its save id; None if it is unknown, and any counts.
+        bases: the bases by name, as from `find_bases`.
+    """
+    return [
+        other
+        for other, of in bases.items()
+        if other != name
+        and any(
+            (base.path == name and save_id in (None, base.save_id)) or base.path.startswith(f"{name}/") for base in of
+        )
+    ]

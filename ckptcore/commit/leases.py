@@ -1,4 +1,4 @@
-"""Leases: locks that are objects, renewed by their holders. Other processes see whether a holder is alive.
+"""Leases: objects that their holders renew, so that other processes see whether a holder is alive.
 
 A lease that was taken over is never used afterwards. A process takes it over after it has seen it unchanged for more
 than a lease time, so the last renewal began longer ago than that. `Lease.check` looks whether the object is still ours.
@@ -8,211 +8,231 @@ next. Every change has the tag that was seen as its condition, so one of two con
 
 from __future__ import annotations
 
+import atexit
+import datetime
+import functools
+import json
 import logging
-import re
+import os
+import platform
+import queue
 import threading
-from collections.abc import Collection
-from dataclasses import dataclass, replace
-from typing import Final, Literal, TypeAlias
+import time
+import weakref
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Final, Literal
 
-from ckptcore.commit.clocks import Clock
-from ckptcore.commit.holder import Holder, decode_holder, new_holder
-from ckptcore.commit.locks import IfInUse, Lock, Locks, Purpose, SeenOwner, check_if_in_use, not_locked
-from ckptcore.commit.occupants import ADMINISTRATION
-from ckptcore.errors import ConditionFailedError, DirectoryInUseError, ObjectNotFoundError, SaveLostError, StorageError
-from ckptcore.io.threads import renew_in_children
-from ckptcore.protocols import IF_ABSENT, IfTag, PutCondition, StorageBackend
+from ckptcore.errors import ConditionFailedError, ObjectNotFoundError, SaveLostError, StorageError
+from ckptcore.model.tree import JSON
+from ckptcore.protocols import IfTag, PutCondition, StorageBackend
 
-__all__ = ["Lease", "Leases"]
+__all__ = [
+    "LONGEST_LEASE_SECONDS",
+    "SYSTEM_CLOCK",
+    "Clock",
+    "Holder",
+    "Lease",
+    "LeaseObserver",
+    "SeenLease",
+    "break_lease",
+    "check_lease_seconds",
+    "decode_holder",
+    "new_holder",
+    "read_lease",
+    "take_lease",
+]
 
 logger = logging.getLogger("ckptcore.commit")
 
-_RENEWALS_PER_LEASE: Final = 3
-_ATTEMPTS: Final = 3
-"""Attempts of a renewal whose condition fails though the lease is ours, after a put that was reported as failed."""
+_EXIT_SECONDS: Final = 5.0
+"""Seconds that the end of the program waits at most for leases to be released."""
 
-_State: TypeAlias = Literal["held", "closed", "lost", "parent's"]
+
+class Clock:
+    """Time, and work that is repeated on a thread. Tests override it. Any thread."""
+
+    def now(self) -> float:
+        """Return the seconds since some moment; never decreases."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Block this thread."""
+        time.sleep(seconds)
+
+    def repeat(self, seconds: float, work: Callable[[], None], at_end: Callable[[], None]) -> Callable[[], None]:
+        """Call `work` every so many seconds on another thread. Return a function that stops this without waiting.
+
+        When it is stopped, when the result is dropped, or at the end of the program, `at_end` is called once. Neither
+        function may refer to the result. A forked child repeats nothing.
+        """
+        return _Repetition(seconds, work, at_end).stop
+
+
+SYSTEM_CLOCK: Final = Clock()
+
+
+class _Repetition:
+    """A thread that repeats work until this object is stopped or dropped. The thread does not refer to this object."""
+
+    def __init__(self, seconds: float, work: Callable[[], None], at_end: Callable[[], None]) -> None:
+        # A queue, because `__del__` can run at any point, and no other way to wake a thread is reentrant.
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.thread: Final = threading.Thread(
+            target=_repeat, args=(self._wake, seconds, work, at_end), name="ckptcore-lease", daemon=True
+        )
+        self.thread.start()
+        _repetitions().add(self)
+
+    def stop(self) -> None:
+        self._wake.put(None)
+
+    def __del__(self) -> None:
+        self._wake.put(None)
+
+
+def _repeat(
+    wake: queue.SimpleQueue[None], seconds: float, work: Callable[[], None], at_end: Callable[[], None]
+) -> None:
+    while True:
+        try:
+            wake.get(timeout=seconds)
+        except queue.Empty:
+            _attempt(work)
+        else:
+            _attempt(at_end)
+            return
+
+
+def _attempt(work: Callable[[], None]) -> None:
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001  # the thread continues: one failure does not lose a lease
+        logger.warning("a lease could not be renewed or let go: %s", error)
+
+
+@functools.cache
+def _repetitions() -> weakref.WeakSet[_Repetition]:
+    """Return the repetitions of this process. At its end all are stopped, after the saves in the background."""
+    repetitions: weakref.WeakSet[_Repetition] = weakref.WeakSet()
+    atexit.register(_stop_all, repetitions)
+    return repetitions
+
+
+def _stop_all(repetitions: Collection[_Repetition]) -> None:
+    running = list(repetitions)
+    for repetition in running:
+        repetition.stop()
+    deadline = time.monotonic() + _EXIT_SECONDS
+    for repetition in running:
+        # Returns at once in a forked child, where the thread does not exist.
+        repetition.thread.join(max(0.0, deadline - time.monotonic()))
+
+
+LONGEST_LEASE_SECONDS: Final = 3600.0
+"""The longest lease. A hostile record must not make anyone wait for years."""
+
+_FORMAT: Final = "ckptcore hold"
+_MOST_BYTES: Final = 4096
+_MOST_CHARACTERS: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
-class _LeaseKey:
-    """The object of a lease.
+class Holder:
+    """The record of the process that has a lock.
 
     Attributes:
-        store: the storage, opened at the directory of steps.
-        key: the key of the object.
-        subject: what is locked, in words, for errors.
-        at_close: what happens to the object. If others may take it over, it is marked: a deletion could arrive when
-            it is theirs. If its key is unique, it is deleted.
+        hold_id: 16 hexadecimal digits that no other lock has.
+        host: the name of the machine.
+        pid: the process on that machine.
+        since: when the lock was taken, ISO 8601 in UTC by the clock of that machine; for people to read only.
+        lease_seconds: the lease expires so long after the last renewal; None for a locked directory.
+        renewals: the number of renewals. It makes the bytes, and so the tag, differ.
+        released: True if the lease was released or broken.
     """
 
-    store: StorageBackend
-    key: str
-    subject: str
-    at_close: Literal["mark", "delete"]
+    hold_id: str
+    host: str
+    pid: int
+    since: str
+    lease_seconds: float | None = None
+    renewals: int = 0
+    released: bool = False
+
+    def encode(self) -> bytes:
+        """Return the record as JSON."""
+        document: dict[str, JSON] = {"format": _FORMAT, "version": 1, **asdict(self)}
+        return json.dumps(document).encode() + b"\n"
+
+    @property
+    def is_here(self) -> bool:
+        """True if this process is the holder, which is therefore alive."""
+        return (self.host, self.pid) == (platform.node(), os.getpid())
+
+    def describe(self) -> str:
+        """Return the holder in words, for an error."""
+        whose = "this process, " if self.is_here else ""
+        return f"{whose}process {self.pid} on {self.host or 'a machine without a name'} since {self.since}"
 
 
-def _take_lease(place: _LeaseKey, lease_seconds: float, condition: PutCondition, clock: Clock) -> Lease | None:
-    """Write a lease and renew it on a thread; None if `condition` is not met.
+def new_holder(lease_seconds: float | None = None) -> Holder:
+    """Return this process as the holder of a new lock."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return Holder(_new_id(), platform.node(), os.getpid(), now, lease_seconds)
+
+
+def _new_id() -> str:
+    return os.urandom(8).hex()
+
+
+def decode_holder(data: bytes) -> Holder | None:
+    """Parse a record, which may be hostile; None if it is invalid."""
+    if len(data) > _MOST_BYTES:
+        return None
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(document, dict) or document.get("format") != _FORMAT:
+        return None
+    try:
+        holder = Holder(**{field.name: document[field.name] for field in fields(Holder)})
+    except KeyError:
+        return None
+    is_possible = (
+        all(_is_text(text) for text in (holder.hold_id, holder.host, holder.since))
+        and all(type(number) is int and 0 <= number < 1 << 63 for number in (holder.pid, holder.renewals))
+        and (holder.lease_seconds is None or _is_lease(holder.lease_seconds))
+        and type(holder.released) is bool
+    )
+    return holder if is_possible else None
+
+
+def _is_text(value: object) -> bool:
+    # Errors print these texts: they must not contain escape sequences for a terminal.
+    return isinstance(value, str) and len(value) <= _MOST_CHARACTERS and value.isprintable()
+
+
+def _is_lease(value: object) -> bool:
+    # Excludes NaN.
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= LONGEST_LEASE_SECONDS
+
+
+def check_lease_seconds(seconds: float) -> float:
+    """Return the seconds, if a lease can be that long.
 
     Raises:
-        StorageError: the storage failed. The lease may have been written; then it expires.
+        ValueError
     """
-    holder = new_holder(lease_seconds)
-    began = clock.now()
-    try:
-        tag = place.store.put(place.key, holder.encode(), condition=condition)
-    except (ConditionFailedError, ObjectNotFoundError):
-        # The storage may have retried a put that had succeeded.
-        seen = _read_lease(place.store, place.key)
-        if seen is None or seen.holder != holder:
-            return None
-        tag = seen.tag
-    return Lease(_LeaseObject(place, holder, tag, began, clock), clock, lease_seconds)
-
-
-class Lease(Lock):
-    """A lease of this process. If it is dropped without `close`, its thread releases it. See `Lock`."""
-
-    def __init__(self, lease: _LeaseObject, clock: Clock, lease_seconds: float) -> None:
-        """Start to renew a lease that was just taken."""
-        self._lease = lease
-        try:
-            self._renewals = clock.repeat(lease_seconds / _RENEWALS_PER_LEASE, lease.prolong, lease.let_go)
-        except BaseException:
-            lease.let_go()
-            raise
-
-    def check(self) -> None:
-        """See `Lock`."""
-        self._lease.check()
-
-    def close(self) -> None:
-        """See `Lock`."""
-        try:
-            self._lease.let_go()
-        except StorageError as error:
-            logger.warning(
-                "%s cannot be let go, which others notice after a while: %s", self._lease.place.subject, error
-            )
-        self._renewals.stop()
-
-
-class _LeaseObject:
-    """The object of a lease of this process. Any thread."""
-
-    def __init__(self, place: _LeaseKey, holder: Holder, tag: str, began: float, clock: Clock) -> None:
-        self.place: Final = place
-        self._holder = holder
-        self._tag = tag
-        self._began = began  # of the last successful renewal: others saw it later
-        self._clock = clock
-        self._state: _State = "held"
-        self._taken_by: Holder | None = None
-        self._lock = threading.Lock()
-        renew_in_children(self)
-
-    def renew(self) -> None:
-        """Release nothing: in a forked child, the lease is that of the parent."""
-        self._lock = threading.Lock()
-        self._state = "parent's"
-
-    def prolong(self) -> None:
-        """Renew the lease.
-
-        Raises:
-            StorageError: the renewal failed; the lease may still be ours.
-        """
-        with self._lock:
-            if self._state == "held":
-                self._prolong()
-
-    def check(self) -> None:
-        """See `Lock`."""
-        with self._lock:
-            if self._state == "held":
-                assert self._holder.lease_seconds is not None
-                if self._clock.now() - self._began > self._holder.lease_seconds / 2:
-                    self._prolong()
-                else:
-                    self._look()
-            if self._state != "held":
-                raise SaveLostError(self._why_not())
-
-    def let_go(self) -> None:
-        """Release the lease.
-
-        Raises:
-            StorageError: the object could not be changed.
-        """
-        with self._lock:
-            if self._state != "held":
-                return
-            try:
-                if self.place.at_close == "delete":
-                    self.place.store.delete([self.place.key])
-                else:
-                    self._replace(replace(self._holder, released=True))
-            finally:
-                self._state = "closed"
-
-    def _prolong(self) -> None:
-        self._began = self._replace(replace(self._holder, renewals=self._holder.renewals + 1)) or self._began
-
-    def _replace(self, holder: Holder) -> float | None:
-        """Replace the object. Return when that began; None if the lease is lost."""
-        for _ in range(_ATTEMPTS):
-            began = self._clock.now()
-            try:
-                self._tag = self.place.store.put(self.place.key, holder.encode(), condition=IfTag(self._tag))
-            except (ConditionFailedError, ObjectNotFoundError):
-                self._look()
-                if self._state == "lost":
-                    return None
-            else:
-                self._holder = holder
-                return began
-        raise StorageError(
-            f"{self.place.subject} is held by this process, but {self.place.key} cannot be renewed: the storage says that "
-            "its tag is another one than it said just before. Look whether something else writes there"
+    if not _is_lease(seconds):
+        raise ValueError(
+            f"lease_seconds={seconds!r}: expected more than 0 and at most {LONGEST_LEASE_SECONDS:.0f} seconds"
         )
-
-    def _look(self) -> None:
-        """Read the object, to find out if the lease is still ours, and its tag."""
-        seen = _read_lease(self.place.store, self.place.key)
-        if seen is None or seen.holder is None or seen.holder.hold_id != self._holder.hold_id or seen.holder.released:
-            self._state = "lost"
-            self._taken_by = None if seen is None else seen.holder
-            logger.warning("%s", self._why_not())
-        else:
-            self._tag = seen.tag
-
-    def _why_not(self) -> str:
-        subject = self.place.subject
-        if self._state in ("closed", "parent's"):
-            return not_locked(subject, self._state)
-        if self._taken_by is None:
-            return (
-                f"{subject} is no longer held: {self.place.key} was removed or replaced, by hand or because this process "
-                "gave no sign of life for too long; open it again"
-            )
-        if self._taken_by.hold_id == self._holder.hold_id:
-            return f"{subject} is no longer held: this process gave no sign of life for too long; open it again"
-        return (
-            f"{subject} was taken over by {self._taken_by.describe()}, because this process gave no sign of life for too "
-            "long. What that one writes must stay: end this job, or the other one and then open it again"
-        )
-
-
-_PATIENCE: Final = 1.25
-"""Lease times that a lease must be seen unchanged to be expired."""
-
-_MOST_AT_ONCE: Final = 0.5
-"""Lease times that one look adds at most: if this process was suspended, so may have been the holder."""
+    return float(seconds)
 
 
 @dataclass(frozen=True, slots=True)
-class _SeenLease:
+class SeenLease:
     """A lease as it was read.
 
     Attributes:
@@ -239,16 +259,16 @@ class _SeenLease:
         return (self.holder and self.holder.lease_seconds) or otherwise
 
 
-def _read_lease(store: StorageBackend, key: str) -> _SeenLease | None:
+def read_lease(store: StorageBackend, key: str) -> SeenLease | None:
     """Read a lease; None if there is none."""
     try:
         data, tag = store.get_with_tag(key)
     except ObjectNotFoundError:
         return None
-    return _SeenLease(key, tag, decode_holder(data))
+    return SeenLease(key, tag, decode_holder(data))
 
 
-def _break_lease(store: StorageBackend, seen: _SeenLease) -> bool:
+def break_lease(store: StorageBackend, seen: SeenLease) -> bool:
     """Mark an expired lease as released, so that it can never be renewed. Return False if it was renewed."""
     broken = replace(seen.holder or new_holder(), released=True)
     try:
@@ -258,35 +278,33 @@ def _break_lease(store: StorageBackend, seen: _SeenLease) -> bool:
     return True
 
 
-@dataclass(slots=True)
-class _Sighting:
-    tag: str
-    last: float
-    unchanged: float
+_PATIENCE: Final = 1.25
+"""Lease times that a lease must be seen unchanged to be expired."""
+
+_MOST_AT_ONCE: Final = 0.5
+"""Lease times that one look adds at most: if this process was suspended, so may have been the holder."""
 
 
-class _LeaseObserver:
-    """How long each lease was seen unchanged, by the clock of this process. Any thread."""
+class LeaseObserver:
+    """Measures how long each lease was seen unchanged, by the clock of this process. Any thread."""
 
     def __init__(self, clock: Clock, lease_seconds: float) -> None:
         """Have seen no lease yet; `lease_seconds` is for leases whose record has no lease time."""
         self._clock = clock
         self._lease_seconds = lease_seconds
-        self._seen: dict[str, _Sighting] = {}
+        self._seen: dict[str, tuple[str, float, float]] = {}
+        """By key: the tag, the time of the last look, and the seconds that the lease was seen unchanged."""
         self._lock = threading.Lock()
 
-    def is_dead(self, seen: _SeenLease) -> bool:
+    def is_dead(self, seen: SeenLease) -> bool:
         """Count one look at a lease. Return True if it was seen unchanged for so long that its holder has lost it."""
         lease_seconds = seen.seconds(self._lease_seconds)
         now = self._clock.now()
         with self._lock:
-            sighting = self._seen.get(seen.key)
-            if sighting is None or sighting.tag != seen.tag:
-                self._seen[seen.key] = _Sighting(seen.tag, now, 0.0)
-                return False
-            sighting.unchanged += min(now - sighting.last, _MOST_AT_ONCE * lease_seconds)
-            sighting.last = now
-            return sighting.unchanged >= _PATIENCE * lease_seconds
+            tag, last, unchanged = self._seen.get(seen.key, ("", now, 0.0))
+            unchanged = unchanged + min(now - last, _MOST_AT_ONCE * lease_seconds) if tag == seen.tag else 0.0
+            self._seen[seen.key] = seen.tag, now, unchanged
+            return unchanged >= _PATIENCE * lease_seconds
 
     def forget_others(self, directory: str, keys: Collection[str]) -> None:
         """Forget the leases below a directory (with a final ``/``) that are not in `keys`."""
@@ -295,119 +313,159 @@ class _LeaseObserver:
                 del self._seen[key]
 
 
-_NAME: Final = re.compile(r"(.+)\.[0-9a-f]{16}\.json", re.DOTALL)
+_ATTEMPTS: Final = 3
+"""Attempts of a renewal whose condition fails though the lease is ours, after a put that was reported as failed."""
 
 
-_OWNER: Final = f"{ADMINISTRATION}/owner.json"
-_LOOKS_PER_LEASE: Final = 8
-
-
-class Leases(Locks):
-    """Locks that are leases, for storage without locked directories. See `Locks`.
-
-    A lease counts until this object has seen it unchanged for a whole lease time. It is broken before anybody relies on
-    that, so a holder that was only suspended finds out when it checks.
-    """
+class Lease:
+    """A lease that this process took. Any thread."""
 
     def __init__(
-        self, store: StorageBackend, display: str, lease_seconds: float = 60.0, clock: Clock | None = None
+        self,
+        store: StorageBackend,
+        seen: SeenLease,
+        subject: str,
+        at_close: Literal["mark", "delete"],
+        began: float,
+        clock: Clock,
     ) -> None:
-        """See `Locks`."""
-        super().__init__(store, display, lease_seconds, clock)
-        self._seen = _LeaseObserver(self._clock, lease_seconds)
+        """Create the lease of an object that was just put.
 
-    def take(self, purpose: Purpose, name: str) -> Lock:
-        """See `Locks`."""
-        key = f"{ADMINISTRATION}/{purpose}/{name}.{new_holder().hold_id}.json"
-        place = _LeaseKey(self._store, key, f"the step {name}", "delete")
-        lease = _take_lease(place, self._lease_seconds, IF_ABSENT, self._clock)
-        if lease is None:
-            raise StorageError(
-                f"cannot hold the step {name}: the storage says that {key}, whose name nobody else makes, is there already. "
-                "Look whether something else writes there"
-            )
-        return lease
+        Args:
+            store: the storage, opened at the directory of steps.
+            seen: the object; its holder is this process.
+            subject: what is locked, in words, for errors.
+            at_close: what happens to the object. If others may take it over, it is marked: a deletion could arrive when
+                it is theirs. If its key is unique, it is deleted.
+            began: when the put began.
+            clock: the time.
+        """
+        assert seen.holder is not None and seen.holder.lease_seconds is not None
+        self.subject: Final = subject
+        self._store = store
+        self._key = seen.key
+        self._tag = seen.tag
+        self._holder = seen.holder
+        self._lease_seconds = seen.holder.lease_seconds
+        self._at_close = at_close
+        self._began = began  # of the last successful renewal: others saw it later
+        self._clock = clock
+        self._state: Literal["held", "released", "lost"] = "held"
+        self._taken_by: Holder | None = None
+        self._lock = threading.Lock()
 
-    def locked(self, purpose: Purpose, name: str | None = None) -> frozenset[str]:
-        """See `Locks`."""
-        directory = f"{ADMINISTRATION}/{purpose}"
-        found: set[str] = set()
-        keys: set[str] = set()
-        for entry in self._store.list_names(directory):
-            matched = _NAME.fullmatch(entry)
-            if matched is None:
-                continue
-            key = f"{directory}/{entry}"
-            keys.add(key)
-            if (name is None or matched[1] == name) and self._is_locked(key):
-                found.add(matched[1])
-        self._seen.forget_others(directory + "/", keys)
-        return frozenset(found)
-
-    def may_expire(self, name: str) -> bool:
-        """See `Locks`. A pin of this process does not expire."""
-        for entry in self._store.list_names(f"{ADMINISTRATION}/pins"):
-            matched = _NAME.fullmatch(entry)
-            if matched is None or matched[1] != name:
-                continue
-            seen = _read_lease(self._store, f"{ADMINISTRATION}/pins/{entry}")
-            if seen is not None and seen.holder is not None and seen.holder.is_here and not seen.is_released:
-                return False
-        return True
-
-    def _is_locked(self, key: str) -> bool:
-        seen = _read_lease(self._store, key)
-        if seen is None:
-            return False
-        is_dead = seen.is_released or (self._seen.is_dead(seen) and _break_lease(self._store, seen))
-        if not is_dead:
-            return True
-        self._store.delete([key])
-        return False
-
-    def own(self, if_in_use: IfInUse = "error") -> Lock:
-        """See `Locks`."""
-        check_if_in_use(if_in_use)
-        place = _LeaseKey(self._store, _OWNER, f"the directory {self._display}", "mark")
-        while True:
-            seen = _read_lease(self._store, _OWNER)
-            if seen is not None and not seen.is_released:
-                if if_in_use == "error":
-                    raise DirectoryInUseError(
-                        f"{self._display} is in use: {seen.describe()} holds it, or died without letting it go. Close that Checkpointer, "
-                        f"or end that job, or use another directory. If it is dead, pass if_in_use='take over', which waits "
-                        f"about {seen.seconds(self._lease_seconds):.0f} seconds for a sign of life"
-                    )
-                seen = self._await_expiry(seen)
-            condition = IF_ABSENT if seen is None else IfTag(seen.tag)
-            lease = _take_lease(place, self._lease_seconds, condition, self._clock)
-            if lease is not None:
-                return lease
-            # Another process was faster; it may release the lease again.
-
-    def _await_expiry(self, first: _SeenLease) -> _SeenLease | None:
-        """Wait until a lease has expired or is released; return it as it then is.
+    def renew(self) -> None:
+        """Renew the lease; nothing if it was released or lost.
 
         Raises:
-            DirectoryInUseError: it was renewed, or another process took it.
+            StorageError: the renewal failed; the lease may still be ours.
         """
-        observer = _LeaseObserver(self._clock, self._lease_seconds)
-        seconds = first.seconds(self._lease_seconds)
-        logger.info("%s: waiting about %.0f seconds for a sign of life of %s", self._display, seconds, first.describe())
-        seen: _SeenLease | None = first
-        while seen is not None and not observer.is_dead(seen):
-            self._clock.sleep(seconds / _LOOKS_PER_LEASE)
-            seen = _read_lease(self._store, _OWNER)
-            if seen is None or seen.is_released:
-                break
-            if seen.tag != first.tag:
-                raise DirectoryInUseError(
-                    f"{self._display} is in use: {seen.describe()} holds it and is alive, for it gave a sign of life. Close that "
-                    "Checkpointer, or end that job, or use another directory; a CheckpointReader can read here meanwhile"
-                )
-        return seen
+        with self._lock:
+            if self._state == "held":
+                self._renew()
 
-    def owner(self) -> SeenOwner | None:
-        """See `Locks`."""
-        seen = _read_lease(self._store, _OWNER)
-        return None if seen is None or seen.is_released else SeenOwner(seen.holder, None)
+    def check(self) -> None:
+        """Check that this process has the lease. One or two small requests.
+
+        Raises:
+            SaveLostError: the lease was lost. This is final.
+            StorageError: the storage failed, so it is unknown.
+        """
+        with self._lock:
+            if self._state == "held":
+                if self._clock.now() - self._began > self._lease_seconds / 2:
+                    self._renew()
+                else:
+                    self._look()
+            if self._state != "held":
+                raise SaveLostError(self._why_not())
+
+    def release(self) -> None:
+        """Release the lease; nothing if it was released or lost.
+
+        Raises:
+            StorageError: the object could not be changed.
+        """
+        with self._lock:
+            if self._state != "held":
+                return
+            try:
+                if self._at_close == "delete":
+                    self._store.delete([self._key])
+                else:
+                    self._replace(replace(self._holder, released=True))
+            finally:
+                self._state = "released"
+
+    def _renew(self) -> None:
+        self._began = self._replace(replace(self._holder, renewals=self._holder.renewals + 1)) or self._began
+
+    def _replace(self, holder: Holder) -> float | None:
+        """Replace the object. Return when that began; None if the lease is lost."""
+        for _ in range(_ATTEMPTS):
+            began = self._clock.now()
+            try:
+                self._tag = self._store.put(self._key, holder.encode(), condition=IfTag(self._tag))
+            except (ConditionFailedError, ObjectNotFoundError):
+                self._look()
+                if self._state == "lost":
+                    return None
+            else:
+                self._holder = holder
+                return began
+        raise StorageError(
+            f"{self.subject} is held by this process, but {self._key} cannot be renewed: the storage says that "
+            "its tag is another one than it said just before. Look whether something else writes there"
+        )
+
+    def _look(self) -> None:
+        """Read the object, to find out if the lease is still ours, and its tag."""
+        seen = read_lease(self._store, self._key)
+        if seen is None or seen.holder is None or seen.holder.hold_id != self._holder.hold_id or seen.holder.released:
+            self._state = "lost"
+            self._taken_by = None if seen is None else seen.holder
+            logger.warning("%s", self._why_not())
+        else:
+            self._tag = seen.tag
+
+    def _why_not(self) -> str:
+        if self._state == "released":
+            return f"{self.subject} is no longer held: it was closed; open it again"
+        if self._taken_by is None:
+            return (
+                f"{self.subject} is no longer held: {self._key} was removed or replaced, by hand or because this process "
+                "gave no sign of life for too long; open it again"
+            )
+        if self._taken_by.hold_id == self._holder.hold_id:
+            return f"{self.subject} is no longer held: this process gave no sign of life for too long; open it again"
+        return (
+            f"{self.subject} was taken over by {self._taken_by.describe()}, because this process gave no sign of life for "
+            "too long. What that one writes must stay: end this job, or the other one and then open it again"
+        )
+
+
+def take_lease(
+    store: StorageBackend,
+    key: str,
+    subject: str,
+    at_close: Literal["mark", "delete"],
+    condition: PutCondition,
+    lease_seconds: float,
+    clock: Clock,
+) -> Lease | None:
+    """Write a lease; None if `condition` is not met. See `Lease` for the arguments.
+
+    Raises:
+        StorageError: the storage failed. The lease may have been written; then it expires.
+    """
+    holder = new_holder(lease_seconds)
+    began = clock.now()
+    try:
+        seen = SeenLease(key, store.put(key, holder.encode(), condition=condition), holder)
+    except (ConditionFailedError, ObjectNotFoundError):
+        # The storage may have retried a put that had succeeded.
+        found = read_lease(store, key)
+        if found is None or found.holder != holder:
+            return None
+        seen = found
+    return Lease(store, seen, subject, at_close, began, clock)

@@ -17,9 +17,9 @@ and nothing is read. The storage only has to show what was written to those who 
 Neither waits for the other forever: a deleter never waits, and a reader waits only for a deletion, which ends.
 
 Locks of failed processes do not count. With real directories a lock is a locked directory (`DirectoryLocks`), which
-the kernel releases. Other storage has leases (`ckptcore.commit.leases`), which are broken after a lease time without
-renewal. A process that was only suspended finds its lease broken when it checks: a deleter checks before it deletes,
-and a reader has read for so long that the step may vanish, which a load notices.
+the kernel releases. Other storage has leases (`LeasedLocks`), which are broken after a lease time without renewal. A
+process that was only suspended finds its lease broken when it checks: a deleter checks before it deletes, and a reader
+has read for so long that the step may vanish, which a load notices.
 """
 
 from __future__ import annotations
@@ -27,15 +27,26 @@ from __future__ import annotations
 import logging
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
-from typing import Final, Literal, Self, TypeAlias, cast
+from typing import ClassVar, Final, Literal, Self, TypeAlias, cast
 
-from ckptcore.commit.clocks import SYSTEM_CLOCK, Clock
-from ckptcore.commit.holder import Holder, check_lease_seconds, decode_holder, new_holder
-from ckptcore.commit.occupants import ADMINISTRATION
+from ckptcore.commit.leases import (
+    SYSTEM_CLOCK,
+    Clock,
+    Holder,
+    Lease,
+    LeaseObserver,
+    SeenLease,
+    break_lease,
+    check_lease_seconds,
+    decode_holder,
+    new_holder,
+    read_lease,
+    take_lease,
+)
+from ckptcore.commit.target import ADMINISTRATION
 from ckptcore.errors import (
     AtomicityError,
     CheckpointNotFoundError,
@@ -45,18 +56,9 @@ from ckptcore.errors import (
     StorageError,
 )
 from ckptcore.io.threads import renew_in_children
-from ckptcore.protocols import AtomicDirectories, StorageBackend
+from ckptcore.protocols import IF_ABSENT, AtomicDirectories, IfTag, StorageBackend
 
-__all__ = [
-    "DirectoryLocks",
-    "IfInUse",
-    "Lock",
-    "Locks",
-    "Purpose",
-    "SeenOwner",
-    "check_if_in_use",
-    "not_locked",
-]
+__all__ = ["DirectoryLocks", "IfInUse", "LeasedLocks", "Lock", "Locks", "Purpose", "SeenOwner"]
 
 logger = logging.getLogger("ckptcore.commit")
 
@@ -67,13 +69,31 @@ IfInUse: TypeAlias = Literal["error", "take over"]
 """If another job seems to own the directory: fail; or wait, and take over if its lease is not renewed."""
 
 
-class Lock(ABC):
+class Lock:
     """A lock of this process, until it is closed or the process ends. Any thread.
 
-    A forked child does not have the locks of its parent: there `check` raises and `close` does nothing.
+    A forked child does not have the locks of its parent: there `check` raises and `close` does nothing. If a lease is
+    dropped without `close`, it is released by its thread.
     """
 
-    @abstractmethod
+    def __init__(self, subject: str, *, check: Callable[[], None], release: Callable[[], None]) -> None:
+        """Take charge of a lock.
+
+        Args:
+            subject: what is locked, in words, for errors.
+            check: raises what `Lock.check` does if the lock is lost.
+            release: releases the lock.
+        """
+        self._subject = subject
+        self._check = check
+        self._release = release
+        self._state: Literal["held", "closed", "parent's"] = "held"
+        renew_in_children(self)
+
+    def renew(self) -> None:
+        """Release nothing: in a forked child, the lock is that of the parent."""
+        self._state = "parent's"
+
     def check(self) -> None:
         """Do nothing while this process has the lock. Usually at most one small request to the storage.
 
@@ -81,36 +101,26 @@ class Lock(ABC):
             SaveLostError: the lock was taken over, removed or closed, or belongs to the parent process. This is final.
             StorageError: the storage failed, so it is unknown.
         """
+        if self._state == "closed":
+            raise SaveLostError(f"{self._subject} is no longer held: it was closed; open it again")
+        if self._state == "parent's":
+            raise SaveLostError(
+                f"{self._subject} is held by the process that this one was forked from; save from there, "
+                "or open what you need in this process"
+            )
+        self._check()
 
-    @abstractmethod
     def close(self) -> None:
         """Release the lock. Closing twice is no error. If the storage fails, that is logged."""
+        if self._state == "held":
+            self._state = "closed"
+            self._release()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def not_locked(subject: str, state: Literal["closed", "parent's"]) -> str:
-    """Return why `Lock.check` fails; `subject` is what was locked."""
-    if state == "closed":
-        return f"{subject} is no longer held: it was closed; open it again"
-    return (
-        f"{subject} is held by the process that this one was forked from; save from there, "
-        "or open what you need in this process"
-    )
-
-
-def check_if_in_use(if_in_use: IfInUse) -> None:
-    """Refuse a value that is no `IfInUse`.
-
-    Raises:
-        ValueError
-    """
-    if if_in_use not in ("error", "take over"):
-        raise ValueError(f"if_in_use={if_in_use!r}: expected 'error' or 'take over'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +152,9 @@ class Locks(ABC):
     finds expired ones. A new object takes every lease for alive.
     """
 
+    _entry: ClassVar[re.Pattern[str]]
+    """The names of the locks in a directory: the step, and a random id."""
+
     def __init__(
         self, store: StorageBackend, display: str, lease_seconds: float = 60.0, clock: Clock | None = None
     ) -> None:
@@ -161,7 +174,6 @@ class Locks(ABC):
         self._lease_seconds = check_lease_seconds(lease_seconds)
         self._clock = clock or SYSTEM_CLOCK
 
-    @abstractmethod
     def own(self, if_in_use: IfInUse = "error") -> Lock:
         """Own the directory until the result is closed, or this process ends.
 
@@ -177,6 +189,13 @@ class Locks(ABC):
             StorageError: the storage failed, or cannot be written.
             ValueError: `if_in_use` is none of its values.
         """
+        if if_in_use not in ("error", "take over"):
+            raise ValueError(f"if_in_use={if_in_use!r}: expected 'error' or 'take over'")
+        return self._own(if_in_use)
+
+    @abstractmethod
+    def _own(self, if_in_use: IfInUse) -> Lock:
+        """See `own`."""
 
     @abstractmethod
     def owner(self) -> SeenOwner | None:
@@ -189,20 +208,12 @@ class Locks(ABC):
         """
 
     @abstractmethod
-    def take(self, purpose: Purpose, name: str) -> Lock:
-        """Lock a step, visible to others when this returns. Several locks of one step may exist.
-
-        Raises:
-            StorageError
-        """
+    def _take(self, purpose: Purpose, name: str) -> Lock:
+        """Lock a step, visible to others when this returns. Several locks of one step may exist."""
 
     @abstractmethod
-    def locked(self, purpose: Purpose, name: str | None = None) -> frozenset[str]:
-        """Return the locked steps, or of these the one called `name`. Removes locks of failed processes that it finds.
-
-        Raises:
-            StorageError
-        """
+    def _is_locked(self, key: str) -> bool:
+        """Return True if a lock exists. Remove it if its process has failed."""
 
     @abstractmethod
     def may_expire(self, name: str) -> bool:
@@ -211,6 +222,17 @@ class Locks(ABC):
         Raises:
             StorageError
         """
+
+    def _keys(self, purpose: Purpose) -> Mapping[str, str]:
+        """List the locks of steps. Return the step of each, by key."""
+        directory = f"{ADMINISTRATION}/{purpose}"
+        matches = [matched for entry in self._store.list_names(directory) if (matched := self._entry.fullmatch(entry))]
+        return {f"{directory}/{matched[0].removesuffix('/')}": matched[1] for matched in matches}
+
+    def _locked(self, purpose: Purpose, name: str | None = None) -> frozenset[str]:
+        """Return the locked steps, or of these the one called `name`. Remove locks of failed processes."""
+        keys = self._keys(purpose)
+        return frozenset({step for key, step in keys.items() if name in (None, step) and self._is_locked(key)})
 
     def pin(self, name: str, *, wait_seconds: float = 180.0) -> Lock:
         """Keep a step from being deleted until the result is closed. Look whether the step exists after this returns.
@@ -227,7 +249,7 @@ class Locks(ABC):
         """
         _check_name(name)
         try:
-            pin = self.take("pins", name)
+            pin = self._take("pins", name)
         except (StorageError, AtomicityError) as error:
             failed = StorageError(
                 f"cannot pin the step {name} in {self._display}: {error}. A pin is written beside the steps; where you may "
@@ -245,7 +267,7 @@ class Locks(ABC):
     def _await_deletion(self, name: str, wait_seconds: float) -> None:
         deadline = self._clock.now() + wait_seconds
         pause = _FIRST_POLL_SECONDS
-        while self.locked("deleting", name):
+        while self._locked("deleting", name):
             if self._clock.now() >= deadline:
                 raise CheckpointNotFoundError(
                     f"the step {name} in {self._display} has been in deletion for {wait_seconds:.0f} seconds; "
@@ -254,21 +276,13 @@ class Locks(ABC):
             self._clock.sleep(pause)
             pause = min(2 * pause, _LAST_POLL_SECONDS)
 
-    def pinned(self) -> frozenset[str]:
-        """Return the names of the pinned steps, without the pins of processes that are known to have failed.
+    def pinned(self, name: str | None = None) -> frozenset[str]:
+        """Return the pinned steps, or of these the one called `name`. Pins of processes known to have failed do not count.
 
         Raises:
             StorageError
         """
-        return self.locked("pins")
-
-    def is_pinned(self, name: str) -> bool:
-        """Return True if a step is in `pinned`.
-
-        Raises:
-            StorageError
-        """
-        return bool(self.locked("pins", name))
+        return self._locked("pins", name)
 
     def intend_deletion(self, name: str) -> Lock | None:
         """Announce the deletion of a step; None if it is pinned and must stay.
@@ -279,16 +293,12 @@ class Locks(ABC):
             StorageError
         """
         _check_name(name)
-        intent = self.take("deleting", name)
-        try:
-            is_pinned = self.is_pinned(name)
-        except BaseException:
-            intent.close()
-            raise
-        if is_pinned:
-            intent.close()
-            return None
-        return intent
+        with ExitStack() as stack:
+            intent = stack.enter_context(self._take("deleting", name))
+            if self.pinned(name):
+                return None
+            stack.pop_all()
+            return intent
 
     def sweep(self) -> None:
         """Remove the pins and announcements of failed processes; of leases, those that this object saw expire.
@@ -296,8 +306,8 @@ class Locks(ABC):
         Raises:
             StorageError
         """
-        self.locked("pins")
-        self.locked("deleting")
+        self._locked("pins")
+        self._locked("deleting")
 
 
 def _check_name(name: str) -> None:
@@ -305,60 +315,8 @@ def _check_name(name: str) -> None:
         raise ValueError(f"{name!r} is no name of a step: expected one name, without '/'")
 
 
-# --- locked directories -----------------------------------------------------------------------------------------------
-
-
-class _DirectoryLock(Lock):
-    """A locked directory. Any thread."""
-
-    def __init__(
-        self,
-        lock: AbstractContextManager[None],
-        subject: str,
-        *,
-        before_unlocking: Callable[[], None] = lambda: None,
-        check_record: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Take charge of a lock.
-
-        Args:
-            lock: a lock that this process has, entered or not.
-            subject: what is locked, in words, for errors.
-            before_unlocking: called while no other process can have the lock.
-            check_record: called by `check`; raises if the lock is lost.
-        """
-        self._lock = lock
-        self._subject = subject
-        self._before_unlocking = before_unlocking
-        self._check_record = check_record
-        self._state: Literal["held", "closed", "parent's"] = "held"
-        renew_in_children(self)
-
-    def renew(self) -> None:
-        """Release nothing: in a forked child, the lock is that of the parent."""
-        self._state = "parent's"
-
-    def check(self) -> None:
-        """See `Lock`."""
-        if self._state != "held":
-            raise SaveLostError(not_locked(self._subject, self._state))
-        self._check_record()
-
-    def close(self) -> None:
-        """See `Lock`."""
-        if self._state != "held":
-            return
-        self._state = "closed"
-        try:
-            self._before_unlocking()
-        finally:
-            self._lock.__exit__(None, None, None)
-
-
-_NAME: Final = re.compile(r"(.+)\.[0-9a-f]{16}/", re.DOTALL)
-
 _OWNER: Final = f"{ADMINISTRATION}/owner"
-_RECORD: Final = f"{_OWNER}/owner.json"
+_OWNER_RECORD: Final = f"{_OWNER}/owner.json"
 _RECORD_BYTES: Final = 1 << 16
 _LOCK_ATTEMPTS: Final = 4
 _LOCK_SECONDS: Final = 0.05
@@ -372,6 +330,8 @@ class DirectoryLocks(Locks):
     its lock, so a process that has created it and not locked it yet notices, and creates another one.
     """
 
+    _entry = re.compile(r"(.+)\.[0-9a-f]{16}/", re.DOTALL)
+
     def __init__(
         self, store: StorageBackend, display: str, lease_seconds: float = 60.0, clock: Clock | None = None
     ) -> None:
@@ -379,25 +339,16 @@ class DirectoryLocks(Locks):
         super().__init__(store, display, lease_seconds, clock)
         self._directories = cast(AtomicDirectories, store)
 
-    def take(self, purpose: Purpose, name: str) -> Lock:
-        """See `Locks`."""
+    def _take(self, purpose: Purpose, name: str) -> Lock:
         while True:
             key = f"{ADMINISTRATION}/{purpose}/{name}.{new_holder().hold_id}"
             lock = self._directories.lock_directory(key)
             if lock is not None:
-                return _DirectoryLock(lock, f"the step {name}", before_unlocking=partial(self._remove, key))
-            # Another process is just trying this lock.
-
-    def locked(self, purpose: Purpose, name: str | None = None) -> frozenset[str]:
-        """See `Locks`."""
-        found: set[str] = set()
-        for entry in self._store.list_names(f"{ADMINISTRATION}/{purpose}"):
-            matched = _NAME.fullmatch(entry)
-            if matched is None or (name is not None and matched[1] != name):
-                continue
-            if self._is_locked(f"{ADMINISTRATION}/{purpose}/{entry.removesuffix('/')}"):
-                found.add(matched[1])
-        return frozenset(found)
+                break  # else another process is just trying this lock
+        with ExitStack() as held:
+            held.push(lock)
+            held.callback(self._remove, key)  # while no other process can have the lock
+            return Lock(f"the step {name}", check=lambda: None, release=held.pop_all().close)
 
     def may_expire(self, name: str) -> bool:
         """See `Locks`. The kernel releases the locks of failed processes at once."""
@@ -423,9 +374,7 @@ class DirectoryLocks(Locks):
         except StorageError as error:
             logger.warning("%s cannot be removed: %s", key, error)
 
-    def own(self, if_in_use: IfInUse = "error") -> Lock:
-        """See `Locks`."""
-        check_if_in_use(if_in_use)
+    def _own(self, if_in_use: IfInUse) -> Lock:
         lock = self._directories.lock_directory(_OWNER)
         for attempt in range(_RECORD_ATTEMPTS):
             # A killed process, or one that looks for the owner, holds it for a moment. An owner that has just locked
@@ -436,28 +385,27 @@ class DirectoryLocks(Locks):
             lock = self._directories.lock_directory(_OWNER)
         if lock is None:
             raise DirectoryInUseError(
-                f"{self._display} is in use: {self._recorded_owner()} holds it and is alive, for its lock would be gone otherwise. "
-                "Close that Checkpointer, or end that job, or use another directory; a CheckpointReader can read here meanwhile"
+                f"{self._display} is in use: {self._recorded_owner()} holds it and is alive, for its lock would be gone "
+                "otherwise. Close that Checkpointer, or end that job, or use another directory; a CheckpointReader can "
+                "read here meanwhile"
             )
-        try:
+        with ExitStack() as held:
+            held.push(lock)
             record = new_holder().encode()
-            self._store.put(_RECORD, record)
-        except BaseException:
-            lock.__exit__(None, None, None)
-            raise
-        is_lost = False
+            self._store.put(_OWNER_RECORD, record)
+            is_lost = False
 
-        def check_record() -> None:
-            nonlocal is_lost
-            is_lost = is_lost or self._read_record() != record
-            if is_lost:
-                raise SaveLostError(
-                    f"the directory {self._display} no longer belongs to this process: its record {_RECORD} was removed or "
-                    f"replaced; it is held by {self._recorded_owner()}. Nothing in {ADMINISTRATION}/ is to be changed "
-                    "by hand; open the directory again when nobody else writes there"
-                )
+            def check() -> None:
+                nonlocal is_lost
+                is_lost = is_lost or self._read_record() != record
+                if is_lost:
+                    raise SaveLostError(
+                        f"the directory {self._display} no longer belongs to this process: its record {_OWNER_RECORD} was "
+                        f"removed or replaced; it is held by {self._recorded_owner()}. Nothing in {ADMINISTRATION}/ is to "
+                        "be changed by hand; open the directory again when nobody else writes there"
+                    )
 
-        return _DirectoryLock(lock, f"the directory {self._display}", check_record=check_record)
+            return Lock(f"the directory {self._display}", check=check, release=held.pop_all().close)
 
     def owner(self) -> SeenOwner | None:
         """See `Locks`."""
@@ -468,15 +416,132 @@ class DirectoryLocks(Locks):
         if lock is not None:
             with lock:
                 return None
-        record = self._read_record()
-        return SeenOwner(decode_holder(record), is_alive=True)
+        return SeenOwner(decode_holder(self._read_record()), is_alive=True)
 
     def _read_record(self) -> bytes:
         try:
-            return self._store.get(_RECORD, 0, _RECORD_BYTES)
+            return self._store.get(_OWNER_RECORD, 0, _RECORD_BYTES)
         except ObjectNotFoundError:
             return b""
 
     def _recorded_owner(self) -> str:
         holder = decode_holder(self._read_record())
         return "a process that left no record" if holder is None else holder.describe()
+
+
+_OWNER_LEASE: Final = f"{ADMINISTRATION}/owner.json"
+_RENEWALS_PER_LEASE: Final = 3
+_LOOKS_PER_LEASE: Final = 8
+
+
+class LeasedLocks(Locks):
+    """Locks that are leases, for storage without locked directories. See `Locks`.
+
+    A lease counts until this object has seen it unchanged for a whole lease time. It is broken before anybody relies on
+    that, so a holder that was only suspended finds out when it checks.
+    """
+
+    _entry = re.compile(r"(.+)\.[0-9a-f]{16}\.json", re.DOTALL)
+
+    def __init__(
+        self, store: StorageBackend, display: str, lease_seconds: float = 60.0, clock: Clock | None = None
+    ) -> None:
+        """See `Locks`."""
+        super().__init__(store, display, lease_seconds, clock)
+        self._seen = LeaseObserver(self._clock, lease_seconds)
+
+    def _lock(self, lease: Lease) -> Lock:
+        """Renew a lease on a thread from now on."""
+        try:
+            stop = self._clock.repeat(self._lease_seconds / _RENEWALS_PER_LEASE, lease.renew, lease.release)
+        except BaseException:
+            lease.release()
+            raise
+
+        def release() -> None:
+            try:
+                lease.release()
+            except StorageError as error:
+                logger.warning("%s cannot be let go, which others notice after a while: %s", lease.subject, error)
+            stop()
+
+        return Lock(lease.subject, check=lease.check, release=release)
+
+    def _take(self, purpose: Purpose, name: str) -> Lock:
+        key = f"{ADMINISTRATION}/{purpose}/{name}.{new_holder().hold_id}.json"
+        subject = f"the step {name}"
+        lease = take_lease(self._store, key, subject, "delete", IF_ABSENT, self._lease_seconds, self._clock)
+        if lease is None:
+            raise StorageError(
+                f"cannot hold the step {name}: the storage says that {key}, whose name nobody else makes, is there already. "
+                "Look whether something else writes there"
+            )
+        return self._lock(lease)
+
+    def _keys(self, purpose: Purpose) -> Mapping[str, str]:
+        keys = super()._keys(purpose)
+        self._seen.forget_others(f"{ADMINISTRATION}/{purpose}/", keys)
+        return keys
+
+    def may_expire(self, name: str) -> bool:
+        """See `Locks`. A pin of this process does not expire."""
+        for key, step in self._keys("pins").items():
+            seen = read_lease(self._store, key) if step == name else None
+            if seen is not None and seen.holder is not None and seen.holder.is_here and not seen.is_released:
+                return False
+        return True
+
+    def _is_locked(self, key: str) -> bool:
+        seen = read_lease(self._store, key)
+        if seen is None:
+            return False
+        is_dead = seen.is_released or (self._seen.is_dead(seen) and break_lease(self._store, seen))
+        if not is_dead:
+            return True
+        self._store.delete([key])
+        return False
+
+    def _own(self, if_in_use: IfInUse) -> Lock:
+        subject = f"the directory {self._display}"
+        while True:
+            seen = read_lease(self._store, _OWNER_LEASE)
+            if seen is not None and not seen.is_released:
+                if if_in_use == "error":
+                    raise DirectoryInUseError(
+                        f"{self._display} is in use: {seen.describe()} holds it, or died without letting it go. Close that "
+                        "Checkpointer, or end that job, or use another directory. If it is dead, pass if_in_use='take over', "
+                        f"which waits about {seen.seconds(self._lease_seconds):.0f} seconds for a sign of life"
+                    )
+                seen = self._await_expiry(seen)
+            condition = IF_ABSENT if seen is None else IfTag(seen.tag)
+            lease = take_lease(self._store, _OWNER_LEASE, subject, "mark", condition, self._lease_seconds, self._clock)
+            if lease is not None:
+                return self._lock(lease)
+            # Another process was faster; it may release the lease again.
+
+    def _await_expiry(self, first: SeenLease) -> SeenLease | None:
+        """Wait until a lease has expired or is released; return it as it then is.
+
+        Raises:
+            DirectoryInUseError: it was renewed, or another process took it.
+        """
+        observer = LeaseObserver(self._clock, self._lease_seconds)
+        seconds = first.seconds(self._lease_seconds)
+        logger.info("%s: waiting about %.0f seconds for a sign of life of %s", self._display, seconds, first.describe())
+        seen: SeenLease | None = first
+        while seen is not None and not observer.is_dead(seen):
+            self._clock.sleep(seconds / _LOOKS_PER_LEASE)
+            seen = read_lease(self._store, _OWNER_LEASE)
+            if seen is None or seen.is_released:
+                break
+            if seen.tag != first.tag:
+                raise DirectoryInUseError(
+                    f"{self._display} is in use: {seen.describe()} holds it and is alive, for it gave a sign of life. Close "
+                    "that Checkpointer, or end that job, or use another directory; a CheckpointReader can read here meanwhile"
+                )
+        return seen
+
+    def owner(self) -> SeenOwner | None:
+        """See `Locks`."""
+        seen = read_lease(self._store, _OWNER_LEASE)
+        return None if seen is None or seen.is_released else SeenOwner(seen.holder, None)

@@ -11,8 +11,19 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 from ckptcore.commit.conditions import Conditions
-from ckptcore.commit.method import CommitMethod
-from ckptcore.commit.occupants import (
+from ckptcore.commit.method import (
+    CommitMethod,
+    PlannedSession,
+    expect_no_checkpoint,
+    find_partial,
+    no_sessions,
+    session_running,
+    sessions_changed,
+)
+from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Claimed, PartialSave, new_save_id
+from ckptcore.commit.root_json import encode_claim, encode_partial
+from ckptcore.commit.subdirectory import subdirectory
+from ckptcore.commit.target import (
     IsForeign,
     Overwrite,
     expect_no_nested,
@@ -24,9 +35,6 @@ from ckptcore.commit.occupants import (
     remove_debris,
     root_bytes,
 )
-from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Claimed, PartialSave, new_save_id
-from ckptcore.commit.root_json import encode_claim, encode_partial
-from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.errors import (
     AtomicityError,
     CheckpointExistsError,
@@ -40,10 +48,9 @@ from ckptcore.io.background import wait_for_saves_to
 from ckptcore.protocols import AtomicDirectories, StorageBackend, Transaction
 
 if TYPE_CHECKING:
-    from ckptcore.commit.clocks import Clock
+    from ckptcore.commit.leases import Clock
     from ckptcore.commit.location import Location
     from ckptcore.commit.locks import Locks
-    from ckptcore.commit.sessions import PlannedSession
 
 __all__ = ["RenameMethod", "RenameTransaction"]
 
@@ -292,13 +299,11 @@ class RenameMethod(CommitMethod):
 
     def begin_session(self, location: Location, planned: PlannedSession, conditions: Conditions) -> Transaction:
         """See `CommitMethod`."""
-        from ckptcore.commit import sessions  # only partial saves need it
-
         transaction = self._resume(location)
         try:
-            sessions.expect_no_checkpoint(location)  # the lock excludes a concurrent `finalize`
-            if sessions.find_partial(location) != planned.before:
-                raise sessions.changed(location)
+            expect_no_checkpoint(location)  # the lock excludes a concurrent `finalize`
+            if find_partial(location) != planned.before:
+                raise sessions_changed(location)
             transaction.store.delete([ROOT_KEY])  # of a process that was killed in `finalize`
             if planned.before is None or planned.before.owner is not None:
                 remove_debris(transaction.store, planned.kept)  # before anything is written: it may fill the disk
@@ -312,31 +317,27 @@ class RenameMethod(CommitMethod):
         self, location: Location, examine: Callable[[PartialSave, StorageBackend], T], conditions: Conditions
     ) -> tuple[PartialSave, Transaction, T]:
         """See `CommitMethod`."""
-        from ckptcore.commit import sessions  # only partial saves need it
-
-        if sessions.find_partial(location) is None:
-            raise sessions.nothing(location)
-        sessions.expect_no_checkpoint(location)
+        if find_partial(location) is None:
+            raise no_sessions(location)
+        expect_no_checkpoint(location)
         self._sweep_beside(location, name_of_partial(location.name))
         transaction = self._resume(location)
         try:
-            partial = sessions.find_partial(location)  # again: the lock excludes changes
+            partial = find_partial(location)  # again: the lock excludes changes
             if partial is not None:
                 return partial, transaction, examine(partial, transaction.store)
         except BaseException:
             transaction.leave()
             raise
         transaction.abort()  # taking the lock created the directory again
-        raise sessions.nothing(location)
+        raise no_sessions(location)
 
     def _resume(self, location: Location) -> RenameTransaction:
         """Take over the hidden directory of a partial save."""
-        from ckptcore.commit.sessions import running  # only partial saves need it
-
         try:
             return RenameTransaction(location, self._directories, name_of_partial(location.name))
         except SaveLostError as error:
-            raise running(location) from error
+            raise session_running(location) from error
 
     def store_of(
         self, location: Location, save_id: str, conditions: Conditions, *, owner: int | None = None
@@ -420,7 +421,7 @@ class RenameMethod(CommitMethod):
         with ExitStack() as stack:
             stack.enter_context(lock)
             stack.callback(self._directories.delete_directory, hidden)
-            return None if locks.is_pinned(pin) else stack.pop_all()
+            return None if locks.pinned(pin) else stack.pop_all()
 
     def locks(self, display: str = "", lease_seconds: float = 60.0, clock: Clock | None = None) -> Locks:
         """See `CommitMethod`."""

@@ -15,9 +15,9 @@ from typing import Final
 
 from ckptcore.commit.conditions import Conditions
 from ckptcore.commit.location import Location
-from ckptcore.commit.occupants import ADMINISTRATION
 from ckptcore.commit.root import ROOT_KEY, Claimed
 from ckptcore.commit.root_json import encode_claim
+from ckptcore.commit.target import ADMINISTRATION
 from ckptcore.errors import NotSharedError, ObjectNotFoundError
 from ckptcore.job.agreement import Agreement
 from ckptcore.protocols import StorageBackend

@@ -9,10 +9,9 @@ from typing import Final
 
 from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import Location, LocationAddress, open_address
-from ckptcore.commit.mark import Mark, read_mark
-from ckptcore.commit.occupants import parse_root
 from ckptcore.commit.references import stored_numbers, stored_tree
 from ckptcore.commit.root import Base, Root
+from ckptcore.commit.target import Mark, parse_root, read_mark
 from ckptcore.context import Context
 from ckptcore.derivations import Stored
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, UnsupportedVersionError

@@ -11,8 +11,8 @@ import xxhash
 
 from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import Location, Place
-from ckptcore.commit.mark import Mark
 from ckptcore.commit.root import Composite, Member, Root
+from ckptcore.commit.target import Mark
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.io.chunk_reads import StoredFormat
 from ckptcore.io.reader import ObjectReader

@@ -8,10 +8,9 @@ from typing import Final
 
 from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import Location
-from ckptcore.commit.mark import Mark
-from ckptcore.commit.occupants import IsForeign, holds_members
 from ckptcore.commit.root import ROOT_KEY, Member, PartialSave
 from ckptcore.commit.root_json import HEAD_BYTES, read_head
+from ckptcore.commit.target import IsForeign, Mark, holds_members
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -61,7 +60,7 @@ def open_foreign(location: Location, mark: Mark, context: Context) -> Checkpoint
     except UncommittedCheckpointError:
         raise
     except CheckpointNotFoundError:
-        from ckptcore.commit.sessions import find_partial  # only if there is nothing else
+        from ckptcore.commit.method import find_partial  # only if there is nothing else
 
         found = find_composite(location, mark, context)
         if found is not None:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckptcore.commit.occupants import read_root
 from ckptcore.commit.root import HOST_COPIES, Root
 from ckptcore.commit.subdirectory import subdirectory
+from ckptcore.commit.target import read_root
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CorruptCheckpointError
 from ckptcore.io.chunk_reads import StoredFormat

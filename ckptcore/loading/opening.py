@@ -11,11 +11,10 @@ from typing import Final, Generic, TypeAlias, TypeVar
 
 from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import Location, Place, Within, resolve_location
-from ckptcore.commit.mark import Mark, read_mark
-from ckptcore.commit.occupants import is_hidden_name, parse_root, root_bytes
 from ckptcore.commit.root import ROOT_KEY, Claimed, Composite, KnownRoots, PartialSave, Root
 from ckptcore.commit.root_json import is_claim
 from ckptcore.commit.subdirectory import subdirectory
+from ckptcore.commit.target import Mark, is_hidden_name, parse_root, read_mark, root_bytes
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,

@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 import xxhash
 
 from ckptcore.commit.location import resolve_location
-from ckptcore.commit.occupants import refuse_inside, refuse_to_replace
 from ckptcore.commit.root import Member, check_name, new_save_id
+from ckptcore.commit.target import refuse_inside, refuse_to_replace
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, UnsupportedLeafError
 from ckptcore.events import Recording

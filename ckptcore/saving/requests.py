@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, NoReturn
 
 from ckptcore.commit.location import Location, Place
-from ckptcore.commit.occupants import IsForeign, Overwrite
 from ckptcore.commit.root import Claimed, Member, Role
+from ckptcore.commit.target import IsForeign, Overwrite
 from ckptcore.context import Context
 from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement
@@ -229,14 +229,14 @@ class Save:
 
     def encode_receipts(self) -> bytes:
         """What this process says to the leader of a job: its receipt of each part. A job has no workers."""
-        from ckptcore.commit.receipts import encode_receipts  # only a job needs it
+        from ckptcore.job.receipts import encode_receipts  # only a job needs it
 
         common = self._common_parts()
         return encode_receipts([part.plan.tree for part in common], [part.receipts[0] for part in common])
 
     def take_receipts(self, payloads: Sequence[object]) -> None:
         """On the leader of a job: give each part the receipts of all ranks, from what these said."""
-        from ckptcore.commit.receipts import decode_receipts  # only a job needs it
+        from ckptcore.job.receipts import decode_receipts  # only a job needs it
 
         common = self._common_parts()
         trees = [part.plan.tree for part in common]

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ckptcore.commit.location import Location
-from ckptcore.commit.occupants import is_leftover_name, read_root
 from ckptcore.commit.root import Claimed, Composite, Root
 from ckptcore.commit.subdirectory import subdirectory
+from ckptcore.commit.target import is_leftover_name, read_root
 from ckptcore.errors import CheckpointError, CommitUnknownError
 from ckptcore.io.background import SaveHandle
 from ckptcore.io.object_writes import ObjectRecorder

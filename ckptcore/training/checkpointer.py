@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 from ckptcore.commit.location import LocationLike
 from ckptcore.commit.locks import IfInUse
-from ckptcore.commit.occupants import Overwrite
+from ckptcore.commit.target import Overwrite
 from ckptcore.context import Context, default_context
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedVersionError
 from ckptcore.io.background import SaveHandle

@@ -13,7 +13,7 @@ from functools import partial
 from threading import RLock
 from typing import Final
 
-from ckptcore.commit.bases import bases_beside, find_bases, referring_to
+from ckptcore.commit.delete import bases_beside, find_bases, referring_to
 from ckptcore.commit.location import Location, Place, commit_method, resolve_location
 from ckptcore.commit.locks import Lock
 from ckptcore.commit.root import Base, new_save_id

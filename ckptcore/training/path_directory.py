@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ckptcore.commit.location import LocationLike, Place, Within, commit_method
 from ckptcore.commit.locks import IfInUse, Lock
-from ckptcore.commit.occupants import ADMINISTRATION
+from ckptcore.commit.target import ADMINISTRATION
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointExistsError, CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.job.agreement import Agreement

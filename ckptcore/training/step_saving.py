@@ -10,7 +10,7 @@ from functools import partial
 from threading import Lock
 from typing import Literal
 
-from ckptcore.commit.occupants import Overwrite
+from ckptcore.commit.target import Overwrite
 from ckptcore.context import Context
 from ckptcore.io.background import SaveHandle
 from ckptcore.job.agreement import Agreement

@@ -19,10 +19,10 @@ from ckptcore.commit.location import (
     open_directory,
 )
 from ckptcore.commit.locks import Lock, Locks
-from ckptcore.commit.occupants import is_leftover_name, root_bytes
 from ckptcore.commit.root import ROOT_KEY, Summary
 from ckptcore.commit.root_json import summarize_root
 from ckptcore.commit.subdirectory import subdirectory
+from ckptcore.commit.target import is_leftover_name, root_bytes
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,

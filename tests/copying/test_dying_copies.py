@@ -11,7 +11,7 @@ from ckptcore_testing.faults import CrashAt, FailAt, Fault, FaultPlan, Operation
 from ckptcore_tools.copies import CopyReport
 
 import ckptcore
-from ckptcore.commit.occupants import Overwrite
+from ckptcore.commit.target import Overwrite
 from ckptcore.errors import CheckpointError, CommitUnknownError, StorageError
 from ckptcore.io.object_writes import abort_uploads
 from tests.copying.places import new_place, objects_at, store_at

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ckptcore.commit.leases import Clock
 
-class FakeClock:
+
+class FakeClock(Clock):
     """Seconds that pass only in `sleep`, all on the calling thread. What is repeated is called as time passes."""
 
     def __init__(self) -> None:
@@ -27,8 +29,8 @@ class FakeClock:
             first.work()
         self._now = end
 
-    def repeat(self, seconds: float, work: Callable[[], None], at_end: Callable[[], None]) -> FakeRepetition:
-        return self.add(FakeRepetition(FakeProcess(self), self._now, seconds, work))
+    def repeat(self, seconds: float, work: Callable[[], None], at_end: Callable[[], None]) -> Callable[[], None]:
+        return self.add(FakeRepetition(FakeProcess(self), self._now, seconds, work)).stop
 
     def process(self) -> FakeProcess:
         """A process whose time this is."""
@@ -40,7 +42,7 @@ class FakeClock:
         return repetition
 
 
-class FakeProcess:
+class FakeProcess(Clock):
     """The clock as one process sees it."""
 
     def __init__(self, clock: FakeClock) -> None:
@@ -53,8 +55,8 @@ class FakeProcess:
     def sleep(self, seconds: float) -> None:
         self._clock.sleep(seconds)
 
-    def repeat(self, seconds: float, work: Callable[[], None], at_end: Callable[[], None]) -> FakeRepetition:
-        return self._clock.add(FakeRepetition(self, self._clock.now(), seconds, work))
+    def repeat(self, seconds: float, work: Callable[[], None], at_end: Callable[[], None]) -> Callable[[], None]:
+        return self._clock.add(FakeRepetition(self, self._clock.now(), seconds, work)).stop
 
 
 class FakeRepetition:

@@ -8,7 +8,7 @@ from typing import Final, Literal, Protocol
 
 from ckptcore_testing.faults import FaultPlan, SimulatedCrash, Step
 
-from ckptcore.commit.clocks import Repetition
+from ckptcore.commit.leases import Clock
 
 __all__ = ["Actor", "Choices", "Replay", "Turns", "every_order"]
 
@@ -55,7 +55,7 @@ def every_order() -> Iterator[Replay]:
         told = [*(chosen for chosen, _ in made[:-1]), made[-1][0] + 1]
 
 
-class Actor(FaultPlan):
+class Actor(FaultPlan, Clock):
     """A process: it stops before each operation of its storage until it has its turn, and may die there.
 
     It is its own clock. No time passes; who waits has its turn when somebody else has done something.
@@ -86,9 +86,9 @@ class Actor(FaultPlan):
         self.state = "waiting"
         self.stop()
 
-    def repeat(self, seconds: float, work: Callable[[], None], at_end: Callable[[], None]) -> Repetition:
+    def repeat(self, seconds: float, work: Callable[[], None], at_end: Callable[[], None]) -> Callable[[], None]:
         """Nothing comes due, as no time passes."""
-        return _Never()
+        return lambda: None
 
     @staticmethod
     def current() -> Actor | None:
@@ -130,11 +130,6 @@ class Actor(FaultPlan):
         """Die before the next operation."""
         self._dies = True
         self.go_on()
-
-
-class _Never:
-    def stop(self) -> None:
-        pass
 
 
 class Turns:

@@ -15,7 +15,7 @@ from ckptcore_testing.faulty_storage import with_faults
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import ckptcore.commit.holder
+import ckptcore.commit.leases
 from ckptcore.builtin import local as local_storage
 from ckptcore.builtin.local_directories import DirectoryLock, try_to_lock
 from ckptcore.commit.location import commit_method
@@ -88,7 +88,7 @@ def is_there(store: StorageBackend, key: str) -> bool:
 def ids(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids in the order in which they are made: they decide in which order holds are listed, and that must be repeatable."""
     made = itertools.count()
-    monkeypatch.setattr(ckptcore.commit.holder, "_new_id", lambda: f"{next(made):016x}")
+    monkeypatch.setattr(ckptcore.commit.leases, "_new_id", lambda: f"{next(made):016x}")
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptcore.commit.holder import new_holder
+from ckptcore.commit.leases import new_holder
 from ckptcore.commit.location import commit_method, open_directory
 from ckptcore.context import Context
 from ckptcore.errors import DirectoryInUseError

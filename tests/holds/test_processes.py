@@ -12,7 +12,7 @@ from typing import Final
 
 import pytest
 
-from ckptcore.commit.clocks import SYSTEM_CLOCK
+from ckptcore.commit.leases import SYSTEM_CLOCK
 from ckptcore.commit.location import commit_method
 from ckptcore.errors import DirectoryInUseError
 from tests.holds.places import files_without_locks, local, memory
@@ -207,10 +207,10 @@ def test_the_system_clock_repeats_and_ends_once(tmp_path: Path) -> None:
         twice.release()
         raise ValueError("one failure does not end it")
 
-    repetition = SYSTEM_CLOCK.repeat(0.001, fail, ended.release)
+    stop = SYSTEM_CLOCK.repeat(0.001, fail, ended.release)
     assert twice.acquire(timeout=60) and twice.acquire(timeout=60)
-    repetition.stop()
-    repetition.stop()
+    stop()
+    stop()
     assert ended.acquire(timeout=60)
     assert not ended.acquire(blocking=False)
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptcore.commit.receipts import decode_receipts, encode_receipts
 from ckptcore.commit.root import Root
 from ckptcore.commit.root_json import decode_root, encode_root
 from ckptcore.errors import PluginError, UnsupportedVersionError
+from ckptcore.job.receipts import decode_receipts, encode_receipts
 from ckptcore.model import (
     JSON,
     LEAF,

@@ -14,9 +14,9 @@ import numpy as np
 
 import ckptcore
 from ckptcore.builtin.local_calls import exchange
-from ckptcore.commit.occupants import name_of_partial, name_of_save
 from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Claimed
 from ckptcore.commit.root_json import encode_claim
+from ckptcore.commit.target import name_of_partial, name_of_save
 from tests.copying.places import objects_at, store_at
 
 __all__ = [

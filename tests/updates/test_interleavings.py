@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore.commit.clocks import SystemClock
+from ckptcore.commit.leases import Clock
 from ckptcore.commit.location import commit_method
 from ckptcore.errors import (
     CheckpointError,
@@ -47,7 +47,7 @@ class _Schedule:
         return next(self._turns) % count
 
 
-def _sleep(clock: SystemClock, seconds: float) -> None:
+def _sleep(clock: Clock, seconds: float) -> None:
     actor = Actor.current()
     assert actor is not None
     actor.sleep(seconds)  # let the other go first
@@ -110,7 +110,7 @@ def _saved_without_base(run: str, schedule: Sequence[int], delete: _Delete) -> t
 def test_no_order_leaves_an_update_without_its_base(
     scheme: str, delete: _Delete, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SystemClock, "sleep", _sleep)
+    monkeypatch.setattr(Clock, "sleep", _sleep)
     run = new_place(scheme, tmp_path)
     _, deletion, _ = _saved_without_base(f"{run}/deleted", (1000,), delete)
     _, _, update = _saved_without_base(f"{run}/saved", (0, 1000), delete)
@@ -193,7 +193,7 @@ def _kill_a_deletion(run: str, begun: int, before: int, after: int) -> tuple[boo
 def test_a_deletion_that_is_killed_or_refused_leaves_the_base_of_an_update(
     scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SystemClock, "sleep", _sleep)
+    monkeypatch.setattr(Clock, "sleep", _sleep)
     top = new_place(scheme, tmp_path)
     _, _, update = _saved_without_base(f"{top}/saved", (0, 1000), _by_hand)
     for begun in (0, update - 4, update):

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from ckptcore.commit.location import Location, LocationLike, resolve_location
-from ckptcore.commit.occupants import remove_debris, root_bytes
 from ckptcore.commit.root import PARTIAL_KEY, PartialSave
 from ckptcore.commit.root_json import summarize_root
+from ckptcore.commit.target import remove_debris, root_bytes
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,

@@ -2,7 +2,7 @@
 
 A table is an object of its own until the checkpoint is finalized: a line of JSON with the tree of the session, and after it the
 receipts of its processes in the form in which they are sent in a job. Only ckptcore reads it. Its version changes with
-each change of `ckptcore.commit.receipts`.
+each change of `ckptcore.job.receipts`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any, Final
 import numpy as np
 import xxhash
 
-from ckptcore.commit.receipts import decode_receipts, encode_receipts
 from ckptcore.commit.root import PartialSave, Session
 from ckptcore.errors import (
     CorruptCheckpointError,
@@ -26,6 +25,7 @@ from ckptcore.errors import (
     TreeMismatchError,
     UnsupportedVersionError,
 )
+from ckptcore.job.receipts import decode_receipts, encode_receipts
 from ckptcore.model.arrays import Box
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.objects import CHECKSUM_ALGORITHM, CHECKSUM_BYTES, check_key

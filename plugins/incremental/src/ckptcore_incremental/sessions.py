@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ckptcore.commit.location import Location
-from ckptcore.commit.root import PartialSave, Session
-from ckptcore.commit.root_json import encode_partial
-from ckptcore.commit.sessions import (
+from ckptcore.commit.method import (
     PlannedSession,
     expect_no_checkpoint,
     find_partial,
     read_unchanged,
 )
+from ckptcore.commit.root import PartialSave, Session
+from ckptcore.commit.root_json import encode_partial
 from ckptcore.errors import CheckpointError, CommitUnknownError, UnsupportedLeafError
 from ckptcore.job.visibility import seen_by_all
 from ckptcore.model.arrays import Box

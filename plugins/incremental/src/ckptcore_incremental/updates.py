@@ -7,9 +7,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
-from ckptcore.commit.bases import base_locks, pin_name
-from ckptcore.commit.clocks import SYSTEM_CLOCK
 from ckptcore.commit.conditions import Conditions
+from ckptcore.commit.delete import base_locks, pin_name
+from ckptcore.commit.leases import SYSTEM_CLOCK
 from ckptcore.commit.location import Location, LocationLike, Place, absolute_location
 from ckptcore.commit.references import stored_tree
 from ckptcore.commit.root import Base, Composite, References, Root

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from ckptcore.commit.location import Location, LocationAddress, open_address
-from ckptcore.commit.mark import read_mark
 from ckptcore.commit.root import Claimed
 from ckptcore.commit.subdirectory import subdirectory
+from ckptcore.commit.target import read_mark
 from ckptcore.context import Context, IOOptions
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, RankFailedError
 from ckptcore.io.memory import allocate

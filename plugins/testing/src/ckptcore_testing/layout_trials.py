@@ -12,10 +12,10 @@ from functools import cache
 import numpy as np
 from ckptcore_incremental.session_tables import SessionReceipts, unite_sessions
 
-from ckptcore.commit.receipts import decode_receipts, encode_receipts
 from ckptcore.io.checksums import BlockChecksums
 from ckptcore.io.reader import ObjectReader
 from ckptcore.io.threads import IOThreads
+from ckptcore.job.receipts import decode_receipts, encode_receipts
 from ckptcore.model import (
     BLOCK_BYTES,
     JSON,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from ckptcore.commit.occupants import ADMINISTRATION
+from ckptcore.commit.target import ADMINISTRATION
 from ckptcore.model.tree import JSON
 
 __all__ = ["HOST_PROBES", "Hosts", "OnHosts", "note_key"]

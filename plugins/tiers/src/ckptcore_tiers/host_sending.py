@@ -21,10 +21,9 @@ from ckptcore_tools.copies.manifests import Manifest, StoredRoot
 from ckptcore_tools.copies.transfers import Transfer
 
 from ckptcore.commit.location import Location, Within, resolve_location
-from ckptcore.commit.mark import Mark
-from ckptcore.commit.occupants import ADMINISTRATION, parse_root, read_root, root_bytes
 from ckptcore.commit.root import HOST_COPIES, ROOT_KEY, Claimed, PartialSave, Root
 from ckptcore.commit.subdirectory import subdirectory
+from ckptcore.commit.target import ADMINISTRATION, Mark, parse_root, read_root, root_bytes
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,

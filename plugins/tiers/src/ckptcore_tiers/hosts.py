@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ckptcore.commit.location import Location, Place, Within, resolve_location
-from ckptcore.commit.occupants import ADMINISTRATION, read_root, root_bytes
 from ckptcore.commit.root import Claimed, PartialSave, Root, new_save_id
 from ckptcore.commit.root_json import summarize_root
 from ckptcore.commit.subdirectory import subdirectory
+from ckptcore.commit.target import ADMINISTRATION, read_root, root_bytes
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointNotFoundError,

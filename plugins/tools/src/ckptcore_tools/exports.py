@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from ckptcore.commit.location import Location, LocationLike, Place, Within, absolute_location, resolve_location
-from ckptcore.commit.occupants import refuse_to_replace
 from ckptcore.commit.root import Member, Role, new_save_id
+from ckptcore.commit.target import refuse_to_replace
 from ckptcore.context import Context
 from ckptcore.errors import InvalidLocationError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.events import Recording

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import ckptcore
-from ckptcore.commit.holder import Holder
+from ckptcore.commit.leases import Holder
 from ckptcore.commit.location import open_directory
 from ckptcore.commit.root import Claimed
 from ckptcore.commit.root_json import encode_claim

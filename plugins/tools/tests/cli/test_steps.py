@@ -15,9 +15,9 @@ from ckptcore_tools.cli import steps as steps_command
 from safetensors.numpy import save_file
 
 import ckptcore
-from ckptcore.commit.occupants import root_bytes
 from ckptcore.commit.root import Claimed
 from ckptcore.commit.root_json import encode_claim
+from ckptcore.commit.target import root_bytes
 from ckptcore.protocols import StorageBackend
 from plugins.tools.tests.cli.conftest import Run, RunJson, flip
 from plugins.tools.tests.cli.expected_documents import ErrorDocument, StepsDocument

@@ -20,7 +20,7 @@ from ckptcore_tools.cli.output import UNSET, byte_progress, print_document, prin
 
 if TYPE_CHECKING:
     from ckptcore.commit.locks import IfInUse
-    from ckptcore.commit.occupants import Overwrite
+    from ckptcore.commit.target import Overwrite
     from ckptcore.protocols import Transform
     from ckptcore_tools.copies import CopyReport, StepsCopyReport
     from ckptcore_tools.copies.copying import CopyVerification

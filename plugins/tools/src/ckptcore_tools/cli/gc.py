@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import click
 
-from ckptcore.commit.bases import find_bases, referring_to
+from ckptcore.commit.delete import find_bases, referring_to
 from ckptcore.commit.location import commit_method
 from ckptcore.commit.locks import IfInUse
 from ckptcore.context import Context

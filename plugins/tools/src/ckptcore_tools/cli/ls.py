@@ -79,8 +79,8 @@ def command(as_json: bool, directory: str) -> ExitCode:
 
 
 def _checkpoints(directory: str) -> Sequence[Listed]:
-    from ckptcore.commit.occupants import ADMINISTRATION, is_hidden_name, is_leftover_name
     from ckptcore.commit.root import ROOT_KEY
+    from ckptcore.commit.target import ADMINISTRATION, is_hidden_name, is_leftover_name
 
     context = command_context()
     names = names_in(directory, context)

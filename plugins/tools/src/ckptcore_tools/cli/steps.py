@@ -13,11 +13,10 @@ import click
 
 import ckptcore
 from ckptcore.commit.location import commit_method, resolve_location
-from ckptcore.commit.mark import Mark, root_mark
-from ckptcore.commit.occupants import parse_root, root_bytes
 from ckptcore.commit.root import ROOT_KEY, Composite, Root, Summary
 from ckptcore.commit.root_json import summarize_root
 from ckptcore.commit.subdirectory import subdirectory
+from ckptcore.commit.target import Mark, parse_root, root_bytes, root_mark
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,

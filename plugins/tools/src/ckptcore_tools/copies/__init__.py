@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, overload
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.commit.location import LocationLike
 from ckptcore.commit.locks import IfInUse
-from ckptcore.commit.occupants import Overwrite
+from ckptcore.commit.target import Overwrite
 from ckptcore.context import Context, default_context
 from ckptcore.loading.verify import ProgressCallback
 from ckptcore.protocols import Layout, Transforms

@@ -19,8 +19,8 @@ import xxhash
 
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.commit.location import LocationLike, Within, resolve_location
-from ckptcore.commit.occupants import Overwrite, refuse_to_replace
 from ckptcore.commit.root import Composite, Root, new_save_id
+from ckptcore.commit.target import Overwrite, refuse_to_replace
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,

@@ -15,8 +15,8 @@ import numpy as np
 from ckptcore.builtin import SingleProcess
 from ckptcore.builtin.files import FilesLayout, empty_directories, state_of_files
 from ckptcore.commit.location import Location, Place, resolve_location
-from ckptcore.commit.occupants import Overwrite, read_root, refuse_to_replace
 from ckptcore.commit.root import Member, check_name, new_save_id
+from ckptcore.commit.target import Overwrite, read_root, refuse_to_replace
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, NameCollisionError, TransformError
 from ckptcore.events import Recording

@@ -13,8 +13,6 @@ from typing import Final, Literal, TypeAlias
 import xxhash
 
 from ckptcore.commit.location import Location, Place, resolve_location
-from ckptcore.commit.mark import root_mark
-from ckptcore.commit.occupants import Overwrite, is_claimed_by, read_root, root_bytes
 from ckptcore.commit.root import ROOT_KEY, Claimed, Root
 from ckptcore.commit.root_json import (
     bases_of_root,
@@ -25,6 +23,7 @@ from ckptcore.commit.root_json import (
     read_head,
     summarize_root,
 )
+from ckptcore.commit.target import Overwrite, is_claimed_by, read_root, root_bytes, root_mark
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ckptcore.commit.location import Location
-from ckptcore.commit.occupants import read_root
 from ckptcore.commit.root import Root
+from ckptcore.commit.target import read_root
 from ckptcore.errors import InvalidLocationError
 from ckptcore.loading.checkpoint import Checkpoint
 

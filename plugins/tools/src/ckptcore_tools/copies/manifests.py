@@ -10,10 +10,9 @@ from typing import Final
 import xxhash
 
 from ckptcore.commit.location import Location, Place
-from ckptcore.commit.mark import Mark
-from ckptcore.commit.occupants import is_hidden_name
 from ckptcore.commit.root import ROOT_KEY
 from ckptcore.commit.root_json import decode_root
+from ckptcore.commit.target import Mark, is_hidden_name
 from ckptcore.context import Context
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, ObjectNotFoundError
 from ckptcore.io.requests import requests_of

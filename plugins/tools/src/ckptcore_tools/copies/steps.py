@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 from ckptcore.commit.location import LocationLike, Within, commit_method
 from ckptcore.commit.locks import IfInUse, Lock
-from ckptcore.commit.occupants import Overwrite
 from ckptcore.commit.subdirectory import subdirectory
+from ckptcore.commit.target import Overwrite
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointExistsError,

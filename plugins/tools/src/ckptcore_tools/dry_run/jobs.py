@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, NoReturn, TypeVar
 
 from ckptcore.commit.location import Place
-from ckptcore.commit.occupants import Overwrite
+from ckptcore.commit.target import Overwrite
 from ckptcore.context import Context
 from ckptcore.errors import PluginError
 from ckptcore.events import Recording

@@ -9,10 +9,10 @@ from typing import Final, Literal, TypeAlias
 from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.conditions import Conditions
 from ckptcore.commit.location import Location
-from ckptcore.commit.occupants import refuse_inside, refuse_to_replace
 from ckptcore.commit.root import Composite, Root, this_writer
 from ckptcore.commit.root_json import encode_composite, encode_root
 from ckptcore.commit.subdirectory import subdirectory
+from ckptcore.commit.target import refuse_inside, refuse_to_replace
 from ckptcore.context import Context
 from ckptcore.errors import PluginError, UnsupportedLeafError
 from ckptcore.io.requests import SIZES

@@ -1,4 +1,4 @@
-"""The occupant of a location: a checkpoint, a claim, other files or nothing, and whether a save may replace it.
+"""The target of a save or load: what exists at a location, whether a save may replace it, and whether it changed.
 
 Directories with hidden names beside a checkpoint belong to saves that are running or were killed.
 """
@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Claimed, Composite, PartialSave, Root
-from ckptcore.commit.root_json import HEAD_BYTES, Head, decode_root, is_claim, is_partial, read_head, summarize_root
+from ckptcore.commit.root_json import HEAD_BYTES, Head, decode_root, is_claim, is_partial, read_head
 from ckptcore.errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
@@ -26,12 +27,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ADMINISTRATION",
+    "ExistingTarget",
     "IsForeign",
-    "Occupant",
+    "Mark",
     "Overwrite",
     "expect_no_nested",
     "find_debris",
-    "find_occupant",
+    "find_existing",
     "holds_members",
     "is_claimed_by",
     "is_hidden_name",
@@ -41,11 +43,13 @@ __all__ = [
     "name_of_save",
     "none_is_foreign",
     "parse_root",
+    "read_mark",
     "read_root",
     "refuse_inside",
     "refuse_to_replace",
     "remove_debris",
     "root_bytes",
+    "root_mark",
 ]
 
 Overwrite: TypeAlias = bool | Literal["non-atomic"]
@@ -54,12 +58,11 @@ Overwrite: TypeAlias = bool | Literal["non-atomic"]
 IsForeign: TypeAlias = "Callable[[Location], bool]"
 """Returns whether the directory at a location is a checkpoint that other software wrote."""
 
-Occupant: TypeAlias = Literal["nothing", "claim", "checkpoint"]
-"""The kind of occupant."""
+ExistingTarget: TypeAlias = Literal["nothing", "claim", "checkpoint"]
+"""The kind of what exists at a location."""
 
 _MOST_MEMBERS: Final = 1000
-"""Directories to look into; a checkpoint has a handful."""
-
+"""Directories of which the root is read; a checkpoint has a handful."""
 
 _SHOWN: Final = 5
 
@@ -69,33 +72,35 @@ def none_is_foreign(location: Location) -> bool:
     return False
 
 
-def refuse_to_replace(location: Location, overwrite: Overwrite, is_foreign: IsForeign = none_is_foreign) -> Occupant:
+def refuse_to_replace(
+    location: Location, overwrite: Overwrite, is_foreign: IsForeign = none_is_foreign
+) -> ExistingTarget:
     """Check that a save may write to a location. Return what it replaces.
 
     Args:
-        location: where.
+        location: the location of the save.
         overwrite: whether a checkpoint is replaced.
         is_foreign: recognises checkpoints of other software; called if the location has files but no root.
 
     Raises:
-        CheckpointExistsError: if it may not.
-        InvalidLocationError: if no checkpoint can have its name.
-        ValueError: if `overwrite` is none of its values.
+        CheckpointExistsError: it may not.
+        InvalidLocationError: no checkpoint can have this name.
+        ValueError: `overwrite` is none of its values.
     """
     if location.is_object:
         raise CheckpointExistsError(
             f"{location.display} is a file; a checkpoint is a directory: save to another location, or remove the file"
         )
-    return find_occupant(location, root_bytes(location.store), overwrite, is_foreign)
+    return find_existing(location, root_bytes(location.store), overwrite, is_foreign)
 
 
-def find_occupant(
+def find_existing(
     location: Location, root: bytes | None, overwrite: Overwrite, is_foreign: IsForeign = none_is_foreign
-) -> Occupant:
+) -> ExistingTarget:
     """Return what a save to a location replaces.
 
     Args:
-        location: where.
+        location: the location of the save.
         root: the bytes of the root; None if there is none.
         overwrite, is_foreign: as for `refuse_to_replace`.
 
@@ -115,31 +120,27 @@ def find_occupant(
                 f"{location.display} is being filled by a partial save that is not finalized, and nothing replaces that: call "
                 "ckptcore.partial(...).finalize, or ckptcore.delete, first"
             )
-        # One that cannot be read counts as a checkpoint: it is replaced only when asked.
-        occupant: Occupant = "claim" if is_claim(root) else "checkpoint"
+        # An unreadable root counts as a checkpoint: it is replaced only with `overwrite`.
+        existing: ExistingTarget = "claim" if is_claim(root) else "checkpoint"
     elif not (names := location.store.list_names()):
         return "nothing"
-    elif _are_members(location.store, names) or is_foreign(location):
-        occupant = "checkpoint"  # of several checkpointables, that lost its root; or of other software
+    elif holds_members(location.store, names) or is_foreign(location):
+        existing = "checkpoint"  # a composite that lost its root, or a checkpoint of other software
     else:
         raise CheckpointExistsError(
             f"{location.display} holds files that are no checkpoint ({', '.join(names[:5])}), and they are not "
             "replaced; save to another location, or remove them"
         )
-    if occupant == "checkpoint" and not overwrite:
+    if existing == "checkpoint" and not overwrite:
         raise CheckpointExistsError(
             f"{location.display} holds a checkpoint already; save to another location, or pass overwrite=True"
         )
     expect_no_nested(location)
-    return occupant
+    return existing
 
 
-def holds_members(store: StorageBackend) -> bool:
-    """Return True if a directory without a root has members of a checkpoint of several checkpointables."""
-    return _are_members(store, store.list_names())
-
-
-def _are_members(store: StorageBackend, names: Sequence[str]) -> bool:
+def holds_members(store: StorageBackend, names: Sequence[str]) -> bool:
+    """Return True if the names in a directory without a root include members of a composite."""
     for entry in names[:_MOST_MEMBERS]:
         if not entry.endswith("/") or entry.startswith("."):
             continue
@@ -156,15 +157,15 @@ def read_root(store: StorageBackend) -> Root | Composite | Claimed | PartialSave
     """Return the root of a checkpoint; None if there is none.
 
     Raises:
-        CorruptCheckpointError: if it or a part of it is not what was written.
-        UnsupportedVersionError: if a newer version wrote it.
+        CorruptCheckpointError: the root or a part of it is damaged.
+        UnsupportedVersionError: a newer version wrote it.
     """
     data = root_bytes(store)
     return None if data is None else parse_root(store, data)
 
 
 def root_bytes(store: StorageBackend) -> bytes | None:
-    """Return the bytes of a root, which differ between any two saves; None if there is none."""
+    """Return the bytes of the root, which differ between any two saves; None if there is no root."""
     try:
         return store.get(ROOT_KEY)
     except ObjectNotFoundError:
@@ -174,7 +175,8 @@ def root_bytes(store: StorageBackend) -> bytes | None:
 def is_claimed_by(location: Location, save_id: str) -> bool:
     """Return True if the root at a location is the claim of a save. Never True with commits by rename."""
     data = root_bytes(location.store)
-    return data is not None and is_claim(data) and summarize_root(data).save_id == save_id
+    head = None if data is None or not is_claim(data) else read_head(data)
+    return head is not None and head.save_id == save_id
 
 
 def parse_root(store: StorageBackend, data: bytes, display: str = "") -> Root | Composite | Claimed | PartialSave:
@@ -293,29 +295,115 @@ def remove_debris(store: StorageBackend, kept: Collection[str]) -> None:
         store.delete(debris)
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The state of a location at one time. Differs after a checkpoint is committed, replaced or deleted there.
+
+    Checkpoints of other software have no root. Their mark differs only after a root appears, or the names change.
+
+    Attributes:
+        root: the bytes of the root, which differ between any two saves; None without a root; as str, the reason why it
+            cannot be read.
+        around: the root of the composite, for a member of one.
+        names: the names in a directory without a root, except hidden directories of saves.
+        nbytes: the size of an object; None for a directory.
+    """
+
+    root: bytes | str | None
+    around: bytes | str | None = None
+    names: tuple[str, ...] = ()
+    nbytes: int | None = None
+
+    @property
+    def is_object(self) -> bool:
+        """True if the location is one object (file), and no directory."""
+        return self.nbytes is not None
+
+    def is_at(self, location: Location) -> bool:
+        """Return True if the location has not changed, so that an error is about the checkpoint itself.
+
+        Raises:
+            StorageError
+        """
+        return read_mark(location) == self
+
+    def is_part_of(self, location: Location) -> bool:
+        """Return True if everything in the mark still exists, so that data read without an error is of one save.
+
+        New names are ignored: what was read does not depend on them.
+
+        Raises:
+            StorageError
+        """
+        now = read_mark(location)
+        return replace(now, names=()) == replace(self, names=()) and set(self.names) <= set(now.names)
+
+    def has_stayed_at(self, location: Location) -> bool:
+        """Return True if the root has not changed, so that data read without an error is of one save. One request.
+
+        The root of a committed composite is not read again for its members. Names are not listed again either, because
+        checkpoints of other software may need many reads and long listings.
+
+        Raises:
+            StorageError
+        """
+        return root_mark(location.store) == self.root
+
+
+def read_mark(location: Location) -> Mark:
+    """Read the mark of a location: its root first, and names only without a root.
+
+    Raises:
+        StorageError
+    """
+    root = root_mark(location.store)
+    if isinstance(root, str):
+        return Mark(root)
+    if root is not None:
+        head = read_head(root)
+        is_member = head is not None and head.role == "member"
+        return Mark(root, around=root_mark(location.parent) if is_member else None)
+    try:
+        nbytes = location.parent.size(location.name)
+    except ObjectNotFoundError:
+        names = [name for name in location.store.list_names() if not is_hidden_name(name.removesuffix("/"))]
+        return Mark(None, names=tuple(names))
+    return Mark(None, nbytes=nbytes)
+
+
+def root_mark(store: StorageBackend) -> bytes | str | None:
+    """Return the bytes of the root; None without a root, and the reason as str if it cannot be read.
+
+    A directory that is exchanged while its root is opened looks like a link that leads out of it.
+    """
+    try:
+        return root_bytes(store)
+    except InvalidLocationError as error:
+        return str(error)
+
+
 ADMINISTRATION: Final = ".ckptcore"
 """The directory beside the steps that has the locks."""
 
-_HIDDEN: Final = re.compile(r"\.(.+)\.([0-9a-f]{16})\.ckptcore", re.DOTALL)
-"""The hidden directory of a save: the name of the checkpoint, and the save id."""
-
-_PARTIAL: Final = re.compile(r"\.(.+)\.partial\.ckptcore", re.DOTALL)
+_HIDDEN: Final = re.compile(r"\.(.+)\.([0-9a-f]{16}|partial)\.ckptcore", re.DOTALL)
+"""A hidden directory: the name of the checkpoint, and the save id, or "partial" for a partial save."""
 
 
 def is_hidden_name(name: str) -> bool:
     """Return True if this is the name of the hidden directory of a save, a deletion or a partial save."""
-    return is_leftover_name(name) or _PARTIAL.fullmatch(name) is not None
+    return _HIDDEN.fullmatch(name) is not None
 
 
 def is_leftover_name(name: str) -> bool:
     """Return True if this is the name of the hidden directory of a save or a deletion, running or killed."""
-    return _HIDDEN.fullmatch(name) is not None
+    matched = _HIDDEN.fullmatch(name)
+    return matched is not None and matched[2] != "partial"
 
 
 def is_save_of(name: str, hidden: str) -> bool:
-    """Return whether a directory is that of a save to `name`, or of a deletion of it."""
+    """Return True if a directory belongs to a save to `name`, or to a deletion of it."""
     matched = _HIDDEN.fullmatch(hidden)
-    return matched is not None and matched[1] == name
+    return matched is not None and matched[2] != "partial" and matched[1] == name
 
 
 def name_of_save(name: str, save_id: str) -> str:
