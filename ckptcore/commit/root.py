@@ -1,4 +1,4 @@
-"""The root of a checkpoint: the one small object by which it exists. `ckptcore.commit.root_json` knows its bytes."""
+"""Roots: the small object by which a checkpoint exists. `ckptcore.commit.root_json` encodes and decodes them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ __all__ = [
     "Session",
     "Summary",
     "check_name",
-    "is_save_id",
     "new_save_id",
     "this_writer",
 ]
@@ -42,28 +41,27 @@ ROOT_KEY: Final = "checkpoint.json"
 """The key of the root within a checkpoint."""
 
 PARTIAL_KEY: Final = "checkpoint.partial.json"
-"""The session table in the hidden directory of a partial save. On other storage the table is in the place of the root."""
+"""The key of the session table in the hidden directory of a partial save; other storage has it under `ROOT_KEY`."""
 
 Role: TypeAlias = Literal["checkpoint", "member", "export"]
-"""A checkpoint by itself, one checkpointable of a composite, or an export in the directory of its save."""
+"""A checkpoint by itself, a checkpointable of a composite, or an export in the directory of its save."""
 
 HOST_COPIES: Final = "checkpoint.copies"
-"""The directory, within a tree that hosts save to disks of their own, of what a host has copies of beside its part."""
+"""In a tree that hosts save to disks of their own: the directory of the copies that a host has besides its part."""
 
-_SAVE_ID: Final = re.compile(r"[0-9a-f]{16}")
-_TOLD: Final = 8
-"""Sessions of which an error tells; of more, how many they are."""
+_SHOWN: Final = 8
+"""The most sessions that are described; the others are counted."""
 
 _OWN_DIRECTORY: Final = re.compile(r".*\.rank_[0-9]+", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """A root that says: a save is under way here.
+    """The root of a save that is running or has failed.
 
     Attributes:
-        save_id: the save.
-        created: when it began, ISO 8601 in UTC.
+        save_id: the save id.
+        created: when the save began, ISO 8601 in UTC.
     """
 
     save_id: str
@@ -72,17 +70,17 @@ class Claimed:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What one session of a partial save wrote.
+    """A complete session of a partial save.
 
     Attributes:
-        first: the first of the ranks that its processes have in the whole save; what the session is known by.
-        size: how many processes it had.
+        first: the first of the ranks that its processes have in the whole save. It identifies the session.
+        size: the number of its processes.
         created: when it was complete, ISO 8601 in UTC.
-        arrays: of how many arrays it wrote something.
-        nbytes: bytes of its objects.
-        key: the object that says what it wrote.
-        key_bytes: bytes of that.
-        checksum: of that, ``algorithm:value``.
+        arrays: the number of arrays of which it wrote a part.
+        nbytes: the size of its objects in bytes.
+        key: the key of the object that describes what it wrote.
+        key_bytes: the size of that object in bytes.
+        checksum: the checksum of that object, ``algorithm:value``.
     """
 
     first: int
@@ -97,19 +95,19 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class PartialSave:
-    """What stands in the place of a root while a checkpoint is filled in several sessions.
+    """The session table of a partial save.
 
     Attributes:
-        save_id: of the save that all sessions are.
-        created: when the first one began, ISO 8601 in UTC.
-        layout: the name of the layout that all sessions have.
+        save_id: the save id of all sessions.
+        created: when the first session began, ISO 8601 in UTC.
+        layout: the name of the layout of all sessions.
         agreed: the options of the layout that all sessions have, in words.
-        ranks: how many ranks were given away: to processes of sessions, of those that died too, and to who finalized and died. None
-            is given twice, so that no two sessions write under one name.
-        owner: the first rank of who may write now; None: nobody, until another session begins.
-        token: drawn by who owns it, or did last. Of two that saw the same and want to own it at once, each would take what the other
-            put for its own, were the bytes the same.
-        sessions: those that are complete.
+        ranks: the number of ranks that were assigned, to processes of failed sessions and finalizations too. No rank is
+            assigned twice, so that no two sessions write under one name.
+        owner: the first rank of the session that may write now; None until another session begins.
+        token: a random token of the last owner. Without it, two processes that try to become the owner at once would
+            put equal bytes, and each would take the other's table for its own.
+        sessions: the complete sessions.
     """
 
     save_id: str
@@ -122,26 +120,28 @@ class PartialSave:
     sessions: tuple[Session, ...] = ()
 
     def own_by_next(self, size: int) -> PartialSave:
-        """The same where somebody who has not been there yet may write, and nobody else.
+        """Return the table with a new session as its owner.
 
         Args:
-            size: how many processes that are.
+            size: the number of processes of that session.
         """
         return replace(self, ranks=self.ranks + size, owner=self.ranks, token=new_save_id())
 
     def complete(self, session: Session) -> PartialSave:
-        """The same with one more session, and nobody who may write."""
+        """Return the table with one more session, and without an owner."""
         return replace(self, owner=None, sessions=(*self.sessions, session))
 
     def __str__(self) -> str:
-        """Which sessions there are, for a person."""
-        told = [
+        """Return the complete sessions in words."""
+        if not self.sessions:
+            return "no complete session"
+        shown = [
             f"one at {one.created} with {one.arrays} array{'' if one.arrays == 1 else 's'}"
-            for one in self.sessions[-_TOLD:]
+            for one in self.sessions[-_SHOWN:]
         ]
-        more = [f"{len(self.sessions) - _TOLD} before"] if len(self.sessions) > _TOLD else []
-        sessions = "1 complete session" if len(self.sessions) == 1 else f"{len(self.sessions)} complete sessions"
-        return f"{sessions} ({', '.join([*more, *told])})" if told else "no complete session"
+        if len(self.sessions) > _SHOWN:
+            shown.insert(0, f"{len(self.sessions) - _SHOWN} before")
+        return f"{len(self.sessions)} complete session{'' if len(self.sessions) == 1 else 's'} ({', '.join(shown)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,15 +149,15 @@ class Base:
     """A checkpoint that another one refers to.
 
     Attributes:
-        path: where it is, relative to the directory that the referring one is in; ``/`` between names, ``..`` in front only.
-        save_id: the save that is meant.
+        path: its path, relative to the directory around the referring one; ``/`` between names, ``..`` in front only.
+        save_id: its save id.
     """
 
     path: str
     save_id: str
 
     def __post_init__(self) -> None:
-        """Refuse a path that is none.
+        """Refuse an invalid path, which may be hostile.
 
         Raises:
             CorruptCheckpointError
@@ -168,24 +168,25 @@ class Base:
         plain = all(name not in ("", ".", "..") and "\0" not in name for name in names)
         if not names or not plain or posixpath.isabs(self.path) or names[-1].startswith("."):
             raise CorruptCheckpointError(
-                f"a checkpoint refers to a base at {self.path[:200]!r}: expected a relative path to a checkpoint; load another one"
+                f"a checkpoint refers to a base at {self.path[:200]!r}: expected a relative path to a checkpoint; load "
+                "another one"
             )
 
     @property
     def is_beside(self) -> bool:
-        """Whether it is in the directory that the referring one is in."""
+        """True if it is in the same directory as the referring one."""
         return "/" not in self.path
 
 
 @dataclass(frozen=True, slots=True)
 class References:
-    """Which arrays of a tree are stored in bases, a column for each thing.
+    """The arrays of a tree that are stored in bases, as columns.
 
     Attributes:
-        bases: the checkpoints that have them.
-        leaf: the numbers of the arrays, ascending; of tied ones the first.
-        base: for each, the number of its base.
-        stored: for each, the number of the leaf in the tree of that base, which is stored there: references are one deep.
+        bases: the checkpoints that store them.
+        leaf: the numbers of the arrays, ascending; the first of tied arrays.
+        base: the number of the base of each.
+        stored: the number of each in the tree of its base, which stores it itself: references are one deep.
     """
 
     bases: tuple[Base, ...] = ()
@@ -194,7 +195,7 @@ class References:
     stored: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """True if an array is stored in a base."""
         return bool(self.leaf)
 
     def check(self, tree: TreeMetadata) -> None:
@@ -217,20 +218,20 @@ class Root:
     """A committed checkpoint.
 
     Attributes:
-        save_id: the save that wrote it: 16 hexadecimal digits.
+        save_id: the save id: 16 hexadecimal digits.
         created: when the save began, ISO 8601 in UTC.
         writer: names and versions of the software that wrote it.
         layout: the name of its layout.
         state: JSON that the layout owns.
-        tree: what is in it.
+        tree: the tree.
         objects: every object but the root and its parts, by key.
-        custom: metadata of the user's.
-        parts: the objects that hold tables of the root.
-        metrics: measurements that the user gave with it.
-        timeline: how long the save took at what, as `ckptcore.events` encodes it; not checked.
-        role: ``member`` has the save id of its composite; ``export`` is replaced and deleted with the save that it is in.
-        progress: how far the training was: ``step``, ``epoch``.
-        references: which arrays of the tree are stored in other checkpoints.
+        custom: metadata of the user.
+        parts: the keys of the objects that have large tables of the root.
+        metrics: measurements that the user gave.
+        timeline: the durations of the save, as `ckptcore.events` encodes them; not checked.
+        role: ``member`` has the save id of its composite; ``export`` is replaced and deleted with its save.
+        progress: the progress of the training: ``step``, ``epoch``.
+        references: the arrays of the tree that are stored in other checkpoints.
     """
 
     save_id: str
@@ -254,15 +255,15 @@ class Member:
     """One checkpointable of a composite.
 
     Attributes:
-        kind: whether it is a tree, or files that the object wrote itself.
-        processes: how many processes saved a state of their own; None where all saved one together.
+        kind: a tree, or files that the object wrote itself.
+        processes: the number of processes that saved a state of their own; None if all saved one together.
     """
 
     kind: Literal["tree", "files"]
     processes: int | None = None
 
     def directory(self, name: str, rank: int) -> str:
-        """The directory, within the composite, of what one process saved."""
+        """Return the directory, within the composite, that one process saved."""
         return name if self.processes is None or self.processes == 1 else f"{name}.rank_{rank}"
 
 
@@ -271,8 +272,8 @@ class Composite:
     """A committed checkpoint of several checkpointables, each a checkpoint in a directory of its own.
 
     Attributes:
-        save_id, created, writer, custom, parts, metrics, timeline, progress: as of a `Root`.
-        members: the checkpointables by name. One that was deleted since is still listed.
+        save_id, created, writer, custom, parts, metrics, timeline, progress: see `Root`.
+        members: the checkpointables by name, including deleted ones.
     """
 
     save_id: str
@@ -288,13 +289,13 @@ class Composite:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a root says without its tables.
+    """The small members of a root.
 
     Attributes:
-        committed: whether it is one of a checkpoint, and not a claim.
-        save_id, created, metrics, progress: as of a `Root`.
-        members: the checkpointables by name; None of a checkpoint that is one tree.
-        nbytes: bytes of its objects; None where the root names a part that has them, and 0 of a composite.
+        committed: True for a checkpoint, False for a claim or a session table.
+        save_id, created, metrics, progress: see `Root`.
+        members: the checkpointables by name; None for one tree.
+        nbytes: the size of its objects in bytes; None if a part of the root has it, and 0 for a composite.
         bases: the checkpoints that it refers to.
     """
 
@@ -309,20 +310,15 @@ class Summary:
 
 
 def new_save_id() -> str:
-    """A save id that no other save has."""
+    """Return a new save id."""
     return os.urandom(8).hex()
 
 
-def is_save_id(text: str) -> bool:
-    """Whether this is a save id: 16 hexadecimal digits."""
-    return _SAVE_ID.fullmatch(text) is not None
-
-
 def check_name(name: str) -> str:
-    """The name itself, if a checkpointable can have it.
+    """Return the name, if a checkpointable can have it.
 
     Raises:
-        InvalidLocationError: says what is wrong with it.
+        InvalidLocationError
     """
     reason = None
     if not isinstance(name, str) or not name:
@@ -349,11 +345,10 @@ def this_writer() -> Mapping[str, str]:
 
 
 _MOST: Final = 4
-"""Roots that are kept."""
+"""The most roots in the cache."""
 
 _MOST_BYTES: Final = 1 << 20
-"""Of the bytes of a root that is kept."""
-
+"""The largest root in the cache, in bytes."""
 
 T = TypeVar("T")
 
@@ -366,36 +361,36 @@ class _Known(Generic[T]):
 
 
 class KnownRoots(Generic[T]):
-    """Roots that were parsed last, each with what its reader keeps of it. Any thread.
+    """Cache of the last parsed roots, each with an object that its reader made of it. Any thread.
 
-    A root is known by all of its bytes, which are read and compared each time. One that has parts is not kept, for these have to be read and
-    verified again; nor is one with values that somebody who is given them could change.
+    A root is found by all of its bytes, which are read and compared each time. A root with parts is not cached, because
+    the parts have to be read and verified again; nor is a root with mutable values, which callers could change.
     """
 
     def __init__(self) -> None:
-        """None yet."""
+        """Create an empty cache."""
         self._known: tuple[_Known[T], ...] = ()
         self._lock = threading.Lock()
 
     def root(
         self, data: bytes, parse: Callable[[], Root | Composite | Claimed | PartialSave]
     ) -> Root | Composite | Claimed | PartialSave:
-        """What these bytes of a root say.
+        """Return the root with these bytes.
 
         Args:
             data: the bytes.
-            parse: parses them; called where they are not known.
+            parse: parses them; called if they are not in the cache.
         """
         known = self._find(data)
         return parse() if known is None else known.root
 
     def keep(self, data: bytes, root: Root, make: Callable[[], T]) -> T:
-        """Return what is kept of a root, and keep the root from now on.
+        """Return the object that belongs to a root, and cache the root.
 
         Args:
             data: the bytes of the root.
-            root: what they say.
-            make: makes what is kept; called if the root is not known.
+            root: the root.
+            make: makes the object; called if the root is not in the cache.
         """
         known = self._find(data)
         if known is not None and known.root is root:
@@ -408,15 +403,12 @@ class KnownRoots(Generic[T]):
         return kept
 
     def _find(self, data: bytes) -> _Known[T] | None:
-        for known in self._known:
-            if known.data == data:
-                return known
-        return None
+        return next((known for known in self._known if known.data == data), None)
 
 
 def _has_containers(root: Root) -> bool:
-    """Whether a value of the tree is a list or mapping, which its handler may give out as it is."""
+    """Return True if a value of the tree is a list or mapping, which its handler may return without a copy."""
     leaves = root.tree.leaves
-    if {*map(type, leaves)} == {ArrayRecord}:  # as most are, and sooner told
+    if {*map(type, leaves)} == {ArrayRecord}:  # fast path
         return False
     return any(isinstance(record, ValueRecord) and isinstance(record.value, list | dict) for record in leaves)

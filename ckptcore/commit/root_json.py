@@ -1,4 +1,7 @@
-"""The bytes of a root, ``checkpoint.json``, which seal themselves with a checksum, and of the parts that it names."""
+"""The JSON of roots, ``checkpoint.json``, which ends in a checksum of itself, and of their parts.
+
+Every decoder accepts hostile bytes: it raises `CorruptCheckpointError` or `UnsupportedVersionError`, and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ import binascii
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
 from typing import Any, Final, Literal, TypeAlias, cast
 
 import xxhash
@@ -26,7 +30,6 @@ from ckptcore.commit.root import (
     Session,
     Summary,
     check_name,
-    is_save_id,
 )
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, InvalidLocationError, UnsupportedVersionError
 from ckptcore.model.metadata import TreeMetadata
@@ -54,13 +57,14 @@ FORMAT_VERSION: Final = 1
 """The version of the format that is written, and the newest that is read."""
 
 HEAD_BYTES: Final = 128
-"""At most as many bytes has the head of a root."""
+"""The largest head of a root, in bytes."""
 
 _FORMAT: Final = "ckptcore"
 _HEAD: Final = re.compile(
     rb'\{"format":"ckptcore","version":[1-9][0-9]{0,8},"state":"(claimed|partial|committed)",'
     rb'"role":"(checkpoint|member|export)","save_id":"([0-9a-f]{16})"[,}]'
 )
+_SAVE_ID: Final = re.compile(r"[0-9a-f]{16}")
 _REPAIR: Final = "restore it from a copy, or load another checkpoint"
 _INLINE_BYTES: Final = 1 << 18
 """A table up to this size is in the root itself; a larger one is a part, an object of its own."""
@@ -72,7 +76,7 @@ _MAX_PROCESSES: Final = 1 << 24
 _NOT_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 ReadPart: TypeAlias = Callable[[str, int], bytes]
-"""Gives at most so many bytes of an object of the checkpoint."""
+"""Returns at most so many bytes of an object of the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +84,9 @@ class Head:
     """The members that every root begins with, in this order, in every version of the format.
 
     Attributes:
-        state: ``committed`` for a checkpoint; ``claimed`` or ``partial`` for a save that did not commit yet.
+        state: ``committed`` for a checkpoint; ``claimed`` or ``partial`` for a save that is not committed.
         role: see `Role`.
-        save_id: of the save.
+        save_id: the save id.
     """
 
     state: Literal["claimed", "partial", "committed"]
@@ -103,84 +107,13 @@ def read_head(data: bytes) -> Head | None:
     return Head(cast(Any, state), cast(Any, role), save_id)  # the pattern admits no others
 
 
-def _head(state: str, save_id: str, role: Role = "checkpoint") -> dict[str, JSON]:
-    return {"format": _FORMAT, "version": FORMAT_VERSION, "state": state, "role": role, "save_id": save_id}
-
-
-def summarize_root(data: bytes) -> Summary:
-    """What these bytes of a root say, which may be hostile; no part of it is read.
-
-    Raises:
-        CorruptCheckpointError, UnsupportedVersionError
-    """
-    try:
-        document, head = _open(data)
-        return Summary(
-            head.state == "committed",
-            head.save_id,
-            _text(document["created"]),
-            _decode_metrics(document.get("metrics", {})),
-            _decode_progress(document.get("progress", {})),
-            _decode_members(document["members"]) if "members" in document else None,
-            _bytes_of_objects(document.get("tables", {}), document.get("parts", {})),
-            _decode_bases(document.get("bases", [])),
-        )
-    except InvalidLocationError as error:
-        raise CorruptCheckpointError(f"{ROOT_KEY} names an object that cannot be: {error}", key=ROOT_KEY) from error
-    except CheckpointError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{ROOT_KEY} cannot be read: {error!r}", key=ROOT_KEY) from error
-
-
-def bases_of_root(data: bytes) -> tuple[Base, ...]:
-    """Return the other checkpoints that a root, which may be hostile, refers to. Every version has them in the same form.
-
-    Raises:
-        CorruptCheckpointError
-    """
-    if b'"bases"' not in data:
-        return ()  # most have none, and who deletes a checkpoint asks all that are beside it
-    try:
-        return _decode_bases(_unseal(data).get("bases", []))
-    except (ValueError, TypeError) as error:
-        raise CorruptCheckpointError(f"{ROOT_KEY} cannot be read: {error!r}", key=ROOT_KEY) from error
-
-
-def _bytes_of_objects(tables: Any, parts: Any) -> int | None:
-    if "objects" in parts:
-        return None
-    sizes: list[Any] = tables["objects"]["size"] if "objects" in tables else []
-    for size in sizes:
-        if type(size) is not int or size < 0:
-            raise CorruptCheckpointError(f"{ROOT_KEY} states {str(size)[:80]!r} bytes for an object", key=ROOT_KEY)
-    total: int = sum(sizes)
-    return total
-
-
-def encode_claim(claimed: Claimed) -> bytes:
-    """The bytes of a root that claims a location."""
-    return _seal({**_head("claimed", claimed.save_id), "created": claimed.created})
-
-
 def is_claim(data: bytes) -> bool:
     """Return True for the root of a claim, with a correct checksum."""
     return _has_state(data, "claimed")
 
 
-def encode_partial(partial: PartialSave) -> bytes:
-    """The bytes of what stands in the place of a root while a checkpoint is filled in several sessions."""
-    sessions: list[JSON] = [
-        [one.first, one.size, one.created, one.arrays, one.nbytes, one.key, one.key_bytes, one.checksum]
-        for one in partial.sessions
-    ]
-    return _seal({**_head("partial", partial.save_id), "created": partial.created, "layout": partial.layout,
-                  "agreed": partial.agreed, "ranks": partial.ranks, "owner": partial.owner, "token": partial.token,
-                  "sessions": sessions})  # fmt: skip
-
-
 def is_partial(data: bytes) -> bool:
-    """Return True for the root of a partial save that is not finalized, with a correct checksum."""
+    """Return True for the session table of a partial save, with a correct checksum."""
     return _has_state(data, "partial")
 
 
@@ -195,44 +128,23 @@ def _has_state(data: bytes, state: str) -> bool:
     return True
 
 
-def _decode_partial(document: dict[str, Any], save_id: str) -> PartialSave:
-    ranks, owner = _count(document["ranks"]), document["owner"]
-    sessions = []
-    for first, size, created, arrays, nbytes, key, key_bytes, checksum in document["sessions"]:
-        sessions.append(
-            Session(
-                _count(first), _count(size), _text(created), _count(arrays), _count(nbytes), _text(key), _count(key_bytes),
-                _text(checksum),
-            )
-        )  # fmt: skip
-        stop = sessions[-2].first + sessions[-2].size if len(sessions) > 1 else 0
-        if not 1 <= size <= _MAX_PROCESSES or not stop <= first <= ranks - size or key_bytes > _MAX_PART_BYTES:
-            raise CorruptCheckpointError(f"{ROOT_KEY} states a session that cannot be: {sessions[-1]}", key=ROOT_KEY)
-        if key != f"checkpoint.{save_id}.session-{first}":
-            raise CorruptCheckpointError(f"{ROOT_KEY} names {key[:80]!r} for the session {first}", key=ROOT_KEY)
-    if owner is not None and _count(owner) >= ranks:
-        raise CorruptCheckpointError(f"{ROOT_KEY} states the owner {owner} of {ranks} ranks", key=ROOT_KEY)
-    return PartialSave(
-        save_id, _text(document["created"]), _text(document["layout"]), _text(document["agreed"]), ranks, owner,
-        _text(document["token"]), tuple(sessions),
-    )  # fmt: skip
+# --- encoding ---------------------------------------------------------------------------------------------------------
 
 
-def _count(found: Any) -> int:
-    if type(found) is not int or found < 0:
-        raise CorruptCheckpointError(f"{ROOT_KEY} has {str(found)[:80]!r} where a count is expected", key=ROOT_KEY)
-    return found
+def encode_claim(claimed: Claimed) -> bytes:
+    """Return the bytes of a root that claims a location."""
+    return _seal({**_head("claimed", claimed.save_id), "created": claimed.created})
 
 
-def _decode_progress(progress: Any) -> dict[str, int]:
-    for name, value in progress.items():
-        if type(value) is not int:
-            raise CorruptCheckpointError(f"{ROOT_KEY} states {str(value)[:80]!r} for {name!r}", key=ROOT_KEY)
-    return {_text(name): value for name, value in progress.items()}
+def encode_partial(partial: PartialSave) -> bytes:
+    """Return the bytes of a session table."""
+    return _seal({**_head("partial", partial.save_id), "created": partial.created, "layout": partial.layout,
+                  "agreed": partial.agreed, "ranks": partial.ranks, "owner": partial.owner, "token": partial.token,
+                  "sessions": [astuple(session) for session in partial.sessions]})  # fmt: skip
 
 
 def encode_root(root: Root) -> tuple[bytes, Mapping[str, bytes]]:
-    """The bytes of a committed root, and by key those of its parts, which must be written before it."""
+    """Return the bytes of a committed root, and those of its parts by key, which must be written before it."""
     own: dict[str, JSON] = {"layout": root.layout}
     tables: dict[str, JSON] = {
         "tree": root.tree.to_json(),
@@ -247,7 +159,7 @@ def encode_root(root: Root) -> tuple[bytes, Mapping[str, bytes]]:
 
 
 def encode_composite(composite: Composite) -> tuple[bytes, Mapping[str, bytes]]:
-    """The bytes of the committed root of a composite, and by key those of its parts, which must be written before it."""
+    """Return the bytes of the root of a composite, and those of its parts by key, which must be written before it."""
     members = {name: [member.kind, member.processes] for name, member in composite.members.items()}
     return _encode(composite, "checkpoint", {"members": members}, {"custom": composite.custom})
 
@@ -275,7 +187,10 @@ def _encode(
         "parts": described,
     }
     if root.metrics:
-        document["metrics"] = {name: _encode_metric(value) for name, value in root.metrics.items()}
+        # JSON has no numbers that are not finite.
+        document["metrics"] = {
+            name: value if math.isfinite(value) else str(value) for name, value in root.metrics.items()
+        }
     if root.progress:
         document["progress"] = dict(root.progress)
     if root.timeline is not None:
@@ -283,134 +198,8 @@ def _encode(
     return _seal(document), parts
 
 
-def _encode_metric(value: float) -> JSON:
-    return value if math.isfinite(value) else str(value)  # JSON has no other numbers
-
-
-def _decode_metrics(metrics: Any) -> dict[str, float]:
-    decoded = {}
-    for name, value in metrics.items():
-        if type(value) not in (int, float) and value not in _NOT_FINITE:
-            raise CorruptCheckpointError(f"{ROOT_KEY} states {str(value)[:80]!r} for the metric {name!r}", key=ROOT_KEY)
-        decoded[_text(name)] = _NOT_FINITE[value] if isinstance(value, str) else float(value)
-    return decoded
-
-
-def decode_root(data: bytes, read_part: ReadPart) -> Root | Composite | Claimed | PartialSave:
-    """The root that these bytes are; they and those of its parts may be hostile.
-
-    Raises:
-        CorruptCheckpointError: if they are not what was written.
-        UnsupportedVersionError: if a newer version wrote them.
-    """
-    try:
-        return _decode(data, read_part)
-    except InvalidLocationError as error:
-        raise CorruptCheckpointError(f"{ROOT_KEY} names an object that cannot be: {error}", key=ROOT_KEY) from error
-    except CheckpointError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{ROOT_KEY} cannot be read: {error!r}", key=ROOT_KEY) from error
-
-
-def _decode(data: bytes, read_part: ReadPart) -> Root | Composite | Claimed | PartialSave:
-    document, head = _open(data)
-    save_id, created = head.save_id, _text(document["created"])
-    if head.state == "claimed":
-        return Claimed(save_id, created)
-    if head.state == "partial":
-        return _decode_partial(document, save_id)
-    tables: dict[str, Any] = dict(document["tables"])
-    parts = []
-    for name, described in document["parts"].items():
-        key = check_key(_text(described["key"]))
-        tables[name] = _read_part(key, described["size"], _text(described["checksum"]), read_part)
-        parts.append(key)
-    writer = {_text(name): _text(value) for name, value in document["writer"].items()}
-    metrics = _decode_metrics(document.get("metrics", {}))
-    progress = _decode_progress(document.get("progress", {}))
-    if "members" in document:
-        return Composite(
-            save_id=save_id,
-            created=created,
-            writer=writer,
-            members=_decode_members(document["members"]),
-            custom=dict(tables["custom"]),
-            parts=tuple(parts),
-            metrics=metrics,
-            timeline=document.get("timeline"),
-            progress=progress,
-        )
-    tree = TreeMetadata.from_json(tables["tree"])
-    return Root(
-        save_id=save_id,
-        created=created,
-        writer=writer,
-        layout=_text(document["layout"]),
-        state=tables["layout"],
-        tree=tree,
-        objects=_decode_objects(tables["objects"]),
-        custom=dict(tables["custom"]),
-        parts=tuple(parts),
-        metrics=metrics,
-        timeline=document.get("timeline"),
-        role=head.role,
-        progress=progress,
-        references=_decode_references(document.get("bases", []), tables.get("references"), tree),
-    )
-
-
-def _decode_bases(bases: Any) -> tuple[Base, ...]:
-    decoded = tuple([Base(_text(path), _text(save_id)) for path, save_id in bases])
-    if not all(is_save_id(base.save_id) for base in decoded) or len(set(decoded)) != len(decoded):
-        raise CorruptCheckpointError(f"{ROOT_KEY} states the bases {str(bases)[:200]}", key=ROOT_KEY)
-    return decoded
-
-
-def _decode_references(bases: Any, table: Any, tree: TreeMetadata) -> References:
-    if table is None and not bases:
-        return References()
-    columns = [tuple(map(_count, table[name])) for name in ("leaf", "base", "stored")]
-    references = References(_decode_bases(bases), *columns)
-    references.check(tree)
-    return references
-
-
-def _decode_members(members: Any) -> dict[str, Member]:
-    decoded = {}
-    for name, (kind, processes) in members.items():
-        if kind not in ("tree", "files"):
-            raise UnsupportedVersionError(
-                f"{name!r} in the checkpoint is of the kind {str(kind)[:80]!r}, which this ckptcore does not know; upgrade ckptcore"
-            )
-        if processes is not None and (type(processes) is not int or not 1 <= processes <= _MAX_PROCESSES):
-            raise CorruptCheckpointError(
-                f"{ROOT_KEY} states {str(processes)[:80]!r} processes for {name!r}", key=ROOT_KEY
-            )
-        decoded[check_name(name)] = Member(kind, processes)
-    return decoded
-
-
-def _read_part(key: str, size: Any, checksum: str, read_part: ReadPart) -> JSON:
-    if type(size) is not int or not 0 <= size <= _MAX_PART_BYTES:
-        raise CorruptCheckpointError(f"{ROOT_KEY} states {size!r} bytes for {key}", key=key)
-    data = read_part(key, size + 1)
-    if len(data) != size:
-        found = f"{len(data)} bytes" if len(data) < size else "more"
-        raise CorruptCheckpointError(
-            f"{key} has {found}, where {size} bytes were written; restore it or delete the checkpoint",
-            key=key, start=min(len(data), size), stop=max(len(data), size),
-        )  # fmt: skip
-    if _checksum(data) != checksum:
-        raise CorruptCheckpointError(
-            f"{key} is damaged: its checksum is {_checksum(data)} and was {checksum}", key=key, start=0, stop=size
-        )
-    table: JSON = _parse(data, key)
-    return table
-
-
 def _encode_objects(objects: Mapping[str, ObjectRecord]) -> JSON:
-    records = [objects[key] for key in sorted(objects)]  # they are complete in any order: equal saves give equal bytes
+    records = [objects[key] for key in sorted(objects)]  # objects complete in any order: equal saves give equal bytes
     return {
         "algorithm": CHECKSUM_ALGORITHM,
         "block_bytes": BLOCK_BYTES,
@@ -420,40 +209,133 @@ def _encode_objects(objects: Mapping[str, ObjectRecord]) -> JSON:
     }
 
 
-def _decode_objects(table: Any) -> dict[str, ObjectRecord]:
-    if table["algorithm"] != CHECKSUM_ALGORITHM or table["block_bytes"] != BLOCK_BYTES:
-        raise UnsupportedVersionError(
-            f"the checkpoint has checksums {table['algorithm']!r} per {table['block_bytes']!r} bytes; "
-            "upgrade ckptcore to load it"
-        )
-    objects = {}
-    columns = (table["key"], table["size"], table["checksums"])
-    if not all(isinstance(column, list) for column in columns) or len({len(column) for column in columns}) != 1:
-        raise CorruptCheckpointError(f"the objects in {ROOT_KEY} cannot be read", key=ROOT_KEY)
-    for key, size, encoded in zip(*columns, strict=True):
-        record = ObjectRecord(check_key(_text(key)), size, binascii.a2b_base64(encoded, strict_mode=True))
-        if type(size) is not int or size < 0 or len(record.checksums) not in (0, record.blocks * CHECKSUM_BYTES):
-            raise CorruptCheckpointError(
-                f"{ROOT_KEY} states {size!r} bytes and {len(record.checksums)} bytes of checksums for {key}", key=key
-            )
-        objects[key] = record
-    return objects
+def _head(state: str, save_id: str, role: Role = "checkpoint") -> dict[str, JSON]:
+    return {"format": _FORMAT, "version": FORMAT_VERSION, "state": state, "role": role, "save_id": save_id}
 
 
 def _seal(document: Mapping[str, JSON]) -> bytes:
-    """JSON whose last member is a checksum of every byte before that member."""
+    """Return JSON whose last member is a checksum of every byte before that member."""
     body = _dump(document)[:-1]
     return body + f',"checksum":"{_checksum(body)}"}}\n'.encode("ascii")
+
+
+def _dump(document: JSON) -> bytes:
+    # ASCII, so that every text can be stored, and no NaN, so that every reader of JSON can read it.
+    # A layout may give columns instead of lists.
+    return json.dumps(document, separators=(",", ":"), allow_nan=False, default=list_of_column).encode("ascii")
+
+
+def _checksum(data: bytes) -> str:
+    return f"{CHECKSUM_ALGORITHM}:{xxhash.xxh3_64_hexdigest(data)}"
+
+
+# --- decoding ---------------------------------------------------------------------------------------------------------
+
+
+def decode_root(data: bytes, read_part: ReadPart) -> Root | Composite | Claimed | PartialSave:
+    """Decode a root and its parts.
+
+    Raises:
+        CorruptCheckpointError: they are not what was written.
+        UnsupportedVersionError: a newer version wrote them.
+    """
+    with _errors_as_damage():
+        document, head = _open(data)
+        if head.state == "claimed":
+            return Claimed(head.save_id, _text(document["created"]))
+        if head.state == "partial":
+            return _decode_partial(document, head.save_id)
+        tables: dict[str, Any] = dict(document["tables"])
+        parts = []
+        for name, described in document["parts"].items():
+            key = check_key(_text(described["key"]))
+            tables[name] = _read_part(key, described["size"], _text(described["checksum"]), read_part)
+            parts.append(key)
+        common: dict[str, Any] = {
+            "save_id": head.save_id,
+            "created": _text(document["created"]),
+            "writer": {_text(name): _text(version) for name, version in document["writer"].items()},
+            "custom": dict(tables["custom"]),
+            "parts": tuple(parts),
+            "metrics": _decode_metrics(document),
+            "timeline": document.get("timeline"),
+            "progress": _decode_progress(document),
+        }
+        if "members" in document:
+            return Composite(members=_decode_members(document["members"]), **common)
+        tree = TreeMetadata.from_json(tables["tree"])
+        return Root(
+            layout=_text(document["layout"]),
+            state=tables["layout"],
+            tree=tree,
+            objects=_decode_objects(tables["objects"]),
+            role=head.role,
+            references=_decode_references(document, tables, tree),
+            **common,
+        )
+
+
+def summarize_root(data: bytes) -> Summary:
+    """Decode the small members of a root, without its tables and parts.
+
+    Raises:
+        CorruptCheckpointError, UnsupportedVersionError
+    """
+    with _errors_as_damage():
+        document, head = _open(data)
+        nbytes = None
+        if "objects" not in document.get("parts", {}):
+            tables = document.get("tables", {})
+            nbytes = sum(_size(size) for size in (tables["objects"]["size"] if "objects" in tables else []))
+        return Summary(
+            head.state == "committed",
+            head.save_id,
+            _text(document["created"]),
+            _decode_metrics(document),
+            _decode_progress(document),
+            _decode_members(document["members"]) if "members" in document else None,
+            nbytes,
+            _decode_bases(document),
+        )
+
+
+def bases_of_root(data: bytes) -> tuple[Base, ...]:
+    """Decode the bases of a root. Every version of the format has them in the same form.
+
+    Raises:
+        CorruptCheckpointError
+    """
+    if b'"bases"' not in data:
+        return ()  # the common case: a deletion reads the roots of all checkpoints in the directory
+    with _errors_as_damage():
+        return _decode_bases(_unseal(data))
+
+
+@contextmanager
+def _errors_as_damage() -> Iterator[None]:
+    """Raise `CorruptCheckpointError` for every error that malformed JSON can cause."""
+    try:
+        yield
+    except InvalidLocationError as error:
+        raise _damaged(f"names an object that cannot be: {error}") from error
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise _damaged(f"cannot be read: {error!r}") from error
+
+
+def _damaged(reason: str, key: str = ROOT_KEY) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"{ROOT_KEY} {reason}", key=key)
 
 
 def _open(data: bytes) -> tuple[dict[str, Any], Head]:
     """Return the members of a root and its head, if its checksum and its version are right."""
     document = _unseal(data)
     if document.get("format") != _FORMAT:
-        raise CorruptCheckpointError(f"{ROOT_KEY} is not one of ckptcore", key=ROOT_KEY)
+        raise _damaged("is not one of ckptcore")
     version = document["version"]
     if type(version) is not int or version < 1:
-        raise CorruptCheckpointError(f"{ROOT_KEY} states the format version {version!r}", key=ROOT_KEY)
+        raise _damaged(f"states the format version {version!r}")
     if version > FORMAT_VERSION:
         raise UnsupportedVersionError(
             f"the checkpoint has format version {version} and this ckptcore reads up to {FORMAT_VERSION}; "
@@ -461,16 +343,14 @@ def _open(data: bytes) -> tuple[dict[str, Any], Head]:
         )
     head = read_head(data)
     if head is None:
-        raise CorruptCheckpointError(
-            f"{ROOT_KEY} does not begin with format, version, state, role and save_id", key=ROOT_KEY
-        )
+        raise _damaged("does not begin with format, version, state, role and save_id")
     return document, head
 
 
 def _unseal(data: bytes) -> dict[str, Any]:
     document = _parse(_sealed(data) + b"}", ROOT_KEY)
     if not isinstance(document, dict):
-        raise CorruptCheckpointError(f"{ROOT_KEY} is not an object", key=ROOT_KEY)
+        raise _damaged("is not an object")
     return document
 
 
@@ -492,12 +372,6 @@ def _sealed(data: bytes) -> bytes:
     return body
 
 
-def _dump(document: JSON) -> bytes:
-    # ASCII, so that any text comes back, and no NaN, so that any reader of JSON reads it.
-    # A layout may hand on columns that it was told.
-    return json.dumps(document, separators=(",", ":"), allow_nan=False, default=list_of_column).encode("ascii")
-
-
 def _parse(data: bytes, key: str) -> Any:
     try:
         return json.loads(data)
@@ -505,11 +379,130 @@ def _parse(data: bytes, key: str) -> Any:
         raise CorruptCheckpointError(f"the JSON in {key} cannot be read: {error}", key=key) from error
 
 
-def _checksum(data: bytes) -> str:
-    return f"{CHECKSUM_ALGORITHM}:{xxhash.xxh3_64_hexdigest(data)}"
+def _read_part(key: str, size: Any, checksum: str, read_part: ReadPart) -> JSON:
+    if type(size) is not int or not 0 <= size <= _MAX_PART_BYTES:
+        raise _damaged(f"states {size!r} bytes for {key}", key)
+    data = read_part(key, size + 1)
+    if len(data) != size:
+        found = f"{len(data)} bytes" if len(data) < size else "more"
+        raise CorruptCheckpointError(
+            f"{key} has {found}, where {size} bytes were written; restore it or delete the checkpoint",
+            key=key, start=min(len(data), size), stop=max(len(data), size),
+        )  # fmt: skip
+    if _checksum(data) != checksum:
+        raise CorruptCheckpointError(
+            f"{key} is damaged: its checksum is {_checksum(data)} and was {checksum}", key=key, start=0, stop=size
+        )
+    table: JSON = _parse(data, key)
+    return table
 
 
 def _text(found: Any) -> str:
     if not isinstance(found, str):
-        raise CorruptCheckpointError(f"{ROOT_KEY} has {str(found)[:80]!r} where text is expected", key=ROOT_KEY)
+        raise _damaged(f"has {str(found)[:80]!r} where text is expected")
     return found
+
+
+def _count(found: Any) -> int:
+    if type(found) is not int or found < 0:
+        raise _damaged(f"has {str(found)[:80]!r} where a count is expected")
+    return found
+
+
+def _size(found: Any) -> int:
+    if type(found) is not int or found < 0:
+        raise _damaged(f"states {str(found)[:80]!r} bytes for an object")
+    return found
+
+
+_SESSION: Final = (_count, _count, _text, _count, _count, _text, _count, _text)
+"""The checks of the columns of a session table, which are the fields of `Session`."""
+
+
+def _decode_partial(document: dict[str, Any], save_id: str) -> PartialSave:
+    ranks, owner = _count(document["ranks"]), document["owner"]
+    sessions: list[Session] = []
+    stop = 0
+    for row in document["sessions"]:
+        columns: Any = [check(value) for check, value in zip(_SESSION, row, strict=True)]
+        session = Session(*columns)
+        possible = 1 <= session.size <= _MAX_PROCESSES and stop <= session.first <= ranks - session.size
+        if not possible or session.key_bytes > _MAX_PART_BYTES:
+            raise _damaged(f"states a session that cannot be: {session}")
+        if session.key != f"checkpoint.{save_id}.session-{session.first}":
+            raise _damaged(f"names {session.key[:80]!r} for the session {session.first}")
+        sessions.append(session)
+        stop = session.first + session.size
+    if owner is not None and _count(owner) >= ranks:
+        raise _damaged(f"states the owner {owner} of {ranks} ranks")
+    return PartialSave(
+        save_id, _text(document["created"]), _text(document["layout"]), _text(document["agreed"]), ranks, owner,
+        _text(document["token"]), tuple(sessions),
+    )  # fmt: skip
+
+
+def _decode_metrics(document: dict[str, Any]) -> dict[str, float]:
+    decoded = {}
+    for name, value in document.get("metrics", {}).items():
+        if type(value) not in (int, float) and value not in _NOT_FINITE:
+            raise _damaged(f"states {str(value)[:80]!r} for the metric {name!r}")
+        decoded[_text(name)] = _NOT_FINITE[value] if isinstance(value, str) else float(value)
+    return decoded
+
+
+def _decode_progress(document: dict[str, Any]) -> dict[str, int]:
+    progress: dict[str, int] = document.get("progress", {})
+    for name, value in progress.items():
+        if type(value) is not int:
+            raise _damaged(f"states {str(value)[:80]!r} for {name!r}")
+    return dict(progress)
+
+
+def _decode_members(members: Any) -> dict[str, Member]:
+    decoded = {}
+    for name, (kind, processes) in members.items():
+        if kind not in ("tree", "files"):
+            raise UnsupportedVersionError(
+                f"{name!r} in the checkpoint is of the kind {str(kind)[:80]!r}, which this ckptcore does not know; "
+                "upgrade ckptcore"
+            )
+        if processes is not None and (type(processes) is not int or not 1 <= processes <= _MAX_PROCESSES):
+            raise _damaged(f"states {str(processes)[:80]!r} processes for {name!r}")
+        decoded[check_name(name)] = Member(kind, processes)
+    return decoded
+
+
+def _decode_bases(document: dict[str, Any]) -> tuple[Base, ...]:
+    bases = document.get("bases", [])
+    decoded = tuple([Base(_text(path), _text(save_id)) for path, save_id in bases])
+    if not all(_SAVE_ID.fullmatch(base.save_id) for base in decoded) or len(set(decoded)) != len(decoded):
+        raise _damaged(f"states the bases {str(bases)[:200]}")
+    return decoded
+
+
+def _decode_references(document: dict[str, Any], tables: dict[str, Any], tree: TreeMetadata) -> References:
+    table = tables.get("references")
+    if table is None and not document.get("bases"):
+        return References()
+    columns = [tuple(map(_count, table[name])) for name in ("leaf", "base", "stored")]
+    references = References(_decode_bases(document), *columns)
+    references.check(tree)
+    return references
+
+
+def _decode_objects(table: Any) -> dict[str, ObjectRecord]:
+    if table["algorithm"] != CHECKSUM_ALGORITHM or table["block_bytes"] != BLOCK_BYTES:
+        raise UnsupportedVersionError(
+            f"the checkpoint has checksums {table['algorithm']!r} per {table['block_bytes']!r} bytes; "
+            "upgrade ckptcore to load it"
+        )
+    objects = {}
+    columns = (table["key"], table["size"], table["checksums"])
+    if not all(isinstance(column, list) for column in columns) or len({len(column) for column in columns}) != 1:
+        raise CorruptCheckpointError(f"the objects in {ROOT_KEY} cannot be read", key=ROOT_KEY)
+    for key, size, encoded in zip(*columns, strict=True):
+        record = ObjectRecord(check_key(_text(key)), size, binascii.a2b_base64(encoded, strict_mode=True))
+        if type(size) is not int or size < 0 or len(record.checksums) not in (0, record.blocks * CHECKSUM_BYTES):
+            raise _damaged(f"states {size!r} bytes and {len(record.checksums)} bytes of checksums for {key}", key)
+        objects[key] = record
+    return objects
