@@ -1,4 +1,4 @@
-"""Conditions: whether storages support conditional puts, and their emulation if the Context allows it."""
+"""Conditional puts: a test whether a storage supports them, and their emulation if the Context allows it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ckptcore.protocols import IF_ABSENT, IfAbsent, IfTag, ObjectWriter, PutCond
 if TYPE_CHECKING:
     from ckptcore.commit.location import Location
 
-__all__ = ["Conditions", "refuse_conditions"]
+__all__ = ["Conditions", "EmulatedConditionalPuts", "refuse_conditions"]
 
 
 class Conditions:
-    """Results of trying the conditional puts of storages, each tried once. A Context has one. Any thread."""
+    """Knows which storages support conditional puts; each is tried once. A Context has one. Any thread."""
 
     def __init__(self, without: WithoutConditions = "refuse") -> None:
         """Have tried no storage; `without` says what to do with a storage that does not support conditional puts."""
         self._without: Final = without
-        self._kept: dict[str, bool] = {}
+        self._supported: dict[str, bool] = {}
 
     def open(self, location: Location) -> Location:
         """Return a location for a save: with emulated conditional puts if the Context asks for markers."""
@@ -40,9 +40,9 @@ class Conditions:
         """
         if self._without == "refuse":
             return storage
-        return (
-            EmulatedConditionalPuts(storage) if self._kept.get(_service(url)) is False else _EmulatedIfRefused(storage)
-        )
+        if self._supported.get(_service(url)) is False:
+            return EmulatedConditionalPuts(storage)
+        return _EmulatedIfRefused(storage)
 
     def try_out(self, location: Location, root: bytes, tag: str) -> Location:
         """Try the conditional puts of a location, unless the result is known. Return the location to use from now on.
@@ -61,16 +61,16 @@ class Conditions:
         if isinstance(location.parent, EmulatedConditionalPuts):
             return location
         service = _service(location.absolute)
-        if service not in self._kept:
+        supported = self._supported.get(service)
+        if supported is None:
             try:
-                kept = all(_is_kept(location, root, condition) for condition in (IF_ABSENT, IfTag(_other_tag(tag))))
+                conditions = (IF_ABSENT, IfTag(_other_tag(tag)))
+                supported = all(_is_supported(location, root, condition) for condition in conditions)
             except AtomicityError as error:
                 raise refuse_conditions(location, f"its storage cannot put on conditions: {error}") from error
             if service:
-                self._kept[service] = kept
-            if kept:
-                return location
-        elif self._kept[service]:
+                self._supported[service] = supported
+        if supported:
             return location
         if self._without == "refuse":
             raise refuse_conditions(
@@ -82,9 +82,10 @@ class Conditions:
 def refuse_conditions(location: Location, found: str) -> AtomicityError:
     """Return the error for a location without conditional puts."""
     return AtomicityError(
-        f"cannot save to {location.display}: {found}, so that two saves at once, or one that stood still, could destroy a "
-        "checkpoint. Use a storage that keeps conditions (of an S3 service, one that knows If-None-Match and If-Match); or, where only "
-        "one process ever saves to a location at a time, pass Context(io=IOOptions(without_conditions='marker')). Nothing was saved"
+        f"cannot save to {location.display}: {found}, so that two saves at once, or one that stood still, could destroy "
+        "a checkpoint. Use a storage that keeps conditions (of an S3 service, one that knows If-None-Match and If-Match); "
+        "or, where only one process ever saves to a location at a time, pass "
+        "Context(io=IOOptions(without_conditions='marker')). Nothing was saved"
     )
 
 
@@ -94,7 +95,7 @@ def _service(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}" if parts.scheme else ""
 
 
-def _is_kept(location: Location, root: bytes, condition: PutCondition) -> bool:
+def _is_supported(location: Location, root: bytes, condition: PutCondition) -> bool:
     if _is_refused(location.store, root, condition):
         return True
     if not _is_refused(location.store, root, condition):
@@ -103,7 +104,8 @@ def _is_kept(location: Location, root: bytes, condition: PutCondition) -> bool:
     # the root last, so nothing else exists.
     location.store.delete([ROOT_KEY])
     raise SaveLostError(
-        f"what stood at {location.display} was deleted at the same time; look at what is there and call again. Nothing was changed"
+        f"what stood at {location.display} was deleted at the same time; look at what is there and call again. Nothing "
+        "was changed"
     )
 
 
@@ -162,15 +164,11 @@ def _emulate_put(store: StorageBackend, key: str, data: bytes, condition: PutCon
     found = _find(store, key)
     met = found is None if isinstance(condition, IfAbsent) else found is not None and found[1] == condition.tag
     if not met:
-        raise ConditionFailedError(
-            f"cannot put {key!r}: it is not what was expected there when it was looked at before"
-        )
+        raise ConditionFailedError(f"cannot put {key!r}: it changed since it was read")
     store.put(key, data)
     found = _find(store, key)
     if found is None or found[0] != data:
-        raise ConditionFailedError(
-            f"{key!r} was put, and another one took its place at once: something else writes there"
-        )
+        raise ConditionFailedError(f"{key!r} was put and replaced at once: another process writes there")
     return found[1]
 
 

@@ -433,14 +433,14 @@ class Lease:
             return f"{self.subject} is no longer held: it was closed; open it again"
         if self._taken_by is None:
             return (
-                f"{self.subject} is no longer held: {self._key} was removed or replaced, by hand or because this process "
-                "gave no sign of life for too long; open it again"
+                f"{self.subject} is no longer held: {self._key} was removed or replaced, by hand or because this "
+                "process gave no sign of life for too long; open it again"
             )
         if self._taken_by.hold_id == self._holder.hold_id:
             return f"{self.subject} is no longer held: this process gave no sign of life for too long; open it again"
         return (
-            f"{self.subject} was taken over by {self._taken_by.describe()}, because this process gave no sign of life for "
-            "too long. What that one writes must stay: end this job, or the other one and then open it again"
+            f"{self.subject} was taken over by {self._taken_by.describe()}, because this process gave no sign of life "
+            "for too long. What that one writes must stay: end this job, or the other one and then open it again"
         )
 
 

@@ -252,8 +252,8 @@ class Locks(ABC):
             pin = self._take("pins", name)
         except (StorageError, AtomicityError) as error:
             failed = StorageError(
-                f"cannot pin the step {name} in {self._display}: {error}. A pin is written beside the steps; where you may "
-                "not write, read without one, and see to it that the step is not deleted meanwhile"
+                f"cannot pin the step {name} in {self._display}: {error}. A pin is written beside the steps; where you "
+                "may not write, read without one, and see to it that the step is not deleted meanwhile"
             )
             failed.errno = getattr(error, "errno", None)
             raise failed from error
@@ -277,7 +277,7 @@ class Locks(ABC):
             pause = min(2 * pause, _LAST_POLL_SECONDS)
 
     def pinned(self, name: str | None = None) -> frozenset[str]:
-        """Return the pinned steps, or of these the one called `name`. Pins of processes known to have failed do not count.
+        """Return the pinned steps, or of these the one called `name`, without pins of processes known to have failed.
 
         Raises:
             StorageError
@@ -385,9 +385,9 @@ class DirectoryLocks(Locks):
             lock = self._directories.lock_directory(_OWNER)
         if lock is None:
             raise DirectoryInUseError(
-                f"{self._display} is in use: {self._recorded_owner()} holds it and is alive, for its lock would be gone "
-                "otherwise. Close that Checkpointer, or end that job, or use another directory; a CheckpointReader can "
-                "read here meanwhile"
+                f"{self._display} is in use: {self._recorded_owner()} holds it and is alive, for its lock would be "
+                "gone otherwise. Close that Checkpointer, or end that job, or use another directory; a "
+                "CheckpointReader can read here meanwhile"
             )
         with ExitStack() as held:
             held.push(lock)
@@ -400,9 +400,9 @@ class DirectoryLocks(Locks):
                 is_lost = is_lost or self._read_record() != record
                 if is_lost:
                     raise SaveLostError(
-                        f"the directory {self._display} no longer belongs to this process: its record {_OWNER_RECORD} was "
-                        f"removed or replaced; it is held by {self._recorded_owner()}. Nothing in {ADMINISTRATION}/ is to "
-                        "be changed by hand; open the directory again when nobody else writes there"
+                        f"the directory {self._display} no longer belongs to this process: its record {_OWNER_RECORD} "
+                        f"was removed or replaced; it is held by {self._recorded_owner()}. Nothing in {ADMINISTRATION}/ "
+                        "is to be changed by hand; open the directory again when nobody else writes there"
                     )
 
             return Lock(f"the directory {self._display}", check=check, release=held.pop_all().close)
@@ -473,8 +473,8 @@ class LeasedLocks(Locks):
         lease = take_lease(self._store, key, subject, "delete", IF_ABSENT, self._lease_seconds, self._clock)
         if lease is None:
             raise StorageError(
-                f"cannot hold the step {name}: the storage says that {key}, whose name nobody else makes, is there already. "
-                "Look whether something else writes there"
+                f"cannot hold the step {name}: the storage says that {key}, whose name nobody else makes, is there "
+                "already. Look whether something else writes there"
             )
         return self._lock(lease)
 
@@ -508,9 +508,10 @@ class LeasedLocks(Locks):
             if seen is not None and not seen.is_released:
                 if if_in_use == "error":
                     raise DirectoryInUseError(
-                        f"{self._display} is in use: {seen.describe()} holds it, or died without letting it go. Close that "
-                        "Checkpointer, or end that job, or use another directory. If it is dead, pass if_in_use='take over', "
-                        f"which waits about {seen.seconds(self._lease_seconds):.0f} seconds for a sign of life"
+                        f"{self._display} is in use: {seen.describe()} holds it, or died without letting it go. Close "
+                        "that Checkpointer, or end that job, or use another directory. If it is dead, pass "
+                        "if_in_use='take over', which waits about "
+                        f"{seen.seconds(self._lease_seconds):.0f} seconds for a sign of life"
                     )
                 seen = self._await_expiry(seen)
             condition = IF_ABSENT if seen is None else IfTag(seen.tag)
@@ -536,8 +537,9 @@ class LeasedLocks(Locks):
                 break
             if seen.tag != first.tag:
                 raise DirectoryInUseError(
-                    f"{self._display} is in use: {seen.describe()} holds it and is alive, for it gave a sign of life. Close "
-                    "that Checkpointer, or end that job, or use another directory; a CheckpointReader can read here meanwhile"
+                    f"{self._display} is in use: {seen.describe()} holds it and is alive, for it gave a sign of life. "
+                    "Close that Checkpointer, or end that job, or use another directory; a CheckpointReader can read here "
+                    "meanwhile"
                 )
         return seen
 

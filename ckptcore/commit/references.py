@@ -23,7 +23,7 @@ MAPPINGS: Final = ("dict", "OrderedDict")
 
 
 def stored_leaves(tree: TreeMetadata, references: References) -> list[int]:
-    """Return the numbers of the leaves that a checkpoint stores itself: all but referred arrays, and leaves tied to them."""
+    """Return the numbers of the leaves that a checkpoint stores itself: all but arrays in bases, and leaves tied to them."""
     referred = frozenset(references.leaf)
     return [leaf for leaf in range(len(tree.leaves)) if tree.aliases.get(leaf, leaf) not in referred]
 
@@ -48,7 +48,9 @@ def stored_tree(tree: TreeMetadata, references: References) -> TreeMetadata:
 
 
 def pruned(skeleton: Skeleton, kept: Collection[int]) -> Skeleton:
-    """Return a skeleton without some leaves and the containers that become empty. A container that loses a child becomes a mapping.
+    """Return a skeleton without some leaves and the containers that become empty.
+
+    A container that loses a child becomes a mapping.
 
     Args:
         skeleton: the skeleton; its leaves are numbered from 0.
