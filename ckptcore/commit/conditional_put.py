@@ -200,8 +200,8 @@ class ConditionalPutTransaction:
                 break
         else:
             raise StorageError(
-                f"cannot commit {self._location.display}: its storage says {_ATTEMPTS} times that the root has another tag than it "
-                "said just before; look whether something else writes there, and save again"
+                f"cannot commit {self._location.display}: its storage says {_ATTEMPTS} times that the root has "
+                "another tag than it said just before; look whether something else writes there, and save again"
             )
         self._done = True
 
@@ -231,8 +231,8 @@ class ConditionalPutTransaction:
         except StorageError as failure:
             self._done = True
             raise CommitUnknownError(
-                f"the storage failed as the save to {self._location.display} was committed, and whether it is cannot be read: "
-                f"{error}; look at the location before saving again"
+                f"the storage failed as the save to {self._location.display} was committed, and whether it is cannot "
+                f"be read: {error}; look at the location before saving again"
             ) from failure
         raise error
 
@@ -294,9 +294,9 @@ class ConditionalPutTransaction:
         if not was_listed:
             self.store.expect_claim()  # another one may have removed it
             raise StorageError(
-                f"cannot tell whether all that was at {self._location.display} is removed: its storage lists what was there before, "
-                f"{_ATTEMPTS} times. A claim stays there, so that nothing takes the rest for a checkpoint; delete it again later, or "
-                "save there"
+                f"cannot tell whether all that was at {self._location.display} is removed: its storage lists what was "
+                f"there before, {_ATTEMPTS} times. A claim stays there, so that nothing takes the rest for a "
+                "checkpoint; delete it again later, or save there"
             )
         self.store.delete([ROOT_KEY])
 

@@ -82,9 +82,9 @@ class Conditions:
 def refuse_conditions(location: Location, found: str) -> AtomicityError:
     """Return the error for a location without conditional puts."""
     return AtomicityError(
-        f"cannot save to {location.display}: {found}, so that two saves at once, or one that stood still, could destroy "
-        "a checkpoint. Use a storage that keeps conditions (of an S3 service, one that knows If-None-Match and If-Match); "
-        "or, where only one process ever saves to a location at a time, pass "
+        f"cannot save to {location.display}: {found}, so that two saves at once, or one that stood still, could "
+        "destroy a checkpoint. Use a storage that keeps conditions (of an S3 service, one that knows If-None-Match "
+        "and If-Match); or, where only one process ever saves to a location at a time, pass "
         "Context(io=IOOptions(without_conditions='marker')). Nothing was saved"
     )
 

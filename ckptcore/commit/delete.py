@@ -101,8 +101,8 @@ def _refuse_referred(location: Location, save_id: str | None, threads: IOThreads
         beside = find_bases(location.parent, threads, without=location.name)
     except StorageError as error:
         error.add_note(
-            f"Nothing was deleted: whether others have arrays in {location.display} is looked up in the directory that it "
-            "is in, which must be listed and read for that"
+            f"Nothing was deleted: whether others have arrays in {location.display} is looked up in the directory "
+            "that it is in, which must be listed and read for that"
         )
         raise
     names = referring_to(location.name, save_id, beside)
@@ -132,8 +132,8 @@ def _announced_deletion(location: Location, conditions: Conditions) -> Iterator[
     while (announced := location.commits.announce_deletion(location, locks, pin)) is None:
         if SYSTEM_CLOCK.now() >= deadline or not locks.may_expire(pin):
             raise CheckpointReferredError(
-                f"an update that refers to {location.display} is being saved: wait until it is committed, and delete it "
-                "first. Nothing was deleted"
+                f"an update that refers to {location.display} is being saved: wait until it is committed, and delete "
+                "it first. Nothing was deleted"
             )
         SYSTEM_CLOCK.sleep(_LAST_POLL_SECONDS)
     with announced:

@@ -134,8 +134,9 @@ class FencedStore(Subdirectory):
 
     def _contested(self, key: str) -> StorageError:
         return StorageError(
-            f"cannot write {key} to {self._location.display}: the storage says that an object is there, {_ATTEMPTS} times after it was "
-            "replaced, while the claim of this save stands. Look whether something else writes there, and save again"
+            f"cannot write {key} to {self._location.display}: the storage says that an object is there, {_ATTEMPTS} "
+            "times after it was replaced, while the claim of this save stands. Look whether something else writes "
+            "there, and save again"
         )
 
     def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
@@ -231,8 +232,8 @@ class _FencedWriter:
             # A failed save left it, and no list showed it. The deletion checks the claim.
             self._store.delete([self._key])
         raise StorageError(
-            f"cannot complete {self._key}: the storage says that an object is there, {_ATTEMPTS} times after it was deleted. Look "
-            "whether something else writes there, and save again"
+            f"cannot complete {self._key}: the storage says that an object is there, {_ATTEMPTS} times after it was "
+            "deleted. Look whether something else writes there, and save again"
         )
 
     def _expect_claim_after(self, error: StorageError) -> None:

@@ -284,8 +284,8 @@ def _address(location: Place) -> tuple[str, str]:
     matched = _URL.fullmatch(text)
     if matched is None and (broken := _BROKEN_URL.fullmatch(text)) is not None:
         raise InvalidLocationError(
-            f"{text!r} is a URL with one slash, as pathlib.Path makes it; give '{broken[1]}://{broken[2]}' as a str, or the "
-            "absolute path of a local directory that has this name"
+            f"{text!r} is a URL with one slash, as pathlib.Path makes it; give '{broken[1]}://{broken[2]}' as a str, "
+            "or the absolute path of a local directory that has this name"
         )
     scheme = matched[1].lower() if matched else "file"
     if scheme == "file":

@@ -401,8 +401,9 @@ class DirectoryLocks(Locks):
                 if is_lost:
                     raise SaveLostError(
                         f"the directory {self._display} no longer belongs to this process: its record {_OWNER_RECORD} "
-                        f"was removed or replaced; it is held by {self._recorded_owner()}. Nothing in {ADMINISTRATION}/ "
-                        "is to be changed by hand; open the directory again when nobody else writes there"
+                        f"was removed or replaced; it is held by {self._recorded_owner()}. Nothing in "
+                        f"{ADMINISTRATION}/ is to be changed by hand; open the directory again when nobody else "
+                        "writes there"
                     )
 
             return Lock(f"the directory {self._display}", check=check, release=held.pop_all().close)
@@ -538,8 +539,8 @@ class LeasedLocks(Locks):
             if seen.tag != first.tag:
                 raise DirectoryInUseError(
                     f"{self._display} is in use: {seen.describe()} holds it and is alive, for it gave a sign of life. "
-                    "Close that Checkpointer, or end that job, or use another directory; a CheckpointReader can read here "
-                    "meanwhile"
+                    "Close that Checkpointer, or end that job, or use another directory; a CheckpointReader can read "
+                    "here meanwhile"
                 )
         return seen
 

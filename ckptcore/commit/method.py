@@ -292,16 +292,16 @@ def checkpoint_exists(location: Location) -> CheckpointExistsError:
 def session_running(location: Location) -> SaveLostError:
     """Return the error for a partial save that another process holds."""
     return SaveLostError(
-        f"a session of the partial save to {location.display} is under way in another process, or it is being finalized "
-        "or deleted: sessions come one after the other. Nothing was changed; wait for it and call again"
+        f"a session of the partial save to {location.display} is under way in another process, or it is being "
+        "finalized or deleted: sessions come one after the other. Nothing was changed; wait for it and call again"
     )
 
 
 def sessions_changed(location: Location) -> SaveLostError:
     """Return the error for a session table that changed since it was read."""
     return SaveLostError(
-        f"the partial save to {location.display} was changed at the same time: another session began or ended, or it was "
-        "finalized or deleted. Check the location and call again. Nothing was written"
+        f"the partial save to {location.display} was changed at the same time: another session began or ended, or it "
+        "was finalized or deleted. Check the location and call again. Nothing was written"
     )
 
 

@@ -147,7 +147,8 @@ class RenameTransaction:
             self.leave()
             raise CommitUnknownError(
                 f"the save to {self._location.display} is in place, or may be, but its commit was interrupted: "
-                f"{str(error) or type(error).__name__}. It may not survive a loss of power; look at the location before saving again"
+                f"{str(error) or type(error).__name__}. It may not survive a loss of power; look at the location "
+                "before saving again"
             ) from error
         self.leave()
         if replaced is not None:
@@ -443,8 +444,8 @@ class RenameMethod(CommitMethod):
             if name == partial:
                 if self.read_table(location) is not None:
                     raise CheckpointExistsError(
-                        f"{location.display} is being filled by a partial save that is not finalized, and nothing replaces that: "
-                        "call ckptcore.partial(...).finalize, or ckptcore.delete, first"
+                        f"{location.display} is being filled by a partial save that is not finalized, and nothing "
+                        "replaces that: call ckptcore.partial(...).finalize, or ckptcore.delete, first"
                     )
                 self._delete_if_dead(partial)  # empty: the first session was killed as it began
             elif is_save_of(location.name, name):

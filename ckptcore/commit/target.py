@@ -109,16 +109,16 @@ def find_existing(
     """
     if is_hidden_name(location.name):
         raise InvalidLocationError(
-            f"{location.display} has the name of a save that is not committed, which no load takes for a checkpoint and "
-            "which saves remove; save to a name that does not begin with a dot"
+            f"{location.display} has the name of a save that is not committed, which no load takes for a checkpoint "
+            "and which saves remove; save to a name that does not begin with a dot"
         )
     if overwrite not in (True, False, "non-atomic"):
         raise ValueError(f"overwrite={overwrite!r}: expected True, False or 'non-atomic'")
     if root is not None:
         if is_partial(root):
             raise CheckpointExistsError(
-                f"{location.display} is being filled by a partial save that is not finalized, and nothing replaces that: "
-                "call ckptcore.partial(...).finalize, or ckptcore.delete, first"
+                f"{location.display} is being filled by a partial save that is not finalized, and nothing replaces "
+                "that: call ckptcore.partial(...).finalize, or ckptcore.delete, first"
             )
         # An unreadable root counts as a checkpoint: it is replaced only with `overwrite`.
         existing: ExistingTarget = "claim" if is_claim(root) else "checkpoint"

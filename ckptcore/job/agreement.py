@@ -192,9 +192,10 @@ class Agreement:
         """Make sure that the leader answered this rank, and take up keys that are of this operation alone."""
         if told["tokens"][self.rank - told["first"]] != token:
             raise RankFailedError(
-                f"the answer to the exchange {key!r} is not one to rank {self.rank}: it was left behind by an operation that "
-                "failed, or that a process which was restarted alone took part in; expected the ranks to begin the same operations. "
-                "Start all processes of the job again, or give them a Context with a new coordinator"
+                f"the answer to the exchange {key!r} is not one to rank {self.rank}: it was left behind by an "
+                "operation that failed, or that a process which was restarted alone took part in; expected the ranks "
+                "to begin the same operations. Start all processes of the job again, or give them a Context with a "
+                "new coordinator"
             )
         self._met = True
         self._key = f"{self._key}/{told['leader']}"

@@ -212,8 +212,8 @@ class Gathering:
         ranks = sorted(missing)
         shown = ", ".join(map(str, ranks[:_SHOWN])) + (", ..." if len(ranks) > _SHOWN else "")
         return CoordinationTimeoutError(
-            f"before the deadline of the exchange {key!r}, {len(ranks)} of {self.size} ranks had not come: [{shown}]; look at what they "
-            f"were doing. Each {self._block_ranks} ranks are heard through the first of them",
+            f"before the deadline of the exchange {key!r}, {len(ranks)} of {self.size} ranks had not come: [{shown}]; "
+            f"look at what they were doing. Each {self._block_ranks} ranks are heard through the first of them",
             ranks,
         )
 

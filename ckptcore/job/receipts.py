@@ -63,8 +63,8 @@ def decode_receipts(trees: Iterable[TreeMetadata], data: bytes) -> list[Receipt]
     head: dict[str, Any] = json.loads(line)
     if head["version"] != _VERSION:
         raise UnsupportedVersionError(
-            f"a process of the job tells of what it wrote in version {head['version']!r}, and the leader knows {_VERSION}: install one "
-            "version of ckptcore in all of them"
+            f"a process of the job tells of what it wrote in version {head['version']!r}, and the leader knows "
+            f"{_VERSION}: install one version of ckptcore in all of them"
         )
     columns = _read_columns(head["columns"], memoryview(rest))
     return [_decode(encoded, tree, columns) for encoded, tree in zip(head["receipts"], trees, strict=True)]

@@ -126,9 +126,10 @@ def _look_for(look: Callable[[], bool], place: str, told: str) -> None:
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
     raise NotSharedError(
-        f"{place} on {_host()} is not what rank 0 has in {told}: what that made there was not seen here for {_PATIENCE_SECONDS:g} s. "
-        "Expected one directory that all processes of the job share; give one in a file system that all hosts mount, or the URL of an "
-        "object store, or let each process save alone, into a directory of its own, by a Context whose coordinator has one rank"
+        f"{place} on {_host()} is not what rank 0 has in {told}: what that made there was not seen here for "
+        f"{_PATIENCE_SECONDS:g} s. Expected one directory that all processes of the job share; give one in a file "
+        "system that all hosts mount, or the URL of an object store, or let each process save alone, into a directory "
+        "of its own, by a Context whose coordinator has one rank"
     )
 
 

@@ -354,8 +354,8 @@ class StepDeleter:
             raise CheckpointNotFoundError(self._steps.missing(step))
         if not self._steps.is_ours(step):
             raise CheckpointNotFoundError(
-                f"step {step} in {self._steps.display} was not written by ckptcore and is left alone; remove it with your own "
-                "tools"
+                f"step {step} in {self._steps.display} was not written by ckptcore and is left alone; remove it with "
+                "your own tools"
             )
         intent = self._locks.intend_deletion(self._steps.name(step))
         if intent is None:
@@ -363,16 +363,16 @@ class StepDeleter:
         try:
             if names := self._referrers(step):
                 raise CheckpointReferredError(
-                    f"step {step} in {self._steps.display} has arrays of {', '.join(names[:20])}: delete those first; a copy by ckptcore.copy "
-                    "needs no base"
+                    f"step {step} in {self._steps.display} has arrays of {', '.join(names[:20])}: delete those first; "
+                    "a copy by ckptcore.copy needs no base"
                 )
             if step in under_way():
                 raise StepPinnedError(f"step {step} in {self._steps.display} is being saved; delete it later")
             going = self._doom(step, broken, _Plan(self._steps.changes(), under_way), elsewhere)
             if going is None:
                 raise OnlyStepError(
-                    f"step {step} is the only valid one in {self._steps.display}, and deleting it would lose the run; save "
-                    "another one first, or remove the directory with ckptcore.delete or your own tools"
+                    f"step {step} is the only valid one in {self._steps.display}, and deleting it would lose the run; "
+                    "save another one first, or remove the directory with ckptcore.delete or your own tools"
                 )
         except BaseException:
             intent.close()
