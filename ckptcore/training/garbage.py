@@ -1,4 +1,4 @@
-"""Steps that retention gives up, and their deletion."""
+"""Deletion of steps: by retention, by the user, and of what killed processes left."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from ckptcore.training.steps import StepDirectory
 
 __all__ = [
     "BegunDeletion",
-    "Cleaner",
+    "DeletionQueue",
     "StepDeleter",
     "policy_infos",
     "readable_steps",
@@ -47,66 +47,63 @@ __all__ = [
 
 logger = logging.getLogger("ckptcore.garbage")
 
-_MOST_UNHEARD: Final = 100
-"""How many errors are kept to be told; all are logged."""
+_MOST_ERRORS: Final = 100
+"""The most errors that are kept until they are taken; all are logged."""
 
 
-class Cleaner:
-    """Does work in the background, one thing after the other, and keeps the errors until somebody takes them. Any thread may ask.
+class DeletionQueue:
+    """Runs deletions in the background, one after another, and keeps their errors until they are taken. Any thread.
 
-    The thread begins with the first work.
+    The thread starts with the first deletion.
     """
 
     def __init__(self, directory: str) -> None:
-        """Do nothing yet.
+        """Start nothing yet.
 
         Args:
-            directory: what is cleaned, as the log calls it.
+            directory: the directory of steps, for the log.
         """
         self._directory = directory
         self._lock = RLock()  # reentrant: without a thread, work runs while the lock is held
         self._refuses = False
         self._threads = BackgroundThreads(1, "ckptcore-clean")
-        self._asked: list[Future[None]] = []
+        self._futures: list[Future[None]] = []
 
     def __len__(self) -> int:
-        """How much of what was asked for is kept, because nobody has heard yet how it ended."""
+        """Return the number of deletions that are running, waiting or failed."""
         with self._lock:
-            return len(self._asked)
+            return len(self._futures)
 
     def begin(self, work: Callable[[], object]) -> None:
-        """Do work after what was asked for before; nothing once it refuses: the next owner of the directory cleans what is left over."""
+        """Queue a deletion. Ignored after `refuse`: the next owner of the directory deletes what is left."""
         with self._lock:
             if self._refuses:
                 return
-            self._asked = [*self._unheard(), self._threads.submit(partial(self._do, work))]
+            failed = [future for future in self._futures if future.done() and future.exception() is not None]
+            running = [future for future in self._futures if not future.done()]
+            self._futures = [*failed[:_MOST_ERRORS], *running, self._threads.submit(partial(self._do, work))]
 
     def take_errors(self) -> Sequence[BaseException]:
-        """Wait until all that was asked for before this call is done; what failed, each told once.
+        """Wait for everything that was queued before this call. Return each error once.
 
-        Who is interrupted while it waits has taken nothing.
+        An interrupted call takes nothing.
         """
         with self._lock:
-            asked = list(self._asked)
-        errors = [error for work in asked if (error := work.exception()) is not None]
+            queued = list(self._futures)
+        errors = [error for future in queued if (error := future.exception()) is not None]
         with self._lock:
-            self._asked = [work for work in self._asked if work not in asked]
+            self._futures = [future for future in self._futures if future not in queued]
         return errors
 
     def refuse(self) -> None:
-        """Take no more work."""
+        """Accept no more deletions."""
         with self._lock:
             self._refuses = True
 
     def close(self) -> None:
-        """Take no more work, and return once what was asked for is done. Again is no error."""
+        """Accept no more deletions, and wait for those that were queued. Closing twice is no error."""
         self.refuse()
         self._threads.join()
-
-    def _unheard(self) -> list[Future[None]]:
-        failed = [work for work in self._asked if work.done() and work.exception() is not None]
-        running = [work for work in self._asked if not work.done()]
-        return [*failed[:_MOST_UNHEARD], *running]
 
     def _do(self, work: Callable[[], object]) -> None:
         try:
@@ -120,14 +117,14 @@ _NOT_ALLOWED: Final = frozenset({errno.EACCES, errno.EPERM})
 
 
 def policy_infos(steps: StepDirectory, broken: Collection[int] = ()) -> Sequence[StepInfo]:
-    """What a preservation policy decides over: committed steps of ours that can be read, ascending.
+    """Return the steps that a preservation policy decides over, ascending: committed, readable and written by ckptcore.
 
-    What other software wrote, what is known to be broken, and what a newer version wrote is left alone, and counts for nothing.
-    So are unreadable steps, and symbolic links.
+    All others are left alone and do not count: damaged steps, those of other software or of a newer version, and
+    symbolic links.
 
     Args:
         steps: the directory.
-        broken: steps that were found to be damaged.
+        broken: the damaged steps.
     """
     infos = []
     committed = readable_steps(steps)
@@ -140,7 +137,7 @@ def policy_infos(steps: StepDirectory, broken: Collection[int] = ()) -> Sequence
                 continue
             summary = steps.summary(step)
             if summary is None or not summary.committed:
-                continue  # a claim that was copied from storage that has claims
+                continue  # a claim that was copied from an object store
             infos.append(steps.info(step))
         except CheckpointNotFoundError:
             continue  # deleted since it was listed
@@ -160,17 +157,17 @@ def readable_steps(steps: StepDirectory) -> Sequence[int]:
             return False
 
     candidates = steps.candidates()
-    there = steps.ask_each(candidates, is_committed)
-    return [step for step, committed in zip(candidates, there, strict=True) if committed]
+    found = steps.ask_each(candidates, is_committed)
+    return [step for step, committed in zip(candidates, found, strict=True) if committed]
 
 
 @dataclass(frozen=True, slots=True)
 class BegunDeletion:
-    """A step that is gone for this process already. One of both is to be called, once.
+    """A deletion that has begun: the step is hidden from this process. Call one of the two, once.
 
     Attributes:
-        perform: removes its files.
-        cancel: lets it stay.
+        perform: deletes the step.
+        cancel: keeps the step.
     """
 
     perform: Callable[[], None]
@@ -179,11 +176,11 @@ class BegunDeletion:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What a deletion was decided by.
+    """The state that the decision for a deletion depends on.
 
     Attributes:
-        since: `StepDirectory.changes` as it was then.
-        keep: gives the steps that stay now.
+        since: `StepDirectory.changes` when the decision was made.
+        keep: returns the steps that must stay now.
     """
 
     since: int
@@ -191,10 +188,10 @@ class _Plan:
 
 
 class StepDeleter:
-    """Deletes steps of a directory that this process owns. One thread at a time deletes; any may ask.
+    """Deletes steps of a directory that this process owns. Any thread; one deletion runs at a time.
 
-    A step is no longer there for this process once its deletion began, and vanishes for all at once; its files are removed
-    afterwards. What a killed process left of that is removed by `clean`.
+    A step is hidden from this process when its deletion begins. It disappears for all processes at once, and then its
+    files are removed. `clean` removes what a killed process left.
     """
 
     def __init__(
@@ -206,14 +203,14 @@ class StepDeleter:
         *,
         looks_whole: Callable[[Place, Context], bool] = has_its_sizes,
     ) -> None:
-        """Delete in a directory.
+        """Delete nothing yet.
 
         Args:
-            steps: which there are.
-            store: the storage, opened at the directory, as durable as deletions are to be.
+            steps: the steps of the directory.
+            store: the storage, opened at the directory; durable if deletions must be.
             owned: the ownership of the directory; checked before each deletion.
             context: options.
-            looks_whole: whether a step at a place seems to be undamaged.
+            looks_whole: returns True if a step at a place seems undamaged.
         """
         self._steps = steps
         self._looks_whole = looks_whole
@@ -223,24 +220,24 @@ class StepDeleter:
         self._context = context
         self._locks = self._commits.locks(steps.display)
         self._lock = threading.Lock()
-        self._written: set[int] = set()
         self._claims = threading.Lock()
-        """That a claim is a dead one's, and that it goes, is one decision; nobody who saves waits for other deletions."""
+        """Held to find and remove a claim of a failed save. Not `_lock`, so that saves do not wait for deletions."""
+        self._written: set[int] = set()  # steps that this process saves
         self._deciding = threading.Lock()
-        """Whether another valid step stays, and that this one goes, is one decision."""
-        self._referred: set[int] = set()  # steps that stayed because others refer to them
+        """Held to check that another valid step exists, and to hide this one."""
+        self._referred: set[int] = set()  # steps that were kept because others refer to them
         self._whole: set[str] = set()
-        """The saves whose files were found to have their sizes."""
-        self._going: dict[int, threading.Event] = {}
-        """The steps that are being deleted; set when that is over."""
+        """The save ids of steps whose files have the right sizes."""
+        self._deleting: dict[int, threading.Event] = {}
+        """The steps that are being deleted. The event is set when that has ended."""
 
     def spare(self, step: int) -> None:
-        """Say that this process is about to write a step, so that a claim found there is not a dead one's."""
+        """Announce that this process is about to save a step, so that `clean` does not remove its claim."""
         with self._claims:
             self._written.add(step)
 
     def clean(self) -> None:
-        """Remove what dead saves, deletions, readers left. Only the owner of the directory may: all else in it is dead.
+        """Remove what failed saves, deletions and readers left. Only the owner of the directory may call it.
 
         Raises:
             StorageError, SaveLostError
@@ -255,14 +252,14 @@ class StepDeleter:
             self._locks.sweep()
         if not self._commits.claims_by_root:
             return
-        # Claims: saves that never committed, and deletions that were begun. A run of many steps has few of them.
+        # Claims of saves and deletions that did not end.
         candidates = self._steps.candidates()
         for step, is_claimed in zip(candidates, self._steps.ask_each(candidates, self._is_claimed), strict=True):
             if not is_claimed:
                 continue
             with self._claims:
                 if step in self._written or not self._is_claimed(step):
-                    continue  # a save began there since, or ended
+                    continue  # a save began or ended there meanwhile
                 logger.info(
                     "removing what a dead save or deletion left: %s in %s",
                     self._steps.name(step),
@@ -276,10 +273,7 @@ class StepDeleter:
                     logger.warning("step %d in %s stays: %s", step, self._steps.display, error)
 
     def _is_claimed(self, step: int) -> bool:
-        """Return whether a step has a claim and no committed checkpoint. One small request.
-
-        Returns False if the step cannot be read.
-        """
+        """Return True if a step has a claim instead of a checkpoint; False if it cannot be read. One small request."""
         try:
             return self._commits.is_committed(self._steps.name(step)) is False
         except StorageError as error:
@@ -289,16 +283,16 @@ class StepDeleter:
     def collect(
         self, policy: PreservationPolicy, *, keep: Callable[[], Collection[int]], broken: Collection[int]
     ) -> Sequence[int]:
-        """Delete what a policy gives up; the steps that were deleted.
+        """Delete the steps that a policy does not keep. Return them.
 
         Args:
-            policy: which steps to keep.
-            keep: gives the steps that stay whatever the policy says; asked right before each deletion.
-            broken: steps that are damaged; they are left alone.
+            policy: the policy.
+            keep: returns the steps that stay in any case; called right before each deletion.
+            broken: the damaged steps, which are left alone.
 
         Raises:
             StorageError: some steps cannot be deleted; all others are.
-            SaveLostError: another job owns the directory; some may be deleted.
+            SaveLostError: another job owns the directory; some steps may be deleted.
         """
         with Recording("delete", self._steps.display, self._context.observers).phase("clean"):
             since = self._steps.changes()
@@ -309,7 +303,7 @@ class StepDeleter:
             def is_deleted(step: int) -> bool:
                 try:
                     return self._delete(step, broken, _Plan(since, keep))
-                except CheckpointExistsError as error:  # another checkpoint is inside the step
+                except CheckpointExistsError as error:  # another checkpoint is in its directory
                     logger.warning("step %d in %s stays: %s", step, self._steps.display, error)
                     return False
                 except StorageError as error:
@@ -318,10 +312,10 @@ class StepDeleter:
                     return False
 
             while doomed:
-                # What others refer to goes once these are gone.
-                gone = [step for step in doomed if is_deleted(step)]
-                deleted += gone
-                doomed = [step for step in doomed if step in self._referred] if gone else []
+                # A base can be deleted after the steps that refer to it.
+                newly = [step for step in doomed if is_deleted(step)]
+                deleted += newly
+                doomed = [step for step in doomed if step in self._referred] if newly else []
             if failed:
                 for other in failed[1:]:
                     failed[0].add_note(f"another step cannot be deleted: {other}")
@@ -336,19 +330,19 @@ class StepDeleter:
         under_way: Callable[[], Collection[int]],
         elsewhere: Callable[[], bool] = bool,
     ) -> BegunDeletion:
-        """Begin to delete one step that the user named; the result deletes it.
+        """Begin to delete a step that the user named. The result deletes it.
 
         Args:
-            step: which.
-            broken: steps that are damaged.
-            under_way: gives the steps that this process is saving.
-            elsewhere: whether another directory of the same run has another step that is valid; asked where this one has none.
+            step: the step.
+            broken: the damaged steps.
+            under_way: returns the steps that this process is saving.
+            elsewhere: returns True if another directory of the run has another valid step; called if this one has none.
 
         Raises:
-            CheckpointNotFoundError: if it is not there, is being deleted already, or other software wrote it.
-            OnlyStepError: if it is the only one that is valid.
-            StepPinnedError: if a reader has pinned it, or it is being saved.
-            CheckpointReferredError: if others have arrays in it.
+            CheckpointNotFoundError: it does not exist, is being deleted already, or other software wrote it.
+            OnlyStepError: it is the only valid step.
+            StepPinnedError: a reader has pinned it, or it is being saved.
+            CheckpointReferredError: others have arrays in it.
         """
         if not self._steps.is_committed(step):
             raise CheckpointNotFoundError(self._steps.missing(step))
@@ -368,8 +362,8 @@ class StepDeleter:
                 )
             if step in under_way():
                 raise StepPinnedError(f"step {step} in {self._steps.display} is being saved; delete it later")
-            going = self._doom(step, broken, _Plan(self._steps.changes(), under_way), elsewhere)
-            if going is None:
+            ended = self._hide(step, broken, _Plan(self._steps.changes(), under_way), elsewhere)
+            if ended is None:
                 raise OnlyStepError(
                     f"step {step} is the only valid one in {self._steps.display}, and deleting it would lose the run; "
                     "save another one first, or remove the directory with ckptcore.delete or your own tools"
@@ -378,22 +372,19 @@ class StepDeleter:
             intent.close()
             raise
         return BegunDeletion(
-            perform=partial(self._vanish, step, intent, going), cancel=partial(self._relent, step, intent, going)
+            perform=partial(self._remove, step, intent, ended), cancel=partial(self._cancel, step, intent, ended)
         )
 
-    def _relent(self, step: int, intent: Lock, going: threading.Event) -> None:
-        """Let a step stay that was to be deleted."""
-        self._steps.show(step)
-        self._going.pop(step, None)
-        going.set()
+    def _cancel(self, step: int, intent: Lock, ended: threading.Event) -> None:
+        self._show(step, ended)
         intent.close()
 
     def wait_until_gone(self, step: int) -> None:
         """Wait while a step is being deleted, so that it can be saved again."""
         with self._deciding:
-            going = self._going.get(step)
-        if going is not None:
-            going.wait()
+            ended = self._deleting.get(step)
+        if ended is not None:
+            ended.wait()
 
     def _delete(self, step: int, broken: Collection[int], plan: _Plan) -> bool:
         intent = self._locks.intend_deletion(self._steps.name(step))
@@ -406,13 +397,13 @@ class StepDeleter:
                 self._referred.add(step)
                 logger.info("step %d in %s stays: %s refer to it", step, self._steps.display, ", ".join(names))
                 return False
-            going = self._doom(step, broken, plan) if self._steps.is_committed(step) else None
-            if going is not None:
-                self._vanish(step, intent, going)
-        return going is not None
+            ended = self._hide(step, broken, plan) if self._steps.is_committed(step) else None
+            if ended is not None:
+                self._remove(step, intent, ended)
+        return ended is not None
 
     def _referrers(self, step: int) -> Sequence[str]:
-        """The names of what refers to a step in the same directory, whoever saved it."""
+        """Return the names of the checkpoints in the same directory that refer to a step, of any job."""
         save_id = None
         try:
             summary = self._steps.summary(step)
@@ -422,10 +413,11 @@ class StepDeleter:
         except CheckpointNotFoundError:
             return ()
         except (CorruptCheckpointError, UnsupportedVersionError):
-            pass  # which save it is cannot be known
+            pass  # its save id is unknown
         known = {}
         if self._commits.claims_by_root:
-            # Elsewhere a root is a request, and a step that was committed stays as it was; who else overwrites it is not heard of.
+            # On object stores reading a root costs a request. Committed steps do not change, so cached roots are used;
+            # overwrites by other jobs are not detected.
             known = {self._steps.name(other): other for other in self._steps.candidates()}
 
         def bases_of(store: StorageBackend, name: str) -> Sequence[Base]:
@@ -448,21 +440,21 @@ class StepDeleter:
         return referring_to(name, save_id, beside)
 
     def has_another(self, step: int, broken: Collection[int]) -> bool:
-        """Whether another step than this one is valid, as far as the sizes of its files tell.
+        """Return True if another step than this one is valid, as far as the sizes of its files show.
 
         Args:
-            step: which.
-            broken: steps that are damaged.
+            step: the step.
+            broken: the damaged steps.
         """
         others = (other for other in self._steps.newest_first() if other != step and other not in broken)
         return any(self._is_whole(other) for other in others)
 
-    def _doom(
+    def _hide(
         self, step: int, broken: Collection[int], plan: _Plan, elsewhere: Callable[[], bool] = bool
     ) -> threading.Event | None:
-        """Let a step be gone for this process; None if it must stay.
+        """Hide a step from this process. Return the event of the end of its deletion; None if it must stay.
 
-        It must where no other is valid, where it is being saved, and where it was saved since the plan was made.
+        It must stay if no other step is valid, if it is being saved, or if it was saved since the plan was made.
         """
         with self._deciding:
             if step in plan.keep() or self._steps.changed_since(step, plan.since):
@@ -470,15 +462,20 @@ class StepDeleter:
             if step not in broken and not self.has_another(step, broken) and not elsewhere():
                 return None
             self._steps.hide(step)
-            going = self._going[step] = threading.Event()
-            return going
+            ended = self._deleting[step] = threading.Event()
+            return ended
+
+    def _show(self, step: int, ended: threading.Event) -> None:
+        self._steps.show(step)
+        self._deleting.pop(step, None)
+        ended.set()
 
     def _is_whole(self, step: int) -> bool:
-        """Whether every file of a step has the size that it was written with; one small request for each."""
+        """Return True if every file of a step has the right size. One small request for each file."""
         try:
             summary = self._steps.summary(step)
             if summary is None:
-                return False  # other software wrote it: what it has cannot be known
+                return False  # other software wrote it, so the sizes are unknown
             if summary.save_id not in self._whole:
                 if not self._looks_whole(self._steps.place(step), self._context):
                     logger.warning(
@@ -491,7 +488,7 @@ class StepDeleter:
             return False
         return True
 
-    def _vanish(self, step: int, intent: Lock, going: threading.Event) -> None:
+    def _remove(self, step: int, intent: Lock, ended: threading.Event) -> None:
         recording = Recording("delete", str(self._steps.place(step)), self._context.observers, step=step)
         try:
             with intent, self._lock:
@@ -505,9 +502,7 @@ class StepDeleter:
             recording.finish(error=error)
             raise
         finally:
-            self._steps.show(step)
-            self._going.pop(step, None)
-            going.set()
+            self._show(step, ended)
         recording.finish()
 
     def _location(self, step: int) -> Location:

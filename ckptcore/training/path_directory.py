@@ -21,7 +21,7 @@ from ckptcore.model.tree import JSON
 from ckptcore.policies import PreservationPolicy, PreserveAll, StepInfo
 from ckptcore.protocols import StorageBackend
 from ckptcore.step_names import StepNames
-from ckptcore.training.garbage import BegunDeletion, Cleaner, StepDeleter, policy_infos
+from ckptcore.training.garbage import BegunDeletion, DeletionQueue, StepDeleter, policy_infos
 from ckptcore.training.run_directory import Ownership, RunDirectory, SavedStep, StepTarget
 from ckptcore.training.steps import StepDirectory
 
@@ -155,7 +155,7 @@ class _PathRun:
         self.steps = steps
         self.directory: OwnedDirectory | None = None
         self._saves = ownership.saves
-        self._cleaner = Cleaner(steps.display)
+        self._cleaner = DeletionQueue(steps.display)
         agreement = ownership.agreement
         try:
             with agreement.stage("own"):

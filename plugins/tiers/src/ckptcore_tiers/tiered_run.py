@@ -15,7 +15,7 @@ from ckptcore.loading.verify import has_its_sizes
 from ckptcore.model.tree import JSON
 from ckptcore.policies import CustomPreservation, PreserveAll, StepInfo, what_to_delete
 from ckptcore.saving.writing import PlainSave
-from ckptcore.training.garbage import BegunDeletion, Cleaner
+from ckptcore.training.garbage import BegunDeletion, DeletionQueue
 from ckptcore.training.path_directory import OwnedDirectory, refuse_existing, write_directory_metadata
 from ckptcore.training.run_directory import Ownership, SavedStep, StepTarget
 from ckptcore_tiers.host_groups import Hosts, OnHosts
@@ -54,7 +54,7 @@ class TieredRun:
         self._leads = agreement.rank == 0
         self._saves = ownership.saves
         near, far = steps.directories
-        self._cleaner = Cleaner(far.display)
+        self._cleaner = DeletionQueue(far.display)
         if steps.host_steps is not None:
             self.hosts = find_hosts(agreement.part("hosts"), near.open_to_write())
         own = partial(OwnedDirectory, context=context, if_in_use=ownership.if_in_use)

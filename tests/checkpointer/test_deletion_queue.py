@@ -1,4 +1,4 @@
-"""Cleaner: work in the background, in the order in which it was asked for, and errors that are told once."""
+"""DeletionQueue: work in the background, in the order in which it was asked for, and errors that are told once."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckptcore.training.garbage import Cleaner
+from ckptcore.training.garbage import DeletionQueue
 
 
 @pytest.fixture
-def cleaner() -> Iterator[Cleaner]:
-    made = Cleaner("somewhere")
+def cleaner() -> Iterator[DeletionQueue]:
+    made = DeletionQueue("somewhere")
     yield made
     made.close()
 
@@ -22,7 +22,7 @@ def fail() -> None:
     raise ValueError("the disk is gone")
 
 
-def test_work_is_done_in_its_order_on_another_thread(cleaner: Cleaner) -> None:
+def test_work_is_done_in_its_order_on_another_thread(cleaner: DeletionQueue) -> None:
     goes_on = threading.Event()
     done: list[int] = []
     threads: set[str] = set()
@@ -42,7 +42,7 @@ def test_work_is_done_in_its_order_on_another_thread(cleaner: Cleaner) -> None:
 
 
 def test_an_error_is_logged_and_told_once_and_what_comes_after_is_done(
-    cleaner: Cleaner, caplog: pytest.LogCaptureFixture
+    cleaner: DeletionQueue, caplog: pytest.LogCaptureFixture
 ) -> None:
     done = threading.Event()
     with caplog.at_level(logging.WARNING, logger="ckptcore"):
@@ -55,7 +55,7 @@ def test_an_error_is_logged_and_told_once_and_what_comes_after_is_done(
     assert len(cleaner) == 0
 
 
-def test_what_went_well_is_not_kept_and_of_errors_the_first_hundred(cleaner: Cleaner) -> None:
+def test_what_went_well_is_not_kept_and_of_errors_the_first_hundred(cleaner: DeletionQueue) -> None:
     for _ in range(300):
         done = threading.Event()
         cleaner.begin(done.set)
@@ -70,7 +70,7 @@ def test_what_went_well_is_not_kept_and_of_errors_the_first_hundred(cleaner: Cle
     assert 100 <= len(cleaner.take_errors()) < 110
 
 
-def test_nothing_is_begun_once_it_refuses_and_what_was_asked_for_before_is_done(cleaner: Cleaner) -> None:
+def test_nothing_is_begun_once_it_refuses_and_what_was_asked_for_before_is_done(cleaner: DeletionQueue) -> None:
     goes_on, first, second = threading.Event(), threading.Event(), threading.Event()
     cleaner.begin(goes_on.wait)
     cleaner.begin(first.set)
