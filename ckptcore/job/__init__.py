@@ -1,1 +1,1 @@
-"""Jobs: what the processes of one tell each other, and what they see of each other's files."""
+"""Jobs: agreement between processes, exchanges of data, and checks that they share a directory."""

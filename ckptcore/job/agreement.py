@@ -1,4 +1,4 @@
-"""The processes of one save agreeing, stage by stage, on whether it goes on."""
+"""Agreement: stages of an operation after which every process knows whether all have succeeded."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ __all__ = ["Agreement", "Stage", "encode_outcome"]
 
 T = TypeVar("T", bound=JSON)
 
-_TOLD: Final = 20
-"""Ranks that failed of which all others are told; of more, how many they are."""
+_SHOWN: Final = 20
+"""The most failed ranks that are reported with their errors; the others are counted."""
 
 _REASON: Final = 4000
-"""Characters of what is told of ranks that did not come."""
+"""The most characters that are reported of a timeout."""
 
 
 @dataclass(slots=True)
 class Stage:
-    """What a rank brings to the end of a stage and takes from it.
+    """The data that a rank sends and receives at the end of a stage.
 
     Attributes:
         payload: JSON or bytes for the leader.
-        payloads: on the leader, once the stage is over, those of all ranks in their order.
-        done: whether this rank did its work. The others may have heard so, and go on, though the exchange failed here.
-        failed: the ranks that did not, once the stage is over: the first ones, where they are many.
+        payloads: on the leader after the stage, the payloads of all ranks in order of rank.
+        done: True if this rank did its work. The others may know, and continue, even if the exchange failed here.
+        failed: after the stage, the ranks that failed; if they are many, the first ones.
     """
 
     payload: JSON | bytes = None
@@ -44,11 +44,11 @@ class Stage:
 
 
 class Agreement:
-    """The exchanges of one save. In a job of one process nothing is exchanged.
+    """The exchanges of one operation. In a job of one process nothing is exchanged.
 
-    Every rank says a random token in the first stage. The leader tells the tokens back, those of a block to that block, and a rank that
-    does not find its own was told what an earlier operation left behind. What follows has keys that hold a token of the leader, which no
-    other operation has.
+    Every rank sends a random token in the first stage. The leader sends the tokens back, to each block its own. A rank
+    that does not find its token has received an answer that an earlier operation left behind. The keys of later
+    exchanges contain a token of the leader, which no other operation has.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class Agreement:
         *,
         block_ranks: int = BLOCK_RANKS,
     ) -> None:
-        """Agree through a coordinator.
+        """Exchange nothing yet.
 
         Args:
-            coordinator: the processes.
-            key: unique to the operation and the same on every rank.
-            recording: is told how long exchanges take.
+            coordinator: connects the processes.
+            key: unique to the operation and equal on every rank.
+            recording: measures the exchanges.
             block_ranks: see `Gathering`.
         """
         self._coordinator = coordinator
@@ -77,11 +77,11 @@ class Agreement:
         self.size = coordinator.size
 
     def part(self, name: str) -> Agreement:
-        """The exchanges of a part of the operation, which has stages of its own under the same names."""
+        """Return the exchanges of a part of the operation, which can have stages with the same names."""
         return self._like(f"{self._key}/{name}", self._recording)
 
     def recorded(self, recording: Recording) -> Agreement:
-        """The same exchanges; another recording is told how long they take."""
+        """Return the same exchanges, measured by another recording."""
         return self._like(self._key, recording)
 
     def _like(self, key: str, recording: Recording | None) -> Agreement:
@@ -91,16 +91,17 @@ class Agreement:
 
     @contextmanager
     def stage(self, name: str, *, meaning: str = "") -> Iterator[Stage]:
-        """Do the work of a stage in the body; afterwards every rank knows whether it succeeded everywhere.
+        """Run the body as a stage. Afterwards every rank knows whether it succeeded on all ranks.
 
         Args:
-            name: of the stage; a key takes each name once.
-            meaning: ends the message of the error where the stage failed on another rank.
+            name: the name of the stage; each name can be used once.
+            meaning: the end of the error message if the stage failed on another rank.
 
         Raises:
-            RankFailedError: if it failed on another rank, with that rank's error. A rank's own error is raised as it is.
-            CommitUnknownError: if that rank's error is one.
-            CoordinationTimeoutError: if a rank did not come.
+            RankFailedError: it failed on another rank; the message has that rank's error. A rank raises its own error
+                unchanged.
+            CommitUnknownError: the error of that rank is one.
+            CoordinationTimeoutError: a rank did not take part in time.
         """
         stage = Stage()
         if self.size == 1:
@@ -115,11 +116,11 @@ class Agreement:
             yield stage
             outcome = encode_outcome(token, stage.payload)
             stage.done = True
-        except BaseException as caught:  # noqa: BLE001  # told to the others first, then raised below
+        except BaseException as caught:  # noqa: BLE001  # sent to the others first, then raised below
             error = caught
             outcome = _encode_failure(token, error)
         if isinstance(error, CoordinationTimeoutError) and 0 in error.missing:
-            raise error  # there is no leader to tell it to
+            raise error  # there is no leader to send it to
         verdict = _Verdict()
         try:
             verdict = self._exchange(name, outcome, token, stage)
@@ -131,24 +132,24 @@ class Agreement:
             elsewhere = [failure for failure in verdict.failed if failure[0] != self.rank]
             if elsewhere:
                 also = replace(verdict, failed=elsewhere)
-                error.add_note(f"the stage {name!r} failed also on {_told(also)}")
+                error.add_note(f"the stage {name!r} failed also on {_describe(also)}")
             try:
                 raise error
             finally:
-                del error  # else it and this frame held each other, and the state that is saved
+                del error  # breaks a reference cycle with this frame, which would keep the saved state in memory
         if verdict.failed:
             stage.failed = [rank for rank, _ in verdict.failed]
             kind = CommitUnknownError if verdict.unknown else RankFailedError
-            raise kind(f"the stage {name!r} failed on {_told(verdict)}" + (f"; {meaning}" if meaning else ""))
+            raise kind(f"the stage {name!r} failed on {_describe(verdict)}" + (f"; {meaning}" if meaning else ""))
 
     def _exchange(self, name: str, outcome: bytes, token: str | None, stage: Stage) -> _Verdict:
-        """What failed, told to all by the leader."""
+        """Send the outcome of this rank to the leader, and return the verdict of the leader."""
         key = f"{self._key}/{name}"
         with self._recording.phase("exchange") if self._recording is not None else nullcontext():
             try:
                 gathered = self._gathering.gather(key, outcome)
             except CoordinationTimeoutError as error:
-                self._tell_who_is_missing(key, token, error)
+                self._report_missing(key, token, error)
                 raise
             verdict, tokens = None, []
             if gathered is not None:
@@ -157,40 +158,47 @@ class Agreement:
                 tokens = [head["token"] for head, _ in outcomes]
                 failed = [(rank, head["error"]) for rank, (head, _) in enumerate(outcomes) if head["error"] is not None]
                 unknown = any(head["unknown"] for head, _ in outcomes)
-                verdict = _Verdict(failed[:_TOLD], max(0, len(failed) - _TOLD), unknown)
+                verdict = _Verdict(failed[:_SHOWN], max(0, len(failed) - _SHOWN), unknown)
             return self._verdict(key, token, verdict, tokens)
 
     def _verdict(self, key: str, token: str | None, verdict: _Verdict | None, tokens: Sequence[str]) -> _Verdict:
-        """What the leader tells: as much to each rank whatever the size of the job."""
+        """Send the verdict from the leader to all. Its size does not depend on the size of the job.
 
-        def say(block: range) -> bytes:
+        Args:
+            key: the key of the exchange.
+            token: the token of this rank; None after the first stage.
+            verdict: on the leader, the verdict; None on the others.
+            tokens: on the leader, the tokens of all ranks.
+        """
+
+        def message(block: range) -> bytes:
             found = tokens[block.start : block.stop]
             return _encode({**asdict(verdict or _Verdict()), "leader": tokens[0] if tokens else None,
                             "first": block.start, "tokens": list(found)})  # fmt: skip
 
-        leads = say if verdict is not None else None
+        leads = verdict is not None
         if token is not None:
-            told = json.loads(self._gathering.tell_blocks(f"{key}/verdict", leads))
+            answer = json.loads(self._gathering.tell_blocks(f"{key}/verdict", message if leads else None))
         else:
-            told = json.loads(self._gathering.tell(f"{key}/verdict", None if leads is None else leads(range(0))))
-        if told["leader"] is not None and token is not None:
-            self._meet(key, token, told)
-        return _Verdict([(rank, reason) for rank, reason in told["failed"]], told["others"], told["unknown"])
+            answer = json.loads(self._gathering.tell(f"{key}/verdict", message(range(0)) if leads else None))
+        if answer["leader"] is not None and token is not None:
+            self._meet(key, token, answer)
+        return _Verdict([(rank, reason) for rank, reason in answer["failed"]], answer["others"], answer["unknown"])
 
-    def _tell_who_is_missing(self, key: str, token: str | None, error: CoordinationTimeoutError) -> None:
-        """Let the ranks that came know at once, and those that come late when they do: else each would wait in vain."""
+    def _report_missing(self, key: str, token: str | None, error: CoordinationTimeoutError) -> None:
+        """Report the missing ranks to all, so that neither the ranks that came nor late ones wait for them."""
         if self.rank != 0 or not error.missing:
             return
         reason = f"CoordinationTimeoutError: {error}"[:_REASON]
-        failed = [(rank, reason) for rank in error.missing[:_TOLD]]
+        failed = [(rank, reason) for rank in error.missing[:_SHOWN]]
         try:
-            self._verdict(key, token, _Verdict(failed, max(0, len(error.missing) - _TOLD)), ())
-        except Exception as failure:  # noqa: BLE001  # the error that stopped the stage says more
+            self._verdict(key, token, _Verdict(failed, max(0, len(error.missing) - _SHOWN)), ())
+        except Exception as failure:  # noqa: BLE001  # the error that stopped the stage is raised
             error.add_note(f"telling the other ranks failed too: {type(failure).__name__}: {failure}")
 
-    def _meet(self, key: str, token: str, told: Mapping[str, Any]) -> None:
-        """Make sure that the leader answered this rank, and take up keys that are of this operation alone."""
-        if told["tokens"][self.rank - told["first"]] != token:
+    def _meet(self, key: str, token: str, answer: Mapping[str, Any]) -> None:
+        """Check that the answer of the leader is for this operation, and use keys of this operation from now on."""
+        if answer["tokens"][self.rank - answer["first"]] != token:
             raise RankFailedError(
                 f"the answer to the exchange {key!r} is not one to rank {self.rank}: it was left behind by an "
                 "operation that failed, or that a process which was restarted alone took part in; expected the ranks "
@@ -198,41 +206,45 @@ class Agreement:
                 "new coordinator"
             )
         self._met = True
-        self._key = f"{self._key}/{told['leader']}"
+        self._key = f"{self._key}/{answer['leader']}"
 
     def lead(self, name: str, decide: Callable[[], T]) -> T:
-        """Let the leader decide; every rank gets the decision.
+        """Return the decision of the leader on every rank.
+
+        Args:
+            name: the name of the exchange.
+            decide: makes the decision; called on the leader.
 
         Raises:
-            RankFailedError: if the leader could not; it raises its own error.
+            RankFailedError: `decide` failed on the leader, which raises its own error.
         """
         if self.size == 1:
             return decide()
         key = f"{self._key}/{name}"
         if self.rank != 0:
-            told = json.loads(self._coordinator.broadcast(key, None))
-            if told["error"] is not None:
-                raise RankFailedError(f"rank 0: {told['error']}")
-            decision: T = told["decision"]
+            answer = json.loads(self._coordinator.broadcast(key, None))
+            if answer["error"] is not None:
+                raise RankFailedError(f"rank 0: {answer['error']}")
+            decision: T = answer["decision"]
             return decision
         try:
             decision = decide()
-            told = _encode({"error": None, "decision": decision})
+            message = _encode({"error": None, "decision": decision})
         except BaseException as error:
             self._coordinator.broadcast(key, _encode({"error": f"{type(error).__name__}: {error}", "decision": None}))
             raise
-        self._coordinator.broadcast(key, told)
+        self._coordinator.broadcast(key, message)
         return decision
 
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """How a stage ended.
+    """The result of a stage on all ranks.
 
     Attributes:
-        failed: ranks that failed, and why.
-        others: how many more did.
-        unknown: whether that leaves the commit unknown.
+        failed: the ranks that failed, with their errors.
+        others: the number of other ranks that failed.
+        unknown: True if the commit may have happened.
     """
 
     failed: Sequence[tuple[int, str]] = ()
@@ -241,7 +253,7 @@ class _Verdict:
 
 
 def encode_outcome(token: str | None, payload: JSON | bytes) -> bytes:
-    """What a rank says: a line of JSON, and bytes behind it where those are its payload."""
+    """Return the message of a rank: a line of JSON, and after it the payload if that is bytes."""
     head: dict[str, JSON] = {"error": None, "unknown": False, "token": token}
     if isinstance(payload, bytes):
         return _encode(head) + b"\n" + payload
@@ -259,16 +271,16 @@ def _decode_outcome(data: bytes) -> tuple[dict[str, Any], JSON | bytes]:
     return head, rest if separator else head["payload"]
 
 
-def _told(verdict: _Verdict) -> str:
-    """Which ranks failed, and why. Ranks of one host often fail alike, and are told together."""
-    ranks: dict[str, list[int]] = {}
+def _describe(verdict: _Verdict) -> str:
+    """Return the failed ranks with their errors. Ranks with the same error, such as those of one host, are grouped."""
+    groups: dict[str, list[int]] = {}
     for rank, reason in verdict.failed:
-        ranks.setdefault(reason, []).append(rank)
-    told = "; ".join(
-        f"rank {alike[0]}: {reason}" if len(alike) == 1 else f"the ranks {alike}: {reason}"
-        for reason, alike in ranks.items()
+        groups.setdefault(reason, []).append(rank)
+    text = "; ".join(
+        f"rank {ranks[0]}: {reason}" if len(ranks) == 1 else f"the ranks {ranks}: {reason}"
+        for reason, ranks in groups.items()
     )
-    return told + (f"; and {verdict.others} more ranks" if verdict.others else "")
+    return text + (f"; and {verdict.others} more ranks" if verdict.others else "")
 
 
 def _encode(document: JSON) -> bytes:

@@ -1,7 +1,8 @@
 """Gathering and exchanging data between the processes of a job.
 
-A small job tells the leader everything at once. In a larger one ranks stand in blocks, and the first of each block tells the leader what
-its block says: the leader takes one message for each block, and no other process does or hears more in a larger job.
+In a small job every rank sends its data to the leader. A larger job has blocks of ranks, and the first rank of a block
+sends the data of the block: the leader receives one message for each block, and the work of other processes does not
+grow with the job.
 """
 
 from __future__ import annotations
@@ -28,28 +29,28 @@ __all__ = [
 
 
 class ExchangeCounts:
-    """How many operations of each name this process began in each job. Any thread.
+    """Counts the operations of each name that this process began in each job. Any thread.
 
-    They are counted by job and not by Context, because two Contexts that save to one location would use the same keys: what was
-    left of an exchange that failed would be taken for an answer. They are counted by name and not in all, so that a rank that
-    missed one operation, because its program failed before it, is apart from the others in that one only.
+    They are counted by job and not by Context, because two Contexts that save to one location would use the same keys:
+    a message of a failed exchange would be taken for an answer. They are counted by name and not in total, so that a
+    rank that missed one operation, because its program failed before, differs from the others only in that one.
 
-    A name takes about a hundred bytes for as long as the job lasts: it is kept as a hash.
+    Names are stored as hashes; each takes about a hundred bytes while the job lasts.
     """
 
     def __init__(self) -> None:
-        """Nothing was begun."""
+        """Count nothing yet."""
         self._lock = threading.Lock()
         self._found: dict[int, int] = {}
         self._given: dict[int, tuple[Callable[[], Coordinator | None], dict[int, int]]] = {}
 
     def key(self, coordinator: Coordinator | None, name: str) -> str:
-        """A key for the exchanges of an operation that begins now.
+        """Return a key for the exchanges of an operation that begins now.
 
         Args:
-            coordinator: the job that a Context was given, or that this process has joined and may join again; None for any other that
-                this process is part of, which is told by a new coordinator each time.
-            name: of the operation: where it goes.
+            coordinator: the job of a Context, or one that this process has joined and may join again; None for a job
+                that has a new coordinator for each operation.
+            name: the name of the operation, such as its location.
         """
         hashed = xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass"))
         with self._lock:
@@ -68,54 +69,54 @@ class ExchangeCounts:
 
     def _reference(self, coordinator: Coordinator) -> Callable[[], Coordinator | None]:
         try:
-            # It is dropped without the lock: the garbage collector may come while this thread holds it.
+            # The callback does not take the lock: garbage collection can run while this thread holds it.
             return weakref.ref(coordinator, functools.partial(_drop, self._given, id(coordinator)))
         except TypeError:
-            return lambda: coordinator  # it has slots and none for references: it stays
+            return lambda: coordinator  # slots without `__weakref__`: it stays in memory
 
 
 def _drop(
     given: dict[int, tuple[Callable[[], Coordinator | None], dict[int, int]]], address: int, ended: object
 ) -> None:
     known = given.get(address)
-    if known is not None and known[0] is ended:  # else another object lives there by now
+    if known is not None and known[0] is ended:  # else another object has this address now
         del given[address]
 
 
 @functools.cache
 def exchange_counts() -> ExchangeCounts:
-    """Those of this process."""
+    """Return the counts of this process."""
     return ExchangeCounts()
 
 
 BLOCK_RANKS: Final = 64
-"""Ranks of a block; a job of up to so many has no blocks."""
+"""The ranks of a block; a job of up to so many ranks has no blocks."""
 
 _SHOWN: Final = 100
 _COMPRESSION: Final = 1
-"""What a block says is much alike; zlib's fastest level finds that, and no process waits for a better one."""
+"""The fastest level of zlib; the messages of a block are similar, so that it is enough."""
 
 
 class Gathering:
-    """The two directions of an exchange. Any thread; keeps nothing."""
+    """Sends data to the leader and from it. Stateless. Any thread."""
 
     def __init__(self, coordinator: Coordinator, *, block_ranks: int = BLOCK_RANKS) -> None:
-        """Go through a coordinator; through groups of its ranks, if it has them and the job is large.
+        """Use a coordinator, in blocks if it supports groups and the job is large.
 
         Args:
-            coordinator: the processes.
-            block_ranks: how many ranks a block has; the same in every process.
+            coordinator: connects the processes.
+            block_ranks: the number of ranks of a block; equal in every process.
         """
         self._coordinator = coordinator
         self._block_ranks = block_ranks
         self.rank = coordinator.rank
         self.size = coordinator.size
-        grouped = isinstance(coordinator, GathersInGroups) and self.size > block_ranks
-        self._groups = coordinator if isinstance(coordinator, GathersInGroups) and grouped else None
+        has_blocks = isinstance(coordinator, GathersInGroups) and self.size > block_ranks
+        self._groups = coordinator if isinstance(coordinator, GathersInGroups) and has_blocks else None
 
     @property
     def blocks(self) -> Sequence[range]:
-        """The ranks of each block; all of them in one where the job has no blocks."""
+        """The ranks of each block; one block of all ranks in a small job."""
         if self._groups is None:
             return (range(self.size),)
         return [
@@ -123,12 +124,12 @@ class Gathering:
         ]
 
     def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
-        """Give a payload to the leader: there all of them in order of rank, elsewhere None.
+        """Send a payload to the leader. Return there all payloads in order of rank; None on the others.
 
-        The first of a block waits for the others of it. Where it did not come itself, nothing is known of the others.
+        The first rank of a block waits for the others. If it is missing itself, nothing is known of the others.
 
         Raises:
-            CoordinationTimeoutError: on the leader, names the ranks that did not come.
+            CoordinationTimeoutError: on the leader, with the missing ranks.
         """
         if self._groups is None:
             return self._coordinator.gather(key, payload)
@@ -140,15 +141,15 @@ class Gathering:
             of_block = self._groups.within(block).gather(f"{key}/block-{number}", payload)
         except CoordinationTimeoutError as error:
             if self.rank != block[0]:
-                raise  # this rank could not even say it
-            # Where it names nobody, the store or the like did not answer: then nothing of the others is known here either.
+                raise  # this rank could not send its own payload
+            # Without names the connection itself failed, and nothing is known of the others.
             missing = [block[place] for place in error.missing] or list(block[1:])
         if self.rank != block[0]:
             return None
         relays = range(0, self.size, self._block_ranks)
         batch = b"" if self.rank == 0 else _pack(of_block or (), missing)
         try:
-            # The others may come a deadline later than this rank, and wait one for those of their block.
+            # The others may start a deadline later than this rank, and wait one deadline for their blocks.
             batches = self._groups.within(relays, deadlines=2).gather(f"{key}/blocks", batch)
         except CoordinationTimeoutError as error:
             raise self._timed_out(key, [*missing, *[relays[place] for place in error.missing]]) from error
@@ -164,32 +165,32 @@ class Gathering:
         return gathered
 
     def tell(self, key: str, payload: bytes | None) -> bytes:
-        """Get what the leader says to all; the others pass None."""
-        return self._told(self._coordinator, key, payload)
+        """Return the payload of the leader on every rank; the others pass None."""
+        return self._broadcast(self._coordinator, key, payload)
 
-    def tell_blocks(self, key: str, say: Callable[[range], bytes] | None) -> bytes:
-        """Get what the leader says to this rank's block.
+    def tell_blocks(self, key: str, message: Callable[[range], bytes] | None) -> bytes:
+        """Return the message of the leader to the block of this rank.
 
         Args:
-            key: of the exchange.
-            say: on the leader, what it says to the ranks of a block; None on the others.
+            key: the key of the exchange.
+            message: on the leader, returns the message to the ranks of a block; None on the others.
         """
         if self._groups is None:
-            return self.tell(key, None if say is None else say(range(self.size)))
-        if say is None:
+            return self.tell(key, None if message is None else message(range(self.size)))
+        if message is None:
             number = self.rank // self._block_ranks
-            return self._told(self._groups.within(self._with_leader(number)), f"{key}-{number}", None)
+            return self._broadcast(self._groups.within(self._with_leader(number)), f"{key}-{number}", None)
         for number, block in enumerate(self.blocks):
             ranks = self._with_leader(number)
             if len(ranks) > 1:
-                self._groups.within(ranks).broadcast(f"{key}-{number}", say(block))
-        return say(self._block(0))
+                self._groups.within(ranks).broadcast(f"{key}-{number}", message(block))
+        return message(self._block(0))
 
-    def _told(self, coordinator: Coordinator, key: str, payload: bytes | None) -> bytes:
-        """What the leader tells; waits for several deadlines.
+    def _broadcast(self, coordinator: Coordinator, key: str, payload: bytes | None) -> bytes:
+        """Broadcast from the leader. The other ranks wait for several deadlines.
 
-        The leader may come up to a deadline later than this rank, and says who is missing when its own is over. Where there are
-        blocks, it waits for its own block and twice as long for those who lead the others.
+        The leader may start up to a deadline later than this rank, and reports missing ranks after its own deadline. In
+        a job with blocks it waits for its own block, and twice as long for the first ranks of the others.
         """
         if payload is not None:
             return coordinator.broadcast(key, payload)

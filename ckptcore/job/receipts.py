@@ -1,9 +1,9 @@
-"""Receipts on their way to the leader: bytes in which numbers are columns, read there without an object for each.
+"""Receipts as messages to the leader. Numbers are columns, which are decoded without an object for each number.
 
-They live as long as one exchange. All processes of a job have the same version of this package, or are refused by the version here.
+A message is used for one exchange only. Processes with another version of this package are refused.
 
-The bytes are one line of JSON and after it the columns that it lists. A column is as narrow as the numbers in it allow, of the
-numbers themselves or of the differences from one to the next.
+A message is one line of JSON, followed by the columns that it lists. A column has the narrowest dtype that fits either
+the numbers or their differences.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["decode_receipts", "encode_receipts"]
 
 _VERSION: Final = 1
 _FEW: Final = 8
-"""Numbers up to which a list stays as it is."""
+"""The longest list of numbers that stays in the JSON."""
 
 _WIDTHS: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _LARGEST: Final = (1 << 63) - 1
@@ -34,11 +34,11 @@ _Path: TypeAlias = tuple[str | int, ...]
 
 
 def encode_receipts(trees: Sequence[TreeMetadata], receipts: Sequence[Receipt]) -> bytes:
-    """The bytes of what one process wrote.
+    """Encode the receipts of one process.
 
     Args:
-        trees: that of each receipt.
-        receipts: of the parts of a save, in an order that all processes share.
+        trees: the tree of each receipt.
+        receipts: the receipts of the parts of a save, in the same order on all processes.
 
     Raises:
         PluginError: the state of a layout is not JSON.
@@ -54,7 +54,7 @@ def encode_receipts(trees: Sequence[TreeMetadata], receipts: Sequence[Receipt]) 
 
 
 def decode_receipts(trees: Iterable[TreeMetadata], data: bytes) -> list[Receipt]:
-    """The inverse of `encode_receipts`, for bytes of another process of this job.
+    """Decode receipts that another process of this job encoded.
 
     Raises:
         UnsupportedVersionError: that process has another version of this package.
@@ -110,7 +110,7 @@ def _decode(encoded: dict[str, Any], tree: TreeMetadata, columns: Sequence[HostA
 
 
 def _without_columns(document: JSON, path: _Path, places: list[JSON], writer: _Columns) -> JSON:
-    """A document without its long lists of whole numbers, which become columns; `places` is told where they were."""
+    """Replace long lists of integers in a document by columns, and append their paths to `places`."""
     if isinstance(document, Mapping):
         return {name: _without_columns(inner, (*path, name), places, writer) for name, inner in document.items()}
     if isinstance(document, IntegerColumn):
@@ -122,18 +122,18 @@ def _without_columns(document: JSON, path: _Path, places: list[JSON], writer: _C
         try:
             column = np.array(document, np.int64)
         except OverflowError:
-            return document  # numbers that no column has room for
+            return document  # no column is wide enough
         places.append([path, writer.add(column)])
         return None
     return [_without_columns(inner, (*path, number), places, writer) for number, inner in enumerate(document)]
 
 
 class _Columns:
-    """Columns as they are collected.
+    """The columns of a message that is being encoded.
 
     Attributes:
-        described: of each, whether it has differences, its width in bytes, how many numbers it has, and what is to be added to each.
-        data: their bytes.
+        described: for each column: numbers or differences, width in bytes, count, an offset to add, the first number.
+        data: the bytes of each column.
     """
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ class _Columns:
         self.data: list[bytes] = []
 
     def add(self, numbers: HostArray) -> int:
-        """Add numbers; the number of the column."""
+        """Add a column of numbers. Return its number."""
         if not len(numbers):
             return self._add("numbers", 1, 0, 0, b"")
         plain = _narrowed(numbers)
@@ -153,7 +153,7 @@ class _Columns:
         return self._add(kind, narrow.itemsize, len(numbers), least, narrow.tobytes(), first)
 
     def add_bytes(self, data: bytes) -> int:
-        """Add bytes; the number of the column."""
+        """Add a column of bytes. Return its number."""
         return self._add("numbers", 1, len(data), 0, data)
 
     def _add(self, kind: str, width: int, count: int, least: int, data: bytes, first: int = 0) -> int:
@@ -163,11 +163,11 @@ class _Columns:
 
 
 def _narrowed(numbers: HostArray) -> tuple[HostArray, int]:
-    """Numbers less the least of them in the narrowest dtype that holds them, and the least."""
+    """Subtract the least number. Return the narrowest array of the results, and the least number."""
     least, most = int(numbers.min()), int(numbers.max())
     span = most - least
     if span > _LARGEST:
-        return numbers.view(np.uint64), 0  # differences in 64 bits come out the same, whatever overflows
+        return numbers.view(np.uint64), 0  # sums of 64-bit differences are right in spite of overflows
     width = next(width for width in _WIDTHS if span < 1 << 8 * width)
     return (numbers - np.int64(least)).astype(_WIDTHS[width]), least
 

@@ -1,7 +1,7 @@
-"""Check that the processes of a job see the same directory.
+"""Checks that the processes of a job share one directory.
 
-What the leader makes there under a new name the others look for. Nothing is compared that two directories could have alike:
-hosts with disks of their own have the same paths, often the same devices and inodes, and the steps that they had before.
+The leader creates something with a new name there, and the others look for it. No properties are compared: hosts with
+disks of their own have the same paths, often the same devices and inodes, and the same old steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _PATIENCE_SECONDS: Final = 10.0
-"""How long a process looks for what the leader made: clients of a network file system remember for seconds what was not there."""
+"""Seconds that a process looks for what the leader created: network file systems cache misses for seconds."""
 
 _FIRST_PAUSE_SECONDS: Final = 0.05
 _LONGEST_PAUSE_SECONDS: Final = 1.0
@@ -40,18 +40,18 @@ _PROBES: Final = f"{ADMINISTRATION}/probe-"
 
 @contextmanager
 def seen_by_all(agreement: Agreement, name: str, place: str, look: Callable[[], bool]) -> Iterator[None]:
-    """The leader makes something in the body; after it every other process looks whether it sees that. On every rank, in a stage.
+    """Check that every process sees what the leader creates in the body. Every rank calls it, within a stage.
 
-    Costs one exchange, in which the leader says that it made it; the end of the stage tells all who does not see it.
+    Costs one exchange, after which the others look; the end of the stage reports who cannot see it.
 
     Args:
-        agreement: with the other processes; nothing is exchanged in a job of one.
-        name: of the exchange.
-        place: where, as this process finds it: an absolute path or a URL.
-        look: whether what the leader made is there; where nothing is, it may raise `ObjectNotFoundError`.
+        agreement: the agreement with the other processes; nothing is exchanged in a job of one.
+        name: the name of the exchange.
+        place: the directory as this process finds it: an absolute path or a URL.
+        look: returns True if the object of the leader exists; may raise `ObjectNotFoundError`.
 
     Raises:
-        NotSharedError: if this process does not see it. Where the leader could not make it, the others do not look.
+        NotSharedError: this process does not see it. If the leader failed to create it, the others do not look.
     """
     if agreement.size == 1:
         yield
@@ -60,20 +60,18 @@ def seen_by_all(agreement: Agreement, name: str, place: str, look: Callable[[], 
         yield
     except BaseException:
         if agreement.rank == 0:
-            agreement.lead(
-                name, lambda: None
-            )  # the others wait for it; the end of the stage tells why there is nothing
+            agreement.lead(name, lambda: None)  # the others wait for it; the end of the stage reports the error
         raise
-    told: str | None = agreement.lead(name, lambda: f"{place} on {_host()}")
-    if agreement.rank != 0 and told is not None:
-        _look_for(look, place, told)
+    leader_place: str | None = agreement.lead(name, lambda: f"{place} on {_host()}")
+    if agreement.rank != 0 and leader_place is not None:
+        _look_for(look, place, leader_place)
 
 
 def sees_claim(claimed: Claimed, location: Location) -> bool:
-    """Whether this process sees the claim of its leader.
+    """Return True if this process sees the claim of its leader.
 
     Raises:
-        ObjectNotFoundError: if it sees none.
+        ObjectNotFoundError: it sees no claim.
     """
     expected = encode_claim(claimed)
     store = location.commits.store_of(location, claimed.save_id, Conditions())
@@ -81,7 +79,7 @@ def sees_claim(claimed: Claimed, location: Location) -> bool:
 
 
 def expect_claim(claimed: Claimed, location: Location) -> None:
-    """On a worker: make sure that it sees the claim of its controller, which is rank 0, before it writes.
+    """Check that a worker sees the claim of its controller, which is rank 0, before it writes.
 
     Raises:
         NotSharedError
@@ -90,15 +88,16 @@ def expect_claim(claimed: Claimed, location: Location) -> None:
 
 
 def expect_one_directory(agreement: Agreement, store: StorageBackend, place: str) -> None:
-    """Make sure that all processes see the directory of steps that the leader has opened. On every rank.
+    """Check that all processes see the directory of steps that the leader has opened. Every rank calls it.
 
     Args:
-        agreement: with the other processes; nothing is exchanged in a job of one.
+        agreement: the agreement with the other processes; nothing is exchanged in a job of one.
         store: the storage, opened at the directory; it need not be durable.
         place: the directory as this process finds it: an absolute path or a URL.
 
     Raises:
-        NotSharedError: if this process does not see what the leader made; where others do not, it is RankFailedError.
+        NotSharedError: this process does not see what the leader created.
+        RankFailedError: another process does not see it.
     """
     if agreement.size == 1:
         return
@@ -114,7 +113,7 @@ def expect_one_directory(agreement: Agreement, store: StorageBackend, place: str
             store.delete([key])
 
 
-def _look_for(look: Callable[[], bool], place: str, told: str) -> None:
+def _look_for(look: Callable[[], bool], place: str, leader_place: str) -> None:
     deadline = time.monotonic() + _PATIENCE_SECONDS
     pause = _FIRST_PAUSE_SECONDS
     while True:
@@ -126,7 +125,7 @@ def _look_for(look: Callable[[], bool], place: str, told: str) -> None:
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
     raise NotSharedError(
-        f"{place} on {_host()} is not what rank 0 has in {told}: what that made there was not seen here for "
+        f"{place} on {_host()} is not what rank 0 has in {leader_place}: what that made there was not seen here for "
         f"{_PATIENCE_SECONDS:g} s. Expected one directory that all processes of the job share; give one in a file "
         "system that all hosts mount, or the URL of an object store, or let each process save alone, into a directory "
         "of its own, by a Context whose coordinator has one rank"
