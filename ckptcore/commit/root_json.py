@@ -481,7 +481,7 @@ def _decode_bases(document: dict[str, Any]) -> tuple[Base, ...]:
 
 
 def _decode_references(document: dict[str, Any], tables: dict[str, Any], tree: TreeMetadata) -> References:
-    table = tables.get("references")
+    table: Any = tables.get("references")
     if table is None and not document.get("bases"):
         return References()
     columns = [tuple(map(_count, table[name])) for name in ("leaf", "base", "stored")]
