@@ -92,7 +92,7 @@ def inspect_tree(location: Location, mark: Mark, context: Context) -> Checkpoint
         if found is not None:
             origin = Origin(found.writer, found.custom, found.metrics, found.created)
             return Checkpoint(location, mark, None, StoredFormat(layout, found.state), found.tree, store, origin)
-    if entry is None and holds_members(storage):
+    if entry is None and holds_members(storage, storage.list_names()):
         raise _lost_root(location)
     if entry is None and (steps := StepNames().find([name[:-1] for name in mark.names if name[-1] == "/"])):
         raise CheckpointNotFoundError(_of_steps(location, steps))
