@@ -20,12 +20,20 @@ __all__ = [
     "ChunkCheck",
     "InlineChecksum",
     "RecordedChecksums",
+    "checksums_of",
     "encoded",
     "first_covered",
     "inline_checksums",
 ]
 
 _SUM: Final = struct.Struct("<Q")
+
+
+def checksums_of(data: Buffer, block_bytes: int = BLOCK_BYTES) -> bytes:
+    """Return the checksums of all blocks of an object, as `ObjectRecord.checksums` has them."""
+    view = memoryview(data)
+    sums = [xxh3_64_intdigest(view[start : start + block_bytes]) for start in range(0, len(view), block_bytes)]
+    return struct.pack(f"<{len(sums)}Q", *sums)
 
 
 class BlockChecksums:

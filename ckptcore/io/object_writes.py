@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from ckptcore.errors import ConditionFailedError, ObjectNotFoundError
-from ckptcore.io.checksums import BlockChecksums
+from ckptcore.io.checksums import BlockChecksums, checksums_of
 from ckptcore.io.memory import map_pages
 from ckptcore.io.requests import SIZES, Sizes, requests_of
 from ckptcore.io.segments import ObjectSegments, WriteTask, join_segments
@@ -224,10 +225,8 @@ class ObjectWrites:
             _close_after(error, closers)
             raise
         _close_all(closers)
-        sums = BlockChecksums(len(data), block_bytes=self._sizes.block) if self._checksums else None
-        if sums is not None:
-            sums.add(0, data)
-        self._record(target.number, target.key, len(data), sums)
+        checksums = checksums_of(data, self._sizes.block) if self._checksums else b""
+        self._record(target.number, target.key, len(data), checksums)
         if self._progress is not None:
             self._progress(len(data))
 
@@ -262,12 +261,12 @@ class ObjectWrites:
         target.writer.finish()
         with self._counting:
             del self._unfinished[target.number]
-        self._record(target.number, target.key, target.size, target.sums)
+        checksums = b"" if target.sums is None else target.sums.encode()
+        self._record(target.number, target.key, target.size, checksums)
 
-    def _record(self, number: int, key: str, size: int, sums: BlockChecksums | None) -> None:
-        record = ObjectRecord(key, size, sums.encode() if sums is not None else b"")
+    def _record(self, number: int, key: str, size: int, checksums: bytes) -> None:
         with self._counting:
-            self._records[number] = record
+            self._records[number] = ObjectRecord(key, size, checksums)
 
     def _sum(self, task: WriteTask, data: memoryview) -> None:
         """Compute checksums that the object has, while their bytes are in cache, and wake threads that wait for them."""
@@ -302,16 +301,14 @@ class ObjectWrites:
             return map_pages(self._sizes.write).memory()
 
 
+@dataclass(slots=True)
 class _Small:
-    """An object that one thread writes."""
+    """An object that one thread writes, and the bytes of each of its segments."""
 
-    __slots__ = ("key", "nbytes", "number", "segments")
-
-    def __init__(self, number: int, key: str, segments: Sequence[Segment], nbytes: Sequence[int]) -> None:
-        self.number = number
-        self.key = key
-        self.segments = segments
-        self.nbytes = nbytes
+    number: int
+    key: str
+    segments: Sequence[Segment]
+    nbytes: Sequence[int]
 
 
 class _Large:
@@ -411,11 +408,7 @@ class ObjectRecorder:
     def put(self, key: str, data: bytes) -> None:
         """Write a small object whole."""
         self._storage.put(key, data)
-        checksums = b""
-        if self._checksums:
-            sums = BlockChecksums(len(data), block_bytes=self._sizes.block)
-            sums.add(0, data)
-            checksums = sums.encode()
+        checksums = checksums_of(data, self._sizes.block) if self._checksums else b""
         self._records[key] = ObjectRecord(key, len(data), checksums)
         if self._progress is not None:
             self._progress(len(data))

@@ -6,6 +6,7 @@ import bisect
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
+from operator import attrgetter, itemgetter
 from typing import Final
 
 from ckptcore.errors import CorruptCheckpointError
@@ -18,6 +19,10 @@ __all__ = ["ReadPart", "ReadTask", "plan_object"]
 _SPARE_BLOCKS: Final = 2
 """Blocks that are read in vain before chunks are verified by their own checksums. Only the checksums of blocks, in the
 root, tell the bytes of this save from those of another one."""
+
+
+_FIRST: Final = itemgetter(0)
+_START: Final = attrgetter("start")
 
 
 class ReadPart:
@@ -48,14 +53,17 @@ class ReadPart:
 
     def cut_holes(self, least: int) -> None:
         """Read straight into arrays that want `least` bytes or more, if no two arrays want the same bytes."""
-        if not any(stop - start >= least for _, start, stop in self.destinations):
+        for _, start, stop in self.destinations:
+            if stop - start >= least:
+                break
+        else:
             return
         wanted: list[tuple[int, int, RunDestination]] = []
         for destination, start, stop in self.destinations:
             if isinstance(destination, BoxDestination):
                 return
             wanted.append((max(start, destination.start), min(stop, destination.stop), destination))
-        wanted.sort(key=lambda entry: entry[0])
+        wanted.sort(key=_FIRST)
         if any(after[0] < before[1] for before, after in itertools.pairwise(wanted)):
             return
         self.destinations = [(taker, start, stop) for start, stop, taker in wanted if stop - start < least]
@@ -103,8 +111,10 @@ class ReadTask:
         numbers: set[int] = set()
         checked: list[int] = []
         for part in parts:
-            numbers.update([destination.number for destination, _, _ in part.destinations])
-            numbers.update([destination.number for destination, _, _ in part.holes])
+            for destination, _, _ in part.destinations:
+                numbers.add(destination.number)
+            for run, _, _ in part.holes:
+                numbers.add(run.number)
             for check in part.checks:
                 if check.end <= part.stop:
                     checked.extend(check.numbers)
@@ -299,14 +309,10 @@ def _plan_destinations(shape: ObjectShape, destinations: Iterable[Destination]) 
             ranges.append((first - step, first, destination))
         if last < stop:
             ranges.append((last, shape.above(stop), destination))
-    parts.sort(key=_start)
-    parts.extend(_windows(shape, ranges, [part.start for part in parts]))
-    parts.sort(key=_start)
+    parts.sort(key=_START)
+    parts.extend(_windows(shape, ranges, list(map(_START, parts))))
+    parts.sort(key=_START)
     return _group(shape, parts)
-
-
-def _start(part: ReadPart) -> int:
-    return part.start
 
 
 def _group(shape: ObjectShape, parts: Sequence[ReadPart]) -> list[ReadTask]:
@@ -339,7 +345,7 @@ def _windows(shape: ObjectShape, ranges: list[tuple[int, int, Destination]], dir
         ranges: the bytes that are wanted, with their destinations; sorted here.
         direct: the starts of parts that are read straight into arrays, sorted. No gap is closed across one.
     """
-    ranges.sort(key=lambda entry: entry[0])
+    ranges.sort(key=_FIRST)
     merged: list[tuple[int, int]] = []
     for start, stop, _ in ranges:
         before = merged[-1][1] if merged else -1
@@ -348,14 +354,17 @@ def _windows(shape: ObjectShape, ranges: list[tuple[int, int, Destination]], dir
             merged[-1] = (merged[-1][0], max(before, stop))
         else:
             merged.append((start, stop))
-    windows = [ReadPart(begin, end) for start, stop in merged for begin, end in _cut(start, stop, shape.part_bytes)]
+    windows: list[ReadPart] = []
+    for start, stop in merged:
+        for begin, end in _cut(start, stop, shape.part_bytes):
+            windows.append(ReadPart(begin, end))
     _share(shape, windows, ranges)
     return windows
 
 
 def _share(shape: ObjectShape, windows: Sequence[ReadPart], ranges: Iterable[tuple[int, int, Destination]]) -> None:
     """Give each destination to the windows that contain the bytes (start, stop) it wants."""
-    starts = [window.start for window in windows]
+    starts = list(map(_START, windows))
     for start, stop, destination in ranges:
         place = bisect.bisect_right(starts, start) - 1
         while start < stop:

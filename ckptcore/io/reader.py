@@ -26,7 +26,7 @@ from ckptcore.io.requests import (
     reads_by_key,
     requests_of,
 )
-from ckptcore.io.threads import IOThreads, ask_each
+from ckptcore.io.threads import IOThreads, WorkerPool, ask_each
 from ckptcore.model import ChunkRead, HostArray, ObjectRecord, ReadItem
 from ckptcore.protocols import ChunkIndex, StorageAddress, StorageBackend
 
@@ -280,14 +280,16 @@ class ObjectReader:
         if not tasks:
             return
         reading = _Reading(self, self._storage, tasks, sums, waiting, self._progress)
-        worth_it = self._far or nbytes >= self._sizes.inline
-        others = min(self._threads.at_once(self._concurrency), len(tasks)) - 1 if worth_it else 0
-        pool = self._threads.start(reading.work, others, self._concurrency)
+        pool: WorkerPool | None = None
+        if len(tasks) > 1 and (self._far or nbytes >= self._sizes.inline):
+            others = min(self._threads.at_once(self._concurrency), len(tasks)) - 1
+            pool = self._threads.start(reading.work, others, self._concurrency)
         try:
             yield from reading.results(len(waiting) - len(complete))
         finally:
             reading.stopped = True
-            pool.join()
+            if pool is not None:
+                pool.join()
 
     def _plan(self, key: str, size: int, reads: Sequence[ChunkRead], recorded: bool) -> list[ReadTask]:
         """Plan the reads of an object of `size` bytes, of whose blocks checksums are recorded or not."""

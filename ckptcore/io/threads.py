@@ -91,7 +91,11 @@ class IOThreads:
         `worker` must not raise, and return when nothing is left to do. Never waits for a thread that has not begun,
         so it can be nested. Arguments as of `start`.
         """
-        pool = self.start(worker, min(parallelism, self.at_once(concurrency)) - 1, concurrency)
+        others = min(parallelism, self.at_once(concurrency)) - 1
+        if others < 1:
+            worker()
+            return
+        pool = self.start(worker, others, concurrency)
         try:
             worker()
         finally:
