@@ -1,4 +1,4 @@
-"""Saves and loads that go on in the background: their handles, and that no error of theirs is lost."""
+"""Saves and loads in the background: their threads, their handles, and reports of errors that were not retrieved."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def call_into(future: Future[T], function: Callable[[], T]) -> None:
         return
     try:
         result = function()
-    except BaseException as error:  # noqa: BLE001  # raised by whoever asks for the result
+    except BaseException as error:  # noqa: BLE001  # raised by the caller of `result`
         future.set_exception(error)
     else:
         future.set_result(result)
@@ -135,7 +135,7 @@ class BackgroundThreads:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a save is.
+    """Progress of a save.
 
     Attributes:
         written: bytes of arrays and headers that are in the storage.
@@ -147,7 +147,7 @@ class Progress:
 
 
 class SaveHandle:
-    """A save that goes on in the background."""
+    """A save that runs in the background."""
 
     def __init__(self, location: str, total: int) -> None:
         self.location = redacted(location)
@@ -156,7 +156,7 @@ class SaveHandle:
         self._written = 0
         self._lock = threading.Lock()
         self._noticed = False
-        self._key = object()  # stands for it where it is not kept
+        self._key = object()  # identifies this handle in reports that do not keep it
         self._kept_by: weakref.ref[BackgroundSaves] | None = None
 
     def __repr__(self) -> str:
@@ -175,38 +175,38 @@ class SaveHandle:
             raise error
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the save; why it failed, or None if it is committed."""
+        """Wait for the save. Return its error, or None if it is committed."""
         error = self._future.exception(timeout)
         self._noticed = True
         if error is not None:
-            # Whoever asked may raise it, and then it holds what the frames that it passes hold.
+            # The caller may raise it, and then it holds the locals of the frames that it passes.
             _exit_report().remove(self)
             if self._kept_by is not None and (keeper := self._kept_by()) is not None:
                 keeper._forget(self)
         return error
 
     def done(self) -> bool:
-        """Whether the save is committed or failed."""
+        """Return True if the save is committed or failed."""
         return self._future.done()
 
     @property
     def matters(self) -> bool:
-        """Whether the save is under way, or failed and nobody asked."""
+        """True if the save is running, or failed with an error that was not retrieved."""
         return not self.done() or (not self._noticed and self._future.exception() is not None)
 
     @property
     def progress(self) -> Progress:
-        """How far the save is."""
+        """Progress of the save."""
         return Progress(self._written, self._total)
 
     def count(self, nbytes: int) -> None:
-        """Say that so many more bytes are in the storage. Any thread."""
+        """Add bytes that were written to the storage. Any thread."""
         with self._lock:
             self._written += nbytes
 
 
 class LoadHandle(Generic[T]):
-    """A load that goes on in the background."""
+    """A load that runs in the background."""
 
     def __init__(self, future: Future[T]) -> None:
         self._future = future
@@ -221,11 +221,11 @@ class LoadHandle(Generic[T]):
         return self._future.result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the load; why it failed, or None."""
+        """Wait for the load. Return its error, or None."""
         return self._future.exception(timeout)
 
     def done(self) -> bool:
-        """Whether the load is done."""
+        """Return True if the load is done."""
         return self._future.done()
 
 
@@ -237,7 +237,7 @@ class BackgroundSaves:
         _ALL.add(self)
 
     def _begin_anew(self) -> None:
-        """Without saves or threads, as at first; the threads of a process do not follow it into a forked child."""
+        """Start without saves or threads. A forked child does not have the threads of its parent."""
         self._threads = BackgroundThreads(1, "ckptcore-save")
         self._lock = threading.RLock()  # a save that cannot have a thread runs while it is held
         self._handles: list[SaveHandle] = []
@@ -245,7 +245,7 @@ class BackgroundSaves:
     def run(
         self, handle: SaveHandle, work: Callable[[], None], locations: Sequence[str] = (), *, inline: bool = True
     ) -> None:
-        """Do the work of a save after those before it; its outcome goes to the handle.
+        """Run a save after those before it, and give its outcome to the handle.
 
         Args:
             handle: of the save.
@@ -273,25 +273,25 @@ class BackgroundSaves:
             self._handles = [other for other in self._handles if other is not handle]
 
     def load(self, work: Callable[[], T]) -> LoadHandle[T]:
-        """Do the work of a load on a thread of its own."""
+        """Run a load on a thread of its own."""
         return LoadHandle(BackgroundThreads(1, "ckptcore-load").submit(work))
 
     def wait(self) -> None:
-        """Wait until no save is under way; errors stay for whoever asks."""
+        """Wait until no save is running. Raises no errors of saves."""
         for handle in self._under_way():
             handle._future.exception()
 
     def wait_for_room(self) -> None:
-        """Wait until at most one save is under way, so that no more than two states are held at a time."""
+        """Block until at most one save is running, so that at most two snapshots are in memory."""
         for handle in self._under_way()[:-1]:
             handle._future.exception()
 
     def busy(self) -> bool:
-        """Whether a save is under way."""
+        """Return True if a save is running."""
         return bool(self._under_way())
 
     def raise_unnoticed(self) -> None:
-        """Raise the error of an earlier save that nobody asked for.
+        """Raise the error of an earlier save, if it was not retrieved.
 
         Raises:
             BackgroundSaveError: with the save's error as its cause.
@@ -401,7 +401,7 @@ def _run(handle: SaveHandle, work: Callable[[], None], turn: _Turn) -> None:
             work()
         finally:
             turn.end()
-    except BaseException as error:  # noqa: BLE001  # handed to whoever asks for the result, or told at exit
+    except BaseException as error:  # noqa: BLE001  # raised by the caller of `result`, or reported at exit
         del work
         _empty_frames(error)
         _exit_report().add(handle, error)
@@ -411,7 +411,7 @@ def _run(handle: SaveHandle, work: Callable[[], None], turn: _Turn) -> None:
 
 
 def _empty_frames(error: BaseException) -> None:
-    """Let go of the state and the memory that the frames of an error hold: it may be kept for long."""
+    """Clear the frames of an error, which hold the state and its memory: the error may be kept for long."""
     seen: set[int] = set()
     behind: list[BaseException | None] = [error]
     while behind:
@@ -426,7 +426,7 @@ def _empty_frames(error: BaseException) -> None:
 
 
 class _ExitReport:
-    """The failed saves that somebody must hear of before the program ends. Any thread."""
+    """Failed saves that are reported when the program ends. Any thread."""
 
     def __init__(self) -> None:
         self._unheard: dict[object, str] = {}  # by the key of the handle, which is not kept itself
@@ -437,11 +437,11 @@ class _ExitReport:
         self._unheard[handle._key] = f"the save to {handle.location} failed: {type(error).__name__}: {error}"
 
     def remove(self, handle: SaveHandle) -> None:
-        """Forget a save: somebody asked."""
+        """Forget a save: its error was retrieved."""
         self._unheard.pop(handle._key, None)
 
     def print(self) -> None:
-        """Say which saves failed without anybody asking; the threads of all saves have been joined by then."""
+        """Print the failed saves whose errors were not retrieved. The threads of all saves have been joined."""
         for failure in self._unheard.values():
             print(f"ckptcore: {failure}", file=sys.stderr)
 

@@ -70,10 +70,10 @@ class RecentBlocks:
 
 
 class BlockCache:
-    """An open object that remembers which of its blocks were verified, and skips that until the object changes. Any thread.
+    """An open object that remembers which of its blocks were verified, and skips that until it changes. Any thread.
 
-    - An object that its storage holds open (`HeldReader`) has a stamp that changes with it, and may be mapped into memory.
-      Verified blocks are noted for the stamp. Without a stamp a change could go unnoticed: each
+    - An object that its storage holds open (`HeldReader`) has a stamp that changes with it, and may be mapped into
+      memory. Verified blocks are noted for the stamp. Without a stamp a change could go unnoticed: each
       thread keeps the last block only.
     - Blocks of other objects are kept in memory, because to read them again would cost as much as to verify them.
     - Without checksums nothing is verified, and mapped memory may be used after the first read.
@@ -130,7 +130,7 @@ class BlockCache:
         return self._memory
 
     def is_at_hand(self, start: int, stop: int) -> bool:
-        """Return True if these bytes of `memory` exist and are verified as far as this verifies. Ranges must not be empty."""
+        """Return True if bytes of `memory` exist, and are verified if this verifies. The range must not be empty."""
         held = self._held
         if held is None or not 0 <= start < stop <= self._size:
             return False

@@ -48,7 +48,7 @@ class BlockChecksums:
         self._lock = threading.Lock()
 
     def add(self, offset: int, data: Buffer) -> None:
-        """Take in bytes; each byte of the object is given once. Whole blocks are not copied.
+        """Add bytes. Each byte of the object is added once. Whole blocks are not copied.
 
         Raises:
             ValueError: for bytes outside the object.
@@ -84,7 +84,7 @@ class BlockChecksums:
         self._sums[block] = xxh3_64_intdigest(partial.data)
 
     def encode(self) -> bytes:
-        """All checksums as `ObjectRecord.checksums` holds them.
+        """Return all checksums, as `ObjectRecord.checksums` has them.
 
         Raises:
             ValueError: while bytes are missing.
@@ -109,7 +109,7 @@ class RecordedChecksums:
     __slots__ = ("_block_bytes", "_key", "_size", "_sums")
 
     def __init__(self, record: ObjectRecord, *, block_bytes: int = BLOCK_BYTES) -> None:
-        """Take the checksums of a record, which may be hostile.
+        """Use the checksums of a record, which may be hostile.
 
         Raises:
             CorruptCheckpointError: if there are not as many as the object has blocks.
@@ -123,7 +123,7 @@ class RecordedChecksums:
             )
         self._key = record.key
         self._size = record.size
-        self._sums = record.checksums  # not unpacked: who reads a slice needs one of thousands
+        self._sums = record.checksums  # not unpacked: a slice needs one of thousands
         self._block_bytes = block_bytes
 
     def verify(self, start: int, data: memoryview) -> None:
@@ -140,7 +140,7 @@ class RecordedChecksums:
             self.verify(start + begin, data[begin : begin + size])
 
     def verify_pieces(self, start: int, pieces: Sequence[memoryview]) -> None:
-        """Compare bytes that lie in several places of memory and follow each other in the object, as `verify` does.
+        """Compare bytes as `verify` does that follow each other in the object, and are in several places of memory.
 
         Raises:
             ChecksumError
@@ -239,12 +239,12 @@ def encoded(checksum: Checksum, value: int) -> bytes:
 
 
 def first_covered(segments: Sequence[Segment], number: int, segment: ChecksumSegment, before: int) -> int:
-    """The number of the first segment that the checksum in segment `number` is of; the last is the one before it.
+    """Return the first segment that the checksum in segment `number` covers. The last is the one before it.
 
     `before` is the number of the checksum before it, or -1.
 
     Raises:
-        PluginError: it is of no segment, of another checksum, or of more segments than there are.
+        PluginError: it covers no segment, another checksum, or more segments than there are.
     """
     first = number - segment.segments
     if not before < first < number:
@@ -256,10 +256,10 @@ def first_covered(segments: Sequence[Segment], number: int, segment: ChecksumSeg
 
 
 def inline_checksums(segments: Sequence[Segment], sizes: Sequence[int]) -> dict[int, InlineChecksum]:
-    """The checksum by number of segment, for the segments that hold one and for those that one is of.
+    """Return checksums by number of segment, for the segments that contain one and those that one covers.
 
     Raises:
-        PluginError: one is of segments that it cannot be of.
+        PluginError: a checksum covers segments that it may not cover.
     """
     found: dict[int, InlineChecksum] = {}
     before = -1

@@ -32,7 +32,7 @@ _FETCHED_BYTES: Final = 32 << 20
 """The most bytes of encoded chunks that are fetched at once, if they are close to each other."""
 
 _GAP_BYTES: Final = 64 << 10
-"""How close that is."""
+"""The most bytes between chunks that are fetched at once."""
 
 _DECODED_BYTES: Final = 128 << 20
 """Elements that are decoded at a time, in bytes."""
@@ -158,7 +158,7 @@ def _is_native(kind: type[ChunkIndex]) -> bool:
 
 
 def _as_stored(box: Box, buffer: HostArray, spec: ArraySpec) -> tuple[Box, HostArray]:
-    """Return a box and its buffer as the elements that represent those of an array, which may be bytes on another axis."""
+    """Return a box and its buffer as the stored elements of an array, which may be bytes on another axis."""
     shape = buffer.shape
     if len(spec.shape) > len(shape):
         box = Box((*box.start, 0), (*box.stop, spec.shape[-1]))

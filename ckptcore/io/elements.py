@@ -29,12 +29,12 @@ __all__ = [
 ]
 
 _LITTLE_HOST: Final = sys.byteorder == "little"
-"""Whether numbers in this host's memory have the byte order that objects use."""
+"""True if this host has the byte order of objects."""
 
 
 @functools.lru_cache(maxsize=512)
 def _plain_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """A dtype of the same size and byte order that NumPy copies without the interpreter lock.
+    """Return a dtype of the same size and byte order that NumPy copies without the interpreter lock.
 
     Dtypes of ml_dtypes become unsigned integers: NumPy copies those element by element through Python's C API.
     """
@@ -47,19 +47,19 @@ def _plain_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 @functools.lru_cache(maxsize=512)
 def little_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The plain dtype of the elements as objects hold them."""
+    """Return the plain dtype of the elements in objects."""
     return _plain_dtype(dtype).newbyteorder("<")
 
 
 @functools.lru_cache(maxsize=512)
 def is_little(dtype: np.dtype[Any]) -> bool:
-    """Whether elements of this dtype lie in memory as objects hold them."""
+    """Return True if elements of this dtype are the same bytes in memory and in objects."""
     plain = _plain_dtype(dtype)
     return plain == plain.newbyteorder("<")
 
 
 def plain(array: HostArray) -> HostArray:
-    """The same memory and shape with a plain dtype."""
+    """Return the same memory and shape with a plain dtype."""
     dtype = _plain_dtype(array.dtype)
     return array if dtype is array.dtype else array.view(dtype)
 
@@ -70,7 +70,7 @@ def copy_elements(destination: HostArray, source: HostArray) -> None:
 
 
 def bytes_of(array: HostArray) -> memoryview:
-    """The memory of a C-contiguous array, as bytes."""
+    """Return the memory of a C-contiguous array, as bytes."""
     return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]  # NumPy's stubs know it from Python 3.12 on
 
 
@@ -79,7 +79,7 @@ Extent: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """How far apart neighbours along each axis lie in C order."""
+    """Return the distance of neighbours along each axis in C order, in elements."""
     strides = [1] * len(shape)
     for axis in range(len(shape) - 1, 0, -1):
         strides[axis - 1] = strides[axis] * shape[axis]
@@ -87,14 +87,14 @@ def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def intersect(first: Extent, second: Extent) -> Extent | None:
-    """The elements in both boxes, or None where there are none."""
+    """Return the elements in both boxes, or None if there are none."""
     start = tuple(map(max, first[0], second[0]))
     stop = tuple(map(min, first[1], second[1]))
     return None if any(map(int.__ge__, start, stop)) else (start, stop)
 
 
 def run_axis(shape: tuple[int, ...], extent: Extent) -> int:
-    """The outermost axis from which on the box is one run of elements for each index of the axes before."""
+    """Return the outermost axis from which on a box is one run of elements for each index of the axes before."""
     start, stop = extent
     axis = len(shape)
     while axis > 0:
@@ -105,10 +105,10 @@ def run_axis(shape: tuple[int, ...], extent: Extent) -> int:
 
 
 def runs(shape: tuple[int, ...], extent: Extent, axis: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """The runs of a box: where each begins, as an index and as a number of elements in C order.
+    """Yield the start of each run of a box, as an index and as a number of elements in C order.
 
     Args:
-        shape: of the array that the elements lie in.
+        shape: of the array.
         extent: the box; not empty.
         axis: `run_axis` of it, or a later axis.
     """
@@ -120,9 +120,9 @@ def runs(shape: tuple[int, ...], extent: Extent, axis: int) -> Iterator[tuple[tu
 
 
 def spans(shape: tuple[int, ...], extent: Extent, most_gap: int) -> Iterator[tuple[int, int]]:
-    """Ranges of elements in C order, ascending and apart, that together cover a box that is not empty.
+    """Yield ranges of elements in C order, ascending and apart, that together cover a box that is not empty.
 
-    Gaps of up to `most_gap` elements that the box does not hold are covered too.
+    Gaps of up to `most_gap` elements outside the box are covered too.
     """
     start, stop = extent
     strides = c_strides(shape)
@@ -141,7 +141,7 @@ def spans(shape: tuple[int, ...], extent: Extent, most_gap: int) -> Iterator[tup
 
 
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Extent]:
-    """Boxes that hold exactly the elements `start` to `stop` in C order; each is one run of elements, in that order.
+    """Return boxes of exactly the elements `start` to `stop` in C order. Each is one run of elements, in that order.
 
     At most two for each axis but the last, and one.
     """

@@ -25,14 +25,14 @@ __all__ = [
 ]
 
 PAGE_BYTES: Final = 4096
-"""What memory of `map_pages` begins at a multiple of, at least."""
+"""Alignment of the memory of `map_pages`, at least."""
 
 HUGE_PAGE_BYTES: Final = 2 << 20
-"""Bytes of a huge page on most systems; where they are larger, memory is taken in small pages."""
+"""Bytes of a huge page on most systems. If huge pages are larger, memory is in small pages."""
 
 _SPARE: Final = 32
-"""The last huge page is asked for too where it makes the memory larger by less than one part in so many. To touch up to two MiB at the
-end of each array in small pages takes longer than to fill many times as much in huge ones."""
+"""The last huge page is used too if it adds less than one part in so many. Touching up to two MiB at the end of each
+array in small pages takes longer than filling many times as much in huge ones."""
 
 
 class Pages:
@@ -59,9 +59,9 @@ class Pages:
 
 
 def map_pages(nbytes: int) -> Pages:
-    """Memory that is taken from the system as it is touched; it begins at a huge page where it is as large as one.
+    """Map memory, which the system provides as it is touched. It begins at a huge page if it is as large as one.
 
-    Huge pages are asked for where they are filled, and at the end where little of one is left over: an array costs no more than a
+    Huge pages are used where they are filled, and at the end if little of one is left over: an array takes at most a
     thirty-second part more than its bytes, or one small page.
 
     Raises:
@@ -106,7 +106,7 @@ _PIECE_BYTES: Final = 4 << 20
 def allocate(spec: ArraySpec) -> HostArray:
     """An array that is not initialised; its memory is freed with the last array that views it.
 
-    Large ones lie in huge pages, which a load fills several times faster than small ones.
+    Large ones are in huge pages, which a load fills several times faster than small ones.
 
     Raises:
         MemoryError
@@ -127,8 +127,8 @@ def allocate(spec: ArraySpec) -> HostArray:
 class StagingPool:
     """Memory that saves copy arrays into before they are written, kept for the next save. Any thread.
 
-    It never holds more than the most that was ever in use at once. Arrays below 4 MiB are cut from mappings of 32 MiB, which
-    the system gets back whole. A forked child begins with an empty pool.
+    It never holds more than the most that was ever in use at once. Arrays below 4 MiB are cut from mappings of 32 MiB,
+    which are unmapped whole. A forked child begins with an empty pool.
     """
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ class StagingPool:
             return pages
 
     def put_back(self, pages: Pages) -> None:
-        """Give memory back that nobody uses any more."""
+        """Return memory that is not used any more."""
         with self._lock:
             self._used_bytes -= pages.nbytes
             self._keep(pages)
@@ -249,7 +249,7 @@ class StagingMemory:
     def copy(self, source: HostArray) -> Pending[HostArray]:
         """Copy `source` into memory of the save, in native byte order; `source` must stay as it is until then.
 
-        Small arrays are copied at once, others by the threads and by whoever waits for a result.
+        Small arrays are copied at once, others by the threads and by callers that wait for a result.
         """
         if source.nbytes < _SMALL_BYTES:
             self._expect_open()
@@ -274,7 +274,7 @@ class StagingMemory:
             pass
 
     def help_copy(self, *, is_copier: bool = False) -> bool:
-        """Copy one piece that no thread has begun, on this thread. Return False if there is none, and count out a copier."""
+        """Copy one piece that no thread has begun. Return False if there is none: a copier is counted out then."""
         with self._lock:
             if not self._pieces:
                 if is_copier:
@@ -296,7 +296,7 @@ class StagingMemory:
         return True
 
     def give_back(self, array: HostArray) -> None:
-        """Say that an array of this memory, or one that begins where it does, is not needed any more."""
+        """Return the memory of an array, or of one with the same address, to the pool."""
         if array.nbytes < _SMALL_BYTES:
             return
         with self._lock:
@@ -305,7 +305,7 @@ class StagingMemory:
             self._pool.put_back(pages)
 
     def give_up(self) -> None:
-        """Copy nothing more: what no thread has begun fails. Waits for copies that run; what was copied can still be read."""
+        """Stop copying: copies that have not begun fail. Waits for running copies. Finished ones can still be read."""
         with self._lock:
             self._closed = True
             given_up = list(self._pieces)
@@ -316,7 +316,7 @@ class StagingMemory:
             copy.piece_done(_closed())
 
     def close(self) -> None:
-        """Give up copies, and everything back to the pool: nobody may read it any more."""
+        """Give up copies, and return all memory to the pool. It must not be read any more."""
         self.give_up()
         with self._lock:
             leased = list(self._leased.values())

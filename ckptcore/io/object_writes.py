@@ -70,8 +70,8 @@ class LooksBefore:
 class ObjectWrites:
     """Objects on their way to a storage. Threads call `work`; when all have returned, one calls `end`.
 
-    Objects are begun in order, and their segments opened in order; a thread takes a piece of the object that was begun last, or
-    begins the next. Whoever writes the last piece of an object completes it.
+    Objects are begun in order, and their segments opened in order. A thread takes a piece of the object that was begun
+    last, or begins the next. The thread that writes the last piece of an object completes it.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class ObjectWrites:
         self._records: dict[int, ObjectRecord] = {}
 
     def work(self) -> None:
-        """Write until nothing is left or something failed. Never raises."""
+        """Write until nothing is left or a thread failed. Never raises."""
         bounce: memoryview | None = None
         try:
             while (taken := self._take()) is not None:
@@ -132,10 +132,10 @@ class ObjectWrites:
             self._bounce.append(bounce)
 
     def end(self, error: BaseException | None = None) -> tuple[ObjectRecord, ...]:
-        """The objects in order, all of them complete; else what was begun is given up.
+        """Return the objects in order, all of them complete. After an error, give up unfinished objects and raise.
 
         Args:
-            error: why nothing more is to be written, although no thread failed.
+            error: stops the writing although no thread failed.
 
         Raises:
             BaseException: the first error of a thread, or the one given.
@@ -156,7 +156,7 @@ class ObjectWrites:
             del failure
 
     def _stop(self, error: BaseException) -> None:
-        """Let no thread take another task, or wait for a checksum."""
+        """Keep threads from taking tasks, and wake those that wait for a checksum."""
         with self._counting:
             if not self._stopped:
                 self._stopped = True
@@ -165,7 +165,7 @@ class ObjectWrites:
             self._summing.notify_all()
 
     def _take(self) -> tuple[_Small | _Large, WriteTask | None] | None:
-        """What to do next: a small object, a task of a large one, or none where all of its tasks are done: it is to be completed."""
+        """Return a small object, a task of a large one, or a large one to complete, whose tasks are done."""
         with self._taking:
             try:
                 while not self._stopped:
@@ -269,7 +269,7 @@ class ObjectWrites:
             self._records[number] = ObjectRecord(key, size, checksums)
 
     def _sum(self, task: WriteTask, data: memoryview) -> None:
-        """Compute checksums that the object has, while their bytes are in cache, and wake threads that wait for them."""
+        """Compute checksums inside the object, while their bytes are in cache, and wake threads that wait for them."""
         values = [
             (inline, start, stop - start, inline.checksum.of(data[start:stop])) for inline, start, stop in task.summed
         ]
@@ -279,10 +279,10 @@ class ObjectWrites:
             self._summing.notify_all()
 
     def _place_checksums(self, task: WriteTask, data: memoryview) -> bool:
-        """Put checksums where they go, once they are there; False if writing failed and they never will be.
+        """Copy checksums to their places, once they are computed. Return False if writing failed meanwhile.
 
-        What they are of is in this task, which is summed, or in tasks taken before it. A thread sums all of a task before
-        it waits, so some thread never waits.
+        The bytes that they cover are in this task, or in tasks taken before it. A thread computes all checksums of a
+        task before it waits, so some thread never waits.
         """
         for inline, position, start, stop in task.checksums:
             if inline.data is None:
@@ -334,7 +334,7 @@ class _Large:
         self._opening = threading.Lock()
 
     def open(self, storage: StorageBackend) -> ObjectWriter:
-        """Its writer; opened by the first who asks, while other objects go on: it may take a request."""
+        """Return its writer. The first caller opens it, which may take a request, while other objects are written."""
         with self._opening:
             if self.writer is None:
                 self.writer = storage.open_writer(self.key, self.size)
@@ -352,7 +352,7 @@ def _close_all(closers: Sequence[Callable[[], None]]) -> None:
 
 
 def _close_after(error: BaseException, closers: Sequence[Callable[[], None]]) -> None:
-    """Close all because of an error, and tell with it what else went wrong."""
+    """Close all because of an error, and add further errors to it as notes."""
     for close in closers:
         try:
             close()
@@ -361,7 +361,7 @@ def _close_after(error: BaseException, closers: Sequence[Callable[[], None]]) ->
 
 
 _SMALL_AT_ONCE: Final = 8
-"""Small objects that are written at once to any storage: it mostly waits, for a disk to have them too."""
+"""Small objects that are written at once to any storage. A disk, too, mostly makes writers wait."""
 
 
 class ObjectRecorder:
@@ -432,12 +432,12 @@ class ObjectRecorder:
     def write_many(self, objects: Iterable[tuple[str, Sequence[Segment]]]) -> None:
         """Write objects, several at once where the storage gains by it; each as `write` does.
 
-        On a storage of `ManyRequests` parts of one object are under way together with those of the next ones. On any other, large
-        objects are written one after the other, and small ones several at a time.
+        On a storage of `ManyRequests` parts of one object are under way together with those of the next ones. On any
+        other, large objects are written one after the other, and small ones several at a time.
 
         Raises:
-            PluginError, StorageError: the first error. No other object is begun then, those under way are given up, and some may
-                be complete.
+            PluginError, StorageError: the first error. No other object is begun then, those under way are given up, and
+                some may be complete.
         """
         if self._threads.at_once(self._concurrency) > self._threads.count:
             self._write_all(iter(objects), self._concurrency, self._concurrency)

@@ -374,7 +374,7 @@ class _Reading:
             yield from numbers
 
     def _next(self, scratch: _Scratch) -> list[int] | None:
-        """Perform the next task. Return the targets it completes, or None if there is no task or reading was stopped."""
+        """Perform the next task. Return the targets it completes; None without a task, or if reading was stopped."""
         try:
             task = self._tasks.popleft()
         except IndexError:

@@ -50,7 +50,7 @@ class WriteTask:
         self._pieces: list[tuple[int, _Run, int, int]] = []
 
     def add(self, run: _Run, start: int, stop: int) -> None:
-        """Append bytes `start` to `stop` of the object, which lie in `run`."""
+        """Append bytes `start` to `stop` of the object, which are in `run`."""
         self.stop = stop
         position = start - self.start
         if isinstance(run.source, InlineChecksum):
@@ -102,7 +102,7 @@ class ObjectSegments:
         self._run: _Run | None = None
 
     def next_task(self) -> WriteTask | None:
-        """The next bytes to write, or None at the end of the object. May block until arrays are there."""
+        """Return the next bytes to write, or None at the end of the object. May block until arrays are ready."""
         position = self._position
         if position == self._size:
             for _ in self._runs:  # segments without bytes are opened and closed too
@@ -118,7 +118,7 @@ class ObjectSegments:
         return task
 
     def _run_here(self) -> _Run:
-        """The run that holds the byte at the position; opened not before it is needed."""
+        """Return the run that contains the byte at the position. Runs are opened when they are needed."""
         run = self._run
         if run is None or run.stop == self._position:
             run = self._run = next(self._runs)
@@ -147,7 +147,7 @@ class ObjectSegments:
             position += size
 
     def written(self, task: WriteTask) -> list[Callable[[], None]]:
-        """Count a task as written; the caller holds its lock and calls what is returned without it."""
+        """Count a task as written. The caller holds its lock, and calls the functions that are returned without it."""
         closers = []
         outstanding = self._outstanding
         for number, nbytes in task.credits:
@@ -162,7 +162,7 @@ class ObjectSegments:
         return closers
 
     def close_rest(self) -> list[Callable[[], None]]:
-        """What closes all segments that were not closed, after a failure; each to be called once."""
+        """Return functions that close all segments which are not closed, after a failure. Each is called once."""
         self._runs.close()  # which holds this as long as it goes on, and this holds it
         self._run = None
         rest = [*self._outstanding, *range(self._opened, len(self._segments))]
@@ -172,7 +172,7 @@ class ObjectSegments:
 
 
 class _Run:
-    """Bytes `start` to `stop` of an object, of one segment; `segment` is -1 for bytes that nobody closes.
+    """Bytes `start` to `stop` of an object, of one segment; `segment` is -1 if it needs no closing.
 
     `checksum` is the checksum in the object that is of them, if one is.
     """
@@ -195,7 +195,7 @@ class _Run:
 
 
 class _Gathering:
-    """The elements of a box that lie in arrays of any strides and byte order, or in several arrays."""
+    """Elements of a box, gathered from arrays of any strides and byte order, or from several arrays."""
 
     __slots__ = ("_dtype", "_itemsize", "_shape", "_sources")
 
@@ -246,7 +246,7 @@ def _within(extent: Extent, outer: Extent) -> tuple[slice, ...]:
 
 
 def _open(segment: ArraySegment, size: int) -> list[tuple[int, int, memoryview | _Gathering]]:
-    """Open a segment: (first byte in it, byte behind the last, where they are), in order; nothing for no bytes."""
+    """Open a segment. Return (start, stop, source) of its bytes in order; empty if it has none."""
     arrays = segment.open()
     if len(arrays) == 1:
         box, array = arrays[0]
@@ -306,7 +306,7 @@ def _open_parts(
 
 
 def _bytes_copy(array: HostArray) -> bytes:
-    """The elements of a small array as an object holds them."""
+    """Return the elements of a small array as bytes of an object."""
     return (array if is_little(array.dtype) else plain(array).astype(little_dtype(array.dtype))).tobytes()
 
 
@@ -319,7 +319,7 @@ def _mismatch(segment: ArraySegment, arrays: Sequence[tuple[Box, HostArray]]) ->
 
 
 def join_segments(segments: Sequence[Segment], sizes: Sequence[int]) -> memoryview:
-    """All bytes of the segments of a small object; opens arrays and closes none. Each byte of an array is read once."""
+    """Return all bytes of a small object. Opens arrays and closes none. Reads each byte of an array once."""
     memory = memoryview(bytearray(sum(sizes)))
     begins: list[int] = []
     position, before = 0, -1

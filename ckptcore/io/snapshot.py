@@ -1,4 +1,4 @@
-"""The arrays of one save in host memory: seen where they are, or copied so that nobody can change them."""
+"""Snapshots: the arrays of one save in host memory, in place or copied so that later changes have no effect."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckptcore.protocols import Snapshot
 __all__ = ["BoundedSnapshot", "CopiedSnapshot", "HeldSnapshot", "SharedSnapshot", "SnapshotShare", "ViewedSnapshot"]
 
 _AHEAD_BYTES: Final = 64 << 20
-"""How far ahead of the writer transfers from a device are started, in bytes."""
+"""Bytes of transfers from devices that are started ahead of the writer."""
 
 
 class ViewedSnapshot:
@@ -49,7 +49,7 @@ class ViewedSnapshot:
         """See `Snapshot`."""
         with self._lock:
             if item not in self._pending:
-                return  # the writer gave up before it asked for it
+                return  # the writer gave up before it took the item
             self._pending[item] = ()
             self._outstanding -= self.plan.items[item].nbytes
 
@@ -82,7 +82,7 @@ class CopiedSnapshot:
             # The writer failed and freed the memory. The handle of the save raises its error.
 
     def writer_ended(self) -> None:
-        """Say that nobody will take any more."""
+        """Note that no more arrays will be taken."""
         self._writer_ended = True
 
     def take(self, item: int) -> Sequence[HostArray]:
@@ -113,7 +113,7 @@ class BoundedSnapshot:
         give_back: Callable[[HostArray], None],
         limit: int,
     ) -> None:
-        """As `CopiedSnapshot`; at most `limit` bytes are held, unless a single item is larger."""
+        """See `CopiedSnapshot`. Holds at most `limit` bytes, unless a single item is larger."""
         self.plan = plan
         self._start = start
         self._give_back = give_back
@@ -142,7 +142,7 @@ class BoundedSnapshot:
                     self._changed.notify_all()
         except BaseException as error:
             if isinstance(error, Exception) and self._writer_ended:
-                return  # the memory went with the writer, whose own error tells why
+                return  # the writer freed the memory, and raises its own error
             self.fail(error)
             raise
         finally:
@@ -155,7 +155,7 @@ class BoundedSnapshot:
                     self._asked.popleft()
                 number = self._asked[0] if self._asked else next(iter(waiting))
                 nbytes = self.plan.items[number].nbytes
-                # What the writer waits for is copied whatever is held: it would wait for ever otherwise.
+                # An item that the writer waits for is copied beyond the limit: it would wait for ever otherwise.
                 if self._asked or self._held == 0 or self._held + nbytes <= self._limit:
                     self._held += nbytes
                     return number
@@ -169,14 +169,14 @@ class BoundedSnapshot:
                 self._changed.wait()
 
     def fail(self, error: BaseException) -> None:
-        """Let whoever takes what was not copied yet fail with this error."""
+        """Raise this error in callers that take arrays which are not copied yet."""
         with self._changed:
             self._error = self._error or error
             self._start = _start_no_more
             self._changed.notify_all()
 
     def writer_ended(self) -> None:
-        """Say that nobody will take any more."""
+        """Note that no more arrays will be taken."""
         with self._changed:
             self._writer_ended = True
             self._changed.notify_all()
@@ -198,7 +198,7 @@ class BoundedSnapshot:
         """See `Snapshot`."""
         with self._changed:
             if item not in self._pending:
-                return  # the writer gave up before it asked for it
+                return  # the writer gave up before it took the item
             arrays, self._pending[item] = self._pending[item], ()
             self._held -= self.plan.items[item].nbytes
             self._changed.notify_all()
@@ -211,7 +211,7 @@ def _start_no_more(item: int) -> NoReturn:
 
 
 class HeldSnapshot:
-    """On a worker: arrays that somebody else holds, and lets go of when all is written."""
+    """On a worker: arrays that the caller keeps until all is written."""
 
     def __init__(self, plan: WritePlan, arrays: Sequence[Sequence[HostArray]]) -> None:
         """`arrays` are those of each item."""
@@ -228,7 +228,7 @@ class HeldSnapshot:
 
 
 class SharedSnapshot:
-    """Arrays that several layouts write, one after the other: the memory of each is given back with its last writer. Any thread."""
+    """Arrays that several layouts write, one after the other. The last layout releases an array. Any thread."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -236,10 +236,10 @@ class SharedSnapshot:
         self._lock = threading.Lock()
 
     def share(self, plan: WritePlan, items: Sequence[int]) -> SnapshotShare:
-        """What one layout writes. All are asked for before the first is written.
+        """Return the share of one layout. All shares are created before the first is written.
 
         Args:
-            plan: what it writes.
+            plan: of the layout.
             items: by item of that plan, the item of the whole.
         """
         with self._lock:
@@ -252,7 +252,7 @@ class SharedSnapshot:
         return self._snapshot.take(item)
 
     def leave(self, item: int) -> None:
-        """Say that one of those who share an item is done with it."""
+        """Release an item for one share; the last one releases its memory."""
         with self._lock:
             self._users[item] -= 1
             last = self._users[item] == 0
@@ -261,7 +261,7 @@ class SharedSnapshot:
 
 
 class SnapshotShare:
-    """What one of several layouts writes of a `SharedSnapshot`; a `Snapshot`."""
+    """Share of one of several layouts in a `SharedSnapshot`; a `Snapshot`."""
 
     def __init__(self, shared: SharedSnapshot, plan: WritePlan, items: Sequence[int]) -> None:
         self.plan = plan
@@ -283,6 +283,6 @@ class SnapshotShare:
         self._shared.leave(self._items[item])
 
     def close(self) -> None:
-        """Say that nothing more is written: the layout is done, or gave up."""
+        """Release all items: the layout is done, or failed."""
         for item in range(len(self._items)):
             self.release(item)

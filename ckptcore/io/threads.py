@@ -31,17 +31,17 @@ T = TypeVar("T")
 class IOThreads:
     """Worker threads that start when there is work. Any thread may give them some.
 
-    There are two groups: as many as suit the processors, for copies and storages that are near, and more that wait for storages
-    which are far (`ckptcore.protocols.ManyRequests`), as many as those ask for. Neither keeps the other from its work, and the
-    second end when there was nothing to do for a while.
+    There are two groups: as many as suit the processors, for copies and near storages, and more that wait for far
+    storages (`ckptcore.protocols.ManyRequests`), as many as these ask for. Neither keeps the other from its work, and
+    threads of the second end when there was nothing to do for a while.
 
-    The threads are daemons: at exit the interpreter waits for whoever waits for their work, never for the threads
+    The threads are daemons: at exit the interpreter waits for callers that wait for their work, never for the threads
     themselves, so a save that runs in a thread of its own still completes. After a fork the child starts its own.
     Where no thread can be started any more, `run` does all the work on the calling thread.
     """
 
     def __init__(self, count: int | None = None) -> None:
-        """Plan for `count` threads, whatever storages ask for; by default one for each processor, from 2 to 8, and more for those."""
+        """Plan for `count` threads; by default one for each processor, from 2 to 8, and more for far storages."""
         if count is not None and count < 1:
             raise ValueError(f"expected at least one thread, found {count}")
         self.count: Final = count if count is not None else min(_MOST_THREADS, max(2, os.cpu_count() or 2))
@@ -50,16 +50,16 @@ class IOThreads:
         renew_in_children(self)
 
     def renew(self) -> None:
-        """Forget threads and work: in a forked child, where there are none."""
+        """Forget threads and work, in a forked child, which has none."""
         self._near = _Group(None)
         self._far = _Group(_IDLE_SECONDS)
 
     def at_once(self, concurrency: int) -> int:
-        """How many calls run at once for a storage that is worth so many; `count` for one that it does not matter to."""
+        """Return the number of calls at once for a storage with this `concurrency`; `count` if that was set."""
         return self.count if self._most is not None or concurrency <= self.count else concurrency
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
-        """Call `function` on one of the threads; here and now where there can be none."""
+        """Call `function` on one of the threads, or on this one if no thread can be started."""
         future: Future[T] = Future()
         work = partial(call_into, future, function)
         if not self._near.give(work, self.count):
@@ -67,15 +67,15 @@ class IOThreads:
         return future
 
     def start(self, worker: Callable[[], None], parallelism: int, concurrency: int = 1) -> WorkerPool:
-        """Let up to `parallelism` threads call `worker` once each; it must not raise. `WorkerPool.join` must follow.
+        """Start up to `parallelism` threads that call `worker` once each. `WorkerPool.join` must follow.
 
-        Fewer do where there are fewer threads, or they are busy until the pool is joined: what must be done, the
-        caller has to be ready to do itself.
+        Fewer threads call it if there are fewer, or if they are busy until the pool is joined. The caller must be ready
+        to do all the work itself.
 
         Args:
-            worker: what to call.
-            parallelism: how often, at most.
-            concurrency: what the storage that `worker` waits for is worth, see `at_once`.
+            worker: to call; must not raise.
+            parallelism: the most calls.
+            concurrency: of the storage that `worker` waits for, see `at_once`.
         """
         pool = WorkerPool(worker)
         most = self.at_once(concurrency)
@@ -111,7 +111,7 @@ class _Group:
     """Threads that take work from one queue."""
 
     def __init__(self, idle_seconds: float | None) -> None:
-        """Threads end after so many seconds without work; None: never."""
+        """End threads after so many seconds without work; None: never."""
         self._idle_seconds = idle_seconds
         self._lock = threading.Lock()
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -119,7 +119,7 @@ class _Group:
         self._waiting = 0  # threads without work, less the work in the queue
 
     def give(self, work: Callable[[], None], most: int) -> bool:
-        """Queue work for `most` threads; False where there is no thread to do it."""
+        """Queue work for `most` threads. Return False if there is no thread to do it."""
         with self._lock:
             if self._waiting <= 0 and self._started < most:
                 thread = threading.Thread(
@@ -146,7 +146,7 @@ class _Group:
             self._waiting += 1
 
     def may_leave(self) -> bool:
-        """Whether a thread that found no work may end; else some is on its way to it."""
+        """Return True if a thread that found no work may end; else work is on its way to it."""
         with self._lock:
             if self._waiting <= 0:
                 return False
@@ -155,7 +155,7 @@ class _Group:
             return True
 
     def end(self) -> None:
-        """Let all threads end."""
+        """End all threads."""
         for _ in range(self._started):
             self._work.put(None)
 
@@ -211,7 +211,7 @@ class WorkerPool:
         interruption: BaseException | None = None
         with self._lock:
             self._worker = None
-            # Nobody may go on while threads still use the caller's memory.
+            # The caller must not continue while threads still use its memory.
             while self._busy:
                 try:
                     self._idle.wait()
@@ -225,12 +225,12 @@ class _Renewable(Protocol):
     """An object that can begin anew."""
 
     def renew(self) -> None:
-        """Become as at first, without using a lock: one that another thread of the parent held stays locked for ever."""
+        """Start over, without using a lock: a lock that another thread of the parent held stays locked for ever."""
         ...
 
 
 def renew_in_children(thing: _Renewable) -> None:
-    """Have `thing` renewed in every child that is forked while it lives; does not keep it alive."""
+    """Renew `thing` in every child that is forked while it exists. Does not keep it alive."""
     _RENEWABLES.add(thing)
 
 
@@ -250,13 +250,13 @@ S = TypeVar("S")
 
 
 def run_each(threads: IOThreads, items: Iterable[T], do: Callable[[T], None], *, parallelism: int = 1) -> None:
-    """Call `do` with each of the items, several at once; returns when all calls have returned.
+    """Call `do` with each of the items, several at once. Return when all calls have returned.
 
     Args:
-        threads: what does the calls, together with the calling thread.
+        threads: make the calls, together with the calling thread.
         items: taken in their order, one when a thread has nothing to do, so that they may come from a generator.
-        do: what is to be done.
-        parallelism: how many calls are worth having under way at once, where that is more than a thread for each processor.
+        do: the function.
+        parallelism: calls worth having under way at once, if more than a thread for each processor.
 
     Raises:
         The first error of a call. No item is taken after it, and no call goes on when it is raised.
@@ -269,7 +269,7 @@ def run_each(threads: IOThreads, items: Iterable[T], do: Callable[[T], None], *,
 
 
 def ask_each(threads: IOThreads, items: Sequence[T], ask: Callable[[T], S], *, parallelism: int = 1) -> Sequence[S]:
-    """What `ask` returns of each of the items, in their order, several calls at once; the rest as of `run_each`."""
+    """Return the results of `ask` for each of the items, in their order. See `run_each`."""
     found: dict[int, S] = {}
 
     def note(number: int) -> None:
@@ -300,7 +300,7 @@ class _Errands(Generic[T]):
                         self._over = True
                         return
                 self._do(item)
-        except BaseException as error:  # noqa: BLE001  # raised again by the thread that waits for all
+        except BaseException as error:  # noqa: BLE001  # raised again by the thread that waits for all calls
             with self._taking:
                 if self.error is None:
                     self.error = error

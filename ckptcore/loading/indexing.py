@@ -1,4 +1,4 @@
-"""What NumPy's basic indexing takes, as the box of an array that it needs and what is left to do with that. Pure."""
+"""Basic indexing, as in NumPy: an index as the box of an array that it needs, and an index of that box. Pure."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ __all__ = ["BasicIndex", "Indexed", "index_box", "rows_of"]
 BasicIndex: TypeAlias = (
     "SupportsIndex | slice | EllipsisType | None | tuple[SupportsIndex | slice | EllipsisType | None, ...]"
 )
-"""What NumPy's basic indexing takes: integers, slices, ``...`` and None (a new axis), one or a tuple of them."""
+"""An index of NumPy's basic indexing: integers, slices, ``...`` and None (a new axis), one or a tuple of them."""
 
 _ADVICE: Final = "read a box around it, as by array[2:9], and index what that gives"
 
 
 @dataclass(frozen=True, slots=True)
 class Indexed:
-    """An index of an array, taken apart.
+    """An index of an array, by axis.
 
     Attributes:
-        starts, steps, counts: by axis, the indices that are wanted: `counts` of them, `steps` apart and above 0, the lowest first.
-        local: what to index an array of just the wanted elements with: whose shape is `counts`.
+        starts, steps, counts: the wanted indices of each axis, the lowest first; `counts` of them, `steps` (above 0) apart.
+        local: the index of an array of just the wanted elements, whose shape is `counts`, that gives the result.
         shape: of the result.
     """
 
@@ -39,7 +39,7 @@ class Indexed:
 
     @property
     def box(self) -> Box:
-        """The smallest box that holds all that is wanted."""
+        """The smallest box that contains all wanted elements."""
         stops = [
             start + (count - 1) * step + 1 if count else start
             for start, step, count in zip(self.starts, self.steps, self.counts, strict=True)
@@ -48,7 +48,7 @@ class Indexed:
 
     @property
     def elements(self) -> Any:
-        """What to index the array with for a view of just the wanted elements, whose shape is `counts`."""
+        """The index of the array that gives a view of just the wanted elements, whose shape is `counts`."""
         # With an ellipsis an array without axes does not become a scalar.
         return (
             *[
@@ -60,23 +60,23 @@ class Indexed:
 
     @property
     def is_box(self) -> bool:
-        """Whether all elements of the box are wanted."""
+        """True if all elements of the box are wanted."""
         return all(step == 1 or count <= 1 for step, count in zip(self.steps, self.counts, strict=True))
 
     @property
     def is_plain(self) -> bool:
-        """Whether the array of the wanted elements is the result: no axis is dropped, new, or backwards, and no scalar comes of it."""
+        """True if the array of wanted elements is the result: no axis is dropped, new or reversed, and it is no scalar."""
         return bool(self.local) and all(
             entry is ... or (isinstance(entry, slice) and entry.step is None) for entry in self.local
         )
 
 
 def index_box(index: object, shape: tuple[int, ...]) -> Indexed:
-    """Take apart what an array of a shape is indexed with.
+    """Return an index of an array of a shape, by axis.
 
     Raises:
-        IndexError: for what is no basic index (arrays, lists, booleans), for more indices than axes, and for an integer that is out of
-            bounds, as NumPy does.
+        IndexError: as NumPy does for more indices than axes, and integers out of bounds; also for indices that are not
+            basic (arrays, lists, booleans).
     """
     entries = index if isinstance(index, tuple) else (index,)
     given = sum([entry is not None and entry is not ... for entry in entries])
@@ -126,13 +126,13 @@ def index_box(index: object, shape: tuple[int, ...]) -> Indexed:
 
 
 def rows_of(index: object, extent: int) -> tuple[int, int] | None:
-    """From which index of the first axis on, and up to which one, what is indexed lies; None where only `index_box` can tell, or nothing does.
+    """Return the range of the first axis that an index needs; None if it is empty, or only `index_box` can tell.
 
-    Other axes are not looked at. Who gets an answer may give the index to NumPy: it has but integers and slices, no booleans and arrays.
+    Ignores other axes. If a range is returned, the index has only integers and slices, and NumPy may use it.
 
     Args:
-        index: what an array is indexed with.
-        extent: how long its first axis is.
+        index: of an array.
+        extent: length of its first axis.
     """
     kind = type(index)
     if kind is tuple:
@@ -155,10 +155,10 @@ def rows_of(index: object, extent: int) -> tuple[int, int] | None:
 
 
 def _slice_of(entry: slice[Any, Any, Any], extent: int) -> tuple[int, int, int]:
-    """The first index, how many there are, and the step, which may be below 0.
+    """Return the first index, the number of indices, and the step, which may be below 0.
 
     Raises:
-        TypeError, ValueError: as Python does for slices of what is no integer, and for a step of 0.
+        TypeError, ValueError: as Python does for slices of other values than integers, and for a step of 0.
     """
     start, stop, step = entry.indices(extent)
     count = len(range(start, stop, step))

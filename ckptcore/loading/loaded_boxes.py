@@ -31,13 +31,13 @@ from ckptcore.select import Selection
 __all__ = ["LoadedBox", "iter_boxes"]
 
 _BUDGET_BYTES: Final = 128 << 20
-"""What is in memory where the options do not say."""
+"""Bytes in memory if the options do not say."""
 
 _BATCHES: Final = 2
-"""How many batches are in memory: one that is read, while the parts of another one are given."""
+"""Batches in memory: one is read while the parts of another one are given to the caller."""
 
 _ITEM_BYTES: Final = 512 << 20
-"""What can only be read whole is not cut up to here: each part of it would cost as much as all."""
+"""Chunks that can only be read whole are not cut up to this size: each part would cost as much as all."""
 
 _MOST_CUTS: Final = 1 << 20
 """Limit of parts of a box without known places: more than real arrays need; a hostile root may state any shape."""
@@ -49,10 +49,10 @@ class LoadedBox:
 
     Attributes:
         path: of the array in the tree.
-        tied: the other paths of the tree that have the same array; it comes once.
+        tied: the other paths of the tree with the same array, which comes once.
         spec: shape and dtype of the whole array.
-        box: where in it this is, in elements.
-        elements: in memory of its own, of the shape of the box; the caller may change and keep it.
+        box: its place in the array, in elements.
+        elements: of the shape of the box, in memory of their own. The caller may change and keep them.
     """
 
     path: TreePath
@@ -63,7 +63,7 @@ class LoadedBox:
 
     @property
     def name(self) -> str:
-        """The path as text, as errors and reports have it: ``layers[0]/w``."""
+        """The path as text, as in errors and reports: ``layers[0]/w``."""
         return format_path(self.path)
 
 
@@ -99,7 +99,7 @@ def iter_boxes(
 
 
 def _matched(opened: Checkpoint, chosen: Container[int], context: Context) -> Matched:
-    """What is loaded, as the account of a load has it."""
+    """Return the leaves that are loaded, for the account of a load."""
     array, _ = abstract_leaves(runtime_of(context).registry)
     originals = [opened.tree.aliases.get(leaf, leaf) for leaf in range(len(opened.tree.leaves))]
     handlers = [array if leaf in chosen else None for leaf in originals]
@@ -109,7 +109,7 @@ def _matched(opened: Checkpoint, chosen: Container[int], context: Context) -> Ma
 def _classes(
     opened: Checkpoint, select: Selection | None, first: Sequence[Selection], context: Context
 ) -> Sequence[Sequence[int]]:
-    """The arrays that are loaded, each once: those that come first, those that come next, and the rest."""
+    """Return the arrays that are loaded, each once, by class: the selections of `first`, in order, and the rest."""
     tree = opened.tree
     left = set(range(len(tree.leaves))) if select is None else set(chosen_leaves(opened, select, context))
     left = {tree.aliases.get(leaf, leaf) for leaf in left if isinstance(tree.leaves[leaf], ArrayRecord)}
@@ -122,7 +122,7 @@ def _classes(
 
 
 def _batches(opened: Checkpoint, leaves: Sequence[int], most_bytes: int) -> Iterable[Sequence[StoredPiece]]:
-    """What is read at once, in the order in which it is stored, so that no byte is read twice."""
+    """Return batches that are read at once, in the order in which they are stored, so that no byte is read twice."""
     pieces: list[StoredPiece] = []
     alone: list[Sequence[StoredPiece]] = []
     for leaf in leaves:
@@ -143,7 +143,7 @@ def _batches(opened: Checkpoint, leaves: Sequence[int], most_bytes: int) -> Iter
 
 
 def _pieces(opened: Checkpoint, leaf: int, most_bytes: int) -> Iterable[StoredPiece]:
-    """An array by what of it is stored or made together."""
+    """Return the pieces of an array that are stored or computed together."""
     spec = _spec_of(opened, leaf)
     itemsize = spec.numpy_dtype.itemsize
     if not spec.size:
@@ -177,7 +177,7 @@ def _boxes(
                 yield parts.pop(0)
         session.attempt(lambda _: _check_beside(opened))
         session.expect_there()
-    except GeneratorExit:  # whoever takes the parts has enough of them
+    except GeneratorExit:  # the caller closed the iterator
         recording.finish(given)
         raise
     except BaseException as error:
@@ -192,7 +192,7 @@ def _boxes(
 def _read_ahead(
     batches: Iterable[Sequence[StoredPiece]], read: Callable[[Sequence[StoredPiece]], list[LoadedBox]]
 ) -> Iterator[list[LoadedBox]]:
-    """Read batches, each while what was read before is used."""
+    """Read each batch while the caller uses the one before."""
     reader = BackgroundThreads(1, "ckptcore-read-ahead")
     before: Future[list[LoadedBox]] | None = None
     try:

@@ -78,11 +78,11 @@ class StoredTree(Mapping[Any, Any]):
         return True
 
     def __getitem__(self, path: StoredPath) -> Any:
-        """Return what is at a path: a `StoredTree`, a `StoredArray`, or a small value itself. Reads no array, but long text.
+        """Return what is at a path: a `StoredTree`, a `StoredArray`, or a small value. Reads no array, but long text.
 
         Args:
-            path: keys, or one text with ``/`` between them: ``"params/dense"``, ``("layers", 0)``. A key that is the whole text comes
-                first. A text also stands for the name of an attribute, and for the digits of an index.
+            path: keys, or one text with ``/`` between them: ``"params/dense"``, ``("layers", 0)``. A key that is the whole
+                text comes first. A text also matches the name of an attribute, and the digits of an index.
 
         Raises:
             UnknownPathError: if nothing is there; names what is.
@@ -123,7 +123,7 @@ class StoredTree(Mapping[Any, Any]):
             self._numbers = dict(zip(node.keys, range(len(node.keys)), strict=True))
         number = self._numbers.get(key)
         if number is None:
-            # Where a text is no key itself, it stands for the attribute or the index that reads so.
+            # A text that is no key matches the attribute or the index that reads so.
             if self._readings is None:
                 self._readings = {**{str(name): number for name, number in self._numbers.items()}, **self._numbers}
             number = self._readings.get(key.name if isinstance(key, Attribute) else key)
@@ -224,14 +224,14 @@ class OpenCheckpoint(StoredTree):
         self.close()
 
     def __getitem__(self, path: StoredPath) -> Any:
-        """As `StoredTree`; where the whole tree is one leaf, ``()`` gives that."""
+        """See `StoredTree`. If the whole tree is one leaf, ``()`` gives it."""
         if self._leaf is not None and not path and path != 0:
             return self._value(self._leaf)
         return super().__getitem__(path)
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that were read of the storage so far, with those that were read to verify others; those of the root are not counted.
+        """Bytes read from the storage so far, including bytes read to verify others, without those of the root.
 
         Raises:
             ValueError: if it was closed.

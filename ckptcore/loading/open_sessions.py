@@ -33,21 +33,21 @@ T = TypeVar("T")
 _FILE: Final = "file://"
 
 _MOST_HELD: Final = 150
-"""Objects that are held open: each takes a file descriptor, and another one where it is mapped; many systems give a process 1024."""
+"""Limit of open objects: each takes a file descriptor, or two if it is mapped. Many systems allow a process 1024."""
 
 
 class Session:
-    """A checkpoint that was opened, for who reads parts of it now and then. Any thread.
+    """A checkpoint that stays open for reads of parts. Any thread.
 
-    All that is read is of the save that was opened: objects that are held open are those of it, and after any other read its root is
-    looked at again.
+    All bytes are of the save that was opened: objects that are held open belong to it, and after any other read the
+    root is checked again.
 
     Attributes:
-        is_closed: whether nothing can be read any more.
+        is_closed: True after `close`.
     """
 
     def __init__(self, location: Place, context: Context) -> None:
-        """Open it; reads its root and no array.
+        """Open a checkpoint. Reads its root and no array.
 
         Raises:
             What `ckptcore.loading.opening.open_tree` does.
@@ -71,18 +71,18 @@ class Session:
         return now
 
     def close(self) -> None:
-        """Let go of it, and of its objects once nobody reads them."""
+        """Close the checkpoint, and its objects once no read uses them."""
         with self._lock:
             self._now = None
             self.is_closed = True
             self._held.clear()
 
     def attempt(self, read: Callable[[Checkpoint], T]) -> T:
-        """Do something that reads only what is held open, or nothing.
+        """Call a function that reads only objects that are held open, or nothing.
 
         Raises:
             CheckpointNotFoundError: if the checkpoint was replaced or deleted, where `read` raises something for it.
-            What `read` does, with errors about bytes naming the arrays that lie there.
+            What `read` does. Errors about bytes name the arrays that contain them.
         """
         try:
             return read(self.opened)
@@ -90,11 +90,11 @@ class Session:
             self.explain(error)
 
     def explain(self, error: CheckpointError) -> NoReturn:
-        """Raise what an error of a read becomes.
+        """Raise the error that an error of a read becomes.
 
         Raises:
             CheckpointNotFoundError: if the checkpoint was replaced or deleted.
-            CheckpointError: else the error, naming the arrays that lie where bytes are wrong.
+            CheckpointError: else the error, which names the arrays that contain the wrong bytes.
             ValueError: if the checkpoint was closed.
         """
         opened = self.opened
@@ -104,11 +104,11 @@ class Session:
             raise error
 
     def guard(self, read: Callable[[Checkpoint], T]) -> T:
-        """Do something that reads.
+        """Call a function that reads.
 
         Raises:
             CheckpointNotFoundError: if the checkpoint was replaced or deleted, whatever `read` raises or gives then.
-            What `read` does, with errors about bytes naming the arrays that lie there.
+            What `read` does. Errors about bytes name the arrays that contain them.
         """
         opened = self.opened
         made = self.attempt(read)
@@ -127,7 +127,7 @@ class Session:
             raise _replaced(opened)
 
     def hold(self, key: str) -> BlockCache | None:
-        """An object of the checkpoint, open; None where its storage does not hold objects open, or so many are that no more should be.
+        """Return an open object of the checkpoint; None if the storage holds no objects open, or too many are open.
 
         Raises:
             CheckpointNotFoundError, CorruptCheckpointError: as `guard` does.
@@ -166,12 +166,12 @@ def _replaced(opened: Checkpoint) -> CheckpointNotFoundError:
 
 @dataclass(frozen=True, slots=True)
 class PlainPlace:
-    """Where all elements of an array are, uncompressed, little endian and in C order.
+    """Place of all elements of an array: uncompressed, little endian and in C order.
 
     Attributes:
         key: the object.
         offset: of the first element in it, in bytes.
-        is_sealed: whether a checksum of them stands right behind them.
+        is_sealed: True if a checksum is right behind them.
     """
 
     key: str

@@ -1,4 +1,4 @@
-"""Stored arrays: arrays of an open checkpoint, of which elements are read as they are asked for."""
+"""Stored arrays: arrays of an open checkpoint, whose elements are read on demand."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from ckptcore.runtime import runtime_of
 __all__ = ["StoredArray"]
 
 _RUN_BYTES: Final = 8 << 20
-"""Elements that follow each other are read by the calling thread alone up to here; more by several."""
+"""The calling thread alone reads elements that follow each other up to this; several threads read more."""
 
 _NEAR_BYTES: Final = 64 << 10
-"""Bytes that are cheaper read in vain than left out, where nothing has to be verified."""
+"""Gaps up to this are cheaper to read than to leave out, if nothing is verified."""
 
 _BATCH_BYTES: Final = 32 << 20
-"""Memory for what is read at once and then copied into its place."""
+"""Memory for bytes that are read at once and then copied to their places."""
 
 _BATCH_PARTS: Final = 1024
-"""Boxes that are read at once."""
+"""Most boxes that are read at once."""
 
 
 class StoredArray:
-    """An array of an open checkpoint. Indexing reads the elements that it gives, and nothing else but what verifies them.
+    """An array of an open checkpoint. Indexing reads the elements that it returns, and bytes that verify them.
 
-    What NumPy's basic indexing takes (integers, slices with steps, ``...``, None) gives what NumPy would: a new array, or a scalar.
-    `numpy.asarray` reads all of it. Any thread.
+    Takes what NumPy's basic indexing does (integers, slices with steps, ``...``, None), and returns what NumPy would: a
+    new array, or a scalar. `numpy.asarray` reads all of it. Any thread.
 
     Attributes:
         path: the keys that lead to it.
@@ -80,9 +80,7 @@ class StoredArray:
         self._extent = spec.shape[0] if spec.shape else 0
         self._row = math.prod(spec.shape[1:]) * dtype.itemsize
         self._offset = 0
-        self._held: BlockCache | Literal[False] | None = (
-            None  # False: it does not stand in one place; None: nobody has looked
-        )
+        self._held: BlockCache | Literal[False] | None = None  # False: it is not in one place; None: not known yet
         self._view: HostArray | None = None  # all of it in memory, of which only what is at hand is touched
 
     def __repr__(self) -> str:
@@ -90,7 +88,7 @@ class StoredArray:
 
     @property
     def ndim(self) -> int:
-        """How many axes it has."""
+        """Number of axes."""
         return len(self.shape)
 
     @property
@@ -110,11 +108,11 @@ class StoredArray:
         return self.shape[0]
 
     def __iter__(self) -> Iterator[Any]:
-        """What it has for each index of its first axis, read one by one."""
+        """Yield the elements for each index of the first axis, read one by one."""
         return (self[number] for number in range(len(self)))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> HostArray:
-        """All of it, read anew each time."""
+        """Return all of it, read again by each call."""
         if copy is False:
             raise ValueError(
                 "a stored array is read into new memory: ask for it without copy=False, or for memory_map()"
@@ -123,7 +121,7 @@ class StoredArray:
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def __getitem__(self, index: BasicIndex) -> Any:
-        """What NumPy would give for this index, read into new memory.
+        """Return what NumPy would for this index, read into new memory.
 
         Raises:
             IndexError: for an index that NumPy refuses, and for lists, arrays and booleans.
@@ -142,7 +140,7 @@ class StoredArray:
                 and not self._session.is_closed
                 and self._is_little
             ):
-                # The common case: to cost no more than where nothing can be verified.
+                # Fast path: adds no cost to reads that need no verification.
                 found = view[index]
                 if found.nbytes <= _RUN_BYTES:
                     return found.copy() if self._is_plain else found.copy().view(self.dtype)
@@ -155,7 +153,7 @@ class StoredArray:
         return array if indexed.is_plain else array[indexed.local]
 
     def _read_rows(self, start: int, stop: int) -> HostArray | None:
-        """Some of the first axis; None where it is not in one object, or much."""
+        """Return a range of the first axis; None if it is not in one object, or large."""
         session = self._session
         if session.is_closed:
             _ = session.opened  # says so
@@ -173,7 +171,7 @@ class StoredArray:
         return self._read_run(held, first, (stop - start, *self.shape[1:]))
 
     def _read_run(self, held: BlockCache, first: int, shape: tuple[int, ...]) -> HostArray:
-        """Elements that follow each other from a byte of the object on."""
+        """Return elements that follow each other from a byte of the object on."""
         array = np.empty(shape, self._stored_dtype)
         self._read_into(held, first, bytes_of(array))
         if self._is_plain:
@@ -187,9 +185,10 @@ class StoredArray:
             self._session.explain(error)
 
     def memory_map(self) -> HostArray:
-        """A read-only view of the elements as they stand in their file, read by the operating system as they are touched.
+        """Return a read-only view of the elements in their file, which the operating system reads as they are touched.
 
-        Their checksums are not compared: `ckptcore.verify` does that. It can be used after the checkpoint is closed, or replaced.
+        Their checksums are not compared: `ckptcore.verify` does that. The view can be used after the checkpoint is
+        closed, or replaced.
 
         Raises:
             NotMappableError: where elements are compressed, in several pieces, or not on a local disk; says why.
@@ -202,7 +201,7 @@ class StoredArray:
         return self._session.guard(map_opened)
 
     def _copy(self, view: HostArray) -> HostArray:
-        """Elements as they are stored, as an array of their own."""
+        """Return stored elements as an array of its own."""
         if self._is_little:
             return view.copy() if self._is_plain else view.copy().view(self.dtype)
         array = np.empty(view.shape, self.dtype)
@@ -210,7 +209,7 @@ class StoredArray:
         return array
 
     def _read(self, indexed: Indexed) -> HostArray:
-        """The wanted elements, in an array of just them."""
+        """Return an array of just the wanted elements."""
         _ = self._session.opened  # a closed one gives nothing
         if 0 in indexed.counts:
             return np.empty(indexed.counts, self.dtype)
@@ -226,7 +225,7 @@ class StoredArray:
         return array
 
     def _read_near(self, indexed: Indexed) -> HostArray | None:
-        """The same, where they are near each other in one object; None where they are not, or this does not pay."""
+        """Return the same if they are near each other in one object; None if they are not, or this does not pay."""
         held = self._held
         if held is None:
             held = self._find()
@@ -252,9 +251,9 @@ class StoredArray:
         return self._copy(np.ndarray(indexed.counts, self._stored_dtype, memory, 0, steps))
 
     def _pick(self, held: BlockCache, indexed: Indexed, strides: tuple[int, ...]) -> HostArray | None:
-        """Elements that do not follow each other, out of memory that holds what lies between them; None where that cannot be.
+        """Return elements that do not follow each other, copied from mapped memory; None if it cannot be mapped.
 
-        The blocks that they lie in are read and verified once, whoever asks for the elements beside them next.
+        Their blocks are read and verified once, also for later reads of elements beside them.
         """
         view = self._mapped(held) if self._view is None else self._view
         if view is None:
@@ -275,7 +274,7 @@ class StoredArray:
         return array.view(self.dtype) if self._is_little else self._copy(array)
 
     def _find(self) -> BlockCache | Literal[False]:
-        """The object that it stands in; False where it is read as loads read it."""
+        """Return the object that contains it; False if it is read as loads read it."""
         session = self._session
         place = session.attempt(lambda opened: find_plain_place(opened, self._leaf))  # what is held is looked at below
         held = None if place is None else session.hold(place.key)
@@ -287,14 +286,14 @@ class StoredArray:
         return held
 
     def _mapped(self, held: BlockCache) -> HostArray | None:
-        """All of it in memory; None where its object is none. Not before some of it is at hand: a single slice is faster read than mapped."""
+        """Return all of it as mapped memory, or None. Called once some is at hand: one slice is read faster."""
         memory = held.memory()
         if memory is not None and self._offset + self.nbytes <= len(memory):
             self._view = np.ndarray(self.shape, self._stored_dtype, memory, self._offset)
         return self._view
 
     def _read_parts(self, indexed: Indexed, array: HostArray) -> None:
-        """Read what does not make up a box, by boxes."""
+        """Read elements that are not a box, by boxes."""
         itemsize = self.dtype.itemsize
         batch: list[tuple[Indexed, HostArray]] = []
         held = 0
@@ -318,13 +317,13 @@ class StoredArray:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Some of the wanted elements, and where they go in the result."""
+    """Some of the wanted elements, and their place in the result."""
 
     indexed: Indexed
     place: tuple[slice, ...]
 
     def cut(self, axis: int, low: int, high: int) -> _Part:
-        """Those from one on to another along an axis."""
+        """Return the part from one index to another along an axis."""
         indexed, origin = self.indexed, self.place[axis].start
         starts, counts, place = list(indexed.starts), list(indexed.counts), list(self.place)
         starts[axis] += low * indexed.steps[axis]
@@ -334,7 +333,7 @@ class _Part:
 
 
 def _extent(indexed: Indexed, strides: tuple[int, ...]) -> tuple[int, int]:
-    """From which element on what is wanted lies in an array, and up to which one; `strides` are in elements."""
+    """Return the range of elements in C order that contains the wanted ones; `strides` are in elements."""
     first = last = 0
     for start, step, count, stride in zip(indexed.starts, indexed.steps, indexed.counts, strides, strict=True):
         first += start * stride
@@ -343,7 +342,7 @@ def _extent(indexed: Indexed, strides: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _far_parts(part: _Part, strides: tuple[int, ...]) -> Iterator[_Part]:
-    """Cut what is wanted until no part leaves out a whole block; `strides` are in bytes."""
+    """Cut what is wanted until no part skips a whole block; `strides` are in bytes."""
     steps, counts = part.indexed.steps, part.indexed.counts
     for axis, (step, count) in enumerate(zip(steps, counts, strict=True)):
         if count > 1 and step * strides[axis] > BLOCK_BYTES:
@@ -354,7 +353,7 @@ def _far_parts(part: _Part, strides: tuple[int, ...]) -> Iterator[_Part]:
 
 
 def _parts(part: _Part, strides: tuple[int, ...]) -> Iterator[_Part]:
-    """Cut what is wanted where that leaves out enough bytes, and until each part takes little memory; `strides` are in bytes."""
+    """Cut where that leaves out enough bytes, and until each part takes little memory; `strides` are in bytes."""
     steps, counts = part.indexed.steps, part.indexed.counts
     for axis, (step, count) in enumerate(zip(steps, counts, strict=True)):
         if step > 1 and count > 1 and (step - 1) * strides[axis] >= _NEAR_BYTES:

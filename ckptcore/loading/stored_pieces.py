@@ -1,4 +1,4 @@
-"""Pieces of arrays in the order in which they are stored, and what of them is read at once. Pure."""
+"""Pieces of arrays in the order in which they are stored, and batches of them that are read at once. Pure."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from ckptcore.planning.partition import cut_box
 __all__ = ["ALIGNMENT", "BatchSizes", "ChunkLookup", "Order", "StoredPiece", "batches_of", "pieces_of"]
 
 ALIGNMENT: Final = 64
-"""Elements of a message begin at multiples of so many bytes: of any dtype, and of what vector instructions like."""
+"""Alignment of elements in a message, in bytes: enough for any dtype and for vector instructions."""
 
 
 Order: TypeAlias = tuple[str, int, int, tuple[int, ...]]
-"""The place of a piece among all, in the order in which they are stored."""
+"""Sort key of pieces in the order in which they are stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSizes:
-    """How long batches are, in bytes.
+    """Lengths of batches in bytes.
 
     Attributes:
-        aim: what they have on average.
-        most: what they have at most, unless it is one element.
-        block: they end at multiples of it in an object.
+        aim: the average.
+        most: the maximum, unless one element is larger.
+        block: batches end at multiples of it in an object.
     """
 
     aim: int
@@ -42,14 +42,14 @@ class BatchSizes:
 
 @dataclass(frozen=True, slots=True)
 class StoredPiece:
-    """A box of an array, and where its bytes are.
+    """A box of an array, and the place of its bytes.
 
     Attributes:
         leaf: the array.
-        box: of it, within one chunk where that is known.
+        box: of the array, within one chunk if chunks are known.
         itemsize: bytes per element.
-        chunk: what it is a part of; None where nobody knows.
-        start, stop: its first byte in the object of the chunk, and the one behind its last, as far as that can be told.
+        chunk: that contains the box; None if unknown.
+        start, stop: the range of its bytes in the object of the chunk, as far as known.
     """
 
     leaf: int
@@ -61,7 +61,7 @@ class StoredPiece:
 
     @classmethod
     def of(cls, leaf: int, box: Box, itemsize: int, chunk: Chunk) -> StoredPiece:
-        """The piece that a box of a chunk is."""
+        """Return the piece of a box in a chunk."""
         if not chunk.is_plain:
             return cls(leaf, box, itemsize, chunk, chunk.offset, chunk.offset)
         strides = c_strides(chunk.box.shape)
@@ -75,7 +75,7 @@ class StoredPiece:
 
     @property
     def order(self) -> Order:
-        """Where it stands among all: by object and place in it; what is in no known place stands first."""
+        """The sort key: object and place in it. Pieces without a known place come first."""
         chunk = self.chunk
         if chunk is not None and chunk.is_plain:
             return chunk.key, self.start, self.leaf, self.box.start
@@ -83,13 +83,13 @@ class StoredPiece:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes in a message."""
+        """Bytes of the piece in a message."""
         return -(-self.box.size * self.itemsize // ALIGNMENT) * ALIGNMENT
 
     def cut_at(self, position: int) -> tuple[list[StoredPiece], list[StoredPiece]] | None:
-        """What lies before a byte of the object and what lies behind, both in order; None where that cannot be told apart.
+        """Return the pieces before a byte of the object and those behind it, in order; None if it cannot be cut there.
 
-        An element that the byte is within goes to what lies behind.
+        An element that contains the byte belongs to the pieces behind.
         """
         chunk = self.chunk
         if chunk is None or not chunk.is_plain or not self.start < position < self.stop:
@@ -104,7 +104,7 @@ class StoredPiece:
         return self._run(chunk, first, middle), self._run(chunk, middle, last)
 
     def _run(self, chunk: Chunk, first: int, last: int) -> list[StoredPiece]:
-        """The elements of a chunk from one on to another, in C order."""
+        """Return the pieces of a range of elements of a chunk, in C order."""
         corner = chunk.box.start
         return [
             StoredPiece.of(
@@ -134,11 +134,11 @@ class ChunkLookup:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every part of every chunk can be read by itself."""
+        """True if every part of every chunk can be read alone."""
         return all(chunk.is_plain for chunk in self._chunks)
 
     def parts(self, box: Box) -> Iterator[tuple[Box, Chunk]]:
-        """What each chunk has of a box that has elements."""
+        """Yield the part of a non-empty box in each chunk, with the chunk."""
         chunks: Sequence[Chunk] = self._chunks
         if chunks and box.start:
             first = bisect.bisect_right(self._starts, box.start[self._axis] - self._longest)
@@ -150,7 +150,7 @@ class ChunkLookup:
 
 
 def pieces_of(leaf: int, box: Box, itemsize: int, chunks: ChunkLookup) -> list[StoredPiece]:
-    """A box by the chunks that it is in; one piece in no known place where they do not make it up."""
+    """Return the pieces of a box in chunks; one piece without a place if the chunks do not cover it."""
     pieces = [StoredPiece.of(leaf, part, itemsize, chunk) for part, chunk in chunks.parts(box)]
     if sum([piece.box.size for piece in pieces]) != box.size:
         return [StoredPiece(leaf, box, itemsize)]
@@ -158,14 +158,14 @@ def pieces_of(leaf: int, box: Box, itemsize: int, chunks: ChunkLookup) -> list[S
 
 
 def batches_of(pieces: Iterable[StoredPiece], sizes: BatchSizes) -> Iterator[list[StoredPiece]]:
-    """What is read at once, in the order in which it is stored.
+    """Yield batches that are read at once, in the order in which they are stored.
 
-    A batch ends where a block of the object does: a block is read whole for its checksum, and by two if it is in two batches. What is
-    of one chunk that is only read whole stays together. Where neither fits, a batch ends anywhere.
+    A batch ends at the end of a block of the object: a block is read whole for its checksum, and twice if it is in two
+    batches. Pieces of one chunk that is only read whole stay together. If neither fits, a batch ends anywhere.
 
     Args:
         pieces: that do not overlap.
-        sizes: how long batches are. Where one is longer or shorter than it should be, so that it ends well, the next makes up for it.
+        sizes: of batches. If one is longer or shorter than the aim to end at a block, the next ones balance it.
     """
     queue = deque(_units(pieces))
     batch: list[list[StoredPiece]] = []
@@ -208,7 +208,7 @@ def batches_of(pieces: Iterable[StoredPiece], sizes: BatchSizes) -> Iterator[lis
 
 
 def _units(pieces: Iterable[StoredPiece]) -> Iterator[list[StoredPiece]]:
-    """Pieces in order; those of a chunk that is only read whole together."""
+    """Yield pieces in order; those of a chunk that is only read whole together."""
 
     def unit_of(piece: StoredPiece) -> tuple[int, Box]:
         alone = piece.chunk is None or piece.chunk.is_plain
@@ -225,12 +225,12 @@ def _smaller(piece: StoredPiece, box: Box) -> StoredPiece:
 
 
 def _slack(piece: StoredPiece) -> int:
-    """Bytes that the parts of a run take for their alignment: two for each axis at most."""
+    """Return the bytes that the parts of a run need for their alignment: two parts for each axis at most."""
     return 2 * ALIGNMENT * max(1, len(piece.box.start))
 
 
 def _take_back(batch: list[list[StoredPiece]], following: StoredPiece, block_bytes: int) -> list[list[StoredPiece]]:
-    """Take from the end of a batch what is in one block with what follows it, unless that is all of it."""
+    """Remove pieces at the end of a batch that share a block with the next one, unless these are all; return them."""
     border = following.start // block_bytes * block_bytes
     kept = list(batch)
     taken: list[list[StoredPiece]] = []
