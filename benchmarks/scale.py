@@ -132,7 +132,7 @@ class Simulation:
     def _prepare(self, rank: int) -> tuple[TreeDescription, str]:
         """What a process does before it writes, in CPU seconds; and in memory, another time, because counting it takes longer."""
         value = self._job.value(rank)
-        shares = getattr(self._layout, "shares_replicas", False)
+        shares = self._layout.capabilities.any_replica_writes
         replicas = self._replicas if shares else None
 
         def describe() -> TreeDescription:

@@ -22,9 +22,8 @@ from ckptcore.protocols import (
     ChunkIndex,
     Continuation,
     FilesHandler,
-    Inspection,
+    Layout,
     Priority,
-    ReadStore,
     Snapshot,
     WriteStore,
 )
@@ -46,7 +45,7 @@ _MOST_PARTS: Final = 1 << 17
 _MOST_DEEP: Final = 200
 
 
-class FilesLayout:
+class FilesLayout(Layout):
     """Stores no tree. The core chooses it for objects that write files of their own; nobody asks for it by name."""
 
     name = "files"
@@ -69,10 +68,6 @@ class FilesLayout:
     def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
         """Return an empty index: there are no arrays."""
         return ChunkTable(tree, {"files": [], "leaf": [], "file": [], "offset": []})
-
-    def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
-        """Files without a root of ours can be anything."""
-        return None
 
 
 def state_of_files(empty: Sequence[str]) -> JSON:

@@ -41,7 +41,7 @@ from ckptcore.model.transfer import (
 from ckptcore.model.tree import JSON, format_path
 from ckptcore.planning import ChunkColumns, ChunkTable, leaf_names
 from ckptcore.planning.partition import run_extent
-from ckptcore.protocols import ChunkIndex, Inspection, ReadStore, Snapshot, WriteStore
+from ckptcore.protocols import ChunkIndex, Inspection, Layout, LayoutCapabilities, ReadStore, Snapshot, WriteStore
 
 __all__ = ["SafetensorsLayout"]
 
@@ -51,7 +51,7 @@ _MOST_STEM_CHARACTERS: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
-class SafetensorsLayout:
+class SafetensorsLayout(Layout):
     """One ``model.safetensors``, or several with an index; of another name than ``model`` where a stem is given.
 
     What safetensors cannot name (complex128, int4, some float8) is stored as U8 with the bytes of an element as a last
@@ -68,6 +68,8 @@ class SafetensorsLayout:
     Raises:
         ValueError: if the stem cannot be part of a file name, or if metadata is not a mapping of str to str.
     """
+
+    capabilities = LayoutCapabilities(sessions=True)
 
     max_file_bytes: int = 5_000_000_000
     stem: str = "model"
@@ -224,7 +226,7 @@ class SafetensorsLayout:
         return {**state, "slices": slices.to_json()} if slices else state
 
     @property
-    def agreed(self) -> str:
+    def session_options(self) -> str:
         """The stem of the names of files."""
         return f"stem {self.stem!r}"
 

@@ -27,7 +27,7 @@ from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, Origin
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord, check_key
 from ckptcore.model.tree import Node
-from ckptcore.protocols import InspectsComposites, Layout, StorageBackend
+from ckptcore.protocols import Layout, StorageBackend
 from ckptcore.runtime import runtime_of
 from ckptcore.step_names import StepNames
 
@@ -125,12 +125,11 @@ def find_composite(location: Location, mark: Mark, context: Context) -> Composit
     Raises:
         CorruptCheckpointError: also if a name is not a valid directory name, or ckptcore wrote it and the root was lost.
     """
-    layouts = [layout for layout in runtime_of(context).registry.layouts() if isinstance(layout, InspectsComposites)]
-    if not layouts or not mark.names:
+    if not mark.names:
         return None
     _expect_no_root(location, mark)
     store = _reader(location.store, context)
-    for layout in layouts:
+    for layout in runtime_of(context).registry.layouts():
         found = layout.inspect_composite(store)
         if found is not None:
             for name in found.members:

@@ -89,7 +89,7 @@ class WritePlan:
         name: of the checkpointable that the tree is; empty where the tree is the whole checkpoint.
         session: where a checkpoint is filled in several sessions, which one this is: the rank of its first process among those of all
             sessions. The tree is that of the session then, and `rank` this process's among those of all. See
-            `ckptcore.protocols.WritesSessions`.
+            `ckptcore.protocols.LayoutCapabilities.sessions`.
     """
 
     tree: TreeMetadata

@@ -1,4 +1,4 @@
-"""Layouts: how the arrays of a tree lie in objects, and the stores that layouts write and read."""
+"""Layouts: how the arrays of a tree are stored in objects, and the stores that layouts write and read."""
 
 from __future__ import annotations
 
@@ -15,24 +15,19 @@ from ckptcore.model.tree import JSON
 from ckptcore.protocols.storage import StorageAddress
 
 __all__ = [
-    "About",
+    "CheckpointInfo",
     "ChunkIndex",
-    "ForecastsWrites",
     "InspectedComposite",
     "Inspection",
-    "InspectsComposites",
     "Layout",
+    "LayoutCapabilities",
     "LayoutFactory",
-    "MarksCheckpoints",
     "MemberKind",
     "NativeReader",
     "ReadStore",
-    "SharesReplicas",
     "Snapshot",
     "WriteForecast",
     "WriteStore",
-    "WritesRuns",
-    "WritesSessions",
 ]
 
 
@@ -195,15 +190,15 @@ class InspectedComposite:
 
 
 @dataclass(frozen=True, slots=True)
-class About:
-    """What is said of a checkpoint as a whole when it is saved.
+class CheckpointInfo:
+    """What a save says about a checkpoint as a whole.
 
     Attributes:
         created: when the save began, ISO 8601 in UTC.
-        custom: metadata of the user's.
-        metrics: measurements that the user gave with it; may be no finite numbers.
-        members: what each checkpointable is, by its directory; of what every process saved for itself there are several
-            (``data.rank_0``). Empty where the checkpoint is one tree.
+        custom: metadata of the user.
+        metrics: measurements of the user; may be non-finite numbers.
+        members: the kind of each checkpointable, by its directory. A checkpointable that every process saved for itself has
+            several (``data.rank_0``). Empty if the checkpoint is one tree.
     """
 
     created: str
@@ -221,6 +216,7 @@ class ChunkIndex(Protocol):
     Subclasses inherit the answers of a layout whose chunks are raw and at exact places.
     """
 
+    @abstractmethod
     def boxes(self, leaf: int, box: Box) -> Iterable[Chunk]:
         """Return the chunks that hold elements of a box of an array. Reads nothing; equal on every process.
 
@@ -305,33 +301,87 @@ class NativeReader(Protocol):
         ...
 
 
-class Layout(Protocol):
-    """How the arrays of a tree lie in objects. Knows no framework; keeps no state between calls; thread-safe.
+@dataclass(frozen=True, slots=True)
+class LayoutCapabilities:
+    """What saves a layout supports, with the options that it has.
 
-    It can be pickled, with its options: the workers of a single controller write by it.
+    Attributes:
+        any_replica_writes: True if any of the processes that hold the same elements may write them, each a part. Boxes of
+            one array then come from several processes, between the cuts of its record. If False, replica 0 writes all of
+            them, as needed by software that reads whole arrays.
+        sessions: True if several saves can fill one checkpoint, one after the other. See `Layout.renumbered`.
+    """
+
+    any_replica_writes: bool = False
+    sessions: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WriteForecast:
+    """What a layout would write.
+
+    Attributes:
+        state: as `Layout.write` returns it, as large as it can become.
+        at_most: keys of the objects that may be smaller than forecast, or are perhaps not written.
+        buffer_bytes: the most host memory that the write takes besides the arrays of its snapshot, in bytes.
+    """
+
+    state: JSON
+    at_most: frozenset[str] = frozenset()
+    buffer_bytes: int = 0
+
+
+class Layout(Protocol):
+    """How the arrays of a tree are stored in objects. Knows no framework; keeps no state between calls; thread-safe.
+
+    A layout inherits from this class, which has defaults for all that is optional. It can be pickled, with its options,
+    because the workers of a single controller write with it.
     """
 
     @property
+    @abstractmethod
     def name(self) -> str:
-        """The name under which the hook offers it."""
+        """The name under which the hook offers it; a class attribute will do."""
         ...
 
+    @property
+    def capabilities(self) -> LayoutCapabilities:
+        """What saves it supports; a class attribute will do."""
+        return LayoutCapabilities()
+
+    # --- write
+
     def check(self, tree: TreeMetadata, size: int) -> None:
-        """Refuse what cannot be written, before anything is.
+        """Refuse a tree that cannot be stored, before anything is written. By default every tree can be.
 
         Raises:
             UnsupportedLeafError, NameCollisionError, UnsupportedKeyError
         """
-        ...
+        return
 
+    @abstractmethod
     def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
         """Write this process's boxes; waits for no other process. The result becomes `Receipt.state`."""
         ...
 
+    @abstractmethod
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
-        """On the leader: make the parts one whole, also for foreign readers. The result is kept in the root."""
+        """On the leader: complete what all processes wrote, also for foreign readers. The root keeps the result."""
         ...
 
+    def write_metadata_files(self, info: CheckpointInfo, store: WriteStore) -> None:
+        """Write the files that foreign readers need besides the arrays. By default none.
+
+        Called on the leader, after `finish` and right before the commit: once for a checkpoint that is one tree, and once for
+        one of several checkpointables, with a store at the directory that contains them. It may not write an object
+        again, nor into the directory of a checkpointable, and no name may begin with ``checkpoint.``, which is reserved for
+        the core.
+        """
+        return
+
+    # --- read
+
+    @abstractmethod
     def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
         """Return where the chunks of a checkpoint are. Reads nothing; everything in `state` may be hostile.
 
@@ -347,153 +397,96 @@ class Layout(Protocol):
         ...
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
-        """Look whether other software wrote a checkpoint of this layout here; None if not.
+        """Find a checkpoint of this layout that other software wrote; None, the default, if there is none.
 
         Args:
             store: where to look; everything in it may be hostile.
             entry: the one file that the user named as the location, or None for a directory.
 
         Raises:
-            CompositeCheckpointError: if it holds several checkpointables, and no tree is what its software's plain load gives.
-            CorruptCheckpointError: if it is one that cannot be read.
+            CompositeCheckpointError: if it holds several checkpointables, and its software's plain load returns none of them.
+            CorruptCheckpointError: if it cannot be read.
         """
-        ...
-
-
-@runtime_checkable
-class InspectsComposites(Protocol):
-    """A layout whose format has checkpoints of several checkpointables."""
+        return None
 
     def inspect_composite(self, store: ReadStore) -> InspectedComposite | None:
-        """Look whether other software wrote a checkpoint of several checkpointables here.
+        """Find a checkpoint of several checkpointables that other software wrote; None, the default, if there is none.
 
-        None if not, or if it is one tree. One tree that its software also knows by a name may be offered as the only member;
-        where `Layout.inspect` finds a tree there too, it is one of several only for those who ask for names.
+        Also None if it is one tree. One tree that its software also knows by a name may be returned as the only member. If
+        `inspect` finds a tree there too, the members are for loads by name only.
 
         Args:
             store: where to look; everything in it may be hostile, and it may be empty.
 
         Raises:
             UncommittedCheckpointError: if its writer never finished it.
-            CorruptCheckpointError: if it is one that cannot be read.
+            CorruptCheckpointError: if it cannot be read.
         """
-        ...
+        return None
 
+    # --- arrays in pieces
 
-@runtime_checkable
-class MarksCheckpoints(Protocol):
-    """A layout whose foreign readers look for files that describe the checkpoint as a whole."""
+    def arrays_by_object(self, tree: TreeMetadata) -> Sequence[Sequence[int]] | None:
+        """Return the leaves in each object, without aliases, in the order in which `write` takes them.
 
-    def mark(self, about: About, store: WriteStore) -> None:
-        """Write what foreign readers look for beside the arrays. On the leader, after `Layout.finish`, right before the commit.
+        None, the default, if `write` takes whole arrays only. Otherwise several items of a plan may be of one array, so that
+        it need not be in memory whole: each is one box, whose elements are one run in C order, and the runs
+        follow each other without gaps. What is written does not depend on how arrays were cut.
 
-        Called once for a checkpoint that is one tree, and once for one of several checkpointables, with a store at the directory
-        that they are in. What is there already may not be written again, nothing goes into the directories of several
-        checkpointables, and no name may begin with ``checkpoint.``: those are the core's.
+        Depends on the tree alone, so that processes agree without communication. One process writes all of an object, and
+        different ones different objects. The leader writes an object without arrays.
         """
-        ...
+        return None
 
-
-@runtime_checkable
-class WritesRuns(Protocol):
-    """A layout that takes arrays in pieces, so that none needs to be in memory whole.
-
-    Several items of a plan may be of one array: each is one box then, whose elements are one run in C order, and together they
-    follow each other without gaps. An array of one item comes as always. What is written does not depend on how arrays were cut.
-    """
-
-    def arrays_by_object(self, tree: TreeMetadata) -> Sequence[Sequence[int]]:
-        """The numbers of the leaves that go into each object, without aliases, in the order in which `Layout.write` takes them.
-
-        Told of the tree alone, so that processes agree without asking each other. All of an object is to be written by one
-        process, and different ones by any. An object that has no array in it is written by the leader.
-        """
-        ...
-
-
-@runtime_checkable
-class SharesReplicas(Protocol):
-    """A layout that is as good whichever of the processes that hold the same elements writes them, each of them a part.
-
-    Boxes of one array then come from several processes, between the cuts that its record has. In a layout that is not one, replica 0
-    writes all of what several hold, as software expects that reads arrays whole.
-    """
+    # --- sessions: needed if `capabilities.sessions`
+    #
+    # In a session the plan has ``session``, a tree with the leaves of the session only, and a rank that no other process
+    # of any session has: names of objects may depend on that rank, on the session, and on names of arrays. A session writes
+    # nothing that describes the whole checkpoint. `finish` receives the tree with its values, and the receipts of
+    # the processes of all sessions, by rank; ranks may be missing.
 
     @property
-    def shares_replicas(self) -> bool:
-        """Whether it is, with the options that it has."""
-        ...
-
-
-@runtime_checkable
-class WritesSessions(Protocol):
-    """A layout whose `Layout.write` need not know the whole tree, and whose `Layout.finish` makes one of what sessions wrote.
-
-    In a session the plan has ``session``, a tree with the leaves of the session only, and a rank that no other process of any session
-    has: names of objects may depend on that rank, on the session, and on names of arrays. Nothing is written in a session that
-    stands for the whole checkpoint; values of the tree come with `Layout.finish`, whose receipts are those of the processes of all
-    sessions, by rank; ranks may be missing.
-    """
-
-    @property
-    def agreed(self) -> str:
-        """The options that all sessions must have alike, in words, for a person to compare; empty where there are none."""
-        ...
+    def session_options(self) -> str:
+        """The options that all sessions must have in common, in words, for a person to compare; by default none."""
+        return ""
 
     def names_written(self, tree: TreeMetadata) -> Mapping[int, str]:
-        """By leaf, the names of arrays that stand in what a session writes, or in names of its objects.
+        """Return, by leaf, the names of arrays that a session stores in objects or in names of objects; by default none.
 
-        An array must have the same name in the tree of its session and in the whole. Nothing of names that only `Layout.finish` writes.
+        An array must have the same name in the tree of its session and in the whole tree. Names that only `finish` writes
+        are left out.
 
         Raises:
             NameCollisionError
         """
-        ...
+        return {}
 
     def renumbered(self, state: JSON, leaves: Sequence[int]) -> JSON:
-        """The state of a receipt where leaves have other numbers.
+        """Return the state of a receipt with other numbers of leaves. Required if `capabilities.sessions`.
 
         Args:
-            state: what `Layout.write` gave in a session; it comes from a storage and may be hostile.
-            leaves: by number in the tree of the session, the number in the whole tree. Of an array that is shared: of the leaf under
+            state: what `write` returned in a session; it comes from a storage and may be hostile.
+            leaves: by number in the tree of the session, the number in the whole tree. Of a tied array, the leaf under
                 which it is stored.
 
         Raises:
             KeyError, IndexError, TypeError, ValueError: if it is no such state.
         """
-        ...
+        raise PluginError(f"the layout {self.name} has the capability 'sessions' and does not implement renumbered()")
 
+    # --- plans
 
-@dataclass(frozen=True, slots=True)
-class WriteForecast:
-    """What a layout says of a write that did not happen.
+    def forecast(self, snapshot: Snapshot, store: WriteStore) -> WriteForecast | None:
+        """Write what `write` would to a store that only counts, with the largest sizes, without asking for elements.
 
-    Attributes:
-        state: as `Layout.write` gives it, as large as that of the write can become.
-        at_most: the keys of the objects of which only the largest possible size is known, or which perhaps are not written.
-        buffer_bytes: the most host memory that the write takes beside the arrays of its snapshot, in bytes.
-    """
-
-    state: JSON
-    at_most: frozenset[str] = frozenset()
-    buffer_bytes: int = 0
-
-
-@runtime_checkable
-class ForecastsWrites(Protocol):
-    """A layout whose `Layout.write` asks for elements before it hands objects over, because it encodes them.
-
-    Of any other layout a dry run calls `Layout.write` itself: segments tell how long they are before they are opened.
-    """
-
-    def forecast(self, snapshot: Snapshot, store: WriteStore) -> WriteForecast:
-        """Hand over the objects that `Layout.write` would, with the sizes that they have at most, and ask for no elements.
+        None, the default, if `write` itself can be called for that: segments have a length before they are opened. A layout
+        that encodes elements before it passes objects to the store implements it.
 
         Args:
-            snapshot: has a plan. What is taken from it fails.
-            store: takes lengths. It opens segments, which fail because nothing is there, and closes them.
+            snapshot: has a plan. Taking elements from it fails.
+            store: takes lengths. It opens segments, which fail because there are no elements, and closes them.
         """
-        ...
+        return None
 
 
 LayoutFactory: TypeAlias = Callable[[], Layout]

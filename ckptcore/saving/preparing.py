@@ -20,7 +20,7 @@ from ckptcore.job.agreement import Agreement
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.tree import JSON, format_path
 from ckptcore.plugins import Plugins
-from ckptcore.protocols import FurtherSaves, Layout, SaveStrategy, SharesReplicas
+from ckptcore.protocols import FurtherSaves, Layout, SaveStrategy
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import PartDescription, describe_part, naming
 from ckptcore.saving.requests import (
@@ -159,7 +159,7 @@ def _share_replicas(layout: Layout, strategy: SaveStrategy[SaveDraft, Save], reg
     """Return whether processes may share what they all hold. Further saves have the boxes that each process writes for the save."""
     further = strategy.layouts if isinstance(strategy, FurtherSaves) else ()
     layouts = [layout, *map(registry.layout, further)]
-    return all(isinstance(one, SharesReplicas) and one.shares_replicas for one in layouts)
+    return all(one.capabilities.any_replica_writes for one in layouts)
 
 
 def _digests(

@@ -15,7 +15,7 @@ from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement
 from ckptcore.job.visibility import seen_by_all
 from ckptcore.model.tree import JSON
-from ckptcore.protocols import About, Layout, MemberKind, SaveStrategy
+from ckptcore.protocols import CheckpointInfo, Layout, MemberKind, SaveStrategy
 from ckptcore.saving.parts import PartDescription, SavePart
 from ckptcore.step_names import whole_number
 
@@ -177,14 +177,14 @@ class CommitInfo:
         return Claimed(self.save_id, self.created)
 
     @property
-    def about(self) -> About:
-        """What layouts may write about the checkpoint."""
+    def checkpoint_info(self) -> CheckpointInfo:
+        """The information that layouts may write about the checkpoint."""
         members: dict[str, MemberKind] = {
             member.directory(name, rank): member.kind
             for name, member in (self.members or {}).items()
             for rank in range(member.processes or 1)
         }
-        return About(self.created, self.custom, self.metrics, members)
+        return CheckpointInfo(self.created, self.custom, self.metrics, members)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Roots of checkpoints: what the leader makes of the receipts of all processes, with the marks of layouts for foreign readers."""
+"""Roots of checkpoints: what the leader makes of the receipts of all processes, with the metadata files of layouts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.transfer import Receipt, Segment
 from ckptcore.planning import check_coverage
-from ckptcore.protocols import About, Layout, MarksCheckpoints, StorageAddress, StorageBackend, WriteStore
+from ckptcore.protocols import CheckpointInfo, Layout, StorageAddress, StorageBackend, WriteStore
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import SavePart
 from ckptcore.saving.requests import CommitInfo
@@ -35,8 +35,8 @@ __all__ = [
 ]
 
 
-class _MarkStore:
-    """A `WriteStore` that refuses what marks of a layout may not be, before it is written."""
+class _MetadataStore:
+    """A `WriteStore` that refuses metadata files of a layout that it may not write, before they are written."""
 
     def __init__(self, layout: str, recorder: ObjectRecorder, taken: Mapping[str, object]) -> None:
         self._layout = layout
@@ -64,25 +64,25 @@ class _MarkStore:
         above = key.partition("/")[0]
         if above.startswith("checkpoint.") or key in self._taken or above in self._taken:
             raise PluginError(
-                f"the layout {self._layout} marks the checkpoint with {key}, and may not: a mark is a new object beside the arrays "
-                "or the directories of several checkpointables, and names that begin with 'checkpoint.' are the core's. The save "
-                "is not committed"
+                f"the layout {self._layout} may not write the metadata file {key}: it must be a new object outside the directories of "
+                "checkpointables, and names that begin with 'checkpoint.' are reserved. The save is not committed"
             )
         return key
 
 
-def _mark_composite(layouts: Iterable[Layout], about: About, store: StorageBackend, context: Context) -> None:
-    """Let each layout that has trees in a checkpoint write what foreign readers look for beside their directories.
+def _write_composite_files(
+    layouts: Iterable[Layout], info: CheckpointInfo, store: StorageBackend, context: Context
+) -> None:
+    """Write the metadata files of each layout that has trees in a checkpoint, beside their directories.
 
-    The root of several checkpointables lists no objects: what is written here can be lost without harm to what ckptcore reads.
+    The root of several checkpointables does not list them, because ckptcore does not need them.
     """
     by_name = {layout.name: layout for layout in layouts if layout.name != FilesLayout.name}
-    taken: dict[str, object] = dict(about.members)
+    taken: dict[str, object] = dict(info.members)
     for name, layout in by_name.items():
-        if isinstance(layout, MarksCheckpoints):
-            recorder = recorder_of(store, context)
-            layout.mark(about, _MarkStore(name, recorder, taken))
-            taken.update({record.key: record for record in recorder.objects})
+        recorder = recorder_of(store, context)
+        layout.write_metadata_files(info, _MetadataStore(name, recorder, taken))
+        taken.update({record.key: record for record in recorder.objects})
 
 
 class Recorder(WriteStore, Protocol):
@@ -171,8 +171,9 @@ def build_root(
         if info.members is None:
             return complete_tree(info, part.layout, root, store, context, recording)
         put_root(inside, root)
-    about = info.about
-    _mark_composite([part.layout for part in parts if part.directory in about.members], about, store, context)
+    described = info.checkpoint_info
+    layouts = [part.layout for part in parts if part.directory in described.members]
+    _write_composite_files(layouts, described, store, context)
     return Composite(
         save_id=info.save_id,
         created=info.created,
@@ -188,12 +189,10 @@ def build_root(
 def complete_tree(
     info: CommitInfo, layout: Layout, root: Root, store: StorageBackend, context: Context, recording: Recording
 ) -> Root:
-    """Let the layout mark a checkpoint that is one tree; return its root with all that it says."""
-    objects = root.objects
-    if isinstance(layout, MarksCheckpoints):
-        recorder = recorder_of(store, context)
-        layout.mark(info.about, _MarkStore(layout.name, recorder, objects))
-        objects = {**objects, **{record.key: record for record in recorder.objects}}
+    """Write the metadata files of a checkpoint that is one tree; return its root with all that it says."""
+    recorder = recorder_of(store, context)
+    layout.write_metadata_files(info.checkpoint_info, _MetadataStore(layout.name, recorder, root.objects))
+    objects = {**root.objects, **{record.key: record for record in recorder.objects}}
     timeline = timeline_to_json(recording.events)
     return replace(
         root,

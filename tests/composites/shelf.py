@@ -36,10 +36,11 @@ from ckptcore.model import (
 )
 from ckptcore.planning import ChunkColumns, ChunkTable, leaf_names
 from ckptcore.protocols import (
-    About,
+    CheckpointInfo,
     ChunkIndex,
     InspectedComposite,
     Inspection,
+    Layout,
     LayoutFactory,
     MemberKind,
     ReadStore,
@@ -54,7 +55,7 @@ INDEX = "index.shelf"
 TREE = "tree/"
 
 
-class ShelfLayout:
+class ShelfLayout(Layout):
     """Writes and reads shelves."""
 
     name = "shelf"
@@ -91,10 +92,10 @@ class ShelfLayout:
         store.put(prefix + INDEX, json.dumps(index).encode())
         return {"prefix": prefix, "rows": rows}
 
-    def mark(self, about: About, store: WriteStore) -> None:
+    def write_metadata_files(self, info: CheckpointInfo, store: WriteStore) -> None:
         """Say what the checkpoint is."""
-        custom, metrics = dict(about.custom), {name: str(value) for name, value in about.metrics.items()}
-        document = {"created": about.created, "custom": custom, "metrics": metrics, "members": list(about.members)}
+        custom, metrics = dict(info.custom), {name: str(value) for name, value in info.metrics.items()}
+        document = {"created": info.created, "custom": custom, "metrics": metrics, "members": list(info.members)}
         store.put(MARK, json.dumps(document).encode())
 
     def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:

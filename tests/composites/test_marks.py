@@ -17,7 +17,7 @@ from ckptcore.errors import CheckpointError, CheckpointNotFoundError, PluginErro
 from ckptcore.loading.verify import has_its_sizes
 from ckptcore.model import HostArray
 from ckptcore.plugins import installed_plugins
-from ckptcore.protocols import About, Coordinator, StorageOptions, WriteStore
+from ckptcore.protocols import CheckpointInfo, Coordinator, StorageOptions, WriteStore
 from tests.composites.objects import Counter, Files
 from tests.composites.shelf import MARK, ShelfLayout, ShelfPlugin
 from tests.crashes.places import faulty_context, through
@@ -31,7 +31,7 @@ class Told(ShelfLayout):
     def __init__(self, *keys: str, error: Exception | None = None) -> None:
         self.keys = keys
         self.error = error
-        self.about: list[About] = []
+        self.about: list[CheckpointInfo] = []
         self.names: list[str] = []
 
     def write(self, snapshot: Any, store: WriteStore) -> Any:
@@ -39,14 +39,14 @@ class Told(ShelfLayout):
         self.names.append(snapshot.plan.name)
         return super().write(snapshot, store)
 
-    def mark(self, about: About, store: WriteStore) -> None:
+    def write_metadata_files(self, info: CheckpointInfo, store: WriteStore) -> None:
         """Mark, and what else was asked for."""
-        self.about.append(about)
+        self.about.append(info)
         for key in self.keys:
             store.put(key, b"mark")
         if self.error is not None:
             raise self.error
-        super().mark(about, store)
+        super().write_metadata_files(info, store)
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_one_tree_is_marked_and_the_marks_are_its_objects(place: str, context: c
     layout = Told()
     ckptcore.save(place + "/c", ARRAYS, layout=layout, metadata={"run": 1}, context=context)
     found = ckptcore.metadata(place + "/c", context=context)
-    assert layout.about == [About(str(found.created), {"run": 1}, {}, {})] and layout.names == [""]
+    assert layout.about == [CheckpointInfo(str(found.created), {"run": 1}, {}, {})] and layout.names == [""]
     assert {f"{key}" for key in keys(place + "/c")} == {*found.objects, "checkpoint.json"}
     assert MARK in found.objects and "tree/index.shelf" in found.objects
     assert ckptcore.verify(place + "/c", context=context).ok

@@ -45,13 +45,14 @@ from ckptcore.model import (
     TreeMetadata,
 )
 from ckptcore.protocols import (
-    About,
+    CheckpointInfo,
     ChunkIndex,
     Coordinator,
     Flattened,
     HostMemory,
     InspectedComposite,
     Inspection,
+    Layout,
     ReadStore,
     Snapshot,
     WriteStore,
@@ -273,7 +274,7 @@ def test_a_broken_container_handler_is_noticed(handler: type[SwapsChildren], tes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Wrapped:
+class Wrapped(Layout):
     """A layout that does what the safetensors layout does; the classes below do one thing wrong."""
 
     inner: SafetensorsLayout = dataclasses.field(default_factory=SafetensorsLayout)
@@ -417,26 +418,26 @@ def test_a_broken_layout_is_noticed(layout: type[Wrapped], test: str, tmp_path: 
 
 
 class MarksAMember(ShelfLayout):
-    def mark(self, about: About, store: WriteStore) -> None:
-        super().mark(about, store)
-        for name in about.members:
+    def write_metadata_files(self, info: CheckpointInfo, store: WriteStore) -> None:
+        super().write_metadata_files(info, store)
+        for name in info.members:
             store.put(f"{name}/done", b"")
 
 
 class MarksAsTheCore(ShelfLayout):
-    def mark(self, about: About, store: WriteStore) -> None:
-        super().mark(about, store)
+    def write_metadata_files(self, info: CheckpointInfo, store: WriteStore) -> None:
+        super().write_metadata_files(info, store)
         store.put("checkpoint.done", b"")
 
 
 class MarksTheIndexAgain(ShelfLayout):
-    def mark(self, about: About, store: WriteStore) -> None:
-        super().mark(about, store)
+    def write_metadata_files(self, info: CheckpointInfo, store: WriteStore) -> None:
+        super().write_metadata_files(info, store)
         store.put("tree/index.shelf", b"")
 
 
 class MarksNothing(ShelfLayout):
-    def mark(self, about: About, store: WriteStore) -> None:
+    def write_metadata_files(self, info: CheckpointInfo, store: WriteStore) -> None:
         """Forget to."""
 
 

@@ -11,6 +11,8 @@ from tests.composites.shelf import ShelfLayout
 
 
 class TestSafetensors(LayoutTests):
+    composites = False
+
     def layout(self) -> Layout:
         return SafetensorsLayout()
 
@@ -42,7 +44,7 @@ class TestSafetensorsDying(LayoutCrashTests):
 
 
 class TestShelf(LayoutTests):
-    """A layout that marks checkpoints and finds those of several checkpointables."""
+    """A layout that writes metadata files and finds those of several checkpointables."""
 
     def layout(self) -> Layout:
         return ShelfLayout()

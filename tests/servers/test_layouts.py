@@ -30,6 +30,8 @@ class _OnServers(LayoutTests):
 
 
 class TestSafetensors(_OnServers):
+    composites = False
+
     def layout(self) -> Layout:
         return SafetensorsLayout(max_file_bytes=40)
 

@@ -31,7 +31,7 @@ from ckptcore.saving.parts import SavePart
 from ckptcore.saving.requests import NOTHING_COMMITTED, CommitInfo, check_custom
 from ckptcore.saving.roots import complete_tree, encode, finish_part, recorder_of
 from ckptcore_incremental.session_tables import read_sessions, session_key, unite_sessions
-from ckptcore_incremental.sessions import expect_same_layout, layout_of_sessions
+from ckptcore_incremental.sessions import expect_same_layout, expect_sessions
 
 __all__ = ["finalize_sessions"]
 
@@ -123,8 +123,8 @@ def _examine(
         CorruptCheckpointError: the tables of the sessions cannot be read.
     """
     layout = runtime_of(context).registry.layout(partial.layout) if layout is None else layout
-    of_sessions = layout_of_sessions(layout)
-    expect_same_layout(location, partial, layout, of_sessions)
+    expect_sessions(layout)
+    expect_same_layout(location, partial, layout)
     if not partial.sessions:
         raise CheckpointNotFoundError(
             f"no session of the partial save to {location.display} is complete: save with ckptcore.partial(...).save first, or remove it "
@@ -132,7 +132,7 @@ def _examine(
         )
     sessions = read_sessions(store, partial)
     with _reported_as_damage(location):
-        tree, receipts = unite_sessions(sessions, of_sessions)
+        tree, receipts = unite_sessions(sessions, layout)
     _expect_whole(tree, receipts)
     layout.check(tree, partial.ranks)
     return layout, tree, receipts

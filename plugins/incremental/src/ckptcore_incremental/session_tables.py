@@ -31,7 +31,7 @@ from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.objects import CHECKSUM_ALGORITHM, CHECKSUM_BYTES, check_key
 from ckptcore.model.transfer import ItemColumns, Receipt, WriteItem
 from ckptcore.model.tree import format_path
-from ckptcore.protocols import StorageBackend, WritesSessions
+from ckptcore.protocols import Layout, StorageBackend
 from ckptcore.tree.merge import unite_trees
 
 __all__ = [
@@ -204,9 +204,7 @@ class SessionReceipts:
     receipts: Sequence[Receipt]
 
 
-def unite_sessions(
-    sessions: Sequence[SessionReceipts], layout: WritesSessions
-) -> tuple[TreeMetadata, Sequence[Receipt]]:
+def unite_sessions(sessions: Sequence[SessionReceipts], layout: Layout) -> tuple[TreeMetadata, Sequence[Receipt]]:
     """Return one tree with the leaves of all sessions, and all receipts with the leaf numbers of that tree.
 
     Args:
@@ -230,9 +228,7 @@ def unite_sessions(
     ]
 
 
-def boxes_taken(
-    sessions: Sequence[SessionReceipts], tree: TreeMetadata, layout: WritesSessions
-) -> Mapping[int, Sequence[Box]]:
+def boxes_taken(sessions: Sequence[SessionReceipts], tree: TreeMetadata, layout: Layout) -> Mapping[int, Sequence[Box]]:
     """Return, by array of a further session, the boxes that earlier sessions wrote; arrays without any are left out.
 
     Args:
@@ -298,7 +294,7 @@ def _size(tree: TreeMetadata, leaf: int) -> int:
     return record.spec.size if isinstance(record, ArrayRecord) else -1
 
 
-def _unite(sessions: Sequence[SessionReceipts], layout: WritesSessions) -> tuple[TreeMetadata, Sequence[Sequence[int]]]:
+def _unite(sessions: Sequence[SessionReceipts], layout: Layout) -> tuple[TreeMetadata, Sequence[Sequence[int]]]:
     """Return the union of the trees and, by session, the number of each leaf in it; for tied leaves that of the stored one."""
     trees = [session.tree for session in sessions]
     union = unite_trees(trees, [[number] for number in range(len(trees))], size=len(trees), savers="session")

@@ -21,7 +21,7 @@ from ckptcore.job.visibility import seen_by_all
 from ckptcore.model.arrays import Box
 from ckptcore.model.transfer import WritePlan
 from ckptcore.model.tree import JSON
-from ckptcore.protocols import Layout, SaveCommit, StorageBackend, Transaction, WritesSessions
+from ckptcore.protocols import Layout, SaveCommit, StorageBackend, Transaction
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.preparing import save_created
 from ckptcore.saving.requests import Save, SaveDraft, fail_before_claim
@@ -35,7 +35,7 @@ from ckptcore_incremental.session_tables import (
     session_key,
 )
 
-__all__ = ["PartialSession", "expect_same_layout", "layout_of_sessions"]
+__all__ = ["PartialSession", "expect_same_layout", "expect_sessions"]
 
 logger = logging.getLogger("ckptcore.saving")
 
@@ -237,7 +237,8 @@ def _plan_session(draft: SaveDraft) -> _SessionPlace:
     before: list[tuple[PartialSave | None, frozenset[str]]] = []
 
     def look() -> dict[str, Any]:
-        layout = layout_of_sessions(description.layout)
+        layout = description.layout
+        expect_sessions(layout)
         if description.at_workers:
             raise UnsupportedLeafError(
                 "arrays that the workers of a controller hold cannot be saved in sessions: expected arrays of this process; save them "
@@ -248,11 +249,11 @@ def _plan_session(draft: SaveDraft) -> _SessionPlace:
         taken: Mapping[int, Sequence[Box]] = {}
         if found is None:
             expect_no_checkpoint(location)
-            partial = PartialSave(save_id, created, description.layout.name, layout.agreed, 0, None)
+            partial = PartialSave(save_id, created, layout.name, layout.session_options, 0, None)
         else:
             partial = found
             expect_no_checkpoint(location, found)
-            expect_same_layout(location, found, description.layout, layout)
+            expect_same_layout(location, found, layout)
             with read_unchanged(location, found):
                 sessions = read_sessions(location.commits.session_store(location), found)
             taken = boxes_taken(sessions, description.tree, layout)
@@ -284,30 +285,29 @@ def _plan_session(draft: SaveDraft) -> _SessionPlace:
     return _SessionPlace(PlannedSession(found, partial, kept), taken)
 
 
-def layout_of_sessions(layout: Layout) -> WritesSessions:
-    """Return a layout that can be written in sessions.
+def expect_sessions(layout: Layout) -> None:
+    """Refuse a layout that cannot be written in sessions.
 
     Raises:
-        CheckpointError: the layout cannot.
+        CheckpointError
     """
-    if not isinstance(layout, WritesSessions):
+    if not layout.capabilities.sessions:
         raise CheckpointError(
             f"the layout {layout.name} cannot be written in several sessions; save with another layout, such as 'safetensors', or "
             "everything at once with ckptcore.save. Nothing was written"
         )
-    return layout
 
 
-def expect_same_layout(location: Location, partial: PartialSave, layout: Layout, sessions: WritesSessions) -> None:
+def expect_same_layout(location: Location, partial: PartialSave, layout: Layout) -> None:
     """Make sure that a layout is that of the earlier sessions.
 
     Raises:
         CheckpointError
     """
-    if (layout.name, sessions.agreed) != (partial.layout, partial.agreed):
+    if (layout.name, layout.session_options) != (partial.layout, partial.agreed):
         raise CheckpointError(
             f"the sessions at {location.display} have the layout {_named(partial.layout, partial.agreed)}, and this is "
-            f"{_named(layout.name, sessions.agreed)}: give the layout that they have, with its options. Nothing was written"
+            f"{_named(layout.name, layout.session_options)}: give the layout that they have, with its options. Nothing was written"
         )
 
 

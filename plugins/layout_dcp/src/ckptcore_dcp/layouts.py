@@ -8,7 +8,16 @@ from typing import Any, Final
 
 from ckptcore.errors import PluginError
 from ckptcore.model import JSON, ArrayRecord, Receipt, TreeMetadata
-from ckptcore.protocols import ChunkIndex, InspectedComposite, Inspection, ReadStore, Snapshot, WriteStore
+from ckptcore.protocols import (
+    ChunkIndex,
+    InspectedComposite,
+    Inspection,
+    Layout,
+    LayoutCapabilities,
+    ReadStore,
+    Snapshot,
+    WriteStore,
+)
 from ckptcore_dcp.chunk_index import index_of
 from ckptcore_dcp.directories import inspect_step_directory
 from ckptcore_dcp.dtypes import physical_spec, torch_dtype
@@ -26,7 +35,7 @@ _MANY_PROCESSES: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class DcpLayout:
+class DcpLayout(Layout):
     """A file for each process, ``__0_0.distcp``, and ``.metadata``, which says what is where.
 
     ``torch.distributed.checkpoint.load`` takes it, in any number of processes. What torch has no dtype for is stored as uint8
@@ -37,6 +46,8 @@ class DcpLayout:
         spread_from: in a job of so many processes or more the files lie in directories named by a hash, so that an object store, which
             limits the requests to names that begin alike, takes them at once. 1: always; None: never.
     """
+
+    capabilities = LayoutCapabilities(any_replica_writes=True, sessions=True)
 
     spread_from: int | None = _MANY_PROCESSES
     _names: KnownNames = field(default_factory=KnownNames, init=False, repr=False, compare=False)
@@ -49,11 +60,6 @@ class DcpLayout:
     def name(self) -> str:
         """dcp"""
         return "dcp"
-
-    @property
-    def shares_replicas(self) -> bool:
-        """True: chunks of a tensor come from any process."""
-        return True
 
     def check(self, tree: TreeMetadata, size: int) -> None:
         """Refuse names that collide.
@@ -87,15 +93,6 @@ class DcpLayout:
         values = {stored.name: value for stored, value in zip(names.values, written.values, strict=True)}
         store.put(_METADATA, write_metadata(_metadata(tree, names, written.chunks(), values)))
         return written.to_json()
-
-    @property
-    def agreed(self) -> str:
-        """Nothing: each file may lie where it does."""
-        return ""
-
-    def names_written(self, tree: TreeMetadata) -> Mapping[int, str]:
-        """None: names stand in ``.metadata`` alone."""
-        return {}
 
     def renumbered(self, state: JSON, leaves: Sequence[int]) -> JSON:
         """The column of leaves."""

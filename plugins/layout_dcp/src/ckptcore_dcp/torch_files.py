@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, UnsupportedLeafError
 from ckptcore.model import JSON, LEAF, Node, Receipt, Skeleton, TreeMetadata, format_path
-from ckptcore.protocols import ChunkIndex, Inspection, ReadStore, Snapshot, WriteStore
+from ckptcore.protocols import ChunkIndex, Inspection, Layout, ReadStore, Snapshot, WriteStore
 from ckptcore_dcp.chunk_index import PlaceIndex
 from ckptcore_dcp.directories import files_of_ranks
 from ckptcore_dcp.legacy_files import is_legacy, read_legacy
@@ -39,7 +39,7 @@ _HEAD_BYTES: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
-class TorchLayout:
+class TorchLayout(Layout):
     """What ``torch.save`` wrote: to be read only."""
 
     @property

@@ -11,7 +11,7 @@ import pytest
 
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Node, ValueRecord, WriteItem, WritePlan
 from ckptcore.planning.partition import cut_runs
-from ckptcore.protocols import Layout, WritesRuns
+from ckptcore.protocols import Layout
 from ckptcore_testing.layout_stores import local_directory, objects_below
 from ckptcore_testing.layout_trials import SAVE_ID, Trial, tree_trial, write_trial
 
@@ -54,7 +54,7 @@ class _CutTrial(Trial):
 
 
 class LayoutPiecesTests:
-    """Inherit, give `layout`, and pytest collects the tests; beside `LayoutTests`, for a layout that is one of `WritesRuns`."""
+    """Inherit, give `layout`, and pytest collects the tests; beside `LayoutTests`, for a layout that takes arrays in pieces."""
 
     def layout(self) -> Layout:
         """The layout, with options that let small arrays meet every boundary."""
@@ -62,8 +62,9 @@ class LayoutPiecesTests:
 
     def _arrays_by_object(self, trial: Trial) -> Sequence[Sequence[int]]:
         layout = self.layout()
-        assert isinstance(layout, WritesRuns), f"{layout.name} does not take pieces"
-        return layout.arrays_by_object(trial.tree)
+        found = layout.arrays_by_object(trial.tree)
+        assert found is not None, f"{layout.name} does not take pieces"
+        return found
 
     def _trial(self) -> Trial:
         leaves = (*_SPECS, ValueRecord("int", 1))

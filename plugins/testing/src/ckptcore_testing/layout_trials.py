@@ -39,11 +39,11 @@ from ckptcore.model import (
 )
 from ckptcore.model.transfer import list_of_column
 from ckptcore.planning import cuts_of
-from ckptcore.protocols import About, Layout, MarksCheckpoints, ReadStore, StorageBackend, WritesSessions
+from ckptcore.protocols import CheckpointInfo, Layout, ReadStore, StorageBackend
 from ckptcore_testing.arrays import assert_same_bits, bit_patterns
 from ckptcore_testing.layout_stores import HeldSnapshot, StoredObject, StrictReadStore, StrictWriteStore, objects_below
 
-__all__ = ["Trial", "Written", "flat_trial", "mark_trial", "tree_trial", "write_sessions", "write_trial"]
+__all__ = ["Trial", "Written", "flat_trial", "tree_trial", "write_metadata_files", "write_sessions", "write_trial"]
 
 SAVE_ID = "0123456789abcdef"
 CREATED = "2026-01-02T03:04:05.678+00:00"
@@ -206,7 +206,7 @@ class Written:
 
 
 def write_trial(layout: Layout, trial: Trial, storage: StorageBackend) -> Written:
-    """Check, write on each process, finish and mark; every plan, receipt and state takes the trips it takes in a job."""
+    """Check, write on each process, finish and write metadata files; every plan, receipt and state takes the trips it takes in a job."""
     return _finish(layout, trial, _write(layout, trial, storage), storage)
 
 
@@ -214,11 +214,11 @@ def write_sessions(layout: Layout, trials: Sequence[Trial], storage: StorageBack
     """The same in several sessions, one after the other, and one finish; the whole as a trial that was written.
 
     Args:
-        layout: one of `WritesSessions`.
+        layout: one that has the capability ``sessions``.
         trials: of each session; mappings of them are united.
         storage: where to write.
     """
-    assert isinstance(layout, WritesSessions)
+    assert layout.capabilities.sessions
     sessions: list[SessionReceipts] = []
     arrays: dict[TreePath, HostArray] = {}
     first = 3  # ranks are missing where somebody died
@@ -253,22 +253,20 @@ def _write(layout: Layout, trial: Trial, storage: StorageBackend) -> Sequence[Re
 def _finish(layout: Layout, trial: Trial, receipts: Sequence[Receipt], storage: StorageBackend) -> Written:
     state = _through_json(layout.finish(trial.tree, receipts, StrictWriteStore(storage)))
     if not trial.name:
-        mark_trial(layout, About(CREATED), storage)
+        write_metadata_files(layout, CheckpointInfo(CREATED), storage)
     contents = {key: stored.read_bytes() for key, stored in objects_below(storage).items()}
     digests = {key: hashlib.sha256(content).digest() for key, content in contents.items()}
     records = {key: _record(key, content) for key, content in contents.items()}
     return Written(trial, layout, storage, state, digests, records)
 
 
-def mark_trial(layout: Layout, about: About, storage: StorageBackend) -> None:
-    """Let a layout mark what was written to a storage, and hold it to the names that it may use."""
-    if not isinstance(layout, MarksCheckpoints):
-        return
+def write_metadata_files(layout: Layout, info: CheckpointInfo, storage: StorageBackend) -> None:
+    """Write the metadata files of a layout, and check their names."""
     store = StrictWriteStore(storage)
-    layout.mark(about, store)
+    layout.write_metadata_files(info, store)
     for key in store.objects:
-        assert not key.startswith("checkpoint."), f"mark wrote {key}: names that begin so are the core's"
-        assert key.partition("/")[0] not in about.members, f"mark wrote {key} into one of several checkpointables"
+        assert not key.startswith("checkpoint."), f"write_metadata_files wrote {key}, and such names are reserved"
+        assert key.partition("/")[0] not in info.members, f"write_metadata_files wrote {key} into a checkpointable"
 
 
 def _record(key: str, content: bytes) -> ObjectRecord:

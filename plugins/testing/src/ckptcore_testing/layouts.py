@@ -31,14 +31,7 @@ from ckptcore.model import JSON, LEAF, ArrayRecord, ArraySpec, Attribute, Box, N
 from ckptcore.model.tree import Key
 from ckptcore.planning import cuts_of, uncovered
 from ckptcore.planning.replicas import cells_of
-from ckptcore.protocols import (
-    About,
-    InspectsComposites,
-    Layout,
-    SharesReplicas,
-    StorageBackend,
-    WritesSessions,
-)
+from ckptcore.protocols import CheckpointInfo, Layout, StorageBackend
 from ckptcore_testing import strategies
 from ckptcore_testing.arrays import DTYPE_NAMES, PORTABLE_DTYPES, SHAPES, assert_same_bits, bit_patterns
 from ckptcore_testing.cases import check_each
@@ -48,8 +41,8 @@ from ckptcore_testing.layout_trials import (
     Trial,
     Written,
     flat_trial,
-    mark_trial,
     tree_trial,
+    write_metadata_files,
     write_sessions,
     write_trial,
 )
@@ -90,8 +83,8 @@ class LayoutTests:
         several_processes: whether several processes can write parts of one array.
         ties: whether names of one array share its bytes.
         foreign: whether `Layout.inspect` finds what this layout wrote; then keys are those of one dict, and dtypes in
-            `PORTABLE_DTYPES` come back by name. Where the layout is one of `InspectsComposites`, that finds several checkpointables
-            that it wrote and, if it is one of `MarksCheckpoints`, marked.
+            `PORTABLE_DTYPES` come back by name.
+        composites: whether `Layout.inspect_composite` finds several checkpointables that it wrote.
         refused_dtypes: dtypes that `Layout.check` refuses; every other one must come back.
         tampered_states: about how many states are tampered with.
         most_damages: of each kind, how many an object meets at most; None: all, which is for storages that are near.
@@ -100,6 +93,7 @@ class LayoutTests:
     several_processes: bool = True
     ties: bool = True
     foreign: bool = True
+    composites: bool = True
     refused_dtypes: Collection[str] = ()
     tampered_states: int = 1500
     most_damages: int | None = None
@@ -245,9 +239,11 @@ class LayoutTests:
     def test_replicas_share_an_array(self, cells: tuple[int, int], place: StorageBackend) -> None:
         """What several processes hold comes from them in turn, cell by cell between the cuts, and is stored once: not three times."""
         layout = self.layout()
-        if not (isinstance(layout, SharesReplicas) and layout.shares_replicas):
+        if not layout.capabilities.any_replica_writes:
             return
-        assert self.several_processes, f"{layout.name} says that replicas share, and takes no parts of arrays"
+        assert self.several_processes, (
+            f"{layout.name} has the capability any_replica_writes and takes no parts of arrays"
+        )
         specs: dict[Key, ArraySpec] = {"shared": ArraySpec((96, 160), "float32"), "uneven": ArraySpec((7, 9), "int16")}
         cut = [_cut(spec, cells) for spec in specs.values()]
         boxes = [cells_of(record) for record in cut]
@@ -264,9 +260,9 @@ class LayoutTests:
     def test_sessions_make_one_checkpoint(self, place: StorageBackend) -> None:
         """Each knows its own leaves only: arrays, what is tied, values, a part of an array, or nothing at all."""
         layout = self.layout()
-        if not isinstance(layout, WritesSessions):
+        if not layout.capabilities.sessions:
             return
-        assert isinstance(layout.agreed, str)
+        assert isinstance(layout.session_options, str)
         halves = [Box((0, 0), (3, 4)), Box((3, 0), (5, 4))]
         split = {"split": ArraySpec((5, 4), "bfloat16")} if self.several_processes else {}
         trials = [
@@ -304,7 +300,7 @@ class LayoutTests:
 
     def test_a_hostile_receipt_of_a_session_is_an_error(self) -> None:
         layout = self.layout()
-        if not isinstance(layout, WritesSessions):
+        if not layout.capabilities.sessions:
             return
         hostile: list[JSON] = [
             None,
@@ -466,7 +462,7 @@ class LayoutTests:
     # --- checkpoints of several checkpointables
 
     def test_several_checkpointables_are_found_by_name(self, place: StorageBackend) -> None:
-        """Each is written below its name, then the whole is marked; each can be inspected, and the names are found."""
+        """Each is written below its name, then the metadata files; each can be inspected, and the names are found."""
         layout = self.layout()
         written = self._write_several(layout, place)
         for one in written.values():
@@ -478,16 +474,16 @@ class LayoutTests:
             assert found is not None, f"inspect does not find {name} in its directory"
             assert len(found.tree.leaves) == len(one.trial.arrays)
             one.assert_reads_back()
-        if isinstance(layout, InspectsComposites):
+        if self.composites:
             several = layout.inspect_composite(StrictReadStore(place))
-            assert several is not None, "inspect_composite does not find what write, finish and mark wrote"
+            assert several is not None, "inspect_composite does not find what was written"
             assert {name: several.members[name] for name in written} == dict.fromkeys(written, "tree")
             assert several.writer
 
     def test_one_tree_has_at_most_one_name(self, place: StorageBackend) -> None:
         layout = self.layout()
         write_trial(layout, _small_trial(), place)
-        found = layout.inspect_composite(StrictReadStore(place)) if isinstance(layout, InspectsComposites) else None
+        found = layout.inspect_composite(StrictReadStore(place))
         if found is not None:
             assert len(found.members) == 1, f"one tree has the names {list(found.members)}"
             (name,) = found.members
@@ -497,8 +493,6 @@ class LayoutTests:
 
     def test_something_else_is_no_composite(self, place: StorageBackend) -> None:
         layout = self.layout()
-        if not isinstance(layout, InspectsComposites):
-            return
         assert layout.inspect_composite(StrictReadStore(place)) is None, "an empty directory"
         assert layout.inspect_composite(StrictReadStore(Subdirectory(place, "missing"))) is None, "no directory"
         place.put("notes.txt", b"nothing to see here")
@@ -522,15 +516,15 @@ class LayoutTests:
             stored.write_bytes(content)
 
     def _write_several(self, layout: Layout, place: StorageBackend) -> dict[str, Written]:
-        """Two trees in the directories of their names, marked as one checkpoint."""
+        """Two trees in the directories of their names, with the metadata files of one checkpoint."""
         written = {}
         for name in ("params", "moments"):
             trial = dataclasses.replace(_small_trial(), name=name)
             written[name] = write_trial(layout, trial, Subdirectory(place, name))
-        about = About(
+        info = CheckpointInfo(
             "2026-01-02T03:04:05.678+00:00", {"run": "baseline"}, {"loss": 0.5}, dict.fromkeys(written, "tree")
         )
-        mark_trial(layout, about, place)
+        write_metadata_files(layout, info, place)
         return written
 
     def _inspect_and_read(self, written: Written, entry: str | None) -> object:
@@ -667,8 +661,7 @@ def _damaged(content: bytes, choices: random.Random) -> list[bytes]:
 
 def _inspect_both(layout: Layout, place: StorageBackend) -> None:
     layout.inspect(StrictReadStore(place), None)
-    if isinstance(layout, InspectsComposites):
-        layout.inspect_composite(StrictReadStore(place))
+    layout.inspect_composite(StrictReadStore(place))
 
 
 def _only_checkpoint_errors(action: Callable[[], Any], where: str) -> None:

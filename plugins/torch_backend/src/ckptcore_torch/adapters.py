@@ -25,7 +25,7 @@ from ckptcore.errors import (
     TreeMismatchError,
 )
 from ckptcore.model import JSON
-from ckptcore.protocols import About, Snapshot, WriteStore
+from ckptcore.protocols import CheckpointInfo, Snapshot, WriteStore
 from ckptcore_torch.adapter_configs import AdapterConfig, SupportsToDict, config_json, stored_config
 from ckptcore_torch.adapter_names import AdapterNames, Biases, check_stored_name, names_of_adapter, plain_name
 
@@ -92,18 +92,18 @@ class AdapterLayout(ckptcore.SafetensorsLayout):
                 )
         return ckptcore.SafetensorsLayout.write(self, snapshot, store)
 
-    def mark(self, about: About, store: WriteStore) -> None:
+    def write_metadata_files(self, info: CheckpointInfo, store: WriteStore) -> None:
         """Write the config.
 
         Raises:
             CompositeCheckpointError: for several checkpointables, because the config would be in
                 the wrong directory.
         """
-        if about.members:
+        if info.members:
             raise CompositeCheckpointError(
-                f"cannot save {', '.join(about.members)} together as an adapter: an adapter is "
+                f"cannot save {', '.join(info.members)} together as an adapter: an adapter is "
                 "one tree. Save each to its own location. Nothing was committed",
-                list(about.members),
+                list(info.members),
             )
         store.put(_CONFIG_FILE, json.dumps(self.config, indent=2, sort_keys=True).encode())
 

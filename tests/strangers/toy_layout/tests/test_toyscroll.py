@@ -9,6 +9,8 @@ from ckptcore.protocols import Layout
 
 
 class TestScroll(LayoutTests):
+    composites = False
+
     def layout(self) -> Layout:
         return ScrollLayout()
 

@@ -10,10 +10,12 @@ from weakref import WeakKeyDictionary
 
 from ckptcore.model import JSON, ArrayRecord, Receipt, TreeMetadata
 from ckptcore.protocols import (
-    About,
+    CheckpointInfo,
     ChunkIndex,
     InspectedComposite,
     Inspection,
+    Layout,
+    LayoutCapabilities,
     ReadStore,
     Snapshot,
     WriteForecast,
@@ -21,7 +23,7 @@ from ckptcore.protocols import (
 )
 from ckptcore_orbax.orbax.finishing import finish_arrays
 from ckptcore_orbax.orbax.inspecting import inspect_composite, inspect_tree
-from ckptcore_orbax.orbax.markers import mark_checkpoint
+from ckptcore_orbax.orbax.markers import write_marker_files
 from ckptcore_orbax.zarr.chunk_index import ZarrIndex
 from ckptcore_orbax.zarr.chunk_places import Databases
 from ckptcore_orbax.zarr.options import ArrayOptions, ArrayRule, Form, check_chunk_bytes, parse_compression
@@ -39,7 +41,7 @@ _DATA_FILE_BYTES: Final = 2 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class _OrbaxLayout:
+class _OrbaxLayout(Layout):
     """What the three layouts share. Any thread.
 
     Attributes:
@@ -50,6 +52,8 @@ class _OrbaxLayout:
             Orbax and its `training.Checkpointer` look for, ``default`` what `CheckpointManager` of version 0 does. Empty: none,
             as the `StandardCheckpointer` and the `PyTreeCheckpointer` of version 0 have it.
     """
+
+    capabilities = LayoutCapabilities(any_replica_writes=True, sessions=True)
 
     chunk_bytes: int | None = _CHUNK_BYTES
     compression: str | None = None
@@ -73,11 +77,6 @@ class _OrbaxLayout:
         options = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
         return functools.partial(type(self), **options), ()
 
-    @property
-    def name(self) -> str:
-        """The name under which the hook offers it."""
-        raise NotImplementedError
-
     def _form(self) -> Form:
         raise NotImplementedError
 
@@ -97,11 +96,6 @@ class _OrbaxLayout:
             data_file_bytes=data_file_bytes,
             item=self.item,
         )
-
-    @property
-    def shares_replicas(self) -> bool:
-        """True: the chunks of an array come from any process."""
-        return True
 
     def check(self, tree: TreeMetadata, size: int) -> None:
         """Refuse names that collide and arrays that cannot be stored.
@@ -136,7 +130,7 @@ class _OrbaxLayout:
         return finish_arrays(tree, receipts, self._form(), store)
 
     @property
-    def agreed(self) -> str:
+    def session_options(self) -> str:
         """All that says how arrays are stored."""
         return self._form().agreed
 
@@ -150,9 +144,9 @@ class _OrbaxLayout:
         columns: Any = state  # what a hostile one raises the caller knows
         return {**columns, **{name: [leaves[leaf] for leaf in columns[name]] for name in ("leaf", "digested_leaf")}}
 
-    def mark(self, about: About, store: WriteStore) -> None:
+    def write_metadata_files(self, info: CheckpointInfo, store: WriteStore) -> None:
         """Write the files by which Orbax and readers of zarr recognise a checkpoint."""
-        mark_checkpoint(about, self._form(), store)
+        write_marker_files(info, self._form(), store)
 
     def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
         """Return where the read chunks of each array are."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ckptcore.model import JSON
-from ckptcore.protocols import About, WriteStore
+from ckptcore.protocols import CheckpointInfo, WriteStore
 from ckptcore_orbax.orbax.documents import corrupt, encode_document, expect, object_of, parse_document, text_of
 from ckptcore_orbax.zarr.documents import encode_group
 from ckptcore_orbax.zarr.options import Form
@@ -23,10 +23,10 @@ __all__ = [
     "ROOT_METADATA_FILE",
     "CheckpointFile",
     "encode_metrics",
-    "mark_checkpoint",
     "marker_files",
     "parse_checkpoint_file",
     "parse_root_metadata",
+    "write_marker_files",
 ]
 
 INDICATOR_FILE: Final = "orbax.checkpoint"
@@ -159,22 +159,22 @@ _METRICS: Final = "metrics"
 """The item in which Orbax's managers of steps look for metrics; a checkpointable of this name comes first."""
 
 
-def mark_checkpoint(about: About, form: Form, store: WriteStore) -> None:
+def write_marker_files(info: CheckpointInfo, form: Form, store: WriteStore) -> None:
     """Write what Orbax and readers of zarr look for in the directory of a checkpoint.
 
     Args:
-        about: what is said of it.
+        info: what the save says about it.
         form: how its arrays are stored.
         store: at the directory.
     """
     item = form.item
-    trees = [name for name, kind in about.members.items() if kind == "tree"] if about.members else [item]
+    trees = [name for name, kind in info.members.items() if kind == "tree"] if info.members else [item]
     handlers = PYTREE_HANDLER if trees == [""] else dict.fromkeys(trees, PYTREE_HANDLER)
-    if about.metrics and isinstance(handlers, dict) and _METRICS not in (*about.members, item):
-        store.put(f"{_METRICS}/{_METRICS}", encode_metrics(about.metrics))
-    for key, data in marker_files(handlers, about.created, time.time_ns(), about.custom, about.metrics).items():
+    if info.metrics and isinstance(handlers, dict) and _METRICS not in (*info.members, item):
+        store.put(f"{_METRICS}/{_METRICS}", encode_metrics(info.metrics))
+    for key, data in marker_files(handlers, info.created, time.time_ns(), info.custom, info.metrics).items():
         store.put(key, data)
     key, group = encode_group(form.zarr_format)
     # A tree in the directory itself has its group already.
-    if form.storage == "objects" and (about.members or item) and key not in about.members:
+    if form.storage == "objects" and (info.members or item) and key not in info.members:
         store.put(key, group)

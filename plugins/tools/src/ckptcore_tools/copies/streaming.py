@@ -18,7 +18,7 @@ from ckptcore.model.transfer import WriteItem, WritePlan
 from ckptcore.model.tree import format_path
 from ckptcore.planning import plan_read
 from ckptcore.planning.partition import cut_runs
-from ckptcore.protocols import Layout, WritesRuns
+from ckptcore.protocols import Layout
 
 __all__ = ["StreamSizes", "StreamedSnapshot", "items_by_object", "reading_context"]
 
@@ -76,7 +76,8 @@ def items_by_object(
         sources: by leaf of the tree, the leaf of `opened` that has its elements.
         sizes: how large pieces may be.
     """
-    if not isinstance(layout, WritesRuns):
+    objects = layout.arrays_by_object(tree)
+    if objects is None:
         return [
             [
                 WriteItem(leaf, record.spec, (Box.whole(record.spec.shape),))
@@ -93,7 +94,7 @@ def items_by_object(
                 if isinstance(record := tree.leaves[leaf], ArrayRecord)
                 for box in made.pieces(sources[leaf], sizes.piece)
             ]
-            for leaves in layout.arrays_by_object(tree)
+            for leaves in objects
         ]
     stored = _stored_bytes(opened)
     index = opened.index
@@ -104,7 +105,7 @@ def items_by_object(
             if isinstance(record := tree.leaves[leaf], ArrayRecord)
             for box in _pieces(record, stored.get(sources[leaf], 0), index.chunk_rows(sources[leaf]), sizes)
         ]
-        for leaves in layout.arrays_by_object(tree)
+        for leaves in objects
     ]
 
 

@@ -19,12 +19,10 @@ from ckptcore.io.requests import SIZES
 from ckptcore.job.visibility import sees_claim
 from ckptcore.model.transfer import Receipt, WriteItem
 from ckptcore.protocols import (
-    About,
+    CheckpointInfo,
     ForecastsLeaves,
-    ForecastsWrites,
     HostBytes,
     Layout,
-    MarksCheckpoints,
     StorageBackend,
     Transaction,
     WriteForecast,
@@ -223,15 +221,14 @@ def _write(
     part: SavePart, snapshot: SizeOnlySnapshot, store: StorageBackend, context: Context
 ) -> tuple[Receipt, WriteForecast]:
     recorder = SizeRecorder(store, checksums=context.io.checksums)
-    if isinstance(part.layout, ForecastsWrites):
-        forecast = part.layout.forecast(snapshot, recorder)
-    else:
+    forecast = part.layout.forecast(snapshot, recorder)
+    if forecast is None:
         try:
             forecast = WriteForecast(part.layout.write(snapshot, recorder))
         except NoElementsError as error:
             raise PluginError(
-                f"the layout {part.layout.name} asks for elements before it says what it writes, and cannot be planned: it is to be a "
-                "ckptcore.protocols.ForecastsWrites"
+                f"the layout {part.layout.name} cannot be planned: its write() takes elements before it passes segments to the store. "
+                "Implement ckptcore.protocols.Layout.forecast()"
             ) from error
     return Receipt(part.plan.rank, part.plan.items, forecast.state, recorder.objects), forecast
 
@@ -295,12 +292,12 @@ def run_commit(save: Save, claim: Transaction, receipts: Sequence[Sequence[Recei
         else:
             put_root(inside, root)
     if whole is not None:
-        _mark(parts[0].layout, info.about, claim, context)
+        _write_metadata_files(parts[0].layout, info.checkpoint_info, claim, context)
         data, tables = encode_root(replace(whole, custom=info.custom))
     else:
         layouts = {part.layout.name: part.layout for part in save.parts if part.layout.name != FilesLayout.name}
         for layout in layouts.values():
-            _mark(layout, info.about, claim, context)
+            _write_metadata_files(layout, info.checkpoint_info, claim, context)
         composite = Composite(
             save_id=info.save_id,
             created=info.created,
@@ -312,6 +309,5 @@ def run_commit(save: Save, claim: Transaction, receipts: Sequence[Sequence[Recei
     claim.commit(data, tables)
 
 
-def _mark(layout: Layout, about: About, claim: Transaction, context: Context) -> None:
-    if isinstance(layout, MarksCheckpoints):
-        layout.mark(about, SizeRecorder(claim.store, checksums=context.io.checksums))
+def _write_metadata_files(layout: Layout, info: CheckpointInfo, claim: Transaction, context: Context) -> None:
+    layout.write_metadata_files(info, SizeRecorder(claim.store, checksums=context.io.checksums))

@@ -27,7 +27,7 @@ from ckptcore.model import (
     TreeMetadata,
 )
 from ckptcore.planning import ChunkColumns, ChunkTable, leaf_names
-from ckptcore.protocols import ChunkIndex, Inspection, ReadStore, Snapshot, WriteStore
+from ckptcore.protocols import ChunkIndex, Inspection, Layout, ReadStore, Snapshot, WriteStore
 
 __all__ = ["ScrollLayout"]
 
@@ -44,7 +44,7 @@ class Scroll:
     box: Box
 
 
-class ScrollLayout:
+class ScrollLayout(Layout):
     """One file for each box of an array."""
 
     name = "scroll"
