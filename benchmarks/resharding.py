@@ -36,7 +36,7 @@ from ckptcore.model import (
     WritePlan,
 )
 from ckptcore.planning import cuts_of
-from ckptcore.protocols import Layout, StorageOptions
+from ckptcore.protocols import Layout, StorageCapabilities, StorageOptions
 
 __all__ = ["CASES", "Case", "Count", "Mesh", "counts", "rows", "subchunked", "whole_shards"]
 
@@ -191,7 +191,7 @@ def counts(case: Case, layout: Layout) -> Count:
 class _ScaledStorage(LocalStorage):
     """A directory for which requests are scaled as blocks are."""
 
-    request_bytes = LocalStorage.request_bytes * _BLOCK_BYTES // BLOCK_BYTES
+    capabilities = StorageCapabilities(request_bytes=StorageCapabilities().request_bytes * _BLOCK_BYTES // BLOCK_BYTES)
 
 
 def subchunked() -> Layout:

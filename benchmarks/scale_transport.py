@@ -9,7 +9,7 @@ from typing import Final
 
 from ckptcore.errors import CoordinationTimeoutError, ObjectNotFoundError, UnsupportedVersionError
 from ckptcore.model import BLOCK_BYTES, HostArray, ObjectRecord, Segment, WritePlan
-from ckptcore.protocols import Buffer, ObjectWriter, PutCondition, StorageAddress
+from ckptcore.protocols import Buffer, ObjectWriter, PutCondition, StorageAddress, StorageBackend
 
 __all__ = ["CountingStore", "DiscardingStorage", "PlannedSnapshot", "SimulatedCoordinator", "Wire"]
 
@@ -163,15 +163,12 @@ class _DiscardingWriter:
         pass
 
 
-class DiscardingStorage:
+class DiscardingStorage(StorageBackend):
     """A storage that counts the bytes that are put, and keeps none.
 
     Attributes:
         nbytes: that were put.
     """
-
-    request_bytes = 1 << 20
-    address: StorageAddress | None = None
 
     def __init__(self) -> None:
         """Nothing was put."""

@@ -212,7 +212,8 @@ class Plugins:
             PluginError: its plugin cannot create it. Usually it imports a library that is not installed.
         """
         if not isinstance(layout, str):
-            return expect_inherits(layout, Layout)
+            expect_inherits(type(layout), Layout)
+            return layout
         factories = self._named("ckpt_layouts", "layout")
         if layout not in factories:
             raise UnknownPluginError(
@@ -221,7 +222,7 @@ class Plugins:
             )
         plugin_name, factory = factories[layout]
         try:
-            return expect_inherits(cast(LayoutFactory, factory)(), Layout)
+            return _make(factory)
         except Exception as error:
             raise PluginError(
                 f"the plugin {plugin_name} cannot make its layout {layout!r}: {_reason(error)}; install what it needs, or "
@@ -390,25 +391,29 @@ def _made(factories: Mapping[str, object]) -> Mapping[str, Layout | Exception]:
     made: dict[str, Layout | Exception] = {}
     for name, factory in sorted(factories.items()):
         try:
-            made[name] = expect_inherits(cast(LayoutFactory, factory)(), Layout)
+            made[name] = _make(factory)
         except Exception as error:  # noqa: BLE001  # a broken layout must not disable the others
             made[name] = error
     return made
 
 
-def expect_inherits(offered: T, protocol: type) -> T:
-    """Return an object of a plugin, if its class inherits the defaults of a protocol.
+def _make(factory: object) -> Layout:
+    layout = cast(LayoutFactory, factory)()
+    expect_inherits(type(layout), Layout)
+    return layout
+
+
+def expect_inherits(offered_type: type, protocol: type) -> None:
+    """Refuse the type of an object of a plugin that does not inherit the defaults of a protocol.
 
     Raises:
         PluginError
     """
-    offered_type = type(offered)
     if protocol not in offered_type.__mro__:
         raise PluginError(
             f"{_type_name(offered_type)} must inherit from ckptcore.protocols.{protocol.__name__}, which has the defaults of "
             "optional methods"
         )
-    return offered
 
 
 def _failures_of(made: Mapping[str, Layout | Exception]) -> Mapping[str, str]:

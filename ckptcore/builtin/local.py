@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
-from typing import ClassVar, Final
+from typing import Final
 from urllib.parse import quote, unquote
 
 import xxhash
@@ -35,7 +35,15 @@ from ckptcore.errors import (
     StorageError,
 )
 from ckptcore.model.objects import check_directory_key, check_key
-from ckptcore.protocols import Buffer, IfAbsent, ObjectWriter, PutCondition, StorageAddress, StorageOptions
+from ckptcore.protocols import (
+    Buffer,
+    IfAbsent,
+    ObjectWriter,
+    PutCondition,
+    StorageAddress,
+    StorageBackend,
+    StorageOptions,
+)
 
 __all__ = ["LocalStorage", "LocalWriter", "open_local"]
 
@@ -67,13 +75,11 @@ def open_local(url: str, options: StorageOptions) -> LocalStorage:
     return LocalStorage(path if ".." not in path.split("/") else os.path.realpath(path), options)
 
 
-class LocalStorage:
+class LocalStorage(StorageBackend):
     """The files below a directory. Any thread; offers `AtomicDirectories` too.
 
     Files that a put left when its process was killed are listed nowhere, and go with their directory.
     """
-
-    request_bytes: ClassVar[int] = 1 << 20
 
     def __init__(self, directory: str, options: StorageOptions) -> None:
         """Use a directory, which need not be there, by its absolute path.

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import Final
 from urllib.parse import unquote
 
 import numpy as np
@@ -21,7 +21,7 @@ from ckptcore.errors import (
 )
 from ckptcore.model.arrays import HostArray
 from ckptcore.model.objects import check_directory_key, check_key
-from ckptcore.protocols import IF_ABSENT, Buffer, IfAbsent, ObjectWriter, PutCondition, StorageAddress, StorageOptions
+from ckptcore.protocols import IF_ABSENT, Buffer, IfAbsent, ObjectWriter, PutCondition, StorageBackend, StorageOptions
 
 __all__ = ["MemoryStorage", "MemoryStorages"]
 
@@ -52,12 +52,8 @@ class MemoryStorages:
         return MemoryStorage(store, directory + "/" if directory else "", url)
 
 
-class MemoryStorage:
+class MemoryStorage(StorageBackend):
     """The objects below a prefix of one store. Any thread."""
-
-    request_bytes: ClassVar[int] = 1 << 20
-    concurrency: ClassVar[int] = 1
-    part_bytes: ClassVar[int] = 1
 
     def __init__(self, store: _Store, prefix: str, url: str) -> None:
         self._store = store
@@ -66,11 +62,6 @@ class MemoryStorage:
 
     def __repr__(self) -> str:
         return f"MemoryStorage({self._url!r})"
-
-    @property
-    def address(self) -> StorageAddress | None:
-        """None: no native I/O finds these objects."""
-        return None
 
     def _find(self, key: str) -> _Object:
         found = self._store.objects.get(self._prefix + check_key(key))
@@ -96,10 +87,6 @@ class MemoryStorage:
     def open_reader(self, key: str) -> _MemoryReader:
         """Open an object; what is read is of this one, also when another one comes in its place."""
         return _MemoryReader(key, self._url, self._find(key).data)
-
-    def hold_open(self, key: str) -> _MemoryReader:
-        """Open an object for many small reads."""
-        return self.open_reader(key)
 
     def size(self, key: str) -> int:
         """Bytes of an object."""

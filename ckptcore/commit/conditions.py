@@ -10,8 +10,8 @@ from ckptcore.commit.root import ROOT_KEY
 from ckptcore.commit.subdirectory import Subdirectory
 from ckptcore.context import WithoutConditions
 from ckptcore.errors import AtomicityError, ConditionFailedError, ObjectNotFoundError, SaveLostError
-from ckptcore.io.object_writes import LooksBefore
 from ckptcore.protocols import IF_ABSENT, IfAbsent, IfTag, ObjectWriter, PutCondition, StorageBackend
+from ckptcore.protocols.storage import CheckedWriter
 
 if TYPE_CHECKING:
     from ckptcore.commit.location import Location
@@ -152,8 +152,8 @@ class EmulatedConditionalPuts(Subdirectory):
         return super().put(key, data) if condition is None else _emulate_put(self, key, data, condition)
 
     def open_new(self, key: str, size: int | None = None) -> ObjectWriter:
-        """See `CreatesObjects`."""
-        return LooksBefore(self, key, self.open_writer(key, size))
+        """See `StorageBackend`."""
+        return CheckedWriter(self, key, self.open_writer(key, size))
 
 
 def _emulate_put(store: StorageBackend, key: str, data: bytes, condition: PutCondition) -> str:

@@ -148,7 +148,7 @@ class FencedStore(Subdirectory):
         return _FencedWriter(self, key, super().open_new(key, size))
 
     def open_new(self, key: str, size: int | None = None) -> ObjectWriter:
-        """See `CreatesObjects`: no writer here replaces anything."""
+        """See `StorageBackend`: no writer here replaces anything."""
         return self.open_writer(key, size)
 
     def delete(self, keys: Sequence[str]) -> None:

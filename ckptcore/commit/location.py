@@ -17,7 +17,7 @@ from ckptcore.commit.rename import RenameMethod
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.errors import InvalidLocationError, ObjectNotFoundError
 from ckptcore.model.tree import JSON
-from ckptcore.plugins import Plugins
+from ckptcore.plugins import Plugins, expect_inherits
 from ckptcore.protocols import AtomicDirectories, StorageBackend, StorageOptions
 from ckptcore.redaction import redacted
 
@@ -167,7 +167,12 @@ def commit_method(directory: StorageBackend) -> CommitMethod:
 
 @functools.lru_cache(maxsize=64)
 def _method_of(kind: type[StorageBackend]) -> type[CommitMethod]:
-    """Return the commit method of a type of storage. Cached: the check is slow."""
+    """Return the commit method of a type of storage. Cached: the check is slow.
+
+    Raises:
+        PluginError: the type does not inherit from `StorageBackend`.
+    """
+    expect_inherits(kind, StorageBackend)
     if issubclass(kind, AtomicDirectories):
         return RenameMethod
     from ckptcore.commit.conditional_put import ConditionalPutMethod  # only object stores need it

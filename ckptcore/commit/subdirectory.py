@@ -8,22 +8,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import cast
 
-from ckptcore.io.object_writes import abort_uploads, open_new
-from ckptcore.io.requests import hold_reader, open_reader, requests_of
 from ckptcore.protocols import (
     AtomicDirectories,
     ObjectWriter,
     PutCondition,
     RangeReader,
-    RepeatsDeletions,
     StorageAddress,
     StorageBackend,
+    StorageCapabilities,
 )
 
 __all__ = ["AtomicSubdirectories", "Subdirectory", "subdirectory"]
 
 
-class Subdirectory:
+class Subdirectory(StorageBackend):
     """A directory of a storage as a storage of its own."""
 
     def __init__(self, parent: StorageBackend, name: str) -> None:
@@ -31,19 +29,9 @@ class Subdirectory:
         self._prefix = f"{name}/" if name else ""
 
     @property
-    def request_bytes(self) -> int:
-        """As its parent's."""
-        return self._parent.request_bytes
-
-    @property
-    def concurrency(self) -> int:
-        """As its parent's; 1 where it does not matter there."""
-        return requests_of(self._parent).concurrency
-
-    @property
-    def part_bytes(self) -> int:
-        """As its parent's; 1 where it does not matter there."""
-        return requests_of(self._parent).part_bytes
+    def capabilities(self) -> StorageCapabilities:
+        """Those of its parent."""
+        return self._parent.capabilities
 
     @property
     def address(self) -> StorageAddress | None:
@@ -65,12 +53,12 @@ class Subdirectory:
         self._parent.get_into(self._prefix + key, ranges)
 
     def open_reader(self, key: str) -> RangeReader:
-        """See `OpensObjects`."""
-        return open_reader(self._parent, self._prefix + key)
+        """See `StorageBackend`."""
+        return self._parent.open_reader(self._prefix + key)
 
     def hold_open(self, key: str) -> RangeReader:
-        """See `HoldsObjects`; of a storage that does not, what is open for reads."""
-        return hold_reader(self._parent, self._prefix + key)
+        """See `StorageBackend`."""
+        return self._parent.hold_open(self._prefix + key)
 
     def size(self, key: str) -> int:
         """See `StorageBackend`."""
@@ -85,21 +73,16 @@ class Subdirectory:
         return self._parent.open_writer(self._prefix + key, size)
 
     def open_new(self, key: str, size: int | None = None) -> ObjectWriter:
-        """See `CreatesObjects`."""
-        return open_new(self._parent, self._prefix + key, size)
+        """See `StorageBackend`."""
+        return self._parent.open_new(self._prefix + key, size)
 
     def abort_uploads(self, prefix: str = "") -> int:
-        """See `HoldsUploads`."""
-        return abort_uploads(self._parent, self._prefix + prefix)
+        """See `StorageBackend`."""
+        return self._parent.abort_uploads(self._prefix + prefix)
 
     def delete_while(self, keys: Sequence[str], check: Callable[[], None]) -> None:
-        """See `RepeatsDeletions`; a storage that repeats nothing is asked once."""
-        inside = [self._prefix + key for key in keys]
-        if isinstance(self._parent, RepeatsDeletions):
-            self._parent.delete_while(inside, check)
-        else:
-            check()
-            self._parent.delete(inside)
+        """See `StorageBackend`."""
+        self._parent.delete_while([self._prefix + key for key in keys], check)
 
     def list(self, prefix: str = "") -> Iterator[str]:
         """See `StorageBackend`."""

@@ -8,63 +8,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ckptcore.errors import ConditionFailedError, ObjectNotFoundError
 from ckptcore.io.checksums import BlockChecksums, checksums_of
 from ckptcore.io.memory import map_pages
 from ckptcore.io.requests import SIZES, Sizes, requests_of
 from ckptcore.io.segments import ObjectSegments, WriteTask, join_segments
 from ckptcore.io.threads import IOThreads
 from ckptcore.model import ArraySegment, ObjectRecord, Segment
-from ckptcore.protocols import Buffer, CreatesObjects, HoldsUploads, ObjectWriter, StorageAddress, StorageBackend
+from ckptcore.protocols import ObjectWriter, StorageAddress, StorageBackend
 
 __all__ = [
-    "LooksBefore",
     "ObjectRecorder",
     "ObjectWrites",
-    "abort_uploads",
-    "open_new",
 ]
-
-
-def open_new(storage: StorageBackend, key: str, size: int | None = None) -> ObjectWriter:
-    """See `CreatesObjects`; of a storage that has no such writers, and shows no object before `finish`, it looks right before."""
-    if isinstance(storage, CreatesObjects):
-        return storage.open_new(key, size)
-    return LooksBefore(storage, key, storage.open_writer(key, size))
-
-
-def abort_uploads(storage: StorageBackend, prefix: str = "") -> int:
-    """See `HoldsUploads`; 0 of a storage that keeps nothing unfinished."""
-    return storage.abort_uploads(prefix) if isinstance(storage, HoldsUploads) else 0
-
-
-class LooksBefore:
-    """A writer that looks for the object right before it completes it. Any thread."""
-
-    def __init__(self, storage: StorageBackend, key: str, inner: ObjectWriter) -> None:
-        """Write through `inner`, which replaces what is there by then."""
-        self._storage = storage
-        self._key = key
-        self._inner = inner
-
-    def write_at(self, offset: int, data: Buffer) -> None:
-        """See `ObjectWriter`."""
-        self._inner.write_at(offset, data)
-
-    def finish(self) -> None:
-        """See `CreatesObjects`."""
-        try:
-            nbytes = self._storage.size(self._key)
-        except ObjectNotFoundError:
-            self._inner.finish()
-        else:
-            raise ConditionFailedError(
-                f"cannot create the object {self._key!r}: expected none there, found one of {nbytes} bytes"
-            )
-
-    def abort(self) -> None:
-        """See `ObjectWriter`."""
-        self._inner.abort()
 
 
 class ObjectWrites:
@@ -417,7 +372,7 @@ class ObjectRecorder:
         """Write an object made of these segments, in this order.
 
         Array segments are opened one after the other, and closed as their bytes are written, or when it failed. Bytes
-        are copied to a few buffers of 1 MiB, or, if the storage is `ManyRequests`, to one of `part_bytes` for each
+        are copied to a few buffers of 1 MiB, or, if the storage has `part_bytes`, to one of that size for each
         request under way. Checksums are of the copy that is written, even if the arrays change meanwhile.
         Checksums that are part of the object are computed piece by piece, each by the thread that writes the piece.
 
@@ -432,7 +387,7 @@ class ObjectRecorder:
     def write_many(self, objects: Iterable[tuple[str, Sequence[Segment]]]) -> None:
         """Write objects, several at once where the storage gains by it; each as `write` does.
 
-        On a storage of `ManyRequests` parts of one object are under way together with those of the next ones. On any
+        On a storage with `concurrency` parts of one object are under way together with those of the next ones. On any
         other, large objects are written one after the other, and small ones several at a time.
 
         Raises:

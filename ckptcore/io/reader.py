@@ -20,9 +20,7 @@ from ckptcore.io.requests import (
     SIZES,
     NearRanges,
     Sizes,
-    hold_reader,
     near_ranges,
-    open_reader,
     reads_by_key,
     requests_of,
 )
@@ -80,11 +78,13 @@ class ObjectReader:
         self._verify = verify
         self._strict = strict
         self._progress = progress
-        self._concurrency = requests_of(storage).concurrency
+        suited = requests_of(storage)
+        self._concurrency = suited.concurrency
+        self._request_bytes = suited.request_bytes
         self._far = threads.at_once(self._concurrency) > threads.count
-        self._sizes = sizes.for_requests(storage.request_bytes) if self._far else sizes
+        self._sizes = sizes.for_requests(self._request_bytes) if self._far else sizes
         # While a request waits for its first byte, a far storage delivers a good part of another one.
-        self._gap_bytes = storage.request_bytes // (4 if self._far else 16)
+        self._gap_bytes = self._request_bytes // (4 if self._far else 16)
         self._sums: dict[str, RecordedChecksums] = {}
         self._recent = RecentBlocks(max(2, _RECENT_BYTES // self._sizes.block))
         self.counting = threading.Lock()
@@ -136,7 +136,7 @@ class ObjectReader:
             recorded = [record for key in asked if (record := self.objects.get(key)) is not None]
             for record in sorted(recorded, key=lambda record: record.size):
                 left -= record.size
-                if left < 0 or record.size > self._storage.request_bytes:
+                if left < 0 or record.size > self._request_bytes:
                     break
                 supposed[record.key] = record.size
         return {**supposed, **self.stored_sizes([key for key in asked if key not in supposed])}
@@ -208,7 +208,7 @@ class ObjectReader:
             ChecksumError
             CorruptCheckpointError: an object is shorter than was recorded, or refused.
         """
-        groups = list(near_ranges(ranges, self._gap_bytes, self._storage.request_bytes))
+        groups = list(near_ranges(ranges, self._gap_bytes, self._request_bytes))
         if self._far and len(groups) > 1:
             asked = ask_each(self._threads, groups, self._get_if_there, parallelism=self._concurrency)
         else:
@@ -293,7 +293,7 @@ class ObjectReader:
 
     def _plan(self, key: str, size: int, reads: Sequence[ChunkRead], recorded: bool) -> list[ReadTask]:
         """Plan the reads of an object of `size` bytes, of whose blocks checksums are recorded or not."""
-        sizes, request, gap = self._sizes, self._storage.request_bytes, self._gap_bytes
+        sizes, request, gap = self._sizes, self._request_bytes, self._gap_bytes
         shape = plain = ObjectShape(key, size, 1, max(sizes.task, request), gap, sizes)
         if recorded:
             # Blocks that are hashed right after they are read are still in cache.
@@ -314,7 +314,7 @@ class ObjectReader:
             CorruptCheckpointError: the object is refused.
         """
         sums = self._checksums(key)
-        reader = hold_reader(self._storage, key)
+        reader = self._storage.hold_open(key)
         if reads_by_key(reader):
             return None
         size, block = self.size(key), self._sizes.block
@@ -340,7 +340,7 @@ class _Reading:
     ) -> None:
         self.stopped = False
         self._reader = reader
-        self._objects = {key: open_reader(storage, key) for key in sums}
+        self._objects = {key: storage.open_reader(key) for key in sums}
         self._tasks = tasks
         self._sums = sums
         self._waiting = waiting

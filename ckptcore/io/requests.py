@@ -1,24 +1,22 @@
-"""Requests to a storage: how many at once, how large, which ranges together, and open objects for many of them."""
+"""Requests to a storage: how many at once, how large, which ranges together, and which readers."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, cast
+from typing import Final
 
 from ckptcore.model import BLOCK_BYTES
-from ckptcore.protocols import HeldReader, HoldsObjects, OpensObjects, RangeReader, StorageBackend
+from ckptcore.protocols import HeldReader, RangeReader, StorageBackend, StorageCapabilities
+from ckptcore.protocols.storage import ReaderByKey
 
 __all__ = [
     "SIZES",
     "NearRanges",
-    "Requests",
     "Sizes",
-    "hold_reader",
     "is_held_reader",
     "near_ranges",
-    "open_reader",
     "reads_by_key",
     "requests_of",
 ]
@@ -30,27 +28,14 @@ _MOST_PART_BYTES: Final = 64 << 20
 """Limit of the bytes of a part, because each thread that writes has one in memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class Requests:
-    """Requests that suit a storage, within limits.
-
-    Attributes:
-        concurrency: requests worth having under way at once; 1 if a thread for each processor is as good.
-        part_bytes: bytes per request for an object that is written in pieces; 1 if any number is as good.
-    """
-
-    concurrency: int = 1
-    part_bytes: int = 1
-
-
-def requests_of(storage: StorageBackend) -> Requests:
-    """Return the requests that suit a storage; see `ckptcore.protocols.ManyRequests`."""
-    # Called for every directory that is opened: reading two attributes takes a tenth of the time of `isinstance`.
-    concurrency: int | None = getattr(storage, "concurrency", None)
-    part_bytes: int | None = getattr(storage, "part_bytes", None)
-    if concurrency is None or part_bytes is None:
-        return Requests()
-    return Requests(max(1, min(concurrency, _MOST_AT_ONCE)), max(1, min(part_bytes, _MOST_PART_BYTES)))
+def requests_of(storage: StorageBackend) -> StorageCapabilities:
+    """Return the requests that suit a storage, within limits."""
+    stated = storage.capabilities
+    concurrency = max(1, min(stated.concurrency, _MOST_AT_ONCE))
+    part_bytes = max(1, min(stated.part_bytes, _MOST_PART_BYTES))
+    if (concurrency, part_bytes) == (stated.concurrency, stated.part_bytes):
+        return stated
+    return replace(stated, concurrency=concurrency, part_bytes=part_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,45 +117,9 @@ def near_ranges(ranges: Sequence[tuple[str, int, int | None]], gap_bytes: int, m
         yield NearRanges(key, first, last, tuple(numbers))
 
 
-class _ByKey:
-    """An object that its storage finds by its key for each read. Any thread."""
-
-    def __init__(self, storage: StorageBackend, key: str) -> None:
-        self._storage = storage
-        self._key = key
-
-    def get_into(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Fill each buffer from its offset on."""
-        self._storage.get_into(self._key, ranges)
-
-
-def open_reader(storage: StorageBackend, key: str) -> RangeReader:
-    """Open an object of any storage.
-
-    Raises:
-        ObjectNotFoundError: now, or by the first read.
-    """
-    return storage.open_reader(key) if isinstance(storage, OpensObjects) else _ByKey(storage, key)
-
-
-def hold_reader(storage: StorageBackend, key: str) -> RangeReader:
-    """Open an object of any storage for many small reads; a `HeldReader` if the storage has those.
-
-    Raises:
-        ObjectNotFoundError: now, or by the first read.
-    """
-    return cast(HoldsObjects, storage).hold_open(key) if _holds(type(storage)) else open_reader(storage, key)
-
-
 def reads_by_key(reader: RangeReader) -> bool:
     """Return True if each read of `reader` finds the object by its key, so that it may be another object by then."""
-    return isinstance(reader, _ByKey)
-
-
-@functools.lru_cache(maxsize=64)
-def _holds(kind: type[StorageBackend]) -> bool:
-    """Return True if storages of a type are `HoldsObjects`. Cached: the check is slow."""
-    return issubclass(kind, HoldsObjects)
+    return isinstance(reader, ReaderByKey)
 
 
 @functools.lru_cache(maxsize=64)

@@ -32,8 +32,8 @@ class IOThreads:
     """Worker threads that start when there is work. Any thread may give them some.
 
     There are two groups: as many as suit the processors, for copies and near storages, and more that wait for far
-    storages (`ckptcore.protocols.ManyRequests`), as many as these ask for. Neither keeps the other from its work, and
-    threads of the second end when there was nothing to do for a while.
+    storages (`ckptcore.protocols.StorageCapabilities.concurrency`), as many as these ask for. Neither keeps the other
+    from its work, and threads of the second end when there was nothing to do for a while.
 
     The threads are daemons: at exit the interpreter waits for callers that wait for their work, never for the threads
     themselves, so a save that runs in a thread of its own still completes. After a fork the child starts its own.

@@ -4,7 +4,7 @@
 
     values        handlers of leaves, containers and checkpointables
     layouts       layouts, and the stores they write and read
-    storage       storages and what some can do on top
+    storage       storages
     transaction   the right to write a checkpoint, and its commit
     strategy      what a save writes, claims and commits
     read_strategy strategies of loads
@@ -43,20 +43,15 @@ from ckptcore.protocols.storage import (
     IF_ABSENT,
     AtomicDirectories,
     Buffer,
-    CreatesObjects,
     HeldReader,
-    HoldsObjects,
-    HoldsUploads,
     IfAbsent,
     IfTag,
-    ManyRequests,
     ObjectWriter,
-    OpensObjects,
     PutCondition,
     RangeReader,
-    RepeatsDeletions,
     StorageAddress,
     StorageBackend,
+    StorageCapabilities,
     StorageOpener,
     StorageOptions,
 )
@@ -102,7 +97,6 @@ __all__ = [
     "Continuation",
     "Coordinator",
     "CountsReplicas",
-    "CreatesObjects",
     "DerivedArray",
     "DerivedTree",
     "Executor",
@@ -113,8 +107,6 @@ __all__ = [
     "GathersInGroups",
     "HeldReader",
     "HeldWork",
-    "HoldsObjects",
-    "HoldsUploads",
     "HostBytes",
     "HostMemory",
     "IfAbsent",
@@ -126,12 +118,10 @@ __all__ = [
     "LayoutFactory",
     "LazyCheckpointableHandler",
     "LeafHandler",
-    "ManyRequests",
     "MemberKind",
     "MutableContainerHandler",
     "NativeReader",
     "ObjectWriter",
-    "OpensObjects",
     "Part",
     "PerProcessHandler",
     "Priority",
@@ -142,7 +132,6 @@ __all__ = [
     "ReadStrategy",
     "ReadThrough",
     "Rejoinable",
-    "RepeatsDeletions",
     "SaveCommit",
     "SaveStrategy",
     "Snapshot",
@@ -151,6 +140,7 @@ __all__ = [
     "StepStrategy",
     "StorageAddress",
     "StorageBackend",
+    "StorageCapabilities",
     "StorageOpener",
     "StorageOptions",
     "Transaction",

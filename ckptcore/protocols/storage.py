@@ -1,32 +1,29 @@
-"""Storages: objects by key, and what some storages can do on top."""
+"""Storages: objects by key."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeAlias, runtime_checkable
 
+from ckptcore.errors import ConditionFailedError, ObjectNotFoundError
 from ckptcore.model.tree import JSON
 
 __all__ = [
     "IF_ABSENT",
     "AtomicDirectories",
     "Buffer",
-    "CreatesObjects",
     "HeldReader",
-    "HoldsObjects",
-    "HoldsUploads",
     "IfAbsent",
     "IfTag",
-    "ManyRequests",
     "ObjectWriter",
-    "OpensObjects",
     "PutCondition",
     "RangeReader",
-    "RepeatsDeletions",
     "StorageAddress",
     "StorageBackend",
+    "StorageCapabilities",
     "StorageOpener",
     "StorageOptions",
 ]
@@ -103,86 +100,6 @@ class ObjectWriter(Protocol):
         ...
 
 
-class StorageBackend(Protocol):
-    """Objects by key. No arrays, no retries of the caller's, no state that matters. Any thread.
-
-    A key is relative, with ``/`` between directories; it has no empty, ``.`` or ``..`` part.
-    """
-
-    @property
-    def request_bytes(self) -> int:
-        """Bytes that one read should ask for to be efficient; a class attribute will do."""
-        ...
-
-    @property
-    def address(self) -> StorageAddress | None:
-        """For native I/O, or None."""
-        ...
-
-    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Bytes `start` to `stop` of an object; fewer where it ends before.
-
-        Raises:
-            ObjectNotFoundError
-        """
-        ...
-
-    def get_with_tag(self, key: str) -> tuple[bytes, str]:
-        """A small object whole, and the tag that a conditional put can name.
-
-        Raises:
-            ObjectNotFoundError
-        """
-        ...
-
-    def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Fill each buffer from its offset on, on this thread.
-
-        Raises:
-            ObjectNotFoundError
-            CorruptCheckpointError: where the object ends before a buffer is full.
-        """
-        ...
-
-    def size(self, key: str) -> int:
-        """Bytes of an object.
-
-        Raises:
-            ObjectNotFoundError: also where the key is that of a directory.
-        """
-        ...
-
-    def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
-        """Write an object whole or not at all, replacing what is there; returns its new tag.
-
-        Raises:
-            ConditionFailedError: nothing was changed.
-            StorageFullError, or a StorageError that is a PermissionError: nothing was changed, and nothing will be: not where an
-                earlier try of the same put may have been done, or be on its way.
-        """
-        ...
-
-    def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
-        """Begin an object that is written in pieces; `size` in bytes where it is known."""
-        ...
-
-    def list(self, prefix: str = "") -> Iterator[str]:
-        """Keys of all objects below a directory, sorted; nothing where there is none."""
-        ...
-
-    def list_names(self, prefix: str = "") -> Sequence[str]:
-        """Names one level below a directory, sorted; those of directories end in ``/``. Empty where there is none."""
-        ...
-
-    def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects; one that is not there is no error. Directories that become empty vanish."""
-        ...
-
-    def sync(self, keys: Sequence[str]) -> None:
-        """Make objects durable that something else wrote (native I/O), and the directories they are in."""
-        ...
-
-
 class RangeReader(Protocol):
     """An object that is open for reading. Any thread."""
 
@@ -192,26 +109,14 @@ class RangeReader(Protocol):
 
 
 @runtime_checkable
-class OpensObjects(Protocol):
-    """What a storage can do on top for which finding an object costs something: find it once for many reads."""
-
-    def open_reader(self, key: str) -> RangeReader:
-        """Open an object; what is read is of the object that was there then, or fails.
-
-        Raises:
-            ObjectNotFoundError
-        """
-        ...
-
-
-@runtime_checkable
 class HeldReader(RangeReader, Protocol):
     """An object that is open for many small reads, and tells whether it changed. Any thread."""
 
     def stamp(self) -> Hashable | None:
-        """What is another one after the bytes of the object changed, from now on; None while a change could go unseen. Asked for each read.
+        """Return a value that is another one after the bytes of the object changed; None while a change could go unseen.
 
-        Who has verified bytes after this gave a stamp, and is given the same one later, has verified what is there then.
+        Bytes that were verified after this returned a stamp need not be verified again while it returns the same one. Called
+        for each read.
 
         Raises:
             StorageError
@@ -219,7 +124,7 @@ class HeldReader(RangeReader, Protocol):
         ...
 
     def size(self) -> int:
-        """Bytes that it has now. Asked for each read.
+        """Bytes that it has now. Called for each read.
 
         Raises:
             StorageError
@@ -227,90 +132,226 @@ class HeldReader(RangeReader, Protocol):
         ...
 
     def memory(self) -> memoryview | None:
-        """All of it as memory that nobody writes to; None where touching that could end the process, as on storage that is somewhere else.
+        """All of it as read-only memory; None if touching that could end the process, as on network file systems.
 
-        What is behind `size` must not be touched.
+        Bytes behind `size` must not be touched.
         """
         ...
 
 
-@runtime_checkable
-class HoldsObjects(Protocol):
-    """What a storage can do on top that is near, and reads the same bytes again as fast: open an object for many small reads."""
+@dataclass(frozen=True, slots=True)
+class StorageCapabilities:
+    """The requests that suit a storage.
 
-    def hold_open(self, key: str) -> HeldReader:
-        """Open an object; what is read is of the object that was there then, or fails.
+    Attributes:
+        request_bytes: bytes that one read should ask for to be efficient.
+        concurrency: requests worth having under way at once. An object store, where each request takes long and many take
+            no longer, has more than 1: the core then uses that many threads, within its own bounds. 1: a thread for each
+            processor is as good.
+        part_bytes: bytes that one request carries to an object that is written in pieces: a multiple of 1 MiB, or 1 if
+            pieces of any size are as good. Multiples of it that `ObjectWriter.write_at` gets at multiples of it are sent
+            without a copy before the call returns.
+    """
+
+    request_bytes: int = 1 << 20
+    concurrency: int = 1
+    part_bytes: int = 1
+
+
+class StorageBackend(Protocol):
+    """Objects by key. No arrays, no retries of the caller's, no state that matters. Any thread.
+
+    A key is relative, with ``/`` between directories; it has no empty, ``.`` or ``..`` part. A storage inherits from this
+    class, which has defaults for all that is optional. One that stands before another storage must forward all methods, or
+    what that can do is lost.
+    """
+
+    @property
+    def capabilities(self) -> StorageCapabilities:
+        """The requests that suit it; a class attribute will do."""
+        return StorageCapabilities()
+
+    @property
+    def address(self) -> StorageAddress | None:
+        """The address for native I/O, or None, the default."""
+        return None
+
+    # --- read
+
+    @abstractmethod
+    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Bytes `start` to `stop` of an object; fewer where it ends before.
 
         Raises:
             ObjectNotFoundError
         """
         ...
 
+    @abstractmethod
+    def get_with_tag(self, key: str) -> tuple[bytes, str]:
+        """A small object whole, and the tag that a conditional put can name.
 
-@runtime_checkable
-class ManyRequests(Protocol):
-    """What a storage says on top for which each request takes long, and many at once take no longer: an object store."""
-
-    @property
-    def concurrency(self) -> int:
-        """Requests worth having under way at once, at least 1; a class attribute will do.
-
-        The core has that many threads for it, within its own bounds. 1: a thread for each processor is as good.
+        Raises:
+            ObjectNotFoundError
         """
         ...
 
-    @property
-    def part_bytes(self) -> int:
-        """Bytes that one request carries to an object that is written in pieces; a class attribute will do.
+    @abstractmethod
+    def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill each buffer from its offset on, on this thread.
 
-        A multiple of 1 MiB, or 1 where any piece is as good as another. What `ObjectWriter.write_at` is given in multiples of it, at
-        multiples of it, is sent as it is, before the call returns, and is not copied.
+        Raises:
+            ObjectNotFoundError
+            CorruptCheckpointError: where the object ends before a buffer is full.
         """
         ...
 
+    @abstractmethod
+    def size(self, key: str) -> int:
+        """Bytes of an object.
 
-@runtime_checkable
-class CreatesObjects(Protocol):
-    """What a storage can do on top whose conditions also hold for objects that are written in pieces."""
+        Raises:
+            ObjectNotFoundError: also where the key is that of a directory.
+        """
+        ...
+
+    def open_reader(self, key: str) -> RangeReader:
+        """Open an object for several reads: they read the object that was there then, or fail.
+
+        By default each read finds the object again by its key. A storage where finding an object costs something implements
+        it.
+
+        Raises:
+            ObjectNotFoundError: now, or by the first read.
+        """
+        return ReaderByKey(self, key)
+
+    def hold_open(self, key: str) -> RangeReader:
+        """Open an object for many small reads, as `open_reader`, which is the default.
+
+        A storage that is near, and reads the same bytes again as fast, returns a `HeldReader`.
+
+        Raises:
+            ObjectNotFoundError: now, or by the first read.
+        """
+        return self.open_reader(key)
+
+    # --- write
+
+    @abstractmethod
+    def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
+        """Write an object whole or not at all, replacing what is there; returns its new tag.
+
+        Raises:
+            ConditionFailedError: nothing was changed.
+            AtomicityError: the storage has no conditional puts; nothing was changed.
+            StorageFullError, or a StorageError that is a PermissionError: nothing was changed, and nothing will be: not where an
+                earlier try of the same put may have been done, or be on its way.
+        """
+        ...
+
+    @abstractmethod
+    def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
+        """Begin an object that is written in pieces; `size` in bytes where it is known."""
+        ...
 
     def open_new(self, key: str, size: int | None = None) -> ObjectWriter:
-        """As `StorageBackend.open_writer`, but nothing is replaced.
+        """Begin an object as `open_writer` does, but replace nothing.
 
-        The writer's `finish` raises `ConditionFailedError` where the object is there by then, and leaves that as it is. Where
-        the service cannot make the look and the change one step, the writer looks right before. A `finish` that the writer
-        repeats because its answer was lost finds what it wrote itself: it raises then too, and who has it looks. What was written
-        is kept for a `finish` that is called again, once the object that was in its way is gone.
+        The writer's `finish` raises `ConditionFailedError` if the object is there by then, and leaves it as it is. A
+        `finish` that is repeated because its answer was lost finds what it wrote itself, and raises too: the caller looks.
+        Pieces are kept, so that `finish` can be called again once the object in its way is gone.
+
+        Called only where checkpoints are committed with conditional puts. By default the writer looks right before it
+        completes the object, which is not one step, and needs a writer that shows nothing before. A storage whose
+        conditions also hold for objects in pieces implements it.
         """
-        ...
-
-
-@runtime_checkable
-class HoldsUploads(Protocol):
-    """What a storage can do on top that keeps the pieces of objects which nobody has finished."""
+        return CheckedWriter(self, key, self.open_writer(key, size))
 
     def abort_uploads(self, prefix: str = "") -> int:
-        """Give up every unfinished object below a directory, whoever writes it; how many there were.
+        """Abort every unfinished object below a directory, whoever writes it; returns how many there were.
 
-        A writer of one cannot finish it any more: its `finish` raises `StorageError`. Objects that are finished stay.
+        Their writers cannot finish them any more: `finish` raises `StorageError`. Finished objects stay. By default nothing
+        and 0, for a storage that keeps no pieces of unfinished objects.
         """
+        return 0
+
+    @abstractmethod
+    def sync(self, keys: Sequence[str]) -> None:
+        """Make objects durable that native I/O wrote, and the directories they are in."""
         ...
 
+    # --- names
 
-@runtime_checkable
-class RepeatsDeletions(Protocol):
-    """What a storage must do on top that asks for a deletion again by itself where it failed: what stands there may be another one by then."""
+    @abstractmethod
+    def list(self, prefix: str = "") -> Iterator[str]:
+        """Keys of all objects below a directory, sorted; nothing where there is none."""
+        ...
+
+    @abstractmethod
+    def list_names(self, prefix: str = "") -> Sequence[str]:
+        """Names one level below a directory, sorted; those of directories end in ``/``. Empty where there is none."""
+        ...
+
+    @abstractmethod
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects; one that is not there is no error. Directories that become empty vanish."""
+        ...
 
     def delete_while(self, keys: Sequence[str], check: Callable[[], None]) -> None:
-        """Delete objects as `delete` does, and call `check` right before each request, a repeated one too.
+        """Delete objects as `delete` does, and call `check` right before each request, including repeated ones.
 
-        What `check` raises ends the deletion; it may use the storage.
+        What `check` raises ends the deletion; it may use the storage. By default it is called once. A storage that repeats
+        failed deletions by itself must implement it: another save may have written there meanwhile.
         """
-        ...
+        check()
+        self.delete(keys)
+
+
+class ReaderByKey:
+    """An object that its storage finds by its key for each read. Any thread."""
+
+    def __init__(self, storage: StorageBackend, key: str) -> None:
+        self._storage = storage
+        self._key = key
+
+    def get_into(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """See `RangeReader`."""
+        self._storage.get_into(self._key, ranges)
+
+
+class CheckedWriter:
+    """A writer that looks for the object right before it completes it. Any thread."""
+
+    def __init__(self, storage: StorageBackend, key: str, inner: ObjectWriter) -> None:
+        """Write through `inner`, which replaces what is there by then."""
+        self._storage = storage
+        self._key = key
+        self._inner = inner
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        """See `ObjectWriter`."""
+        self._inner.write_at(offset, data)
+
+    def finish(self) -> None:
+        """See `StorageBackend.open_new`."""
+        try:
+            nbytes = self._storage.size(self._key)
+        except ObjectNotFoundError:
+            self._inner.finish()
+        else:
+            raise ConditionFailedError(
+                f"cannot create the object {self._key!r}: expected none there, found one of {nbytes} bytes"
+            )
+
+    def abort(self) -> None:
+        """See `ObjectWriter`."""
+        self._inner.abort()
 
 
 @runtime_checkable
 class AtomicDirectories(Protocol):
-    """What a storage with real directories can do on top: the commit by rename. Keys as in `StorageBackend`."""
+    """A storage with real directories that can be renamed atomically. Keys as in `StorageBackend`."""
 
     def lock_directory(self, key: str) -> AbstractContextManager[None] | None:
         """Create a directory where there is none and hold it until closed or this process dies; None: another has it."""

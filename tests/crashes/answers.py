@@ -146,7 +146,7 @@ class _Answering(MemoryStorage):
         return _Writer(key, super().open_writer(key, size), self._answers)
 
     def open_new(self, key: str, size: int | None = None) -> ObjectWriter:
-        """See `CreatesObjects`."""
+        """See `StorageBackend`."""
         self._answers.opening(key)
         inner = super().open_new(key, size) if self._answers.kept == "kept" else super().open_writer(key, size)
         return _Writer(key, inner, self._answers)
@@ -160,7 +160,7 @@ class _Answering(MemoryStorage):
         self._answers.do("delete", list(keys), change, change)
 
     def abort_uploads(self, prefix: str = "") -> int:
-        """See `HoldsUploads`."""
+        """See `StorageBackend`."""
 
         def change() -> int:
             return super(_Answering, self).abort_uploads(prefix)

@@ -1,13 +1,23 @@
-"""What storages say of requests, and what comes of it through the storages that stand before others."""
+"""The requests that storages ask for, and storages that stand before others."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
 import pytest
 from ckptcore_testing import FaultPlan, with_faults
+from ckptcore_testing.far_storage import FarStorage
+from ckptcore_testing.faulty_storage import FaultyStorage
+from ckptcore_testing.simulated_disk import SimulatedDisk
+from ckptcore_testing.simulated_storage import open_simulated
+from ckptcore_tiers.backed_places import BackedDirectory
 
-from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.io.requests import Requests, requests_of
-from ckptcore.protocols import ManyRequests, StorageBackend
+from ckptcore.builtin.local import open_local
+from ckptcore.commit.fences import FencedStore
+from ckptcore.commit.subdirectory import AtomicSubdirectories, Subdirectory, subdirectory
+from ckptcore.io.requests import requests_of
+from ckptcore.protocols import AtomicDirectories, HeldReader, StorageBackend, StorageCapabilities, StorageOptions
 
 from .watched_storage import WatchedStorage, memory_storage
 
@@ -35,20 +45,55 @@ class Senseless(WatchedStorage):
 
 def test_a_storage_that_says_nothing() -> None:
     storage = WatchedStorage(memory_storage())
-    assert not isinstance(storage, ManyRequests)
-    assert requests_of(storage) == Requests(1, 1)
+    assert requests_of(storage) == StorageCapabilities(1 << 20, 1, 1)
 
 
-@pytest.mark.parametrize("kind", [WatchedStorage, ManyAtOnce])
-def test_storages_before_others_pass_it_on(kind: type[WatchedStorage]) -> None:
-    inner = kind(memory_storage())
-    for storage in (
-        subdirectory(inner, "a"),
-        subdirectory(subdirectory(inner, "a"), "b"),
-        with_faults(inner, FaultPlan()),
+STORAGES: dict[str, Callable[[Path], StorageBackend]] = {
+    "local": lambda path: open_local(str(path), StorageOptions()),
+    "memory": lambda _: memory_storage(),
+    "many at once": lambda _: ManyAtOnce(memory_storage()),
+    "far": lambda _: FarStorage(concurrency=7, part_bytes=3 << 20, request_bytes=5 << 20),
+    "simulated": lambda _: open_simulated(SimulatedDisk(), "disk://directory", StorageOptions()),
+}
+
+
+@pytest.fixture(params=list(STORAGES))
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StorageBackend]:
+    """Each storage."""
+    yield STORAGES[request.param](tmp_path)
+
+
+def test_storages_before_others_pass_it_on(storage: StorageBackend) -> None:
+    for before in (
+        subdirectory(storage, "a"),
+        subdirectory(subdirectory(storage, "a"), "b"),
+        with_faults(storage, FaultPlan()),
+        BackedDirectory(storage, "step", memory_storage(), "step"),
     ):
-        assert isinstance(storage, ManyRequests)
-        assert requests_of(storage) == requests_of(inner)
+        assert before.capabilities == storage.capabilities
+        assert requests_of(before) == requests_of(storage)
+
+
+def test_a_subdirectory_has_the_capabilities_of_its_storage(storage: StorageBackend) -> None:
+    inside = subdirectory(storage, "a")
+    assert isinstance(inside, AtomicDirectories) == isinstance(storage, AtomicDirectories)
+    storage.put("a/data", b"1234")
+    for opened in ("open_reader", "hold_open"):
+        of_storage, of_directory = getattr(storage, opened)("a/data"), getattr(inside, opened)("data")
+        assert type(of_directory) is type(of_storage)
+        assert isinstance(of_directory, HeldReader) == isinstance(of_storage, HeldReader)
+    writers = [storage.open_new("a/b", 1), inside.open_new("c", 1)]
+    assert type(writers[0]) is type(writers[1])
+    for writer in writers:
+        writer.abort()
+
+
+@pytest.mark.parametrize("kind", [Subdirectory, AtomicSubdirectories, FencedStore, BackedDirectory, FaultyStorage])
+def test_storages_before_others_forward_every_method(kind: type[StorageBackend]) -> None:
+    names = {name for name in vars(StorageBackend) if not name.startswith("_")}
+    inherited = {name for name in names if getattr(kind, name) is getattr(StorageBackend, name)}
+    # Reads and deletions through a storage with faults must meet them.
+    assert inherited == ({"open_reader", "hold_open", "delete_while"} if kind is FaultyStorage else set())
 
 
 def test_what_is_said_has_bounds() -> None:
@@ -56,4 +101,4 @@ def test_what_is_said_has_bounds() -> None:
     assert 12 < found.concurrency < 1000
     assert 8 << 20 < found.part_bytes < 1 << 30
     storage: StorageBackend = Senseless(memory_storage())
-    assert requests_of(storage) == Requests(1, 1)
+    assert requests_of(storage) == StorageCapabilities(1 << 20, 1, 1)

@@ -9,7 +9,15 @@ from collections.abc import Iterator, Sequence
 
 from ckptcore.builtin.memory import MemoryStorages
 from ckptcore.errors import StorageError
-from ckptcore.protocols import Buffer, ObjectWriter, PutCondition, StorageAddress, StorageBackend, StorageOptions
+from ckptcore.protocols import (
+    Buffer,
+    ObjectWriter,
+    PutCondition,
+    StorageAddress,
+    StorageBackend,
+    StorageCapabilities,
+    StorageOptions,
+)
 
 
 def memory_storage() -> StorageBackend:
@@ -17,11 +25,11 @@ def memory_storage() -> StorageBackend:
     return MemoryStorages().open("memory://test", StorageOptions())
 
 
-class WatchedStorage:
+class WatchedStorage(StorageBackend):
     """Hands everything to another storage.
 
     Attributes:
-        request_bytes: as `StorageBackend.request_bytes`.
+        request_bytes, concurrency, part_bytes: its capabilities.
         reads: every range that was read: (key, start, stop).
         read_calls: how often `get_into` was called.
         writes: every range that was written.
@@ -31,6 +39,9 @@ class WatchedStorage:
         jitter: the most seconds that a call takes longer, at random.
         busy: calls that run now.
     """
+
+    concurrency = 1
+    part_bytes = 1
 
     def __init__(self, inner: StorageBackend, request_bytes: int = 1 << 20) -> None:
         self._inner = inner
@@ -50,6 +61,10 @@ class WatchedStorage:
         """Let other threads come first, sometimes."""
         if self.jitter:
             time.sleep(random.uniform(0, self.jitter))
+
+    @property
+    def capabilities(self) -> StorageCapabilities:
+        return StorageCapabilities(self.request_bytes, self.concurrency, self.part_bytes)
 
     @property
     def address(self) -> StorageAddress | None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import ckptcore
+from ckptcore.builtin.memory import MemoryStorage, MemoryStorages
 from ckptcore.errors import BackgroundSaveError
 from ckptcore.protocols import StorageOptions
 from ckptcore.results import SaveHandle
@@ -24,8 +25,6 @@ class Gate:
     """A plugin whose storage ``gate://`` writes into memory once it is opened, or fails."""
 
     def __init__(self) -> None:
-        from ckptcore.builtin.memory import MemoryStorages
-
         self.memory = MemoryStorages()
         self.open = threading.Event()
         self.error: Exception | None = None
@@ -39,24 +38,21 @@ class Gate:
         inner = self.memory.open(url.replace("gate://", "memory://"), options)
         gate = self
 
-        class Guarded:
-            def __getattr__(self, name: str) -> Any:
-                return getattr(inner, name)
-
+        class Guarded(MemoryStorage):
             def open_writer(self, key: str, size: int | None = None) -> Any:
                 gate.pass_through()
-                return inner.open_writer(key, size)
+                return super().open_writer(key, size)
 
             def open_new(self, key: str, size: int | None = None) -> Any:
                 gate.pass_through()
-                return inner.open_new(key, size)
+                return super().open_new(key, size)
 
             def put(self, key: str, data: bytes, *, condition: Any = None) -> str:
                 if not key.endswith("checkpoint.json"):
                     gate.pass_through()
-                return str(inner.put(key, data, condition=condition))
+                return super().put(key, data, condition=condition)
 
-        return Guarded()
+        return Guarded(inner._store, inner._prefix, inner._url)  # the same objects
 
     def pass_through(self) -> None:
         self.waiting.set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 from ckptcore_testing.far_storage import FarStorage
@@ -12,14 +11,13 @@ from ckptcore_testing.faulty_storage import FaultyDirectories, FaultyStorage, wi
 from ckptcore_testing.simulated_disk import SimulatedDisk
 from ckptcore_testing.simulated_storage import SimulatedStorage, open_simulated
 from ckptcore_testing.storage import StorageBackendTests
-from ckptcore_testing.storage_deletions import RepeatsDeletionsTests
 from ckptcore_testing.storage_directories import AtomicDirectoriesTests, DirectoryStorage
-from ckptcore_testing.storage_writers import CreatesObjectsTests, HoldsUploadsTests
+from ckptcore_testing.storage_writers import NewObjectTests, UploadsTests
 
 from ckptcore.builtin.local import open_local
 from ckptcore.builtin.memory import MemoryStorage, MemoryStorages
 from ckptcore.commit.subdirectory import Subdirectory
-from ckptcore.protocols import AtomicDirectories, CreatesObjects, HoldsUploads, StorageBackend, StorageOptions
+from ckptcore.protocols import AtomicDirectories, StorageBackend, StorageOptions
 
 
 class _OnDisk:
@@ -82,7 +80,7 @@ class TestMemory(_InMemory, StorageBackendTests):
 
 
 class TestFar(StorageBackendTests):
-    """A storage that is far away."""
+    """A storage that is far away, with the defaults of `StorageBackend`."""
 
     @pytest.fixture(autouse=True)
     def _give_storages(self) -> None:
@@ -90,6 +88,9 @@ class TestFar(StorageBackendTests):
 
     def open(self, directory: str) -> StorageBackend:
         return FarStorage(self.storages.open(f"memory://bucket/{directory}", StorageOptions()))
+
+    def test_it_keeps_nothing_unfinished(self, storage: StorageBackend) -> None:
+        assert storage.abort_uploads() == 0
 
 
 class TestFarAndThrottled(TestFar):
@@ -111,11 +112,11 @@ class TestMemoryWithoutFaults(_InMemory, StorageBackendTests):
         return with_faults(super().open(directory), FaultPlan())
 
 
-class TestMemoryCreates(_InMemory, CreatesObjectsTests):
+class TestMemoryCreates(_InMemory, NewObjectTests):
     """Its writers that replace nothing."""
 
 
-class TestMemoryUploads(_InMemory, HoldsUploadsTests):
+class TestMemoryUploads(_InMemory, UploadsTests):
     """What of its writers is not finished."""
 
 
@@ -124,47 +125,32 @@ class _InDirectory(_InMemory):
         return Subdirectory(self.storages.open("memory://bucket", StorageOptions()), directory)
 
 
-class TestDirectoryCreates(_InDirectory, CreatesObjectsTests):
+class TestDirectory(_InDirectory, StorageBackendTests):
+    """A directory of a storage passes it on."""
+
+    examples = 5
+
+
+class TestDirectoryCreates(_InDirectory, NewObjectTests):
     """A directory of a storage passes it on."""
 
 
-class TestDirectoryUploads(_InDirectory, HoldsUploadsTests):
+class TestDirectoryUploads(_InDirectory, UploadsTests):
     """A directory of a storage passes it on."""
 
 
-class TestDirectoryDeletions(_InDirectory, RepeatsDeletionsTests):
-    """A directory of a storage passes it on, or asks once."""
-
-
-class TestFaultyUploads(_InMemory, HoldsUploadsTests):
+class TestFaultyUploads(_InMemory, UploadsTests):
     """The wrapper passes it on."""
 
     def open(self, directory: str) -> FaultyStorage:  # type: ignore[override]  # the other storage that has all of it
         return with_faults(super().open(directory), FaultPlan())
 
 
-class _Plain:
-    """A storage that has what every storage has, and no more."""
+class TestFarCreates(NewObjectTests):
+    """The default: the writer looks right before it completes the object."""
 
-    def __init__(self, inner: StorageBackend) -> None:
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("open_new", "abort_uploads"):
-            raise AttributeError(name)
-        return getattr(self._inner, name)
-
-
-class TestPlainCreates(_InMemory, CreatesObjectsTests):
-    """Of a storage that cannot, it is looked right before."""
-
-    def open(self, directory: str) -> Subdirectory:  # type: ignore[override]  # the other storage that has all of it
-        plain = cast(StorageBackend, _Plain(self.storages.open("memory://bucket", StorageOptions())))
-        assert not isinstance(plain, CreatesObjects | HoldsUploads)
-        return Subdirectory(plain, directory)
-
-    def test_it_keeps_nothing_unfinished(self) -> None:
-        assert self.open("directory").abort_uploads() == 0
+    _give_storages = TestFar._give_storages
+    open = TestFar.open
 
 
 class _Simulated:

@@ -110,7 +110,7 @@ def test_a_service_that_is_busy_is_asked_again_and_less(gcs: StrictGcs, status: 
     assert storage.get("a") == b"1"
     assert refused == 3
     assert storage.bucket.limit.cuts == 1
-    assert storage.bucket.limit.allowed < storage.concurrency
+    assert storage.bucket.limit.allowed < storage.capabilities.concurrency
 
 
 @pytest.mark.parametrize("uploads", UPLOADS)

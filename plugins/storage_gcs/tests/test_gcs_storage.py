@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 from ckptcore_gcs.plugin import GcsPlugin
 from ckptcore_obstore.storage import ObjectStoreDirectory
-from ckptcore_testing import CreatesObjectsTests, HoldsUploadsTests, RepeatsDeletionsTests, StorageBackendTests
+from ckptcore_testing import NewObjectTests, StorageBackendTests, UploadsTests
 from ckptcore_testing.gcs_servers import GcsServer
 
 from ckptcore.protocols import StorageOptions
@@ -49,27 +49,23 @@ class TestStrictGcsComposed(_OnStrictGcs, StorageBackendTests):
     examples = 2
 
 
-class TestNewObjects(_OnStrictGcs, CreatesObjectsTests):
+class TestNewObjects(_OnStrictGcs, NewObjectTests):
     """Objects that replace nothing."""
 
 
 @pytest.mark.slow
-class TestNewObjectsComposed(_OnStrictGcs, CreatesObjectsTests):
+class TestNewObjectsComposed(_OnStrictGcs, NewObjectTests):
     """Objects that replace nothing, composed of small ones."""
 
     uploads = "composite"
 
 
-class TestDeletions(_OnStrictGcs, RepeatsDeletionsTests):
-    """Deletions that are asked for again."""
-
-
-class TestUploads(_OnStrictGcs, HoldsUploadsTests):
+class TestUploads(_OnStrictGcs, UploadsTests):
     """Unfinished objects."""
 
 
 @pytest.mark.slow
-class TestUploadsComposed(_OnStrictGcs, HoldsUploadsTests):
+class TestUploadsComposed(_OnStrictGcs, UploadsTests):
     """Unfinished objects that are composed of small ones."""
 
     uploads = "composite"
@@ -101,10 +97,10 @@ class TestFakeGcsServer(_OnFakeGcsServer, StorageBackendTests):
     threads = 4
 
 
-class TestNewObjectsOnFakeGcsServer(_OnFakeGcsServer, CreatesObjectsTests):
+class TestNewObjectsOnFakeGcsServer(_OnFakeGcsServer, NewObjectTests):
     """New objects, on fake-gcs-server."""
 
 
 @pytest.mark.slow
-class TestUploadsOnFakeGcsServer(_OnFakeGcsServer, HoldsUploadsTests):
+class TestUploadsOnFakeGcsServer(_OnFakeGcsServer, UploadsTests):
     """Unfinished objects, on fake-gcs-server."""

@@ -9,9 +9,9 @@ import pytest
 from ckptcore_obstore.storage import ObjectStoreDirectory
 from ckptcore_s3.plugin import S3Plugin
 from ckptcore_s3.testing import S3Server
-from ckptcore_testing import CreatesObjectsTests, HoldsUploadsTests, RepeatsDeletionsTests, StorageBackendTests
+from ckptcore_testing import NewObjectTests, StorageBackendTests, UploadsTests
 
-from ckptcore.protocols import HoldsUploads, ManyRequests, StorageBackend, StorageOptions
+from ckptcore.protocols import StorageBackend, StorageOptions
 
 
 class OnMiniStack:
@@ -38,18 +38,14 @@ class TestMiniStack(OnMiniStack, StorageBackendTests):
     examples = 5
 
 
-class TestNewObjectsOnMiniStack(OnMiniStack, CreatesObjectsTests):
+class TestNewObjectsOnMiniStack(OnMiniStack, NewObjectTests):
     """Objects that replace nothing."""
 
 
-class TestUploadsOnMiniStack(OnMiniStack, HoldsUploadsTests):
+class TestUploadsOnMiniStack(OnMiniStack, UploadsTests):
     """Unfinished uploads."""
 
     upload_bytes = 11 << 20
-
-
-class TestDeletionsOnMiniStack(OnMiniStack, RepeatsDeletionsTests):
-    """Deletions that are asked for again."""
 
 
 @pytest.mark.slow
@@ -87,7 +83,7 @@ class TestMoto(StorageBackendTests):
 
 
 @pytest.mark.slow
-class TestUploadsOnMoto(HoldsUploadsTests):
+class TestUploadsOnMoto(UploadsTests):
     """Unfinished uploads on another server."""
 
     upload_bytes = 11 << 20
@@ -96,7 +92,7 @@ class TestUploadsOnMoto(HoldsUploadsTests):
 
 
 @pytest.mark.slow
-class TestNewObjectsOnMoto(CreatesObjectsTests):
+class TestNewObjectsOnMoto(NewObjectTests):
     """Objects that replace nothing, on another server."""
 
     use_server = TestMoto.use_server
@@ -108,9 +104,8 @@ class TestMore(OnMiniStack):
 
     def test_it_says_how_it_is_asked_best(self) -> None:
         storage = self.open("run")
-        assert isinstance(storage, ManyRequests) and isinstance(storage, HoldsUploads)
-        assert storage.concurrency > 1
-        assert storage.part_bytes == 5 << 20
+        assert storage.capabilities.concurrency > 1
+        assert storage.capabilities.part_bytes == 5 << 20
 
     @pytest.mark.slow
     def test_lists_of_several_pages(self) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 from fsspec import AbstractFileSystem  # type: ignore[import-untyped]  # it has no types
 from fsspec.asyn import AsyncFileSystem  # type: ignore[import-untyped]  # it has no types
 
 from ckptcore.errors import AtomicityError, ObjectNotFoundError, StorageError
 from ckptcore.model import check_directory_key, check_key
-from ckptcore.protocols import ObjectWriter, PutCondition, StorageAddress
+from ckptcore.protocols import ObjectWriter, PutCondition, StorageBackend, StorageCapabilities
 from ckptcore.redaction import chainable, redacted
 from ckptcore_fsspec.failures import MISSING_OBJECT_ERRORS, converted_errors, failure
 from ckptcore_fsspec.file_systems import Connection, FileSystem
@@ -26,15 +26,14 @@ _UNSIZED_READ_BYTES: Final = 64 << 20
 """Largest range that is read without knowing the size of the object."""
 
 
-class FsspecStorage:
+class FsspecStorage(StorageBackend):
     """Objects by key. Any thread.
 
     `put` refuses conditions, because fsspec has no conditional puts by a tag.
     """
 
-    request_bytes: ClassVar[int] = 4 << 20
-    concurrency: ClassVar[int] = 8
-    part_bytes: ClassVar[int] = 1  # fsspec does its own buffering
+    # fsspec does its own buffering of what is written in pieces.
+    capabilities = StorageCapabilities(request_bytes=4 << 20, concurrency=8)
 
     def __init__(self, connection: Connection, url: str) -> None:
         self._connection = connection
@@ -44,11 +43,6 @@ class FsspecStorage:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._url!r})"
-
-    @property
-    def address(self) -> StorageAddress | None:
-        """None: fsspec does not expose the address and credentials that native I/O needs."""
-        return None
 
     # --- reading
 

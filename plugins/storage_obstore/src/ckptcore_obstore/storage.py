@@ -8,7 +8,7 @@ import numpy as np
 
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, StorageError, StorageFullError
 from ckptcore.model import check_directory_key, check_key
-from ckptcore.protocols import PutCondition, StorageAddress
+from ckptcore.protocols import PutCondition, StorageAddress, StorageBackend, StorageCapabilities
 from ckptcore_obstore.buckets import Bucket
 from ckptcore_obstore.failures import FailureKind, RequestFailed
 from ckptcore_obstore.listing import list_objects
@@ -18,7 +18,7 @@ from ckptcore_obstore.writer import PartWriter
 __all__ = ["ObjectStoreDirectory"]
 
 
-class ObjectStoreDirectory:
+class ObjectStoreDirectory(StorageBackend):
     """Objects in a directory of a bucket. Any thread."""
 
     def __init__(self, bucket: Bucket, directory: str) -> None:
@@ -28,6 +28,8 @@ class ObjectStoreDirectory:
         """
         self._bucket = bucket
         self._service = bucket.service
+        tuning = bucket.service.tuning
+        self._capabilities = StorageCapabilities(tuning.request_bytes, tuning.concurrency, tuning.part_bytes)
         self._prefix = _spelled(check_directory_key(directory)) + "/" if directory else ""
         self._url = f"{bucket.service.url}/{self._prefix}"
 
@@ -40,19 +42,9 @@ class ObjectStoreDirectory:
         return self._bucket
 
     @property
-    def request_bytes(self) -> int:
-        """Preferred size of a read in bytes."""
-        return self._service.tuning.request_bytes
-
-    @property
-    def concurrency(self) -> int:
-        """Useful number of concurrent requests."""
-        return self._service.tuning.concurrency
-
-    @property
-    def part_bytes(self) -> int:
-        """Preferred size of a write in bytes."""
-        return self._service.tuning.part_bytes
+    def capabilities(self) -> StorageCapabilities:
+        """Requests as the options of the service say."""
+        return self._capabilities
 
     @property
     def address(self) -> StorageAddress | None:

@@ -88,9 +88,8 @@ from ckptcore_testing.samples import (
 from ckptcore_testing.simulated_disk import SimulatedDisk
 from ckptcore_testing.simulated_storage import open_simulated
 from ckptcore_testing.storage import StorageBackendTests
-from ckptcore_testing.storage_deletions import RepeatsDeletionsTests
 from ckptcore_testing.storage_directories import AtomicDirectoriesTests
-from ckptcore_testing.storage_writers import CreatesObjectsTests, HoldsUploadsTests
+from ckptcore_testing.storage_writers import NewObjectTests, UploadsTests
 from ckptcore_testing.thread_collectives import ThreadCollectives, ThreadNetwork
 from ckptcore_testing.thread_coordinator import ThreadCoordinator, ThreadJob
 from ckptcore_testing.trees import assert_same_tree, assert_same_value
@@ -108,7 +107,6 @@ __all__ = [
     "ContainerSample",
     "CoordinatorTests",
     "CrashAt",
-    "CreatesObjectsTests",
     "CutContent",
     "DeliverLater",
     "Duplicate",
@@ -127,7 +125,6 @@ __all__ = [
     "FullAfter",
     "HTTPAnswer",
     "HTTPHead",
-    "HoldsUploadsTests",
     "InterruptAfter",
     "InterruptBefore",
     "LateHostMemory",
@@ -140,11 +137,11 @@ __all__ = [
     "LeafHandlerTests",
     "LoggedRequest",
     "LoseAnswer",
+    "NewObjectTests",
     "Operation",
     "PluginTests",
     "ProxiedRequest",
     "RepeatLater",
-    "RepeatsDeletionsTests",
     "RequestFault",
     "RequestPlan",
     "RequestsFailing",
@@ -167,6 +164,7 @@ __all__ = [
     "ThreadNetwork",
     "Throttle",
     "TruncateAnswer",
+    "UploadsTests",
     "Wait",
     "assert_same_bits",
     "assert_same_tree",

@@ -11,7 +11,7 @@ from typing import Final, Literal, TypeAlias
 
 from ckptcore.builtin.memory import MemoryStorages
 from ckptcore.errors import ObjectNotFoundError, StorageError
-from ckptcore.protocols import Buffer, ObjectWriter, PutCondition, StorageAddress, StorageBackend, StorageOptions
+from ckptcore.protocols import Buffer, ObjectWriter, PutCondition, StorageBackend, StorageCapabilities, StorageOptions
 
 __all__ = ["FarRequest", "FarRequestKind", "FarStorage"]
 
@@ -38,14 +38,14 @@ class FarRequest:
     stop: int = 0
 
 
-class FarStorage:
-    """A `ckptcore.protocols.StorageBackend` of `ManyRequests` that behaves as the client of an object store does. Any thread.
+class FarStorage(StorageBackend):
+    """A storage that behaves as the client of an object store does. Any thread.
 
     An object in pieces is uploaded in parts: what comes in whole parts is sent as it is, before `write_at` returns; everything
     else is held until a part is complete. One that is no larger than a part is put with `finish`.
 
     Attributes:
-        concurrency, part_bytes, request_bytes: as in the protocols.
+        concurrency, part_bytes, request_bytes: its capabilities.
         latency: seconds until a request is answered.
         bytes_per_second: of one request; None: no limit.
         most_at_once: requests that are answered at once; more are refused, and made again after a while, as clients do. None: all.
@@ -84,9 +84,9 @@ class FarStorage:
         self._lock = threading.Lock()
 
     @property
-    def address(self) -> StorageAddress | None:
-        """None: native I/O does not find it."""
-        return None
+    def capabilities(self) -> StorageCapabilities:
+        """The requests that suit it."""
+        return StorageCapabilities(self.request_bytes, self.concurrency, self.part_bytes)
 
     def count(self, *kinds: FarRequestKind) -> int:
         """How many requests of these kinds were made; of all kinds without any."""

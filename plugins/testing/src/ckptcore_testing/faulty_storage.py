@@ -7,8 +7,6 @@ from contextlib import AbstractContextManager
 
 from ckptcore import Context
 from ckptcore.errors import CorruptCheckpointError
-from ckptcore.io.object_writes import abort_uploads, open_new
-from ckptcore.io.requests import requests_of
 from ckptcore.plugins import Plugins, installed_plugins
 from ckptcore.protocols import (
     AtomicDirectories,
@@ -17,6 +15,7 @@ from ckptcore.protocols import (
     PutCondition,
     StorageAddress,
     StorageBackend,
+    StorageCapabilities,
     StorageOpener,
 )
 from ckptcore.runtime import with_registry
@@ -53,8 +52,11 @@ def with_storage(context: Context, scheme: str, opener: StorageOpener) -> Contex
     return with_registry(context, _OneMoreStorage(scheme, opener))
 
 
-class FaultyStorage:
-    """A storage with the faults of a plan. Any thread."""
+class FaultyStorage(StorageBackend):
+    """A storage with the faults of a plan. Any thread.
+
+    `open_reader`, `hold_open` and `delete_while` are the defaults, whose reads and deletions meet the faults.
+    """
 
     def __init__(self, inner: StorageBackend, plan: FaultPlan) -> None:
         """Put faults into a storage; `with_faults` also keeps its directories."""
@@ -62,19 +64,9 @@ class FaultyStorage:
         self.plan = plan
 
     @property
-    def request_bytes(self) -> int:
-        """As the storage's."""
-        return self.inner.request_bytes
-
-    @property
-    def concurrency(self) -> int:
-        """As the storage's; 1 where it does not matter there."""
-        return requests_of(self.inner).concurrency
-
-    @property
-    def part_bytes(self) -> int:
-        """As the storage's; 1 where it does not matter there."""
-        return requests_of(self.inner).part_bytes
+    def capabilities(self) -> StorageCapabilities:
+        """Those of the storage."""
+        return self.inner.capabilities
 
     @property
     def address(self) -> StorageAddress | None:
@@ -137,13 +129,13 @@ class FaultyStorage:
         return step.run(lambda: _FaultyWriter(key, self.inner.open_writer(key, size), self.plan))
 
     def open_new(self, key: str, size: int | None = None) -> ObjectWriter:
-        """See `CreatesObjects`."""
+        """See `StorageBackend`."""
         step = self.plan.begin("open_new", [key])
-        return step.run(lambda: _FaultyWriter(key, open_new(self.inner, key, size), self.plan))
+        return step.run(lambda: _FaultyWriter(key, self.inner.open_new(key, size), self.plan))
 
     def abort_uploads(self, prefix: str = "") -> int:
-        """See `HoldsUploads`."""
-        return self.plan.begin("abort_uploads", [prefix]).run(lambda: abort_uploads(self.inner, prefix))
+        """See `StorageBackend`."""
+        return self.plan.begin("abort_uploads", [prefix]).run(lambda: self.inner.abort_uploads(prefix))
 
     def list(self, prefix: str = "") -> Iterator[str]:
         """See `StorageBackend`."""

@@ -18,7 +18,15 @@ from ckptcore.errors import (
     StorageError,
 )
 from ckptcore.model.objects import check_key
-from ckptcore.protocols import Buffer, IfAbsent, ObjectWriter, PutCondition, StorageAddress, StorageOptions
+from ckptcore.protocols import (
+    Buffer,
+    IfAbsent,
+    ObjectWriter,
+    PutCondition,
+    StorageBackend,
+    StorageCapabilities,
+    StorageOptions,
+)
 from ckptcore_testing.simulated_disk import DiskDirectory, DiskFile, DiskNode, SimulatedDisk
 
 __all__ = ["SimulatedStorage", "open_simulated"]
@@ -38,24 +46,17 @@ def open_simulated(disk: SimulatedDisk, url: str, options: StorageOptions) -> Si
     return SimulatedStorage(disk, tuple([part for part in path.split("/") if part]), durable=options.durable)
 
 
-class SimulatedStorage:
+class SimulatedStorage(StorageBackend):
     """The files below a directory of a `SimulatedDisk`. Any thread; offers `AtomicDirectories` too."""
+
+    # Requests are small, so that tests see them split.
+    capabilities = StorageCapabilities(request_bytes=64 << 10)
 
     def __init__(self, disk: SimulatedDisk, directory: tuple[str, ...], *, durable: bool) -> None:
         self._disk = disk
         self._root = directory
         self._durable = durable
         self._temporary = itertools.count()
-
-    @property
-    def request_bytes(self) -> int:
-        """Small, so that tests see requests split."""
-        return 64 << 10
-
-    @property
-    def address(self) -> StorageAddress | None:
-        """None: native I/O knows no simulated disk."""
-        return None
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -321,6 +322,9 @@ class SimulatedStorage:
 
 
 class _HeldDirectory:
+    # Requests are small, so that tests see them split.
+    capabilities = StorageCapabilities(request_bytes=64 << 10)
+
     def __init__(self, disk: SimulatedDisk, directory: DiskDirectory) -> None:
         self._disk = disk
         self._directory = directory

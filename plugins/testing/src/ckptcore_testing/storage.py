@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 import uuid
@@ -19,8 +20,10 @@ from ckptcore.errors import (
     CorruptCheckpointError,
     InvalidLocationError,
     ObjectNotFoundError,
+    SaveLostError,
 )
-from ckptcore.protocols import IF_ABSENT, HoldsObjects, IfTag, ManyRequests, OpensObjects, StorageBackend
+from ckptcore.protocols import IF_ABSENT, HeldReader, IfTag, StorageBackend
+from ckptcore.protocols.storage import ReaderByKey
 from ckptcore_testing.cases import check_each
 from ckptcore_testing.storage_model import storage_machine
 
@@ -71,19 +74,12 @@ class StorageBackendTests:
         """An empty directory."""
         return self.open(name)
 
-    def test_it_says_how_many_requests_suit_it(self, storage: StorageBackend) -> None:
-        if not isinstance(storage, ManyRequests):
-            pytest.skip("this storage says nothing of requests")
-        assert isinstance(storage.concurrency, int)
-        assert storage.concurrency >= 1
-        assert isinstance(storage.part_bytes, int)
-        assert storage.part_bytes == 1 or (storage.part_bytes > 0 and storage.part_bytes % (1 << 20) == 0)
-
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def test_it_says_what_it_is(self, storage: StorageBackend) -> None:
-        assert isinstance(storage.request_bytes, int)
-        assert storage.request_bytes > 0
+        suited = storage.capabilities
+        assert all(isinstance(count, int) and count > 0 for count in dataclasses.astuple(suited))
+        assert suited.part_bytes == 1 or suited.part_bytes % (1 << 20) == 0
         assert storage.address is None or storage.address.url.endswith("/")
 
     def test_a_new_directory_has_nothing(self, storage: StorageBackend) -> None:
@@ -182,12 +178,12 @@ class StorageBackendTests:
             assert caught.value.start <= 1000
 
     def test_an_open_object_stays_itself(self, storage: StorageBackend) -> None:
-        if not isinstance(storage, OpensObjects):
+        _write(storage, "data", b"old" * 1000)
+        reader = storage.open_reader("data")
+        if isinstance(reader, ReaderByKey):
             pytest.skip("this storage finds an object anew for each read")
         with pytest.raises(ObjectNotFoundError):
             storage.open_reader("absent")
-        _write(storage, "data", b"old" * 1000)
-        reader = storage.open_reader("data")
         memory = bytearray(6)
         reader.get_into([(0, memoryview(memory))])
         assert memory == b"oldold"
@@ -201,12 +197,12 @@ class StorageBackendTests:
         assert caught.value.key == "data"
 
     def test_a_held_object_stays_itself_and_tells_of_changes(self, storage: StorageBackend) -> None:
-        if not isinstance(storage, HoldsObjects):
+        _write(storage, "data", b"old" * 1000)
+        reader = storage.hold_open("data")
+        if not isinstance(reader, HeldReader):
             pytest.skip("this storage holds no objects for many small reads")
         with pytest.raises(ObjectNotFoundError):
             storage.hold_open("absent")
-        _write(storage, "data", b"old" * 1000)
-        reader = storage.hold_open("data")
         stamp = reader.stamp()
         memory = bytearray(6)
         reader.get_into([(3, memoryview(memory)[:3]), (0, memoryview(memory)[3:])])
@@ -220,6 +216,7 @@ class StorageBackendTests:
         mapped = reader.memory()
         assert mapped is None or (mapped.readonly and mapped[:3000] == b"old" * 1000)
         again = storage.hold_open("data")
+        assert isinstance(again, HeldReader)
         again.get_into([(0, memoryview(memory))])
         assert memory == b"newern" and again.size() == 5000
         with pytest.raises(CorruptCheckpointError, match="data") as caught:
@@ -389,9 +386,7 @@ class StorageBackendTests:
         check_each(partial(self._check_a_writer_takes_what_one_request_carries, storage), (True, False))
 
     def _check_a_writer_takes_what_one_request_carries(self, storage: StorageBackend, known: bool) -> None:
-        if not isinstance(storage, ManyRequests):
-            pytest.skip("this storage says nothing of requests")
-        part = max(storage.part_bytes, 1 << 20)
+        part = max(storage.capabilities.part_bytes, 1 << 20)
         data = _pattern(3 * part + part // 2 + 1)
         writer = storage.open_writer("data", len(data) if known else None)
         with ThreadPoolExecutor(4) as pool:
@@ -474,6 +469,26 @@ class StorageBackendTests:
         storage.put("a/b", b"1")
         storage.delete(["a"])
         assert list(storage.list()) == ["a/b"]
+
+    def test_a_deletion_is_checked_before_anything_is_deleted(self, storage: StorageBackend) -> None:
+        for key in ("a/b", "c", "tab\tname"):
+            storage.put(key, b"1")
+        seen: list[list[str]] = []
+        storage.delete_while(["a/b", "tab\tname", "missing"], lambda: seen.append(list(storage.list())))
+        assert seen and seen[0] == ["a/b", "c", "tab\tname"]
+        assert list(storage.list()) == ["c"]
+        storage.delete_while([], lambda: None)
+        assert list(storage.list()) == ["c"]
+
+    def test_an_error_of_the_check_ends_a_deletion(self, storage: StorageBackend) -> None:
+        storage.put("a", b"1")
+
+        def refuse() -> None:
+            raise SaveLostError("another save is here")
+
+        with pytest.raises(SaveLostError, match="another save is here"):
+            storage.delete_while(["a"], refuse)
+        assert list(storage.list()) == ["a"]
 
     def test_objects_come_and_go_in_one_directory(self, storage: StorageBackend) -> None:
         """A directory that vanishes as it becomes empty takes nothing along that is just being written."""

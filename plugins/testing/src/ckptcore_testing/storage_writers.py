@@ -1,34 +1,26 @@
-"""What writers of a storage must do on top that replace nothing, or whose pieces are kept, as tests to inherit."""
+"""Tests of new objects and of unfinished uploads, to inherit."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from typing import Final, Protocol
+from typing import Final
 
 import pytest
 
 from ckptcore.errors import ConditionFailedError, InvalidLocationError, ObjectNotFoundError, StorageError
-from ckptcore.protocols import CreatesObjects, HoldsUploads, ObjectWriter, StorageBackend
+from ckptcore.protocols import ObjectWriter, StorageBackend
 from ckptcore_testing.storage import HOSTILE_KEYS
 
-__all__ = ["CreatesObjectsTests", "HoldsUploadsTests", "NewObjectStorage", "UploadStorage"]
+__all__ = ["NewObjectTests", "UploadsTests"]
 
 _PIECE_BYTES: Final = 1 << 20
 _SECONDS: Final = 60.0
 """How long an upload may take to begin that is written in the background."""
 
 
-class NewObjectStorage(StorageBackend, CreatesObjects, Protocol):
-    """A storage that is both."""
-
-
-class UploadStorage(StorageBackend, HoldsUploads, Protocol):
-    """A storage that is both."""
-
-
-class CreatesObjectsTests:
-    """Inherit, give `open`, and pytest collects the tests; beside `StorageBackendTests`, in a class of its own.
+class NewObjectTests:
+    """Tests of `StorageBackend.open_new`, for a storage without real directories. Inherit, give `open`, and pytest collects them.
 
     Attributes:
         large_bytes: so many bytes go in several requests.
@@ -36,7 +28,7 @@ class CreatesObjectsTests:
 
     large_bytes: int = (9 << 20) + 17
 
-    def open(self, directory: str) -> NewObjectStorage:
+    def open(self, directory: str) -> StorageBackend:
         """Open a directory; within one test the same name opens the same one.
 
         Args:
@@ -45,16 +37,13 @@ class CreatesObjectsTests:
         raise NotImplementedError("give the class the method `open`")
 
     @pytest.fixture
-    def storage(self) -> NewObjectStorage:
+    def storage(self) -> StorageBackend:
         """An empty directory."""
         return self.open(f"conformance-{uuid.uuid4().hex}")
 
-    def test_it_offers_the_protocol(self, storage: NewObjectStorage) -> None:
-        assert isinstance(storage, CreatesObjects)
-
     @pytest.mark.parametrize("known", [True, False], ids=["size known", "size unknown"])
     @pytest.mark.parametrize("size", ["empty", "small", "large"])
-    def test_a_new_object_is_created(self, storage: NewObjectStorage, size: str, known: bool) -> None:
+    def test_a_new_object_is_created(self, storage: StorageBackend, size: str, known: bool) -> None:
         data = self._data(size)
         writer = storage.open_new("directory/data", len(data) if known else None)
         _write_pieces(writer, data)
@@ -66,7 +55,7 @@ class CreatesObjectsTests:
     @pytest.mark.parametrize("known", [True, False], ids=["size known", "size unknown"])
     @pytest.mark.parametrize("size", ["empty", "small", "large"])
     @pytest.mark.parametrize("moment", ["before it was opened", "before it was finished"])
-    def test_nothing_is_replaced(self, storage: NewObjectStorage, moment: str, size: str, known: bool) -> None:
+    def test_nothing_is_replaced(self, storage: StorageBackend, moment: str, size: str, known: bool) -> None:
         data = self._data(size)
         if moment == "before it was opened":
             tag = storage.put("directory/data", b"another's")
@@ -83,7 +72,7 @@ class CreatesObjectsTests:
 
     @pytest.mark.parametrize("known", [True, False], ids=["size known", "size unknown"])
     @pytest.mark.parametrize("size", ["small", "large"])
-    def test_it_is_finished_once_nothing_is_in_its_way(self, storage: NewObjectStorage, size: str, known: bool) -> None:
+    def test_it_is_finished_once_nothing_is_in_its_way(self, storage: StorageBackend, size: str, known: bool) -> None:
         data = self._data(size)
         writer = storage.open_new("data", len(data) if known else None)
         _write_pieces(writer, data)
@@ -95,7 +84,7 @@ class CreatesObjectsTests:
         assert storage.get("data") == data
         assert list(storage.list()) == ["data"]
 
-    def test_one_of_two_is_finished(self, storage: NewObjectStorage) -> None:
+    def test_one_of_two_is_finished(self, storage: StorageBackend) -> None:
         data = self._data("large")
         writers = [storage.open_new("data", len(data)) for _ in range(2)]
         for writer, text in zip(writers, (data, bytes(len(data))), strict=True):
@@ -106,7 +95,7 @@ class CreatesObjectsTests:
         writers[1].abort()
         assert storage.get("data") == data
 
-    def test_abort_leaves_nothing(self, storage: NewObjectStorage) -> None:
+    def test_abort_leaves_nothing(self, storage: StorageBackend) -> None:
         data = self._data("large")
         writer = storage.open_new("directory/data", len(data))
         _write_pieces(writer, data[: len(data) // 2])
@@ -116,7 +105,7 @@ class CreatesObjectsTests:
         with pytest.raises(ObjectNotFoundError):
             storage.get("directory/data")
 
-    def test_an_object_that_was_deleted_is_none(self, storage: NewObjectStorage) -> None:
+    def test_an_object_that_was_deleted_is_none(self, storage: StorageBackend) -> None:
         storage.put("data", b"another's")
         writer = storage.open_new("data", 3)
         writer.write_at(0, b"new")
@@ -125,7 +114,7 @@ class CreatesObjectsTests:
         assert storage.get("data") == b"new"
 
     @pytest.mark.parametrize("key", HOSTILE_KEYS, ids=ascii)
-    def test_hostile_keys_are_refused(self, storage: NewObjectStorage, key: str) -> None:
+    def test_hostile_keys_are_refused(self, storage: StorageBackend, key: str) -> None:
         with pytest.raises(InvalidLocationError):
             storage.open_new(key, 1)
         assert list(storage.list()) == []
@@ -135,8 +124,8 @@ class CreatesObjectsTests:
         return (bytes(range(251)) * (nbytes // 251 + 1))[:nbytes]
 
 
-class HoldsUploadsTests:
-    """Inherit, give `open`, and pytest collects the tests; beside `StorageBackendTests`, in a class of its own.
+class UploadsTests:
+    """Tests of `StorageBackend.abort_uploads`, for a storage that keeps pieces of unfinished objects. Use as `NewObjectTests`.
 
     Attributes:
         upload_bytes: what so many bytes of an unfinished object are written of, the service keeps pieces of.
@@ -144,7 +133,7 @@ class HoldsUploadsTests:
 
     upload_bytes: int = 24 << 20
 
-    def open(self, directory: str) -> UploadStorage:
+    def open(self, directory: str) -> StorageBackend:
         """Open a directory; within one test the same name opens the same one.
 
         Args:
@@ -158,18 +147,15 @@ class HoldsUploadsTests:
         return f"conformance-{uuid.uuid4().hex}"
 
     @pytest.fixture
-    def storage(self, name: str) -> UploadStorage:
+    def storage(self, name: str) -> StorageBackend:
         """An empty directory."""
         return self.open(name)
 
-    def test_it_offers_the_protocol(self, storage: UploadStorage) -> None:
-        assert isinstance(storage, HoldsUploads)
-
-    def test_a_new_directory_has_none(self, storage: UploadStorage) -> None:
+    def test_a_new_directory_has_none(self, storage: StorageBackend) -> None:
         assert storage.abort_uploads() == 0
         assert storage.abort_uploads("a/b") == 0
 
-    def test_an_upload_that_was_given_up_is_never_finished(self, storage: UploadStorage, name: str) -> None:
+    def test_an_upload_that_was_given_up_is_never_finished(self, storage: StorageBackend, name: str) -> None:
         writer = self._begin(storage, "a/b/data")
         self._abort(self.open(name), "a", 1)
         with pytest.raises(StorageError):
@@ -181,7 +167,7 @@ class HoldsUploadsTests:
         again.finish()
         assert storage.size("a/b/data") == self.upload_bytes
 
-    def test_only_those_below_a_directory_are_given_up(self, storage: UploadStorage) -> None:
+    def test_only_those_below_a_directory_are_given_up(self, storage: StorageBackend) -> None:
         elsewhere = {key: self._begin(storage, key) for key in ("ab/data", "a.b", "b/a/data")}
         inside = self._begin(storage, "a/data")
         self._abort(storage, "a/", 1)
@@ -192,7 +178,7 @@ class HoldsUploadsTests:
             assert storage.size(key) == self.upload_bytes
         assert storage.abort_uploads() == 0
 
-    def test_all_of_a_storage_are_given_up(self, storage: UploadStorage) -> None:
+    def test_all_of_a_storage_are_given_up(self, storage: StorageBackend) -> None:
         writers = [self._begin(storage, key) for key in ("data", "a/data")]
         self._abort(storage, "", 2)
         for writer in writers:
@@ -200,19 +186,19 @@ class HoldsUploadsTests:
                 writer.finish()
         assert list(storage.list()) == []
 
-    def test_what_is_finished_stays(self, storage: UploadStorage) -> None:
+    def test_what_is_finished_stays(self, storage: StorageBackend) -> None:
         self._begin(storage, "a/data").finish()
         storage.put("a/small", b"1")
         assert storage.abort_uploads("a") == 0
         assert storage.size("a/data") == self.upload_bytes
         assert storage.get("a/small") == b"1"
 
-    def test_what_its_writer_gave_up_is_none(self, storage: UploadStorage) -> None:
+    def test_what_its_writer_gave_up_is_none(self, storage: StorageBackend) -> None:
         self._begin(storage, "a/data").abort()
         assert storage.abort_uploads("a") == 0
 
     @pytest.mark.parametrize("key", [key for key in HOSTILE_KEYS if key not in ("", "a/")], ids=ascii)
-    def test_hostile_keys_are_refused(self, storage: UploadStorage, key: str) -> None:
+    def test_hostile_keys_are_refused(self, storage: StorageBackend, key: str) -> None:
         with pytest.raises(InvalidLocationError):
             storage.abort_uploads(key)
 
@@ -222,7 +208,7 @@ class HoldsUploadsTests:
         _write_pieces(writer, bytes(self.upload_bytes))
         return writer
 
-    def _abort(self, storage: UploadStorage, prefix: str, expected: int) -> None:
+    def _abort(self, storage: StorageBackend, prefix: str, expected: int) -> None:
         """Give uploads up, which may just be beginning."""
         found = storage.abort_uploads(prefix)
         deadline = time.monotonic() + _SECONDS

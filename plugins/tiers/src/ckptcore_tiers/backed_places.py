@@ -12,11 +12,17 @@ from ckptcore.commit.location import IndirectPlace, Location, Within, resolve_lo
 from ckptcore.commit.root import ROOT_KEY, Root
 from ckptcore.commit.root_json import decode_root
 from ckptcore.errors import ObjectNotFoundError
-from ckptcore.io.requests import hold_reader, open_reader
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import JSON
 from ckptcore.plugins import Plugins
-from ckptcore.protocols import ObjectWriter, PutCondition, RangeReader, StorageAddress, StorageBackend
+from ckptcore.protocols import (
+    ObjectWriter,
+    PutCondition,
+    RangeReader,
+    StorageAddress,
+    StorageBackend,
+    StorageCapabilities,
+)
 
 __all__ = ["BackedDirectory", "BackedPlace"]
 
@@ -50,7 +56,7 @@ class BackedPlace(IndirectPlace):
         return replace(near, parent=BackedDirectory(near.parent, near.name, far.parent, far.name), of_host=True)
 
 
-class BackedDirectory:
+class BackedDirectory(StorageBackend):
     """The directory of a checkpoint, as a storage to read from. Any thread.
 
     Objects that the checkpoint lacks are read from its other copy, if that has the same root, byte for byte. The root
@@ -75,9 +81,9 @@ class BackedDirectory:
         self._objects: dict[str, Mapping[str, ObjectRecord]] = {}
 
     @property
-    def request_bytes(self) -> int:
-        """As that of the directory itself."""
-        return self._near.request_bytes
+    def capabilities(self) -> StorageCapabilities:
+        """Those of the directory itself."""
+        return self._near.capabilities
 
     @property
     def address(self) -> StorageAddress | None:
@@ -126,20 +132,20 @@ class BackedDirectory:
         self._read(key, lambda store, there: store.get_into(there, ranges))
 
     def open_reader(self, key: str) -> RangeReader:
-        """See `OpensObjects`. A storage that finds objects only as they are read is asked whether it is there."""
+        """See `StorageBackend`. A storage that finds objects only as they are read is asked whether it is there."""
 
         def open_there(store: StorageBackend, there: str) -> RangeReader:
             store.size(there)
-            return open_reader(store, there)
+            return store.open_reader(there)
 
         return self._read(key, open_there)
 
     def hold_open(self, key: str) -> RangeReader:
-        """See `HoldsObjects`; as `open_reader`."""
+        """See `StorageBackend`; as `open_reader`."""
 
         def hold_there(store: StorageBackend, there: str) -> RangeReader:
             store.size(there)
-            return hold_reader(store, there)
+            return store.hold_open(there)
 
         return self._read(key, hold_there)
 
@@ -190,6 +196,14 @@ class BackedDirectory:
         """See `StorageBackend`; here only."""
         return self._near.open_writer(key, size)
 
+    def open_new(self, key: str, size: int | None = None) -> ObjectWriter:
+        """See `StorageBackend`; here only."""
+        return self._near.open_new(key, size)
+
+    def abort_uploads(self, prefix: str = "") -> int:
+        """See `StorageBackend`; here only."""
+        return self._near.abort_uploads(prefix)
+
     def list(self, prefix: str = "") -> Iterator[str]:
         """See `StorageBackend`; what is here."""
         return self._near.list(prefix)
@@ -201,6 +215,10 @@ class BackedDirectory:
     def delete(self, keys: Sequence[str]) -> None:
         """See `StorageBackend`; here only."""
         self._near.delete(keys)
+
+    def delete_while(self, keys: Sequence[str], check: Callable[[], None]) -> None:
+        """See `StorageBackend`; here only."""
+        self._near.delete_while(keys, check)
 
     def sync(self, keys: Sequence[str]) -> None:
         """See `StorageBackend`; here only."""

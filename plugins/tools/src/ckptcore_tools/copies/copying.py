@@ -34,7 +34,6 @@ from ckptcore.errors import (
     SaveLostError,
     StorageError,
 )
-from ckptcore.io.object_writes import abort_uploads
 from ckptcore.io.requests import requests_of
 from ckptcore.io.threads import run_each
 from ckptcore.loading.foreign import foreign_checkpoints
@@ -273,7 +272,7 @@ class _Copy:
     def _abort_uploads(self) -> None:
         """Give up what copies before this one had begun to upload: where it is kept, it is paid for, and nobody finishes it."""
         try:
-            abort_uploads(self._destination.store)
+            self._destination.store.abort_uploads()
         except StorageError as error:
             # The copy is committed; who may write need not be allowed to look at uploads.
             logger.warning(

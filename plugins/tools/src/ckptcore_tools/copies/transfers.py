@@ -14,7 +14,7 @@ import numpy as np
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.io.checksums import BlockChecksums, RecordedChecksums
 from ckptcore.io.memory import map_pages
-from ckptcore.io.requests import SIZES, Sizes, open_reader, requests_of
+from ckptcore.io.requests import SIZES, Sizes, requests_of
 from ckptcore.io.threads import IOThreads, run_each
 from ckptcore.model import ObjectRecord
 from ckptcore.protocols import ObjectWriter, RangeReader, StorageBackend
@@ -76,7 +76,7 @@ class Transfer:
         self._parallelism: Final = max(of_source.concurrency, of_destination.concurrency)
         # Whole blocks, so that no checksum is of bytes that two threads have, and whole parts of an upload.
         whole = math.lcm(sizes.block, of_destination.part_bytes)
-        self._piece_bytes: Final = -(-max(sizes.task, source.request_bytes) // whole) * whole
+        self._piece_bytes: Final = -(-max(sizes.task, of_source.request_bytes) // whole) * whole
         self._buffers: list[memoryview] = []
         self._lock = threading.Lock()
         self.counts = TransferCounts()
@@ -219,7 +219,7 @@ class _Sending:
         with self._lock:
             # Not before, so that few objects are open at once.
             if self._writer is None:
-                self._reader = open_reader(self._source, self._record.key)
+                self._reader = self._source.open_reader(self._record.key)
                 if self._record.checksums:
                     self._recorded = RecordedChecksums(self._record, block_bytes=self._sizes.block)
                 else:

@@ -74,14 +74,12 @@ class SizeOnlySnapshot:
                 self._taken_bytes -= self._host_bytes[item].copied
 
 
-class CountingObjects:
+class CountingObjects(StorageBackend):
     """A `ckptcore.protocols.StorageBackend` of objects. Only of roots does it keep the bytes: a save reads its claim. Any thread.
 
     Attributes:
         sizes: by key, the bytes of an object.
     """
-
-    request_bytes = 1 << 20
 
     def __init__(self) -> None:
         """Begin empty."""
@@ -103,11 +101,6 @@ class CountingObjects:
     def _count(self, kind: str) -> None:
         with self._lock:
             self._counts[kind] += 1
-
-    @property
-    def address(self) -> StorageAddress | None:
-        """None: there is nothing for native I/O."""
-        return None
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         """See `StorageBackend`; of roots only."""
@@ -162,7 +155,7 @@ class CountingObjects:
         return _NoWriter()
 
     def open_new(self, key: str, size: int | None = None) -> ObjectWriter:
-        """See `CreatesObjects`; every object is new here."""
+        """See `StorageBackend`; every object is new here."""
         return self.open_writer(key, size)
 
     def list(self, prefix: str = "") -> Iterator[str]:

@@ -35,11 +35,8 @@ def open_attic(url: str, options: StorageOptions) -> StorageBackend:
     return Attic(Path(database + ".sqlite"), directory.strip("/"), durable=options.durable)
 
 
-class Attic:
+class Attic(StorageBackend):
     """A directory of a database."""
-
-    request_bytes = 1 << 20
-    address = None
 
     def __init__(self, database: Path, directory: str, *, durable: bool) -> None:
         self._database = database
