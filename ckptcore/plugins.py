@@ -43,6 +43,12 @@ _IN_TREES: Final = {
     "ckpt_checkpointable_handler": "checkpointable",
 }
 _AS_FILES: Final = {"ckpt_files_handler": "files"}
+_PROTOCOLS: Final[Mapping[str, type]] = {
+    "leaf": LeafHandler,
+    "container": ContainerHandler,
+    "checkpointable": CheckpointableHandler,
+}
+"""The protocols with defaults, which handlers inherit from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +196,8 @@ class Plugins:
         for hook, kind in hooks.items():
             arguments = {"leaf_type": value_type, "value_type": value_type, "example": example}
             for name, handler in _answers(getattr(self._manager.hook, hook), arguments):
+                if kind in _PROTOCOLS:
+                    expect_inherits(type(handler), _PROTOCOLS[kind])
                 candidates.append((handler.priority, name, Dispatch(**{kind: handler})))
         if not candidates:
             return Dispatch()
@@ -373,16 +381,14 @@ def _only(found: Sequence[tuple[str, object]], subject: str, option: str) -> obj
 
 
 def _as_dispatch(handler: Handler) -> Dispatch:
-    if hasattr(handler, "describe"):
-        return Dispatch(leaf=cast(LeafHandler, handler))
-    if hasattr(handler, "restore"):
-        return Dispatch(checkpointable=cast(CheckpointableHandler, handler))
-    if hasattr(handler, "unflatten"):
-        return Dispatch(container=cast(ContainerHandler, handler))
+    for kind, protocol in _PROTOCOLS.items():
+        if protocol in type(handler).__mro__:
+            return Dispatch(**{kind: handler})  # type: ignore[arg-type]  # each kind has its protocol
     if hasattr(handler, "save") and hasattr(handler, "load"):
         return Dispatch(files=handler)
     raise PluginError(
-        f"Context(plugins=PluginOptions(handlers=...)) holds {handler!r}, which is no handler of leaves, containers, checkpointables or files"
+        f"Context(plugins=PluginOptions(handlers=...)) holds {handler!r}, which is no handler: inherit from "
+        "LeafHandler, ContainerHandler or CheckpointableHandler of ckptcore.protocols, or implement FilesHandler"
     )
 
 

@@ -20,7 +20,7 @@ def _qualified(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-class _Dict:
+class _Dict(ContainerHandler):
     """dict, OrderedDict and subclasses of them; what an instance carries beside its items stays."""
 
     priority = Priority.EXACT
@@ -41,9 +41,6 @@ class _Dict:
             made[key] = child
         return made
 
-    def is_object(self, value: dict[Any, Any]) -> bool:
-        return False
-
     def replaceable(self, target: dict[Any, Any]) -> Collection[int]:
         return range(len(target))
 
@@ -53,7 +50,7 @@ class _Dict:
             target[keys[position]] = child
 
 
-class _List:
+class _List(ContainerHandler):
     """list and subclasses."""
 
     priority = Priority.EXACT
@@ -69,9 +66,6 @@ class _List:
         made[:] = children
         return made
 
-    def is_object(self, value: list[Any]) -> bool:
-        return False
-
     def replaceable(self, target: list[Any]) -> Collection[int]:
         return range(len(target))
 
@@ -80,7 +74,7 @@ class _List:
             target[position] = child
 
 
-class _Tuple:
+class _Tuple(ContainerHandler):
     """tuple, exactly."""
 
     priority = Priority.EXACT
@@ -92,7 +86,7 @@ class _Tuple:
         return tuple(children)
 
 
-class _NamedTuple:
+class _NamedTuple(ContainerHandler):
     """Named tuples of `collections.namedtuple` and `typing.NamedTuple`."""
 
     priority = Priority.EXACT
@@ -104,7 +98,7 @@ class _NamedTuple:
         return type(like)._make(children)
 
 
-class _Dataclass:
+class _Dataclass(ContainerHandler):
     """Instances of dataclasses: every field is a child; what else an instance carries stays."""
 
     priority = Priority.FALLBACK
@@ -119,9 +113,6 @@ class _Dataclass:
         for name, child in zip(_field_names(like), children, strict=True):
             object.__setattr__(made, name, child)  # also where the dataclass is frozen
         return made
-
-    def is_object(self, value: Any) -> bool:
-        return False
 
     def replaceable(self, target: Any) -> Collection[int]:
         setter: object = type(target).__setattr__

@@ -30,7 +30,7 @@ _MOST_SCALAR_BYTES: Final = 1 << 12
 elements until they are read."""
 
 
-class HostArrayHandler:
+class HostArrayHandler(LeafHandler):
     """`numpy.ndarray`, NumPy scalars, and `AbstractArray`. Also what every array leaf loads as without an abstract tree."""
 
     priority = Priority.EXACT
@@ -125,8 +125,8 @@ class HostArrayHandler:
         return [StridedMemory.of(target)] if writable else None
 
 
-class HostValueHandler:
-    """bool, int, float, complex, str, bytes and None. They live in the root, long str and bytes in arrays of uint8."""
+class HostValueHandler(LeafHandler):
+    """bool, int, float, complex, str, bytes and None. They are in the root, long str and bytes in arrays of uint8."""
 
     priority = Priority.EXACT
 
@@ -143,16 +143,12 @@ class HostValueHandler:
         """The value itself."""
         return leaf
 
-    def identity(self, leaf: Any) -> Hashable | None:
-        """None: values are not tied."""
-        return None
-
     def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard]:
         """All of it, which every process holds alike."""
         return (Shard(Box.whole(_encode_text(leaf).shape), rank, size),)
 
     def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard]:
-        """All of it, which every process holds alike."""
+        """All of it, in every process."""
         return self.shards(leaf, rank, size)
 
     def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
@@ -173,25 +169,14 @@ class HostValueHandler:
         """All of it."""
         return (Box.whole(stored.spec.shape),)
 
-    def destination(self, abstract: Any, stored: ArrayRecord, box: Box) -> HostArray | None:
-        """None: these are immutable."""
-        return None
-
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
         """The value that was saved."""
         if isinstance(stored, ValueRecord):
             return _decode_value(stored)
         return _decode_text(stored.kind, _assemble(stored.spec, boxes))
 
-    def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
-        """False: these are immutable."""
-        return False
 
-    def memory_to_fill(self, target: Any) -> None:
-        """None: these are immutable."""
-
-
-class BytesIOHandler:
+class BytesIOHandler(LeafHandler):
     """`io.BytesIO`, which programs use for the output of ``torch.save``. It is stored like bytes.
 
     A load without an abstract tree returns bytes. A buffer that a load builds is at position 0.
@@ -207,16 +192,12 @@ class BytesIOHandler:
         """An empty buffer."""
         return io.BytesIO()
 
-    def identity(self, leaf: io.BytesIO) -> Hashable | None:
-        """None: values are not tied."""
-        return None
-
     def shards(self, leaf: io.BytesIO, rank: int, size: int) -> Sequence[Shard]:
         """All of it, which every process holds alike."""
         return _VALUE_HANDLER.shards(leaf.getvalue(), rank, size)
 
     def shards_of(self, leaf: io.BytesIO, process: int | None, rank: int, size: int) -> Sequence[Shard]:
-        """All of it, which every process holds alike."""
+        """All of it, in every process."""
         return self.shards(leaf, rank, size)
 
     def host_bytes(self, leaf: io.BytesIO, boxes: Sequence[Box]) -> HostBytes:
@@ -235,20 +216,9 @@ class BytesIOHandler:
         """All of it."""
         return (Box.whole(stored.spec.shape),)
 
-    def destination(self, abstract: Any, stored: ArrayRecord, box: Box) -> HostArray | None:
-        """None: the size may change."""
-        return None
-
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
         """A buffer with the bytes that were saved."""
         return io.BytesIO(cast(bytes, _VALUE_HANDLER.build(b"", stored, boxes)))
-
-    def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
-        """False: it is replaced, like bytes."""
-        return False
-
-    def memory_to_fill(self, target: Any) -> None:
-        """None: it is replaced, like bytes."""
 
 
 _VALUE_KINDS: Final[dict[type, str]] = {

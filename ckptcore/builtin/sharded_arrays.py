@@ -13,7 +13,7 @@ from ckptcore.errors import PluginError, UnsupportedLeafError
 from ckptcore.model.arrays import ArraySpec, Box, HostArray, Shard, StridedMemory, dtype_from_name, name_of_dtype
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, ValueRecord
 from ckptcore.model.transfer import Pending, Ready
-from ckptcore.protocols import HostBytes, HostMemory, Priority
+from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
 
 __all__ = ["ArrayShard", "ShardedArray", "ShardedArrayHandler"]
 
@@ -132,7 +132,7 @@ class ShardedArray:
                 raise ValueError(f"ShardedArray of shape {self.shape}: the cuts {self.cuts} are not within it")
 
 
-class ShardedArrayHandler:
+class ShardedArrayHandler(LeafHandler):
     """`ShardedArray`."""
 
     priority = Priority.EXACT

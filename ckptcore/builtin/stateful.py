@@ -98,7 +98,7 @@ _IN_BYTES: Final = r"u?int[1-7]|float4_.*"
 def state_to_load(own: object, stored: Any, *, array: Callable[[AbstractArray], object] = lambda stored: stored) -> Any:
     """An abstract state with the structure of `stored`, whatever structure the object's own state has.
 
-    For `flatten_to_load` of a `LazyCheckpointableHandler`. A checkpoint does not tell all types. Where the own state has
+    For `CheckpointableHandler.flatten_to_load`. A checkpoint does not tell all types. Where the own state has
     something at the same place, it does: the array of which framework, which subclass of dict. Shapes and dtypes are those that
     are stored. Where it has nothing, arrays come back as `array` asks, and containers as Python's.
 
@@ -196,7 +196,7 @@ def _sequence(own: object, stored: list[Any] | tuple[Any, ...], array: Callable[
     return made
 
 
-class StateDictHandler:
+class StateDictHandler(CheckpointableHandler):
     """Objects with ``state_dict()`` and ``load_state_dict(state)``: data loaders, schedulers, metrics.
 
     Each process has a state of its own. What is loaded has the structure that was saved, also where the object is new and
@@ -223,7 +223,7 @@ class StateDictHandler:
         target.load_state_dict(state)
 
 
-class GetStateHandler:
+class GetStateHandler(CheckpointableHandler):
     """Objects with ``get_state()`` and ``set_state(state)``: iterators over data. A state may be a tree, or bytes.
 
     Otherwise as `StateDictHandler`.
@@ -249,7 +249,7 @@ class GetStateHandler:
         target.set_state(state)
 
 
-class StateTreeHandler:
+class StateTreeHandler(CheckpointableHandler):
     """Objects with ``get_state_tree()`` and ``set_state_tree(tree)``: models with their optimizer and metrics.
 
     These setters pass over what they do not know, without a word. So a load asks for exactly the variables that the object
@@ -260,7 +260,6 @@ class StateTreeHandler:
     """
 
     priority = Priority.PROTOCOL
-    per_process = False
 
     def flatten(self, value: Any) -> object:
         """The tree of its variables.
@@ -316,7 +315,7 @@ def state_handler(value_type: type) -> CheckpointableHandler | None:
     return None
 
 
-class NumpyGeneratorHandler:
+class NumpyGeneratorHandler(CheckpointableHandler):
     """`numpy.random.Generator`: the state of its bit generator, of any kind. Not which children it has spawned."""
 
     priority = Priority.FRAMEWORK
@@ -340,7 +339,7 @@ class NumpyGeneratorHandler:
         target.bit_generator.state = state
 
 
-class NumpyRandomStateHandler:
+class NumpyRandomStateHandler(CheckpointableHandler):
     """`numpy.random.RandomState`, NumPy's older generator."""
 
     priority = Priority.FRAMEWORK
@@ -364,7 +363,7 @@ class NumpyRandomStateHandler:
         target.set_state(state)
 
 
-class PythonRandomHandler:
+class PythonRandomHandler(CheckpointableHandler):
     """`random.Random`: the state of its Mersenne Twister."""
 
     priority = Priority.FRAMEWORK

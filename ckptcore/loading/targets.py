@@ -27,7 +27,7 @@ from ckptcore.model.arrays import StridedMemory
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, ValueRecord
 from ckptcore.model.tree import MAX_DEPTH, Skeleton, format_path
 from ckptcore.plugins import Plugins
-from ckptcore.protocols import FilesHandler, MutableContainerHandler
+from ckptcore.protocols import FilesHandler
 from ckptcore.runtime import runtime_of
 from ckptcore.tree.flattening import Flat, Shape, first_stuck, flatten, rebuild, restore, shared_containers, unflatten
 
@@ -270,7 +270,7 @@ def _holds_objects(node: object, registry: Plugins, depth: int) -> bool:
     container = found.container
     if container is None or depth == 0:
         return False  # flattening refuses a tree that is too deep
-    if isinstance(container, MutableContainerHandler) and container.is_object(node):
+    if container.is_object(node):
         return True
     return any(_holds_objects(child, registry, depth - 1) for child in container.flatten(node).children)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 
+from ckptcore.errors import PluginError, UnsupportedLeafError
 from ckptcore.model.arrays import ArraySpec, Box, HostArray, Shard, StridedMemory
 from ckptcore.model.metadata import ArrayRecord, LeafRecord
 from ckptcore.model.transfer import Pending
@@ -16,16 +18,11 @@ __all__ = [
     "CheckpointableHandler",
     "ContainerHandler",
     "Continuation",
-    "CountsReplicas",
     "FilesHandler",
     "Flattened",
-    "ForecastsLeaves",
     "HostBytes",
     "HostMemory",
-    "LazyCheckpointableHandler",
     "LeafHandler",
-    "MutableContainerHandler",
-    "PerProcessHandler",
     "Priority",
     "StatefulCheckpointable",
 ]
@@ -61,17 +58,21 @@ class Flattened:
 class ContainerHandler(Protocol):
     """Takes containers of some types apart by one level and puts them together. Stateless, thread-safe, no I/O.
 
-    Attributes:
-        priority: see `Priority`.
+    A handler inherits from this class, which has defaults for all that is optional.
     """
 
     @property
-    def priority(self) -> int: ...
+    @abstractmethod
+    def priority(self) -> int:
+        """See `Priority`; a class attribute will do."""
+        ...
 
+    @abstractmethod
     def flatten(self, value: Any) -> Flattened:
         """Take `value` apart by one level."""
         ...
 
+    @abstractmethod
     def unflatten(self, like: Any, children: Sequence[object]) -> object:
         """A container of exactly the type and the static content of `like`, with other children.
 
@@ -79,78 +80,71 @@ class ContainerHandler(Protocol):
         """
         ...
 
-
-@runtime_checkable
-class MutableContainerHandler(Protocol):
-    """A `ContainerHandler` of containers whose children can be replaced: dicts, lists, modules that are containers.
-
-    ``load_into`` uses it if a child cannot be filled in place. Other containers are replaced in their parent.
-    """
-
     def is_object(self, value: Any) -> bool:
-        """Return whether programs hold `value` as an object with an identity, as they hold a module.
+        """Return whether programs hold `value` as an object with an identity, as they hold a module; by default False.
 
         ``load_checkpointables`` restores such a container in place. It builds others anew: dicts, and containers
         of abstract leaves.
         """
-        ...
+        return False
 
     def replaceable(self, target: Any) -> Collection[int]:
-        """Return which children of `target` can be replaced, by their positions in what `flatten` gives."""
-        ...
+        """Return which children `replace` can replace, by their positions in what `flatten` gives; by default none.
+
+        ``load_into`` replaces children that cannot be filled in place. Containers with other children are replaced in
+        their parent.
+        """
+        return ()
 
     def replace(self, target: Any, children: Mapping[int, object]) -> None:
-        """Replace children in `target` itself, by position."""
-        ...
+        """Replace children in `target` itself, by position. Required if `replaceable` returns any."""
+        raise PluginError(f"{type(self).__name__} has replaceable children and does not implement replace()")
 
 
 class CheckpointableHandler(Protocol):
     """Takes objects apart that are more than a container: a module, an optimizer. Stateless, thread-safe, no I/O.
 
-    Attributes:
-        priority: see `Priority`.
+    A handler inherits from this class, which has defaults for all that is optional.
     """
 
     @property
-    def priority(self) -> int: ...
+    @abstractmethod
+    def priority(self) -> int:
+        """See `Priority`; a class attribute will do."""
+        ...
 
+    @property
+    def per_process(self) -> bool:
+        """True if every process has a state of its own, as of iterators and random generators; by default False.
+
+        Under a name of its own in ``save_checkpointables`` every process saves such an object for itself.
+        """
+        return False
+
+    @abstractmethod
     def flatten(self, value: Any) -> object:
         """The state of `value`: a tree of containers and leaves. Arrays in it may be those of the object itself."""
         ...
 
+    def flatten_to_load(self, value: Any, stored: object) -> object:
+        """The state of `value` to load, with abstract leaves for what it lacks so far; by default as `flatten`.
+
+        An object that has part of its state only once it was used, such as an optimizer, implements it.
+
+        Args:
+            value: the object that is loaded into, or an object like it.
+            stored: the state that is stored for it, in Python's own containers: `AbstractArray` for arrays, and values.
+        """
+        return self.flatten(value)
+
+    @abstractmethod
     def unflatten(self, like: Any, state: object) -> object:
         """What a load with the abstract object `like` returns; `state` is a loaded tree like ``flatten(like)``."""
         ...
 
+    @abstractmethod
     def restore(self, target: Any, state: object) -> None:
         """Make `target` have this state, in place. Arrays that could be filled in place already were."""
-        ...
-
-
-@runtime_checkable
-class LazyCheckpointableHandler(CheckpointableHandler, Protocol):
-    """A `CheckpointableHandler` of objects that have part of their state only once they were used: an optimizer."""
-
-    def flatten_to_load(self, value: Any, stored: object) -> object:
-        """As `flatten`, where a state is about to be loaded: also with abstract leaves for what `value` lacks so far.
-
-        Args:
-            value: what is loaded into, or like.
-            stored: the state that is stored for it, in Python's own containers: `AbstractArray` for arrays, and values.
-        """
-        ...
-
-
-@runtime_checkable
-class PerProcessHandler(CheckpointableHandler, Protocol):
-    """A `CheckpointableHandler` of objects that may differ from process to process: iterators, random generators.
-
-    Under a name of its own in ``save_checkpointables`` such an object is saved by every process for itself.
-    """
-
-    @property
-    def per_process(self) -> bool:
-        """Whether every process has a state of its own."""
         ...
 
 
@@ -217,97 +211,6 @@ class HostMemory(Protocol):
         ...
 
 
-class LeafHandler(Protocol):
-    """Describes, copies and builds leaves of some types. Stateless, thread-safe, no I/O.
-
-    Arrays come and go as (`Box`, NumPy array with dtypes of NumPy or ml_dtypes, native byte order).
-
-    Attributes:
-        priority: see `Priority`.
-    """
-
-    @property
-    def priority(self) -> int: ...
-
-    def describe(self, leaf: Any) -> LeafRecord:
-        """What the leaf is: shape, dtype, kind. Also of an abstract leaf. Never waits for a device.
-
-        Raises:
-            UnsupportedLeafError: if a leaf like this cannot be stored; says why and what to do.
-        """
-        ...
-
-    def abstract(self, leaf: Any) -> object:
-        """The abstract leaf of a leaf: what asks a load for a leaf like it, of its type, shape, dtype, kind and placement.
-
-        It holds no elements: `shards` refuses it, `destination` has no memory of it and `fill` cannot change it. Touches none, copies
-        nothing and waits for nothing: also of a leaf that was deleted, or is still computed. An abstract leaf is its own, and so is a
-        small one that cannot be changed: a number, a str.
-
-        Raises:
-            UnsupportedLeafError: as `describe`; also if nothing without elements can ask for a leaf like this.
-        """
-        ...
-
-    def identity(self, leaf: Any) -> Hashable | None:
-        """Equal for two leaves exactly if they are the same elements in memory (tied); None if not known."""
-        ...
-
-    def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard] | None:
-        """The boxes of the array that this process holds, of `size` processes; None where it only knows of the array.
-
-        None is for an array that is spread over other processes alone, as those of another stage of a pipeline may be: these share
-        it as if the job were theirs, and `rank` and `size` are the place among them and their number when they are asked again.
-        A process that is one of them and has nothing, because there were fewer rows than processes, gives no boxes.
-        """
-        ...
-
-    def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
-        """For asynchronous saves: the elements of each box, in memory that nobody can change or free.
-
-        Memory that cannot change needs no copy. An immutable array is not enough: other objects may share its memory,
-        and change it. Starts the copies and does not wait for them.
-        """
-        ...
-
-    def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
-        """For blocking saves: the elements of each box; may alias the leaf and have any strides."""
-        ...
-
-    def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
-        """The boxes of the stored array that this process needs to build `abstract`; without duplicates."""
-        ...
-
-    def destination(self, abstract: Any, stored: ArrayRecord, box: Box) -> HostArray | None:
-        """Memory of `abstract` itself that holds `box`, to be read into: of the stored dtype, C-contiguous, writable.
-
-        Only asked by ``load_into``. None where there is none: then `build` gets the elements.
-        """
-        ...
-
-    def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
-        """The leaf that `abstract` asks for. May keep and alias the arrays: they are nobody else's.
-
-        Of a `ValueRecord`, `boxes` is empty.
-        """
-        ...
-
-    def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
-        """Make `target` itself hold the elements, in place; False where it cannot be changed.
-
-        Only asked by ``load_into``. A box that `destination` gave memory for comes with that memory, filled.
-        """
-        ...
-
-    def memory_to_fill(self, target: Any) -> Sequence[StridedMemory] | None:
-        """Return the memory of this process that `fill` changes, or None if `fill` returns False.
-
-        Only asked by ``load_into``, before anything is read. The memory of two targets must not overlap. Empty if this
-        process holds no element of `target`.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class HostBytes:
     """Host memory that boxes of a leaf take in a save, beside the leaf itself, in bytes.
@@ -321,40 +224,136 @@ class HostBytes:
     copied: int
 
 
-@runtime_checkable
-class ForecastsLeaves(Protocol):
-    """A `LeafHandler` that can say what a save of a leaf would take, also where the leaf has no elements: it is abstract."""
+class LeafHandler(Protocol):
+    """Describes, copies and builds leaves of some types. Stateless, thread-safe, no I/O.
+
+    Arrays come and go as (`Box`, NumPy array with dtypes of NumPy or ml_dtypes, native byte order). A handler inherits
+    from this class, which has defaults for all that is optional.
+    """
+
+    @property
+    @abstractmethod
+    def priority(self) -> int:
+        """See `Priority`; a class attribute will do."""
+        ...
+
+    @abstractmethod
+    def describe(self, leaf: Any) -> LeafRecord:
+        """What the leaf is: shape, dtype, kind. Also of an abstract leaf. Never waits for a device.
+
+        Raises:
+            UnsupportedLeafError: if a leaf like this cannot be stored; says why and what to do.
+        """
+        ...
+
+    @abstractmethod
+    def abstract(self, leaf: Any) -> object:
+        """The abstract leaf of a leaf: what asks a load for a leaf like it, of its type, shape, dtype, kind and placement.
+
+        It holds no elements: `shards` refuses it, `destination` has no memory of it and `fill` cannot change it. Touches none, copies
+        nothing and waits for nothing: also of a leaf that was deleted, or is still computed. An abstract leaf is its own, and so is a
+        small one that cannot be changed: a number, a str.
+
+        Raises:
+            UnsupportedLeafError: as `describe`; also if nothing without elements can ask for a leaf like this.
+        """
+        ...
+
+    def identity(self, leaf: Any) -> Hashable | None:
+        """Equal for two leaves exactly if they are the same elements in memory (tied); None, the default, if not known."""
+        return None
+
+    @abstractmethod
+    def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard] | None:
+        """The boxes of the array that this process holds, of `size` processes; None where it only knows of the array.
+
+        None is for an array that is spread over other processes alone, as those of another stage of a pipeline may be: these share
+        it as if the job were theirs, and `rank` and `size` are the place among them and their number when they are asked again.
+        A process that is one of them and has nothing, because there were fewer rows than processes, gives no boxes.
+        """
+        ...
+
+    def replicas(self, leaf: Any, size: int) -> int | None:
+        """Return how many of `size` processes hold each box of the array; None, the default, if the array does not know.
+
+        Processes share the work of writing by it. If it is not known it is estimated from where the array is cut. 1 if it
+        differs from box to box. Equal on every process that has the array in its tree, also on those that only know of it.
+        `size` is as in `shards`.
+        """
+        return None
 
     def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard] | None:
-        """The boxes that a process of a job would hold, as `LeafHandler.shards` tells them in that process.
+        """Return the boxes that a process of a job would hold, as `shards` returns them in that process, for dry runs.
 
-        Touches no elements and waits for nothing.
+        Touches no elements and waits for nothing. By default only this process is known, and no abstract leaf.
 
         Args:
             leaf: an array, also an abstract one, or one that was deleted.
             process: which process of the job, by its rank; the job need not run. None: this one.
-            rank, size: as for `LeafHandler.shards`: the place of that process among those that share the leaf.
+            rank, size: as for `shards`: the place of that process among those that share the leaf.
 
         Raises:
-            UnsupportedLeafError: if the leaf does not tell; says what would.
+            UnsupportedLeafError: if the leaf does not know; says what does.
         """
-        ...
+        if process is None:
+            return self.shards(leaf, rank, size)
+        raise UnsupportedLeafError(
+            f"{type(self).__name__} does not know what another process holds of a {type(leaf).__name__}; call plan in the "
+            "processes of the job"
+        )
 
     def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
-        """The host memory that these boxes would take; the most, where it is not known where the elements are."""
-        ...
+        """Return the host memory that these boxes would take; by default the most: a copy of all elements."""
+        record = self.describe(leaf)
+        assert isinstance(record, ArrayRecord)  # a value has no boxes
+        nbytes = sum([box.size for box in boxes]) * record.spec.numpy_dtype.itemsize
+        return HostBytes(nbytes, nbytes)
 
+    @abstractmethod
+    def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
+        """For asynchronous saves: the elements of each box, in memory that nobody can change or free.
 
-@runtime_checkable
-class CountsReplicas(LeafHandler, Protocol):
-    """A `LeafHandler` of arrays that know how many processes hold the same elements of them.
-
-    It is what the processes share their work by: for other handlers it is estimated from where their arrays are cut.
-    """
-
-    def replicas(self, leaf: Any, size: int) -> int | None:
-        """How many of `size` processes hold each box of the array; 1 where that differs from box to box, None where it is not known.
-
-        The same on every process that has the array in its tree, also on those that only know of it. `size` is as in `shards`.
+        Memory that cannot change needs no copy. An immutable array is not enough: other objects may share its memory,
+        and change it. Starts the copies and does not wait for them.
         """
         ...
+
+    @abstractmethod
+    def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
+        """For blocking saves: the elements of each box; may alias the leaf and have any strides."""
+        ...
+
+    @abstractmethod
+    def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
+        """The boxes of the stored array that this process needs to build `abstract`; without duplicates."""
+        ...
+
+    def destination(self, abstract: Any, stored: ArrayRecord, box: Box) -> HostArray | None:
+        """Memory of `abstract` itself that holds `box`, to be read into: of the stored dtype, C-contiguous, writable.
+
+        Only asked by ``load_into``. None, the default, where there is none: then `build` gets the elements.
+        """
+        return None
+
+    @abstractmethod
+    def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
+        """The leaf that `abstract` asks for. May keep and alias the arrays: they are nobody else's.
+
+        Of a `ValueRecord`, `boxes` is empty.
+        """
+        ...
+
+    def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
+        """Make `target` itself hold the elements, in place; False, the default, where it cannot be changed.
+
+        Only asked by ``load_into``. A box that `destination` gave memory for comes with that memory, filled.
+        """
+        return False
+
+    def memory_to_fill(self, target: Any) -> Sequence[StridedMemory] | None:
+        """Return the memory of this process that `fill` changes, or None if `fill` returns False.
+
+        Only asked by ``load_into``, before anything is read. The memory of two targets must not overlap. Empty if this
+        process holds no element of `target`. By default None.
+        """
+        return None

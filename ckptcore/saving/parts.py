@@ -25,7 +25,6 @@ from ckptcore.protocols import (
     FilesHandler,
     HostMemory,
     Layout,
-    PerProcessHandler,
     Snapshot,
     WriteStore,
 )
@@ -317,7 +316,7 @@ def describe_part(
             handled = plugins.dispatch_named(value)
             if handled.files is not None:
                 return FilesDescription(name, FilesLayout(), value, handled.files)
-            own = own or (isinstance(handled.checkpointable, PerProcessHandler) and handled.checkpointable.per_process)
+            own = own or (handled.checkpointable is not None and handled.checkpointable.per_process)
         return describe_tree(
             name, value, layout, plugins, rank, size, replicas, executor, own=own, placeholders=placeholders
         )

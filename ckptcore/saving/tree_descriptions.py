@@ -17,7 +17,6 @@ from ckptcore.planning import plan_write
 from ckptcore.planning.replicas import Owners, Pieces, ReplicaOptions, Shares, cut_for_replicas, owners_of
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import (
-    CountsReplicas,
     Executor,
     HostMemory,
     Layout,
@@ -96,7 +95,7 @@ class TreeDescription:
             except UnsupportedLeafError as error:
                 raise UnsupportedLeafError(f"{format_path(union.paths[leaf])}: {error}. Nothing was written") from error
             shards[leaf] = found or ()
-            if replicas.get(leaf, 1) > 1 and isinstance(handler, CountsReplicas):
+            if replicas.get(leaf, 1) > 1:
                 replicas[leaf] = handler.replicas(self.flat.leaves[place], count) or 1
         cut = self.pieces
         pieces = None if cut is None else {leaf: cut[place] for leaf, place in places.items() if place in cut}
@@ -229,14 +228,10 @@ def _without_placeholders(flat: Flat) -> tuple[Flat, Sequence[TreePath], Mapping
 
 def _count_replicas(flat: Flat, tree: TreeMetadata, size: int) -> dict[int, int]:
     """By array, how many processes hold each box, of those whose handlers say so."""
-    counting: dict[int, CountsReplicas | None] = {}  # by handler: a protocol is slow to ask about
     counts = {}
     for number, (leaf, handler) in enumerate(zip(flat.leaves, flat.handlers, strict=True)):
-        if id(handler) not in counting:
-            counting[id(handler)] = handler if isinstance(handler, CountsReplicas) else None
-        known = counting[id(handler)]
-        if known is not None and isinstance(tree.leaves[number], ArrayRecord):
-            found = known.replicas(leaf, size)
+        if handler is not None and isinstance(tree.leaves[number], ArrayRecord):
+            found = handler.replicas(leaf, size)
             if found is not None:
                 counts[number] = found
     return counts

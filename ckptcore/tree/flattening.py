@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -16,10 +15,7 @@ from ckptcore.plugins import Plugins
 from ckptcore.protocols import (
     CheckpointableHandler,
     ContainerHandler,
-    LazyCheckpointableHandler,
     LeafHandler,
-    MutableContainerHandler,
-    PerProcessHandler,
 )
 
 __all__ = [
@@ -180,14 +176,8 @@ class _Flattening:
 
     def _checkpointable(self, value: object, handler: CheckpointableHandler | None) -> tuple[Skeleton, Shape]:
         assert handler is not None  # one of the three is there
-        stored = None
-        if self.stored_at is not None and isinstance(handler, LazyCheckpointableHandler):
-            stored = self.stored_at(tuple(self.path))
-        if stored is None:
-            state = handler.flatten(value)
-        else:
-            assert isinstance(handler, LazyCheckpointableHandler)  # only then is it looked up
-            state = handler.flatten_to_load(value, stored)
+        stored = None if self.stored_at is None else self.stored_at(tuple(self.path))
+        state = handler.flatten(value) if stored is None else handler.flatten_to_load(value, stored)
         before = len(self.leaves)
         skeleton, shape = self.node(state)
         return skeleton, _Checkpointable(value, handler, shape, len(self.leaves) - before)
@@ -266,7 +256,7 @@ def of_each_process(shape: Shape) -> Iterator[tuple[TreePath, object]]:
 
 def _of_each_process(shape: Shape, path: TreePath) -> Iterator[tuple[TreePath, object]]:
     if isinstance(shape, _Checkpointable):
-        if isinstance(shape.handler, PerProcessHandler) and shape.handler.per_process:
+        if shape.handler.per_process:
             yield path, shape.like
         else:
             yield from _of_each_process(shape.state, path)
@@ -420,17 +410,7 @@ def _children_are_live(shape: _Container) -> bool:
 
 def _replaceable(shape: _Container) -> Collection[int]:
     """Positions of the children that can be replaced in the container itself."""
-    handler = shape.handler
-    if not _can_be_mutable(type(handler)):
-        return ()
-    assert isinstance(handler, MutableContainerHandler)
-    return handler.replaceable(shape.like)
-
-
-@functools.cache
-def _can_be_mutable(handler_type: type) -> bool:
-    """Return whether a handler is a `MutableContainerHandler`. Cached: the check is slow."""
-    return issubclass(handler_type, MutableContainerHandler)
+    return shape.handler.replaceable(shape.like)
 
 
 def shared_containers(shape: Shape) -> Sequence[tuple[range, range]]:
@@ -497,7 +477,6 @@ def _restore(
     moved = any(child is _CHANGED for child in replaced) and not _children_are_live(shape)
     if not moved and all(number in replaceable for number in others):
         if others:
-            assert isinstance(shape.handler, MutableContainerHandler)  # or nothing is replaceable
             shape.handler.replace(shape.like, others)
         return _CHANGED
     current = shape.handler.flatten(shape.like).children

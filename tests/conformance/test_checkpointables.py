@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from ckptcore_testing import CheckpointableExample, CheckpointableHandlerTests
 
+from ckptcore.protocols import CheckpointableHandler
+
 
 class Meter:
     """An object with a state: a running mean."""
@@ -17,7 +19,7 @@ class Meter:
         self.values = np.array(values)
 
 
-class MeterHandler:
+class MeterHandler(CheckpointableHandler):
     """Takes meters apart."""
 
     priority = 100

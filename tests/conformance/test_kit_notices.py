@@ -47,6 +47,7 @@ from ckptcore.model import (
 from ckptcore.protocols import (
     CheckpointInfo,
     ChunkIndex,
+    ContainerHandler,
     Coordinator,
     Flattened,
     HostMemory,
@@ -227,7 +228,7 @@ def test_a_leaf_that_is_not_refused_is_noticed() -> None:
 # --- containers
 
 
-class SwapsChildren:
+class SwapsChildren(ContainerHandler):
     priority = 1
 
     def flatten(self, value: dict[str, Any]) -> Flattened:

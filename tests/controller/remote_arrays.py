@@ -10,7 +10,7 @@ from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, LeafRecord
 from ckptcore.model.transfer import Pending
 from ckptcore.planning import cuts_of
-from ckptcore.protocols import HostMemory, Priority
+from ckptcore.protocols import HostMemory, LeafHandler, Priority
 
 __all__ = ["RemoteArray", "RemoteArrayHandler"]
 
@@ -30,7 +30,7 @@ class RemoteArray:
     number: int | None = None
 
 
-class RemoteArrayHandler:
+class RemoteArrayHandler(LeafHandler):
     """Describes a `RemoteArray`, and fails a test in which anything asks the controller for its elements."""
 
     @property

@@ -22,7 +22,7 @@ from ckptcore.errors import (
     TargetUndefinedError,
     TreeMismatchError,
 )
-from ckptcore.protocols import Coordinator, Priority
+from ckptcore.protocols import CheckpointableHandler, Coordinator, Priority
 from ckptcore.runtime import runtime_of
 
 PATIENCE_SECONDS = 60
@@ -66,7 +66,7 @@ class Joint:
             self.hook()
 
 
-class JointHandler:
+class JointHandler(CheckpointableHandler):
     """Like the handler of modules under FSDP: each process has a part of the object."""
 
     priority = Priority.EXACT

@@ -26,7 +26,7 @@ from ckptcore.errors import (
     UnsupportedLeafError,
 )
 from ckptcore.model import Box, HostArray, Pending, Ready, Shard
-from ckptcore.protocols import Coordinator, HostBytes, HostMemory
+from ckptcore.protocols import Coordinator, HostBytes, HostMemory, LeafHandler
 from ckptcore.runtime import runtime_of
 
 LAYOUTS = ["safetensors", "dcp", "zarr3", "ocdbt", "zarr"]
@@ -39,7 +39,7 @@ class OnDevice:
         self.elements = elements
 
 
-class DeviceHandler:
+class DeviceHandler(LeafHandler):
     """Handles `OnDevice`; knows how many bytes of views are alive, and the most there ever were."""
 
     priority = 100
@@ -102,7 +102,7 @@ class UntouchableHandler(DeviceHandler):
 class SilentHandler(UntouchableHandler):
     """Tells nothing but what a save needs."""
 
-    shards_of = host_bytes = None  # type: ignore[assignment]  # such a handler has neither
+    shards_of, host_bytes = LeafHandler.shards_of, LeafHandler.host_bytes
 
 
 def context_of(handler: DeviceHandler, **options: Any) -> Context:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import ckptcore
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import Box, Shard
-from ckptcore.protocols import ForecastsLeaves
+from ckptcore.protocols import LeafHandler
 
 
 def _mesh() -> Mesh:
@@ -51,7 +51,8 @@ def test_what_has_no_device_counts_as_copied() -> None:
 
 
 def test_handlers_tell_of_leaves() -> None:
-    assert isinstance(JaxLeafHandler(), ForecastsLeaves)
+    assert JaxLeafHandler.shards_of is not LeafHandler.shards_of
+    assert JaxLeafHandler.host_bytes is not LeafHandler.host_bytes
 
 
 def test_an_abstract_mesh_does_not_say_who_holds_what() -> None:

@@ -13,7 +13,7 @@ from ckptcore import Context, hookimpl
 from ckptcore.context import IOOptions, PluginOptions
 from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray
 from ckptcore.plugins import installed_plugins
-from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
+from ckptcore.protocols import LeafHandler, StorageBackend, StorageOpener, StorageOptions
 
 __all__ = ["Part", "PartHandler", "counted", "place"]
 
@@ -54,7 +54,7 @@ class Part:
     box: Box
 
 
-class PartHandler:
+class PartHandler(LeafHandler):
     """Loads the box alone."""
 
     priority = 0
@@ -68,9 +68,11 @@ class PartHandler:
     def wanted(self, abstract: Part, stored: ArrayRecord) -> Sequence[Box]:
         return (abstract.box,)
 
-    def destination(self, abstract: Part, stored: ArrayRecord, box: Box) -> HostArray | None:
-        return None
-
     def build(self, abstract: Part, stored: ArrayRecord, boxes: Sequence[tuple[Box, HostArray]]) -> Any:
         ((_, array),) = boxes
         return array
+
+    def abstract(self, *_: Any) -> Any:
+        raise NotImplementedError
+
+    shards = copy_to_host = view_on_host = abstract

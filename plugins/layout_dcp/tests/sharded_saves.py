@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 import ckptcore
 from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray, Ready, Shard
-from ckptcore.protocols import Coordinator
+from ckptcore.protocols import Any, Coordinator, LeafHandler
 
 __all__ = ["boxes_of", "save_ours", "save_torch"]
 
@@ -42,7 +42,7 @@ class _Sharded:
     grid: tuple[int, ...]
 
 
-class _ShardedHandler:
+class _ShardedHandler(LeafHandler):
     """Saves the part of this process alone."""
 
     priority = 0
@@ -59,6 +59,11 @@ class _ShardedHandler:
 
     def view_on_host(self, leaf: _Sharded, boxes: Sequence[Box]) -> Sequence[Ready[HostArray]]:
         return [Ready(leaf.array[box.slices]) for box in boxes]
+
+    def abstract(self, *_: Any) -> Any:
+        raise NotImplementedError
+
+    copy_to_host = wanted = build = abstract
 
 
 def save_ours(location: Path, state: Mapping[str, HostArray], grid: tuple[int, ...]) -> None:

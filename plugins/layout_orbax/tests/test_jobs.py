@@ -15,7 +15,7 @@ from ckptcore_testing import ThreadJob
 import ckptcore
 from ckptcore.model import ArrayRecord, ArraySpec, Box, Shard, name_of_dtype
 from ckptcore.planning import cuts_of
-from ckptcore.protocols import Coordinator, Layout
+from ckptcore.protocols import Coordinator, Layout, LeafHandler
 
 SIZE = 4
 STEPS = {"even": (0, 8, 16, 24, 32), "uneven": (0, 3, 5, 8, 10)}
@@ -41,7 +41,7 @@ class Rows:
         return [Box((start, 0), (stop, columns)) for start, stop in zip(self.bounds, self.bounds[1:], strict=False)]
 
 
-class RowsHandler:
+class RowsHandler(LeafHandler):
     """Says who holds which rows; what is loaded is plain NumPy."""
 
     priority = 0
@@ -63,6 +63,11 @@ class RowsHandler:
 
     def copy_to_host(self, leaf: Rows, boxes: Sequence[Box], memory: Any) -> Sequence[Any]:
         return [memory.copy(leaf.elements[box.slices]) for box in boxes]
+
+    def abstract(self, *_: Any) -> Any:
+        raise NotImplementedError
+
+    wanted = build = abstract
 
 
 def state() -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ckptcore
-from ckptcore.protocols import ForecastsLeaves
+from ckptcore.protocols import LeafHandler
 
 PROCESSES = 8
 
@@ -28,8 +28,9 @@ def imagined_group() -> Iterator[None]:
 
 
 def test_handlers_tell_of_leaves() -> None:
-    assert isinstance(TensorHandler(), ForecastsLeaves)
-    assert isinstance(DTensorHandler(), ForecastsLeaves)
+    for handler in (TensorHandler, DTensorHandler):
+        assert handler.shards_of is not LeafHandler.shards_of
+        assert handler.host_bytes is not LeafHandler.host_bytes
 
 
 def test_a_module_on_the_meta_device_is_planned() -> None:

@@ -17,7 +17,7 @@ from ckptcore_torch.stateful import GeneratorHandler, StateDictHandler, handler_
 
 from ckptcore.errors import TreeMismatchError
 from ckptcore.model import AbstractArray
-from ckptcore.protocols import LazyCheckpointableHandler, PerProcessHandler
+from ckptcore.protocols import CheckpointableHandler
 
 
 def fingerprint(state: Any) -> object:
@@ -276,15 +276,14 @@ def _stored(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def test_handlers_of_what_grows_say_so() -> None:
-    assert isinstance(OPTIMIZERS, LazyCheckpointableHandler)
-    assert isinstance(MODULES, LazyCheckpointableHandler)
-    assert isinstance(StateDictHandler(), LazyCheckpointableHandler)
-    assert not isinstance(GeneratorHandler(), LazyCheckpointableHandler)
+    default = CheckpointableHandler.flatten_to_load
+    assert all(type(handler).flatten_to_load is not default for handler in (OPTIMIZERS, MODULES, StateDictHandler()))
+    assert GeneratorHandler.flatten_to_load is default
 
 
 def test_random_numbers_differ_from_process_to_process() -> None:
-    assert isinstance(GeneratorHandler(), PerProcessHandler)
-    assert not any(isinstance(handler, PerProcessHandler) for handler in (OPTIMIZERS, MODULES, StateDictHandler()))
+    assert GeneratorHandler().per_process
+    assert not any(handler.per_process for handler in (OPTIMIZERS, MODULES, StateDictHandler()))
 
 
 def test_a_new_optimizer_asks_for_the_state_that_is_stored() -> None:

@@ -42,7 +42,7 @@ _PYTHON_TYPES: Final = frozenset({dict, OrderedDict, defaultdict, list, tuple, t
 """Types that `jax.tree_util` and ckptcore flatten without registration. So are named tuples."""
 
 
-class RegisteredContainer:
+class RegisteredContainer(ContainerHandler):
     """Flattens a registered container as JAX does: JAX's children are children, everything else is static.
 
     Functions among the children (the activation of an Equinox module) are static too, because they

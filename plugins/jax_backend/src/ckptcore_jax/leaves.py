@@ -46,7 +46,7 @@ LACKING: Final = frozenset({"float6_e2m3fn", "float6_e3m2fn", "int1", "uint1"})
 
 
 @dataclass(frozen=True, slots=True)
-class JaxLeafHandler:
+class JaxLeafHandler(LeafHandler):
     """`jax.Array`, typed random keys, and `jax.ShapeDtypeStruct`.
 
     An asynchronous save copies arrays in host memory before it returns: those of the CPU backend,
@@ -204,10 +204,6 @@ class JaxLeafHandler:
             return (Box.whole(stored.spec.shape),)
         return tuple(placement_of(sharding, stored.spec.shape).boxes)
 
-    def destination(self, abstract: Any, stored: ArrayRecord, box: Box) -> HostArray | None:
-        """Return None, because arrays are immutable."""
-        return None
-
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
         """Build an array with the requested dtype, weak type and sharding.
 
@@ -230,13 +226,6 @@ class JaxLeafHandler:
         return create_array(
             stored.spec.shape, abstract.dtype, sharding, boxes, weak_type=getattr(abstract, "weak_type", False)
         )
-
-    def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
-        """Return False, because arrays are immutable."""
-        return False
-
-    def memory_to_fill(self, target: Any) -> None:
-        """Return None, because arrays are immutable."""
 
 
 def _may_alias(sharding: Sharding, shape: tuple[int, ...]) -> bool:

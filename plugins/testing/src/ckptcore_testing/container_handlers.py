@@ -11,7 +11,7 @@ import pytest
 
 from ckptcore.model import Attribute
 from ckptcore.model.tree import NodeKind
-from ckptcore.protocols import ContainerHandler, Flattened, MutableContainerHandler
+from ckptcore.protocols import ContainerHandler, Flattened
 
 __all__ = ["ContainerExample", "ContainerHandlerTests"]
 
@@ -99,13 +99,12 @@ class ContainerHandlerTests:
         assert len(example.children(value)) == len(before)
 
     def test_replace_changes_the_container_itself(self, example: ContainerExample) -> None:
-        if not isinstance(self.handler, MutableContainerHandler):
-            return
         value = example.make()
         before, children = example.children(value), list(self.handler.flatten(value).children)
         replaceable = self.handler.replaceable(value)
         others = {position: self.replacement(children[position]) for position in replaceable}
-        self.handler.replace(value, others)
+        if others:
+            self.handler.replace(value, others)
         expected = [others.get(position, child) for position, child in enumerate(before)]
         assert all(map(_is, example.children(value), expected)), "the children that were given, and no others"
         assert len(example.children(value)) == len(before)

@@ -15,7 +15,7 @@ import pytest
 
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import PLAIN_ARRAY, ArrayRecord, Box, HostArray, Pending, Shard, ValueRecord
-from ckptcore.protocols import CountsReplicas, LeafHandler
+from ckptcore.protocols import LeafHandler
 from ckptcore_testing.arrays import assert_same_bits, dtype_name, same_bits
 from ckptcore_testing.cases import check_each
 from ckptcore_testing.coverage import assert_inside, assert_makes_up
@@ -259,8 +259,6 @@ class LeafHandlerTests:
 
     @_for_each("array_example", size=(1, 2, 3))
     def test_the_number_of_replicas_is_that_of_the_shards(self, array_example: LeafExample, size: int) -> None:
-        if not isinstance(self.handler, CountsReplicas):
-            return
         leaf = array_example.make()
         found = self.handler.replicas(leaf, size)
         for rank in range(size):

@@ -22,7 +22,7 @@ from ckptcore.model import (
     StridedMemory,
     ValueRecord,
 )
-from ckptcore.protocols import HostBytes, HostMemory, Priority
+from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
 from ckptcore_torch.abstracts import empty_tensor, expect_device
 from ckptcore_torch.conversions import elements_as
 from ckptcore_torch.dtypes import encoding_of
@@ -34,7 +34,7 @@ __all__ = ["DTensorHandler"]
 _LOCAL: Final = TensorHandler()
 
 
-class DTensorHandler:
+class DTensorHandler(LeafHandler):
     """Handler of `torch.distributed.tensor.DTensor`, including Parameters.
 
     Each process saves its boxes, of which one replica is written, and reads the boxes of its local

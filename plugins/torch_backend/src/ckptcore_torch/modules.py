@@ -10,7 +10,7 @@ import torch
 
 from ckptcore.errors import TreeMismatchError
 from ckptcore.model import AbstractArray
-from ckptcore.protocols import Priority
+from ckptcore.protocols import CheckpointableHandler, Priority
 from ckptcore_torch.abstracts import abstract_tensor
 from ckptcore_torch.names import has_wrappers, plain_names, wrapper_parts
 from ckptcore_torch.tensors import is_sharded, is_uninitialized, same_memory
@@ -18,7 +18,7 @@ from ckptcore_torch.tensors import is_sharded, is_uninitialized, same_memory
 __all__ = ["ModuleHandler"]
 
 
-class ModuleHandler:
+class ModuleHandler(CheckpointableHandler):
     """Handler of `torch.nn.Module`: its state dict, with all names of tied weights, and persistent buffers.
 
     Names are those of the plain model, even if it or its modules are wrapped by

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 
 from ckptcore.errors import NameCollisionError, TreeMismatchError, UnsupportedLeafError
-from ckptcore.protocols import Priority
+from ckptcore.protocols import CheckpointableHandler, Priority
 from ckptcore_torch.abstracts import abstract_tensor
 from ckptcore_torch.optimizer_names import NamedState, named_state
 from ckptcore_torch.optimizers import OptimizerHandler, options_to_load, parameter_keys, slots_to_load
@@ -75,7 +75,7 @@ class NamedOptimizerPart(NamedOptimizer):
     __slots__ = ()
 
 
-class NamedOptimizerHandler:
+class NamedOptimizerHandler(CheckpointableHandler):
     """Handler of `NamedOptimizer`: ``{"state": {name: slots}, "param_groups": [{option: value, "params": names}]}``.
 
     A load creates exactly the stored state, without a step and without changes of parameters.

@@ -11,7 +11,7 @@ import torch
 from ckptcore.errors import TreeMismatchError
 from ckptcore.handlers import state_to_load
 from ckptcore.model import AbstractArray
-from ckptcore.protocols import Priority
+from ckptcore.protocols import CheckpointableHandler, Priority
 from ckptcore_torch.abstracts import abstract_state_like, abstract_tensor
 from ckptcore_torch.tensors import same_memory
 
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 
-class OptimizerHandler:
+class OptimizerHandler(CheckpointableHandler):
     """Handler of `torch.optim.Optimizer`: its state dict, which numbers the parameters.
 
     ``load(location, optimizer)`` returns a state dict. ``load_into`` fills the optimizer, also a

@@ -31,7 +31,7 @@ from ckptcore.model import (
     ValueRecord,
 )
 from ckptcore.planning import cuts_of
-from ckptcore.protocols import HostMemory, Priority
+from ckptcore.protocols import HostMemory, LeafHandler, Priority
 from ckptcore_torch.abstracts import empty_tensor, expect_device
 from ckptcore_torch.dtypes import encoding_of
 from ckptcore_torch.tensors import TensorHandler, is_fake
@@ -41,7 +41,7 @@ __all__ = ["ShardedTensorHandler", "sharded_like"]
 _LOCAL: Final = TensorHandler()
 
 
-class ShardedTensorHandler:
+class ShardedTensorHandler(LeafHandler):
     """Handler of `torch.distributed._shard.sharded_tensor.ShardedTensor`.
 
     Each process saves and loads its own shards. A ShardedTensor is built with the shards, dtype and

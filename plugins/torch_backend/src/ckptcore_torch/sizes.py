@@ -12,7 +12,7 @@ from ckptcore.protocols import ContainerHandler, Flattened, Priority
 __all__ = ["handler_of_type"]
 
 
-class _SizeHandler:
+class _SizeHandler(ContainerHandler):
     priority = Priority.EXACT
 
     def flatten(self, value: torch.Size) -> Flattened:

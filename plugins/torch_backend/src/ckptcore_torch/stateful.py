@@ -25,7 +25,7 @@ __all__ = ["DataLoaderHandler", "GeneratorHandler", "StateDictHandler", "handler
 logger = logging.getLogger("ckptcore.torch")
 
 
-class StateDictHandler:
+class StateDictHandler(CheckpointableHandler):
     """Handler of objects with `state_dict` and `load_state_dict`: learning rate schedulers, gradient scalers.
 
     A loaded state has the stored structure, because a state can grow, and have None before the
@@ -75,7 +75,7 @@ class DataLoaderHandler(StateDictHandler):
         return super().flatten(value)
 
 
-class GeneratorHandler:
+class GeneratorHandler(CheckpointableHandler):
     """Handler of `torch.Generator`. Each process saves its own state."""
 
     priority = Priority.FRAMEWORK

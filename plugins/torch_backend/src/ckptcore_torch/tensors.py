@@ -23,7 +23,7 @@ from ckptcore.model import (
     StridedMemory,
     ValueRecord,
 )
-from ckptcore.protocols import HostBytes, HostMemory, Priority
+from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
 from ckptcore_torch.abstracts import abstract_like, abstract_subclass, expect_device
 from ckptcore_torch.conversions import copy_elements, elements_as, host_view, shares_memory
 from ckptcore_torch.dtypes import encoding_of
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 
-class TensorHandler:
+class TensorHandler(LeafHandler):
     """Handler of exactly `torch.Tensor` and `torch.nn.Parameter`, also of meta tensors as abstract leaves.
 
     A tensor is built contiguous, with the dtype, device, class and `requires_grad` of the abstract
@@ -186,7 +186,7 @@ class TensorHandler:
         return [StridedMemory(space, target.data_ptr(), tuple(target.shape), strides, itemsize)]
 
 
-class SubclassHandler:
+class SubclassHandler(LeafHandler):
     """Handler of tensor subclasses over plain memory, and of FakeTensors as abstract leaves.
 
     Only elements are saved. A leaf is built with the class and attributes of the abstract one.

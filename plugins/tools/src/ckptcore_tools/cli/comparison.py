@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
@@ -26,7 +26,7 @@ from ckptcore.model import (
     TreePath,
     format_path,
 )
-from ckptcore.protocols import Flattened, HostMemory, Priority
+from ckptcore.protocols import ContainerHandler, Flattened, HostMemory, LeafHandler, Priority
 from ckptcore_tools.cli.command import command_context
 from ckptcore_tools.cli.elements import SAME, Distance, Tolerance, distance
 from ckptcore_tools.cli.output import UNSET, Unset
@@ -117,7 +117,7 @@ class _Windows:
     children: Sequence[object]
 
 
-class _WindowsHandler:
+class _WindowsHandler(ContainerHandler):
     """Takes `_Windows` apart as what was saved was, and puts them together as a list."""
 
     priority = Priority.EXACT
@@ -129,7 +129,7 @@ class _WindowsHandler:
         return list(children)
 
 
-class _WindowHandler:
+class _WindowHandler(LeafHandler):
     """Asks for the one box of a `_Window`. A `_Window` is only ever abstract: it has no elements to save."""
 
     priority = Priority.EXACT
@@ -140,9 +140,6 @@ class _WindowHandler:
 
     def abstract(self, leaf: Any) -> object:
         return leaf
-
-    def identity(self, leaf: Any) -> Hashable | None:
-        return None
 
     def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard]:
         return ()
@@ -156,18 +153,9 @@ class _WindowHandler:
     def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
         return (abstract.box,)
 
-    def destination(self, abstract: Any, stored: ArrayRecord, box: Box) -> HostArray | None:
-        return None
-
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
         ((_, elements),) = boxes
         return _Loaded(abstract.number, elements)
-
-    def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
-        return False
-
-    def memory_to_fill(self, target: Any) -> None:
-        return None
 
 
 _BATCH_BYTES = 64 << 20

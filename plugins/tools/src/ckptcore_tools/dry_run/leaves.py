@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from ckptcore.context import Context
-from ckptcore.errors import PluginError, UnsupportedLeafError
+from ckptcore.errors import PluginError
 from ckptcore.model.arrays import Box, HostArray, Shard, StridedMemory
 from ckptcore.model.metadata import ArrayRecord, LeafRecord
 from ckptcore.model.transfer import Pending
-from ckptcore.protocols import CountsReplicas, ForecastsLeaves, HostBytes, HostMemory, LeafHandler
+from ckptcore.protocols import HostBytes, HostMemory, LeafHandler
 from ckptcore.runtime import runtime_of, with_registry
 
 __all__ = ["dry_run_context", "running_leaves", "simulated_leaves"]
@@ -25,7 +25,7 @@ def dry_run_context(context: Context, wrap_leaf: WrapLeaf) -> Context:
 
 
 def running_leaves() -> WrapLeaf:
-    """For a process of a job that runs: a handler that tells nothing of abstract leaves is asked as in a save."""
+    """For a process of a job that runs: leaves, also abstract ones, are what this process holds."""
     return _Wrapping(_RunningLeaves)
 
 
@@ -49,12 +49,9 @@ class _Wrapping:
         return known[1]
 
 
-class _RunningLeaves:
+class _RunningLeaves(LeafHandler):
     def __init__(self, handler: LeafHandler) -> None:
         self._handler = handler
-        # Asked once: a protocol is slow to ask about, and a state has thousands of leaves.
-        self._telling = handler if isinstance(handler, ForecastsLeaves) else None
-        self._counting = handler if isinstance(handler, CountsReplicas) else None
 
     @property
     def priority(self) -> int:
@@ -70,23 +67,16 @@ class _RunningLeaves:
         return self._handler.identity(leaf)
 
     def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard] | None:
-        if self._telling is not None:
-            return self._telling.shards_of(leaf, None, rank, size)
-        return self._handler.shards(leaf, rank, size)
+        return self._handler.shards_of(leaf, None, rank, size)
 
     def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard] | None:
         return self.shards(leaf, rank, size)
 
     def replicas(self, leaf: Any, size: int) -> int | None:
-        return None if self._counting is None else self._counting.replicas(leaf, size)
+        return self._handler.replicas(leaf, size)
 
     def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
-        if self._telling is not None:
-            return self._telling.host_bytes(leaf, boxes)
-        record = self._handler.describe(leaf)
-        assert isinstance(record, ArrayRecord)  # a value has no boxes
-        nbytes = sum([box.size for box in boxes]) * record.spec.numpy_dtype.itemsize
-        return HostBytes(nbytes, nbytes)
+        return self._handler.host_bytes(leaf, boxes)
 
     def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
         _refuse()
@@ -116,12 +106,7 @@ class _SimulatedLeaves(_RunningLeaves):
         self._process = process
 
     def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard] | None:
-        if self._telling is None:
-            raise UnsupportedLeafError(
-                f"{type(self._handler).__name__} does not tell what another process holds of a {type(leaf).__name__}; "
-                "call plan in the processes of the job"
-            )
-        return self._telling.shards_of(leaf, self._process, rank, size)
+        return self._handler.shards_of(leaf, self._process, rank, size)
 
 
 def _refuse() -> NoReturn:

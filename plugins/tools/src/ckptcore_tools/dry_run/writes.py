@@ -20,7 +20,6 @@ from ckptcore.job.visibility import sees_claim
 from ckptcore.model.transfer import Receipt, WriteItem
 from ckptcore.protocols import (
     CheckpointInfo,
-    ForecastsLeaves,
     HostBytes,
     Layout,
     StorageBackend,
@@ -161,11 +160,9 @@ def run_writes(save: Save, kind: StorageKind, context: Context) -> tuple[Written
 
 
 def _host_bytes(source: TreeDescription, item: WriteItem) -> HostBytes:
-    """Return the host memory that an item takes in a save; the most, if its handler does not say."""
+    """Return the host memory that an item takes in a save."""
     leaf, handler = source.leaf(item.leaf)
-    if isinstance(handler, ForecastsLeaves):
-        return handler.host_bytes(leaf, item.boxes)
-    return HostBytes(item.nbytes, item.nbytes)
+    return handler.host_bytes(leaf, item.boxes)
 
 
 def _run_checkpoint(save: Save, snapshots: Sequence[SizeOnlySnapshot], kind: StorageKind, context: Context) -> _Written:

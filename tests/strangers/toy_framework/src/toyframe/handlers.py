@@ -22,7 +22,7 @@ from ckptcore.model import (
     ValueRecord,
     dtype_from_name,
 )
-from ckptcore.protocols import Flattened, HostMemory, Priority
+from ckptcore.protocols import ContainerHandler, Flattened, HostMemory, LeafHandler, Priority
 from toyframe.grids import Crate, Grid, Sketch
 
 __all__ = ["DTYPES", "CrateHandler", "GridHandler", "cells_of"]
@@ -45,7 +45,7 @@ def cells_of(grid: Grid) -> HostArray:
     return np.frombuffer(grid.cells, dtype_from_name(DTYPES[grid.sort])).reshape(grid.shape)
 
 
-class GridHandler:
+class GridHandler(LeafHandler):
     """Grids, and sketches that ask for them."""
 
     priority = Priority.FRAMEWORK
@@ -106,7 +106,7 @@ class GridHandler:
         return boxes
 
 
-class CrateHandler:
+class CrateHandler(ContainerHandler):
     """Crates."""
 
     priority = Priority.FRAMEWORK
