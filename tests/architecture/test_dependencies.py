@@ -237,3 +237,28 @@ def test_forbidden_imports_are_noticed(tmp_path: Path) -> None:
     found = [line.split()[2] for line in internal_imports(Source(path, "guest"))]
     assert "ckptcore.io.x," in found
     assert "ckptcore.model.tree," not in found
+
+
+CAPABILITIES = {
+    "AtomicDirectories",
+    "FurtherSaves",
+    "GathersInGroups",
+    "HeldReader",
+    "NativeReader",
+    "Rejoinable",
+    "StatefulCheckpointable",
+}
+"""The only protocols that may be asked for with `isinstance`. All other capabilities are defaults or fields: see docs/design/045."""
+
+
+def test_few_capabilities_are_asked_for_with_isinstance() -> None:
+    found = {
+        node.name
+        for source in core_sources()
+        if source.name.startswith("ckptcore.protocols")
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.ClassDef)
+        and any("runtime_checkable" in ast.unparse(one) for one in node.decorator_list)
+    }
+    assert found == CAPABILITIES
+    assert len(found) <= 8
