@@ -28,7 +28,7 @@ from ckptcore.protocols import (
     StorageOpener,
 )
 
-__all__ = ["Dispatch", "FailedPlugin", "Handler", "PluginInfo", "Plugins", "installed_plugins"]
+__all__ = ["Dispatch", "FailedPlugin", "Handler", "PluginInfo", "Plugins", "expect_inherits", "installed_plugins"]
 
 logger = logging.getLogger("ckptcore.plugins")
 
@@ -385,7 +385,7 @@ def _as_dispatch(handler: Handler) -> Dispatch:
         if protocol in type(handler).__mro__:
             return Dispatch(**{kind: handler})  # type: ignore[arg-type]  # each kind has its protocol
     if hasattr(handler, "save") and hasattr(handler, "load"):
-        return Dispatch(files=handler)
+        return Dispatch(files=cast(FilesHandler, handler))
     raise PluginError(
         f"Context(plugins=PluginOptions(handlers=...)) holds {handler!r}, which is no handler: inherit from "
         "LeafHandler, ContainerHandler or CheckpointableHandler of ckptcore.protocols, or implement FilesHandler"

@@ -13,7 +13,6 @@ from ckptcore_tools.copies import CopyReport
 import ckptcore
 from ckptcore.commit.target import Overwrite
 from ckptcore.errors import CheckpointError, CommitUnknownError, StorageError
-from ckptcore.io.object_writes import abort_uploads
 from tests.copying.places import new_place, objects_at, store_at
 from tests.crashes.places import faulty_context, through
 from tests.crashes.states import LARGE, make_composite, make_state, version_at
@@ -154,7 +153,7 @@ def test_what_is_partly_written_is_sent_again(scheme: str, tmp_path: Path) -> No
         trial.go_on()
         trial.assert_whole()
         assert version_at(trial.location) == _NEW
-        assert abort_uploads(store_at(trial.location)) == 0, "an upload that nobody finishes"
+        assert store_at(trial.location).abort_uploads() == 0, "an upload that nobody finishes"
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])

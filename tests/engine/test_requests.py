@@ -82,10 +82,13 @@ def test_a_subdirectory_has_the_capabilities_of_its_storage(storage: StorageBack
         of_storage, of_directory = getattr(storage, opened)("a/data"), getattr(inside, opened)("data")
         assert type(of_directory) is type(of_storage)
         assert isinstance(of_directory, HeldReader) == isinstance(of_storage, HeldReader)
+    seen: list[list[str]] = []
     writers = [storage.open_new("a/b", 1), inside.open_new("c", 1)]
     assert type(writers[0]) is type(writers[1])
     for writer in writers:
         writer.abort()
+    inside.delete_while(["data", "missing"], lambda: seen.append(list(storage.list())))
+    assert seen == [["a/data"]] and list(storage.list()) == []
 
 
 @pytest.mark.parametrize("kind", [Subdirectory, AtomicSubdirectories, FencedStore, BackedDirectory, FaultyStorage])

@@ -62,7 +62,7 @@ class DeviceHandler(LeafHandler):
     def shards(self, leaf: OnDevice, rank: int, size: int) -> Sequence[Shard]:
         return (Shard(Box.whole(leaf.elements.shape), rank, size),)
 
-    def shards_of(self, leaf: OnDevice, process: int | None, rank: int, size: int) -> Sequence[Shard]:
+    def shards_of(self, leaf: OnDevice, process: int | None, rank: int, size: int) -> Sequence[Shard] | None:
         return self.shards(leaf, rank, size)
 
     def host_bytes(self, leaf: OnDevice, boxes: Sequence[Box]) -> HostBytes:
@@ -88,7 +88,8 @@ class DeviceHandler(LeafHandler):
     def wanted(self, *_: Any) -> Any:
         raise NotImplementedError
 
-    destination = build = fill = memory_to_fill = wanted
+    def build(self, *_: Any) -> Any:
+        raise NotImplementedError
 
 
 class UntouchableHandler(DeviceHandler):
@@ -102,7 +103,11 @@ class UntouchableHandler(DeviceHandler):
 class SilentHandler(UntouchableHandler):
     """Tells nothing but what a save needs."""
 
-    shards_of, host_bytes = LeafHandler.shards_of, LeafHandler.host_bytes
+    def shards_of(self, leaf: OnDevice, process: int | None, rank: int, size: int) -> Sequence[Shard] | None:
+        return LeafHandler.shards_of(self, leaf, process, rank, size)
+
+    def host_bytes(self, leaf: OnDevice, boxes: Sequence[Box]) -> HostBytes:
+        return LeafHandler.host_bytes(self, leaf, boxes)
 
 
 def context_of(handler: DeviceHandler, **options: Any) -> Context:

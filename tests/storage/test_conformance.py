@@ -125,12 +125,6 @@ class _InDirectory(_InMemory):
         return Subdirectory(self.storages.open("memory://bucket", StorageOptions()), directory)
 
 
-class TestDirectory(_InDirectory, StorageBackendTests):
-    """A directory of a storage passes it on."""
-
-    examples = 5
-
-
 class TestDirectoryCreates(_InDirectory, NewObjectTests):
     """A directory of a storage passes it on."""
 
