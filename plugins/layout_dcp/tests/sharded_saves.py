@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 import ckptcore
 from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray, Ready, Shard
-from ckptcore.protocols import Any, Coordinator, LeafHandler
+from ckptcore.protocols import Coordinator, LeafHandler
 
 __all__ = ["boxes_of", "save_ours", "save_torch"]
 
