@@ -235,7 +235,7 @@ class SafetensorsLayout(Layout):
         return _names(tree)
 
     def renumbered(self, state: JSON, leaves: Sequence[int]) -> JSON:
-        """See `ckptcore.protocols.WritesSessions`. Renumbers the columns of leaves."""
+        """See `Layout`. Renumbers the columns of leaves."""
         columns: Any = state  # the caller handles what a hostile state raises
         made = {**columns, "leaf": [leaves[leaf] for leaf in columns["leaf"]]}
         if "slices" in columns:
