@@ -30,20 +30,20 @@ from ckptcore.training.run_directory import (
     exchanges_of,
 )
 from ckptcore.training.save_decisions import Past, PreemptionNotice, SaveDecider
-from ckptcore.training.step_saving import StepOptions, StepOrder, StepSaver, StepSaves
+from ckptcore.training.step_saving import StepOptions, StepSaver, StepSaveRequest, StepSaves
 
 __all__ = ["Checkpointer", "WhenBusy"]
 
 WhenBusy: TypeAlias = Literal["wait", "skip", "queue"]
-"""What a save does while another is under way. "wait": block. "skip": drop this save. "queue": copy now, write later."""
+"""What a save does while another runs. "wait": block. "skip": drop this save. "queue": copy now, write later."""
 
 
 class Checkpointer(CheckpointReader):
-    """The steps of a training run: saves them without stopping the loop, keeps those that a policy wants, resumes.
+    """Saves the steps of a training run without stopping its loop, keeps those that a policy wants, and resumes.
 
-    It owns its directory: a second one there, in this process or another, raises an error. Use it as a context manager, or close
-    it. In a job of several processes every process makes one and calls the same methods in the same order. The leader owns,
-    lists and deletes, and decides for all.
+    It owns its directory: a second one for the same directory, in this process or another, raises an error. Use it as a
+    context manager, or close it. In a job of several processes every process creates one and calls the same methods in
+    the same order. The leader owns, lists and deletes, and decides for all.
     """
 
     def __init__(
@@ -66,25 +66,27 @@ class Checkpointer(CheckpointReader):
         Args:
             directory: a path or URL, or a `RunDirectory`, such as one that saves to a fast directory first.
             save_policy: the steps at which `save` saves; None: whenever it is called.
-            preservation_policy: which steps are kept; None: all. The newest always is.
-            step_names: how steps are named.
-            layout: how arrays are laid out.
+            preservation_policy: chooses the steps to keep; None: all. The newest is always kept.
+            step_names: the names of step directories.
+            layout: the layout of arrays.
             context: options.
             metadata: JSON to store with the directory as a whole; None leaves the stored metadata.
             when_busy: what a save does while another is under way.
-            if_in_use: what to do if another job seems to own the directory. "error": fail at once. "take over": wait for a
-                sign of life, and own the directory if there is none.
-            preemption_notice: returns at each step whether this process is to be preempted. None: SIGTERM is the notice,
-                if the save policy contains `PreemptionCheckpointing`. In a job every process passes one, or none does.
-            strategy: what is written and committed at each step, such as `StepExports`; None: the step alone.
+            if_in_use: what to do if another job seems to own the directory. "error": fail at once. "take over": wait
+                for a sign of life, and own the directory if there is none.
+            preemption_notice: returns at each step whether this process is to be preempted. None: SIGTERM is the
+                notice, if the save policy contains `PreemptionCheckpointing`. In a job every process passes one, or
+                none does.
+            strategy: writes and commits each step, such as `StepExports`; None: the step alone.
 
         Raises:
             DirectoryInUseError: if another job owns the directory.
-            NotSharedError: if this process of a job does not see the directory of the leader; RankFailedError if another does not.
+            NotSharedError: if this process of a job does not see the directory of the leader; RankFailedError if
+                another does not.
             StorageError: if it cannot be written.
             UnknownPluginError: if the strategy needs an unknown layout.
-            ValueError: if an argument has a wrong value; if the strategy refuses the directory; if SIGTERM is the notice, and
-                this is not the main thread.
+            ValueError: if an argument has a wrong value; if the strategy refuses the directory; if SIGTERM is the
+                notice, and this is not the main thread.
         """
         if when_busy not in ("wait", "skip", "queue"):
             raise ValueError(f"Checkpointer(when_busy={when_busy!r}): expected 'wait', 'skip' or 'queue'")
@@ -122,7 +124,7 @@ class Checkpointer(CheckpointReader):
         StepReader.__init__(self, self._run.steps, context, agree, loaded=self._set_back)
         self._saver = StepSaver(self._run, self._decider, self._saves, options, context, self._job, agree=agree)
         try:
-            self.reload()  # only now: another job may have written until this one owned the directory
+            self.reload()  # another job may have written until this one owned the directory
             self._look_back(self._steps.latest)
             self._decider.heed(preemption_notice)
             self._run.begin()
@@ -131,7 +133,7 @@ class Checkpointer(CheckpointReader):
             raise
 
     def _look_back(self, choose: Callable[[], int | None]) -> None:
-        """Take from a step, such as the newest, when it was saved, and in which epoch; the leader looks."""
+        """Read the time and the epoch of a step, such as the newest, for policies; the leader reads."""
 
         def look() -> list[JSON]:
             step = choose()
@@ -142,14 +144,14 @@ class Checkpointer(CheckpointReader):
                 summary = steps.summary(step)
                 began = steps.info(step).created if summary is not None else None
             except (CorruptCheckpointError, UnsupportedVersionError):
-                return [step, None, None]  # a load will find that it cannot be read
+                return [step, None, None]  # a load will report that it cannot be read
             return [step, summary.progress.get("epoch") if summary is not None else None, began]
 
         found: Any = self._agree("look-back").lead("look-back", look)
         self._decider.past = Past(*found)
 
     def _set_back(self, step: int) -> None:
-        """Set the run back to where it was when a step was saved: later steps count for no policy."""
+        """Set the run back to a loaded step: policies compare with this step, not with later ones."""
         if step != self._decider.past.step:
             self._look_back(lambda: step)
 
@@ -161,14 +163,14 @@ class Checkpointer(CheckpointReader):
         return self._decider.preempted
 
     def should_save(self, step: int, *, epoch: int | None = None) -> bool:
-        """Return whether `save` would save at a step, so that the state need not be built in vain.
+        """Return True if `save` would save at a step, so that a loop builds the state only when needed.
 
         Args:
             step: the step.
-            epoch: the epoch that it is in, for policies that ask for it.
+            epoch: its epoch, for policies that need it.
 
         Raises:
-            ValueError: if the step is no number of one, or the policy cannot answer.
+            ValueError: if the step is not a valid number, or the policy cannot decide.
         """
         self._expect_open()
         step, epoch = step_number(step), None if epoch is None else whole_number("epoch", epoch)
@@ -187,24 +189,24 @@ class Checkpointer(CheckpointReader):
     ) -> SaveHandle | None:
         """Save a tree as a step, in the background: returns once the save owns its memory.
 
-        An error that nobody asks the handle for is raised by the next save, by `wait` and by `close`.
+        An error that no caller retrieves from the handle is raised by the next save, by `wait` or by `close`.
 
         Args:
             step: the number of the step.
             state: as for `ckptcore.save`.
             metrics: measurements, for policies such as `BestN`.
-            metadata: JSON, kept with the step.
-            epoch: the epoch that the step is in.
-            force: save whatever the policy says, and however busy.
-            overwrite: whether a step that is there is replaced, as for `ckptcore.save`. One that a load passed over because it
-                was damaged is, in any case.
+            metadata: JSON to store with the step.
+            epoch: the epoch of the step.
+            force: save regardless of the policy and of running saves.
+            overwrite: replace an existing step, as for `ckptcore.save`. A step that a load skipped because it was
+                damaged is always replaced.
 
         Returns:
-            The save; None where the policy did not want it, or ``when_busy="skip"`` let it be.
+            The save; None if the policy did not want it, or ``when_busy="skip"`` dropped it.
 
         Raises:
-            CheckpointExistsError: if the step is there.
-            What `ckptcore.save_async` does.
+            CheckpointExistsError: if the step exists.
+            What `ckptcore.save_async` raises.
         """
         return self._saver.begin(self._order(step, OneTree(state), metrics, metadata, epoch, force, overwrite))
 
@@ -241,7 +243,7 @@ class Checkpointer(CheckpointReader):
         Takes and raises what `save` does.
 
         Returns:
-            Whether it was saved; False where the policy did not want it, or ``when_busy="skip"`` let it be.
+            True if it was saved; False if the policy did not want it, or ``when_busy="skip"`` dropped it.
         """
         return self._saver.perform(self._order(step, OneTree(state), metrics, metadata, epoch, force, overwrite))
 
@@ -254,20 +256,20 @@ class Checkpointer(CheckpointReader):
         epoch: int | None,
         force: bool,
         overwrite: Overwrite,
-    ) -> StepOrder:
+    ) -> StepSaveRequest:
         """Return the checked arguments of a save. Raises if this process cannot save."""
         step = step_number(step)
         self._expect_open()
         epoch = None if epoch is None else whole_number("epoch", epoch)
-        return StepOrder(step, values, metrics, metadata, epoch, force, overwrite)
+        return StepSaveRequest(step, values, metrics, metadata, epoch, force, overwrite)
 
     # --- deleting -----------------------------------------------------------------------------------------------------
 
     def delete(self, step: int) -> None:
-        """Delete a step, in the background; `wait` waits for it. Only who leads deletes; the others of a job hear how it ended.
+        """Delete a step, in the background; `wait` waits for it. The leader deletes; all processes get its error.
 
         Raises:
-            CheckpointNotFoundError: if it is not there, or other software wrote it.
+            CheckpointNotFoundError: if it does not exist, or other software wrote it.
             OnlyStepError: if it is the only one that is valid.
             StepPinnedError: if a reader has pinned it.
         """
@@ -287,8 +289,8 @@ class Checkpointer(CheckpointReader):
         """Wait until every save and deletion has ended.
 
         Raises:
-            CheckpointError: the first error of a save that no caller has retrieved, of a deletion, or of other work of the
-                directory. It is raised once.
+            CheckpointError: the first error of a save that no caller has retrieved, of a deletion, or of other work of
+                the directory. It is raised once.
         """
         if self._is_inherited():
             return
@@ -299,12 +301,12 @@ class Checkpointer(CheckpointReader):
             raise errors[0]
 
     def close(self) -> None:
-        """Wait, and give up the directory. Its steps can still be read. Further calls do nothing.
+        """Wait, and release the directory. Its steps can still be read. Further calls do nothing.
 
-        In a forked child it does nothing: the saves and the directory are the parent's.
+        In a forked child it does nothing: the saves and the directory belong to the parent.
 
         Raises:
-            CheckpointError: as `wait`, and if the directory could not finish its work. It is given up in any case.
+            CheckpointError: as `wait`, and if the directory could not finish its work. It is released in any case.
         """
         if self._closed or self._is_inherited():
             return
@@ -319,13 +321,13 @@ class Checkpointer(CheckpointReader):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close it. The error that ended the block goes on, and has a note if closing failed too."""
+        """Close it. An error that ended the block propagates, with a note if closing failed too."""
         if error is None:
             self.close()
             return
         try:
             self.close()
-        except Exception as failure:  # noqa: BLE001  # told with the error that came first
+        except Exception as failure:  # noqa: BLE001  # becomes a note of the first error
             error.add_note(f"and then, as {self!r} was closed: {type(failure).__name__}: {failure}")
 
     def _release(self) -> None:
@@ -342,16 +344,16 @@ class Checkpointer(CheckpointReader):
     def _expect_open(self) -> None:
         if self._is_inherited():
             raise CheckpointError(
-                f"the Checkpointer of {self.directory} belongs to process {self._process}, which this one was forked from; "
-                "save there, or use a CheckpointReader here"
+                f"the Checkpointer of {self.directory} belongs to process {self._process}, which forked this one; "
+                "save in that process, or use a CheckpointReader in this one"
             )
         if self._closed:
-            raise CheckpointError(f"the Checkpointer of {self.directory} is closed; make a new one")
+            raise CheckpointError(f"the Checkpointer of {self.directory} is closed; create a new one")
         job = runtime_of(self._context).job()
         if job is not self._job and (isinstance(job, Rejoinable) or isinstance(self._job, Rejoinable)):
             raise CheckpointError(
-                f"the Checkpointer of {self.directory} belongs to a job that this process has left or joined again since; close it, and "
-                "make a new one, as every other process of the job does"
+                f"the Checkpointer of {self.directory} belongs to a job that this process has left or joined again; "
+                "close it and create a new one in every process of the job"
             )
 
 

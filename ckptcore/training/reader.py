@@ -1,4 +1,4 @@
-"""CheckpointReader: reads the steps of a directory, also while another job writes."""
+"""CheckpointReader: reads the steps of a directory, even while another job writes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _POLL_SECONDS: Final = 1.0
 
 
 class StepReader:
-    """Reading the steps of a run: what `CheckpointReader` and `Checkpointer` have in common."""
+    """The methods for reading a run that `CheckpointReader` and `Checkpointer` share."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class StepReader:
         return redacted(f"<{type(self).__name__} {self.directory!r}>")
 
     def __enter__(self) -> Self:
-        """Itself."""
+        """Return itself."""
         return self
 
     def __exit__(
@@ -82,23 +82,23 @@ class StepReader:
         self.close()
 
     def close(self) -> None:
-        """Close it. A reader holds nothing but its pins."""
+        """Close it. A reader holds only its pins."""
 
     @property
     def directory(self) -> str:
-        """The directory, as it was given."""
+        """The directory as the user passed it, without secrets."""
         return self._steps.main.display
 
     @property
     def latest(self) -> int | None:
-        """The newest committed step; None if there is none. One small request, and no listing."""
+        """The newest committed step; None if there is none. One small request, no listing."""
         return self._steps.latest()
 
     @property
     def steps(self) -> tuple[int, ...]:
         """Every committed step, ascending.
 
-        In a job of several processes the leader deletes, and others hear of that when they `reload`.
+        In a job of several processes the leader deletes; other processes see that after `reload`.
         """
         return self._steps.steps()
 
@@ -109,12 +109,12 @@ class StepReader:
 
     @property
     def skipped_steps(self) -> tuple[SkippedStep, ...]:
-        """The newer steps that the last load passed over because they were damaged or gone, the newest first."""
+        """The newer steps that the last load skipped because they were damaged or deleted, the newest first."""
         return self._loader.skipped_steps
 
     @property
     def root_metadata(self) -> dict[str, JSON]:
-        """The metadata of the directory as a whole, that its Checkpointer was given.
+        """The metadata of the directory as a whole, as passed to its Checkpointer.
 
         Raises:
             CorruptCheckpointError
@@ -126,7 +126,7 @@ class StepReader:
         self._steps.reload(self._agree("list"))
 
     def step_info(self, step: int) -> StepInfo:
-        """When a step was saved, and its metrics.
+        """Return the time and the metrics of a step.
 
         Raises:
             CheckpointNotFoundError, CorruptCheckpointError
@@ -156,13 +156,13 @@ class StepReader:
         """Load a step that was saved as one tree.
 
         Args:
-            step: which; None: the newest that is valid. Damaged ones are passed over and told in `skipped_steps`.
+            step: the step; None: the newest valid one. Damaged steps are skipped and listed in `skipped_steps`.
             abstract, select, transforms, matching, report: as for `ckptcore.load`.
 
         Raises:
-            CheckpointNotFoundError: if there is no step, or not this one.
-            CorruptCheckpointError: if it is damaged; with ``step=None``, if every one is.
-            What `ckptcore.load` does.
+            CheckpointNotFoundError: if there is no step, or the step does not exist.
+            CorruptCheckpointError: if it is damaged; with ``step=None``, if all steps are.
+            What `ckptcore.load` raises.
         """
         request = LoadRequest(select=select, transforms=transforms, matching=matching, report=report)
         return self._load(step, Loading(functools.partial(self._load_value, abstract, request)))
@@ -180,16 +180,16 @@ class StepReader:
         matching: Matching = EXACT,
         report: LoadReport | None = None,
     ) -> Any:
-        """Load a step that was saved as one tree into what is there, as `ckptcore.load_into` does; returns the target.
+        """Load a step that was saved as one tree into a target, as `ckptcore.load_into` does; returns the target.
 
         Args:
             step: as for `load`.
             target, select, transforms, matching, report: as for `ckptcore.load_into`.
 
         Raises:
-            What `load` does.
-            TargetUndefinedError: if it failed after the target was changed, here or in another process, and no older step could
-                be loaded into it.
+            What `load` raises.
+            TargetUndefinedError: if the load failed after the target was changed, here or in another process, and no
+                older step could be loaded into it.
         """
         request = LoadRequest(select=select, transforms=transforms, matching=matching, report=report)
 
@@ -214,10 +214,10 @@ class StepReader:
             into: objects to restore in place, by name.
 
         Raises:
-            What `load` and `ckptcore.load_checkpointables` do.
+            What `load` and `ckptcore.load_checkpointables` raise.
         """
 
-        # A run must not resume without a part of its state: who names the step takes what is left of it.
+        # A run must not resume without a part of its state, unless the caller names the step.
         wanted = Wanted(abstract, into, absent="error" if step is None else "skip")
 
         def run(place: Place, recording: Recording) -> dict[str, Any]:
@@ -228,11 +228,11 @@ class StepReader:
 
     @contextmanager
     def pin(self, step: int) -> Iterator[None]:
-        """Keep a step from being deleted by the job that writes here, until the block ends or this process dies.
+        """Keep a step from being deleted by the job that writes here, until the block or this process ends.
 
         Raises:
-            CheckpointNotFoundError: if the step is not there.
-            StorageError: if nothing can be written beside the steps.
+            CheckpointNotFoundError: if the step does not exist.
+            StorageError: if the pin cannot be written to the directory.
         """
         step = step_number(step)
         with ExitStack() as pins:
@@ -244,7 +244,7 @@ class StepReader:
         """Return the directory with the best copy of a step.
 
         Raises:
-            CheckpointNotFoundError: if the step is not there.
+            CheckpointNotFoundError: if the step does not exist.
         """
         found = self._steps.copies(step)
         if not found:
@@ -254,15 +254,15 @@ class StepReader:
     def wait_for_new_step(
         self, after: int | None = None, *, timeout: float | None = None, poll_seconds: float = _POLL_SECONDS
     ) -> int | None:
-        """Wait until there is a newer step.
+        """Wait for a newer step.
 
         Args:
-            after: newer than which; None: than the newest that is known now.
-            timeout: how long to wait, in seconds; None: for ever.
-            poll_seconds: how often to look.
+            after: the step that it must be newer than; None: the newest known step.
+            timeout: seconds to wait; None: forever.
+            poll_seconds: seconds between listings.
 
         Returns:
-            The newest step, or None if none came in time.
+            The newest step; None after the timeout.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         known: int | None = after
@@ -276,7 +276,7 @@ class StepReader:
 
         while True:
             self.reload()
-            # Who leads looks at the clock, too: nobody may wait for others that have given up.
+            # The leader checks the clock for all: no process may wait for others that have stopped.
             newer, is_over = self._agree("newer").lead("newer", look)
             if newer is not None or is_over:
                 return newer
@@ -285,14 +285,14 @@ class StepReader:
     def new_steps(
         self, after: int | None = None, *, timeout: float | None = None, poll_seconds: float = _POLL_SECONDS
     ) -> Iterator[int]:
-        """Every step as it comes, ascending, for a job that evaluates each.
+        """Yield every new step, ascending, for a job that evaluates each.
 
-        A step can be deleted before it is asked for, and is left out then; `pin` the one that is worked on.
+        Steps that are deleted before they are yielded are left out; `pin` the step that is being evaluated.
 
         Args:
-            after: newer than which; None: all that are there, too.
+            after: yield steps newer than this one; None: existing steps, too.
             timeout: end after so many seconds without a new step; None: never.
-            poll_seconds: how often to look.
+            poll_seconds: seconds between listings.
         """
         last = -1 if after is None else after
         while self.wait_for_new_step(last, timeout=timeout, poll_seconds=poll_seconds) is not None:
@@ -315,10 +315,11 @@ class StepReader:
 
 
 class CheckpointReader(StepReader):
-    """The steps of a directory, to be read. Takes nothing from a job that writes there, and never sees half a step.
+    """The steps of a directory, for reading. Does not disturb a job that writes there, and never sees half a step.
 
-    Steps are listed once, and again by `reload`, by loads of the newest step, and by methods that wait for new steps. In
-    a job of several processes every process makes one and calls the same methods in the same order; the leader lists.
+    Steps are listed once, and again by `reload`, by loads of the newest step, and by methods that wait for new steps.
+    In a job of several processes every process makes one and calls the same methods in the same order; the leader
+    lists.
     """
 
     def __init__(
@@ -328,7 +329,7 @@ class CheckpointReader(StepReader):
         step_names: StepNames | None = None,
         context: Context | None = None,
     ) -> None:
-        """Open a directory, which need not exist yet.
+        """Open a directory. It need not exist yet.
 
         Args:
             directory: a path or URL, or a `RunDirectory`.

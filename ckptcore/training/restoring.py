@@ -1,4 +1,4 @@
-"""Loading a step of a directory: one that is named, or the newest that every process of the job can load."""
+"""StepLoader: loads a given step of a run, or the newest that every process of the job can load."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ logger = logging.getLogger("ckptcore.training")
 T = TypeVar("T")
 
 _LISTINGS: Final = 20
-"""How often a load looks for newer steps, where those that it knew were deleted before it came to them."""
+"""Most listings of one load, for steps that are deleted before it reaches them."""
 
 
 @dataclass(frozen=True, slots=True)
 class SkippedStep:
-    """A step that a load passed over.
+    """A step that a load skipped.
 
     Attributes:
         step: its number.
@@ -83,10 +83,10 @@ class _Passed:
 
     Attributes:
         reasons: why, of each copy in the order in which they were tried.
-        last: why the last failed in this process; None if it failed in others.
-        changed: whether what was to be restored in place is changed, and holds no whole step.
-        all_gone: whether all were deleted, as against damaged.
-        listed: whether it was looked at all.
+        last: the last error in this process; None if only others failed.
+        changed: True if the target of a restore in place was changed, and holds no whole step.
+        all_gone: True if all copies were deleted; False if one was damaged.
+        listed: True once steps were listed.
     """
 
     reasons: dict[_Copy, str] = field(default_factory=dict)
@@ -107,19 +107,19 @@ class _Passed:
         """Return the error to raise if no copy is left."""
         if not self.reasons:
             return CheckpointNotFoundError(f"there is no committed step in {directory}; save one first")
-        told = "; ".join(f"step {skip.step}: {skip.reason}" for skip in self.skipped)
-        message = f"none of the steps in {directory} can be loaded: {told}"
+        reasons = "; ".join(f"step {skip.step}: {skip.reason}" for skip in self.skipped)
+        message = f"none of the steps in {directory} can be loaded: {reasons}"
         if self.changed:
             return TargetUndefinedError(message)
         return CheckpointNotFoundError(message) if self.all_gone else CorruptCheckpointError(message)
 
 
 class StepLoader:
-    """Loads steps of a run, each pinned meanwhile, and remembers which it passed over.
+    """Loads steps of a run, each pinned meanwhile, and remembers which it skipped.
 
     Attributes:
-        restored_step: the step that was loaded last; None before.
-        skipped_steps: the newer steps that the last load passed over, the newest first.
+        restored_step: the last loaded step; None before.
+        skipped_steps: the newer steps that the last load skipped, the newest first.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class StepLoader:
         return self._load_newest(loading)
 
     def _load_named(self, step: int, loading: Loading[T]) -> T:
-        """Load a step: what is said of its last copy, where none can be loaded, is raised."""
+        """Load a step. If no copy can be loaded, the error of the last one is raised."""
         passed = _Passed()
         *better, last = self._copies_of(step)
         for number in better:
@@ -202,17 +202,17 @@ class StepLoader:
                 copy, is_moving = self._next(passed)
             if not (passed.all_gone and is_moving):
                 break
-            self._reload()  # others have deleted what was known here, and have saved something newer before
+            self._reload()  # another process deleted the known steps after it saved newer ones
         self.skipped_steps = tuple(passed.skipped)
         raise passed.failure(self._steps.main.display) from passed.last
 
     def _next(self, passed: _Passed) -> tuple[_Copy | None, bool]:
-        """Return the best copy of the newest step that was not tried; if there is none, whether another listing may show one."""
+        """Return the best untried copy of the newest step; if there is none, whether another listing may show one."""
         tried = passed.reasons.keys()
 
         def choose() -> tuple[list[int] | None, bool]:
             chosen = self._choose(tried)
-            # Nothing is listed before anything was: a reader may have been made before the run.
+            # A reader may have been created before the first step was saved.
             return chosen, bool(tried) or bool(self._steps.candidates()) or not passed.listed
 
         chosen, is_moving = self._agree("choose").lead("choose", choose)
@@ -230,7 +230,7 @@ class StepLoader:
         """Load a copy of a step; None if it is damaged or gone for any of the processes."""
         loaded: tuple[T] | None = None
         agreement = self._agree(f"load-{copy.step}")
-        # Who cannot load it tells the others, and does not fail for it.
+        # A process that cannot load this copy reports that to the others, and does not raise.
         try:
             with agreement.stage("load") as stage:
                 try:
@@ -242,7 +242,7 @@ class StepLoader:
                     passed.changed = passed.changed or isinstance(error, TargetUndefinedError)
                     stage.payload = [str(error), isinstance(error, CheckpointNotFoundError)]
         except CheckpointError as error:
-            # Refused here, or in another process: but something before has changed what was to be restored.
+            # Refused here or in another process, but an earlier copy has changed the target.
             changed = loading.changes if passed.changed or loaded is not None else None
             if changed is None or isinstance(error, TargetUndefinedError):
                 raise
@@ -285,7 +285,7 @@ class StepLoader:
                 return loading.run(place, recording)
 
     def _pinned_to_load(self, copy: _Copy) -> Lock | nullcontext[None]:
-        """A pin for the time of a load; none where nothing can be written."""
+        """Pin a step during a load; no pin in a directory that cannot be written."""
         try:
             return self._directories[copy.directory].pin(copy.step)
         except StorageError as error:
@@ -295,7 +295,7 @@ class StepLoader:
 
 def _left_undefined(changes: str | None, step: int, directory: str, error: CheckpointError) -> TargetUndefinedError:
     return TargetUndefinedError(
-        f"{changes} holds what is left of a step by now, and step {step} in {directory} cannot be loaded into it: {error}"
+        f"{changes} was partly overwritten, and step {step} in {directory} cannot be loaded into it: {error}"
     )
 
 
@@ -309,6 +309,6 @@ def _is_damage(error: BaseException) -> bool:
 
 
 def _outcome(payloads: Sequence[Any]) -> JSON:
-    """Return the first error of a load and whether the step is missing for all processes that failed; None: none failed."""
+    """Return the first error of a load, and whether all failed processes miss the step; None if none failed."""
     failed = [payload for payload in payloads if payload is not None]
     return [failed[0][0], all(is_gone for _, is_gone in failed)] if failed else None

@@ -29,26 +29,26 @@ _Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
 
 
 class TerminationSignal:
-    """A `PreemptionNotice` that SIGTERM gives: from the first one on, the answer is yes.
+    """A `PreemptionNotice` by SIGTERM: it returns True from the first signal on.
 
-    While it is open, SIGTERM no longer ends the process: the training loop does, when it has saved. A handler that the program
-    had is called too. A forked child does with SIGTERM what it did before, so that worker processes can be ended.
+    While it is open, SIGTERM does not end the process: the training loop ends after it has saved. A handler that was
+    installed before is called too. Forked children handle SIGTERM as before, so that worker processes can be ended.
     """
 
     def __init__(self) -> None:
-        """Listen from now on.
+        """Install the handler.
 
         Raises:
-            ValueError: not on the main thread, where alone signals can be listened to.
+            ValueError: on any thread but the main thread, where signal handlers cannot be installed.
         """
         if threading.current_thread() is not threading.main_thread():
             raise ValueError(
-                "SIGTERM can be listened to on the main thread only: make the Checkpointer there, or pass "
-                "preemption_notice=, a function that tells whether this process is to be preempted"
+                "a handler of SIGTERM can be installed on the main thread only: create the Checkpointer there, or pass "
+                "preemption_notice=, a function that returns True if this process is to be preempted"
             )
         self._received = False
         self._closed = False
-        # Not held by the signal: one that is dropped without being closed must not leave the process deaf.
+        # A weak reference: if this is dropped without close(), SIGTERM must still end the process.
         reference = weakref.ref(self)
         self._previous: _Handler = signal.getsignal(signal.SIGTERM)
         previous = self._previous
@@ -65,13 +65,13 @@ class TerminationSignal:
         renew_in_children(self)
 
     def renew(self) -> None:
-        """Listen no longer: this is a forked child, and the training loop is its parent's."""
+        """Close it in a forked child: the training loop runs in the parent."""
         self.close()
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self._received = True
         if self._closed:
-            # It could not be taken out when it was closed.
+            # close() could not remove this handler.
             _hand_on(self._previous, self._handler, number, frame)
         elif callable(self._previous):
             self._previous(number, frame)
@@ -84,30 +84,30 @@ class TerminationSignal:
         return self._received
 
     def close(self) -> None:
-        """Listen no longer; what listened before does again. Any thread; again is no error."""
+        """Restore the previous handler. Any thread; further calls do nothing."""
         self._closed = True
-        # What somebody put in place meanwhile stays, and may still call this one. Off the main thread nothing can be put
-        # back, and what comes is handed on.
+        # A handler that was installed later stays, and may still call this one. Off the main thread no handler can be
+        # restored: this one passes signals on.
         if self._is_asked_first() and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._previous if self._previous is not None else signal.SIG_DFL)
 
     def __enter__(self) -> Self:
-        """Itself."""
+        """Return itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Listen no longer."""
+        """Close it."""
         self.close()
 
 
 def _hand_on(previous: _Handler, own: _Handler, number: int, frame: FrameType | None) -> None:
-    """Do with a signal what was done before somebody listened who no longer does."""
+    """Handle a signal as before the handler that is now closed was installed."""
     if callable(previous):
         previous(number, frame)
     elif previous != signal.SIG_IGN and signal.getsignal(signal.SIGTERM) is own:
-        # Nobody else listens: the process ends, as it would have.
+        # There is no other handler: end the process, as the signal would have.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -126,21 +126,21 @@ class Past:
 
 
 class SaveDecider:
-    """Asks a policy, and heeds preemption. On the training thread.
+    """Decides by a policy and a notice of preemption. On the training thread.
 
     Attributes:
         past: the save that policies compare with.
-        last_save_ended: when a save of this process last ended, in seconds since the epoch; None if none did.
-        preempted: whether the job was told, when it was last decided, that a machine of it will be taken away.
-        was_skipped: whether the last decision was not to save because another save was under way.
+        last_save_ended: end of the last save of this process, in seconds since the epoch; None before.
+        preempted: True if a process of the job had a notice of preemption at the last decision.
+        was_skipped: True if the last decision was not to save because another save was running.
     """
 
     def __init__(self, policy: SavePolicy, *, skips_when_busy: bool) -> None:
         """Decide by a policy.
 
         Args:
-            policy: when to save.
-            skips_when_busy: whether a save is let be while another is under way.
+            policy: chooses the steps to save.
+            skips_when_busy: whether a save is skipped while another is running.
         """
         self._policy = policy
         self._skips_when_busy = skips_when_busy
@@ -155,7 +155,7 @@ class SaveDecider:
         """Use a notice of preemption from now on. None: SIGTERM, if the policy asks for it.
 
         Raises:
-            ValueError: if SIGTERM is to be listened to, and this is not the main thread.
+            ValueError: if the notice is SIGTERM, and this is not the main thread.
         """
         if notice is None and _heeds_preemption(self._policy):
             notice = self._signal = TerminationSignal()
@@ -170,7 +170,7 @@ class SaveDecider:
         self.last_save_ended = time.time()
 
     def close(self) -> None:
-        """Listen to SIGTERM no longer; again is no error."""
+        """Remove the handler of SIGTERM. Further calls do nothing."""
         if self._signal is not None:
             self._signal.close()
 
@@ -187,10 +187,10 @@ class SaveDecider:
         """Return whether to save; the same on every rank.
 
         Args:
-            step, epoch: what could be saved.
-            saving: whether a save of this process is under way.
-            force: whether to save whatever the policy says.
-            job_size: how many processes decide together.
+            step, epoch: the step that could be saved.
+            saving: whether a save of this process is running.
+            force: save regardless of the policy.
+            job_size: number of processes that decide together.
             agree: begins an exchange between them; called on all or none.
 
         Raises:
@@ -199,7 +199,7 @@ class SaveDecider:
         """
         self.was_skipped = False
         wants = _always if force else self._wants
-        # One rank's notice is everybody's; and who leads decides by its own clock and its own saves.
+        # A notice on one rank counts for all; the leader decides by its own clock and saves.
         differs = not force and (self._policy.needs_agreement or self._skips_when_busy)
         if job_size == 1 or not (differs or self._notice is not None):
             context = self._context_of(step, epoch, saving=saving)
@@ -207,14 +207,14 @@ class SaveDecider:
             return wants(context)
         agreement = agree()
         with agreement.stage("decide") as stage:
-            context = self._context_of(step, epoch, saving=saving)  # asks the notice, which may fail
+            context = self._context_of(step, epoch, saving=saving)  # calls the notice, which may raise
             stage.payload = [context.preempted, context.saving]
         decided: Any = agreement.lead("decision", partial(_decide_for_all, context, wants, stage.payloads))
         wanted, self.preempted = decided
         return bool(wanted)
 
     def _context_of(self, step: int, epoch: int | None, *, saving: bool) -> SaveContext:
-        """Return what this process knows of a step."""
+        """Return the facts that this process knows about a step."""
         return SaveContext(
             step=step,
             now=time.time(),
@@ -229,7 +229,7 @@ class SaveDecider:
 
     def _wants(self, context: SaveContext) -> bool:
         wanted = self._policy.should_save(context)
-        # The last save before the machine goes is not one to skip.
+        # Never skip the last save before a preemption.
         self.was_skipped = wanted and self._skips_when_busy and context.saving and not context.preempted
         return wanted and not self.was_skipped
 

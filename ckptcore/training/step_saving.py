@@ -21,7 +21,7 @@ from ckptcore.saving.save import begin_save, perform_save
 from ckptcore.training.run_directory import OwnedRun, SavedStep
 from ckptcore.training.save_decisions import Past, SaveDecider
 
-__all__ = ["StepOptions", "StepOrder", "StepSaver", "StepSaves"]
+__all__ = ["StepOptions", "StepSaveRequest", "StepSaver", "StepSaves"]
 
 logger = logging.getLogger("ckptcore.training")
 
@@ -35,10 +35,10 @@ class _Saving:
 
 
 class StepSaves:
-    """The saves of a run in this process. One thread begins them; any may ask.
+    """The saves of a run in this process. One thread begins them; any thread may query.
 
     Attributes:
-        last_committed: the step that was committed last; None before.
+        last_committed: the last committed step; None before.
     """
 
     def __init__(self) -> None:
@@ -48,13 +48,13 @@ class StepSaves:
         self.last_committed: int | None = None
 
     def __len__(self) -> int:
-        """How many are kept: under way, or failed without anybody having asked, or over since the last began."""
+        """The number of saves kept: running, with an error that no caller retrieved, or ended since the last began."""
         with self._lock:
             return len(self._saves)
 
     @contextmanager
     def beginning(self, step: int) -> Iterator[None]:
-        """Count a step as under way in the body: while its save begins, or for as long as it blocks."""
+        """Count a step as being saved inside the block: while its save begins, or while it blocks."""
         self._beginning = step
         try:
             yield
@@ -62,7 +62,7 @@ class StepSaves:
             self._beginning = None
 
     def add(self, step: int, handle: SaveHandle) -> None:
-        """Keep a save that goes on in the background."""
+        """Keep a save that runs in the background."""
         with self._lock:
             self._saves = [*(save for save in self._saves if save.handle.matters), _Saving(step, handle)]
 
@@ -73,7 +73,7 @@ class StepSaves:
             return any(not save.handle.done() for save in self._saves)
 
     def under_way(self) -> set[int]:
-        """The steps that are being saved."""
+        """Return the steps that are being saved."""
         beginning = self._beginning
         with self._lock:
             under_way = {save.step for save in self._saves if not save.handle.done()}
@@ -82,15 +82,15 @@ class StepSaves:
     def take_errors(self) -> Sequence[BaseException]:
         """Wait for all running saves. Return the errors that no caller has retrieved, each once.
 
-        Who is interrupted while it waits, waits again the next time.
+        After an interrupt, the next call waits again.
         """
         with self._lock:
             saves = list(self._saves)
         errors: list[BaseException] = []
         for save in saves:
-            told = not save.handle.matters
+            is_retrieved = not save.handle.matters
             error = save.handle.exception()
-            if error is not None and not told:
+            if error is not None and not is_retrieved:
                 errors.append(error)
         with self._lock:
             self._saves = [save for save in self._saves if save not in saves]
@@ -102,8 +102,8 @@ class StepOptions:
     """Options of all steps of a run.
 
     Attributes:
-        layout: how arrays are laid out.
-        strategy: what is written and committed at each step; None: as the directory of the run needs.
+        layout: the layout of arrays.
+        strategy: writes and commits each step; None: as the directory of the run needs.
         when_busy: what an asynchronous save does while another runs.
     """
 
@@ -113,8 +113,8 @@ class StepOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class StepOrder:
-    """A step that a user asks to be saved; the fields are as for `Checkpointer.save`."""
+class StepSaveRequest:
+    """The arguments of `Checkpointer.save`, checked."""
 
     step: int
     values: OneTree | Mapping[str, object]
@@ -169,13 +169,13 @@ class StepSaver:
         """Return whether to save a step.
 
         Args:
-            step, epoch: what could be saved.
-            force: whether to save whatever the policy says.
+            step, epoch: the step that could be saved.
+            force: save regardless of the policy.
 
         Raises:
             ValueError: if the step has no name, or the policy cannot answer.
         """
-        self._steps.names.name(step)  # refuses what is no number of a step
+        self._steps.names.name(step)  # refuses numbers that have no name
         wanted = self._decider.decide(
             step,
             epoch,
@@ -185,15 +185,15 @@ class StepSaver:
             agree=partial(self._agree, "decide"),
         )
         if not wanted and self._decider.was_skipped:
-            logger.info("step %d is not saved: an earlier save to %s is under way", step, self._directory)
+            logger.info("step %d is not saved: an earlier save to %s is running", step, self._directory)
         return wanted
 
-    def begin(self, order: StepOrder) -> SaveHandle | None:
-        """Save a step in the background; None if it is not wanted.
+    def begin(self, order: StepSaveRequest) -> SaveHandle | None:
+        """Save a step in the background; None if the policy does not want it.
 
         Raises:
-            CheckpointExistsError: if the step is there.
-            What `begin_save` does.
+            CheckpointExistsError: if the step exists.
+            What `begin_save` raises.
         """
         if not self.wants(order.step, order.epoch, force=order.force):
             return None
@@ -203,12 +203,12 @@ class StepSaver:
             self._saves.add(order.step, handle)
         return handle
 
-    def perform(self, order: StepOrder) -> bool:
-        """Save a step and return once it is committed; False if it is not wanted.
+    def perform(self, order: StepSaveRequest) -> bool:
+        """Save a step and return once it is committed; False if the policy does not want it.
 
         Raises:
-            CheckpointExistsError: if the step is there.
-            What `perform_save` does.
+            CheckpointExistsError: if the step exists.
+            What `perform_save` raises.
         """
         if not self.wants(order.step, order.epoch, force=order.force):
             return False
@@ -217,28 +217,28 @@ class StepSaver:
             perform_save(self._request(order, name, before), self._context)
         return True
 
-    def _agreed_name(self, order: StepOrder) -> str:
+    def _agreed_name(self, order: StepSaveRequest) -> str:
         """Return the name for the directory of a step."""
         if order.overwrite or self._is_broken(order.step):
-            # Processes may have listed at different moments; the leader's name is everybody's.
+            # Processes may have listed at different times, so the leader chooses the name.
             return self._agree("name").lead("name", partial(self._steps.name, order.step))
         return self._steps.names.name(order.step)
 
     @contextmanager
-    def _begun(self, order: StepOrder) -> Iterator[Past]:
-        """Count a save as begun; gives what was before. One that could not begin is none for policies, so that the next is not left out."""
+    def _begun(self, order: StepSaveRequest) -> Iterator[Past]:
+        """Count a save as begun, for policies, unless it could not begin. Yields the last save before it."""
         past = self._decider.past
         with self._saves.beginning(order.step):
             self._decider.begin(order.step, order.epoch)
             try:
                 yield past
             except BaseException:
-                # In a job it may have begun in other processes, and what policies know has to be the same in all of them.
+                # In a job it may have begun in other processes, and policies must see the same in all of them.
                 if self._job.size == 1:
                     self._decider.past = past
                 raise
 
-    def _request(self, order: StepOrder, name: str, before: Past) -> SaveRequest:
+    def _request(self, order: StepSaveRequest, name: str, before: Past) -> SaveRequest:
         step = order.step
         target, chosen = self._run.target(step, name), self._options.strategy
         return SaveRequest(
@@ -254,7 +254,7 @@ class StepSaver:
             hooks=SaveHooks(
                 allowed=partial(self._allow, step, before.step, is_new=not order.overwrite),
                 before_commit=target.before_commit,
-                # A partial of values, not of the order: that refers to the state.
+                # Values only: the request refers to the state, which must not be kept alive.
                 committed=partial(self._saved, SavedStep(step, name, order.epoch, self._decider.preempted)),
             ),
         )
@@ -270,8 +270,8 @@ class StepSaver:
             if newest is not None and newest > step and not self._is_broken(newest):
                 self._warned = True
                 logger.warning(
-                    "step %d is saved below step %d, which %s has from before: the next resume loads that one; delete what comes "
-                    "after the step that the run was set back to",
+                    "step %d is saved below step %d, which %s has from before: the next resume loads that one; delete "
+                    "the steps after the one that the run was set back to",
                     step, newest, self._directory,
                 )  # fmt: skip
 

@@ -50,27 +50,27 @@ T = TypeVar("T")
 
 
 class StepDirectory:
-    """The steps of a directory as they were when it was last listed, and as this process changed them since. Any thread.
+    """The steps of a directory as last listed, with the changes of this process since then. Any thread.
 
-    One listing finds every name. The first question about a name checks by one small request that it is a committed step;
-    the answer is remembered until the step is deleted.
+    One listing finds all names. The first call about a name checks with one small request that it is a committed step;
+    the result is remembered until the step is deleted.
 
     Attributes:
         directory: the absolute path or URL.
         names: how steps are named.
-        broken: the steps that were found to be damaged here, and not replaced since.
+        broken: the steps that this process found to be damaged and has not replaced.
     """
 
     def __init__(self, directory: LocationLike, names: StepNames, context: Context) -> None:
-        """Look at nothing yet.
+        """List nothing yet.
 
         Args:
-            directory: a path or URL; it need not be there.
+            directory: a path or URL; it need not exist.
             names: how steps are named.
             context: options.
         """
         self._display = redacted(os.fspath(directory))
-        # Found out once: a program may change its working directory.
+        # Resolved once: a program may change its working directory.
         self.directory = absolute_location(directory)
         self.names = names
         self._context = context
@@ -79,16 +79,16 @@ class StepDirectory:
         )
         self._found: dict[int, str] = {}
         self._ours: dict[str, bool] = {}
-        """Names of committed steps; whether ckptcore wrote them."""
+        """By name of a committed step: whether ckptcore wrote it."""
         self._summaries: dict[str, Summary] = {}
         self._unlisted: set[str] = set()
-        """Names of steps that were committed and are not listed any more; whether they are there is to be asked."""
+        """Names of committed steps that the last listing lacks; they are checked before they count as deleted."""
         self._led_out: set[str] = set()
-        """Names that are links out of the directory, and were logged."""
+        """Names of links out of the directory that have been logged."""
         self._hidden: set[int] = set()
         """Steps that are being deleted."""
         self._changes: dict[int, tuple[int, str | None]] = {}
-        """By step, the number of the last change that this process made, and the name that the step has since."""
+        """By step: the number of the last change by this process, and the name since then; None after a deletion."""
         self._number = 0
         self._leftovers: tuple[str, ...] = ()
         self._holds: Locks | None = None
@@ -97,12 +97,12 @@ class StepDirectory:
         renew_in_children(self)
 
     def renew(self) -> None:
-        """Wait for nobody: in a forked child, where nobody has the lock."""
+        """Replace the lock in a forked child: a thread of the parent may hold the old one."""
         self._lock = threading.Lock()
 
     @property
     def display(self) -> str:
-        """The directory as the user knows it."""
+        """The directory as the user passed it, without secrets."""
         return self._display
 
     @property
@@ -111,14 +111,14 @@ class StepDirectory:
         return self._store
 
     def open_to_write(self) -> StorageBackend:
-        """The storage, opened at the directory, for who owns it: as durable, and with what instead of conditions, as the Context says."""
+        """Return the storage for writing, opened at the directory, with the options of the Context."""
         context = self._context
         durable = context.durability == "full"
         store = open_directory(self.directory, runtime_of(context).registry, durable=durable, config=context.storage)
         return commit_method(store).with_conditions(runtime_of(context).conditions, self.directory)
 
     def list_names(self) -> Mapping[int, str]:
-        """Every name that stands for a step, committed or not, by step; one listing. Changes nothing.
+        """List the names of steps, committed or not, by step, with one request. Changes nothing.
 
         Raises:
             InvalidLocationError: if the directory is a checkpoint itself.
@@ -142,7 +142,7 @@ class StepDirectory:
         self.replace({int(step): name for step, name in found.items()}, since)
 
     def expect_directory(self) -> None:
-        """Do nothing if this is a directory that steps can be in; it need not be there.
+        """Check that this can be a directory of steps; it need not exist.
 
         Raises:
             InvalidLocationError: if it is a checkpoint itself.
@@ -152,36 +152,36 @@ class StepDirectory:
 
     def _no_directory(self) -> InvalidLocationError:
         return InvalidLocationError(
-            f"{self.display} is a checkpoint itself and no directory of steps; give the directory that it is in"
+            f"{self.display} is a checkpoint itself, not a directory of steps; pass the directory that contains it"
         )
 
     def _open_anew(self) -> None:
-        # A storage may remember what it saw.
+        # A storage may cache what it listed.
         self._store = open_directory(
             self.directory, runtime_of(self._context).registry, durable=False, config=self._context.storage
         )
 
     @property
     def leftovers(self) -> Sequence[str]:
-        """The hidden directories of saves and deletions, under way or dead, as they were last listed."""
+        """Hidden directories of running or interrupted saves and deletions, as last listed."""
         return self._leftovers
 
     def changes(self) -> int:
-        """How often this process changed what is there; to be asked before a listing, for `replace`."""
+        """Return the number of changes by this process; called before a listing, for `replace`."""
         with self._lock:
             return self._number
 
     def changed_since(self, step: int, since: int) -> bool:
-        """Whether this process changed a step since `changes` was so."""
+        """Return True if this process changed a step after `changes` returned `since`."""
         with self._lock:
             return self._changes.get(step, (0, None))[0] > since
 
     def replace(self, found: Mapping[int, str], since: int = 0) -> None:
-        """Take these names for all there are, but for what this process changed while they were listed.
+        """Replace the known names by a listing, and keep the changes that this process made since it began.
 
         Args:
             found: names by step.
-            since: `changes` as it was before the listing; 0 where nothing was changed yet.
+            since: the result of `changes` before the listing; 0 if nothing was changed yet.
         """
         with self._lock:
             known = {step: name for step, name in self._found.items() if self._ours.get(name)}
@@ -194,7 +194,7 @@ class StepDirectory:
                 else:
                     self._found[step] = name
             there = set(self._found.values())
-            # A list may be behind: what was committed and is not listed is asked for once.
+            # A listing may be stale: committed steps that it lacks are checked once.
             self._unlisted = {name for step, name in known.items() if step not in self._found}
             for step, name in known.items():
                 self._found.setdefault(step, name)
@@ -203,7 +203,7 @@ class StepDirectory:
             self._summaries = {}
 
     def add(self, step: int, name: str) -> None:
-        """Say that a step was committed, and under which name."""
+        """Add a committed step with its name."""
         with self._lock:
             self._change(step, name)
             self._found[step] = name
@@ -216,7 +216,7 @@ class StepDirectory:
         self._hidden.discard(step)
 
     def forget(self, steps: Iterable[int]) -> None:
-        """Say that steps were deleted."""
+        """Remove deleted steps."""
         with self._lock:
             for step in steps:
                 self._change(step, None)
@@ -226,17 +226,17 @@ class StepDirectory:
                     self._summaries.pop(name, None)
 
     def hide(self, step: int) -> None:
-        """Say that a step is being deleted, so that it is no longer there for anybody in this process."""
+        """Hide a step that is being deleted from all users of this process."""
         with self._lock:
             self._hidden.add(step)
 
     def show(self, step: int) -> None:
-        """Say that a step that was being deleted is not, after all."""
+        """Show a step again whose deletion was cancelled."""
         with self._lock:
             self._hidden.discard(step)
 
     def distrust(self, step: int) -> None:
-        """Say that a step may be gone; it is looked at again when somebody asks."""
+        """Forget the check of a step, which may have been deleted; the next call checks it again."""
         with self._lock:
             name = self._found.get(step)
             if name is not None:
@@ -244,22 +244,22 @@ class StepDirectory:
                 self._summaries.pop(name, None)
 
     def is_hidden(self, step: int) -> bool:
-        """Whether a step is being deleted."""
+        """Return True if a step is being deleted."""
         with self._lock:
             return step in self._hidden
 
     def candidates(self) -> Sequence[int]:
-        """Every step that has a name, committed or not, and is not being deleted, ascending."""
+        """Return every step that has a name, committed or not, and is not being deleted, ascending."""
         with self._lock:
             return sorted(self._found.keys() - self._hidden if self._hidden else self._found)
 
     def name(self, step: int) -> str:
-        """The name that a step has, or would be written under."""
+        """Return the name of a step, or the name that a save would use."""
         with self._lock:
             return self._found.get(step) or self.names.name(step)
 
     def place(self, step: int) -> Within:
-        """Where a step is, or would be written."""
+        """Return where a step is, or where a save would write it."""
         return Within(self.directory, self.name(step))
 
     @property
@@ -284,8 +284,8 @@ class StepDirectory:
         """Keep a step from being deleted until the result is closed.
 
         Raises:
-            CheckpointNotFoundError: if the step is not there.
-            StorageError: if nothing can be written beside the steps.
+            CheckpointNotFoundError: if the step does not exist.
+            StorageError: if the pin cannot be written to the directory.
         """
         if self._holds is None:
             context = self._context
@@ -293,10 +293,10 @@ class StepDirectory:
             store = commit_method(store).with_conditions(runtime_of(context).conditions, self.directory)
             self._holds = commit_method(store).locks(self.display)
         if not self.is_committed(step):
-            raise CheckpointNotFoundError(self.missing(step))  # before anything is written beside the steps
+            raise CheckpointNotFoundError(self.missing(step))  # before anything is written to the directory
         pin = self._holds.pin(self.name(step))
         try:
-            # Look only now: before the pin the step could have been deleted.
+            # Check after the pin is written: the step may have been deleted before.
             if not self.look_again(step):
                 raise CheckpointNotFoundError(self.missing(step))
         except BaseException:
@@ -305,7 +305,7 @@ class StepDirectory:
         return pin
 
     def is_committed(self, step: int) -> bool:
-        """Whether a step is there and committed, ours or of a format that an installed layout reads."""
+        """Return True if a step is committed, by ckptcore or in a format that an installed layout reads."""
         with self._lock:
             name = self._found.get(step)
             if name is None or step in self._hidden:
@@ -315,7 +315,7 @@ class StepDirectory:
         return self._find_out(step, name)
 
     def look_again(self, step: int) -> bool:
-        """Whether a step is committed, without relying on what is remembered. One small request for a step of ours."""
+        """Check again whether a step is committed; one small request for a step that ckptcore wrote."""
         with self._lock:
             name = self._found.get(step)
             if name is None or step in self._hidden:
@@ -342,7 +342,7 @@ class StepDirectory:
             if committed and self._found.get(step) == name:
                 self._ours[name] = ours is True
             elif not committed:
-                # The name stays, because a save may be under way.
+                # Keep the name: a save may be running.
                 self._ours.pop(name, None)
                 self._summaries.pop(name, None)
         return committed
@@ -372,11 +372,11 @@ class StepDirectory:
             return True, False  # it is a checkpoint of some layout, and damaged
 
     def is_ours(self, step: int) -> bool:
-        """Whether a step is there, committed, and written by ckptcore."""
+        """Return True if a step is committed and ckptcore wrote it."""
         return self.is_committed(step) and self._ours.get(self.name(step), False)
 
     def steps(self) -> tuple[int, ...]:
-        """Every committed step, ascending."""
+        """Return every committed step, ascending."""
         candidates = self.candidates()
         return tuple(
             [
@@ -387,10 +387,10 @@ class StepDirectory:
         )
 
     def ask_each(self, steps: Sequence[int], ask: Callable[[int], T]) -> Sequence[T]:
-        """Ask about each step, about as many at once as the storage is worth: one after the other each waits for an answer.
+        """Call a function for each step, as many at once as suits the storage.
 
         Raises:
-            What `ask` does, which any thread may be told to call.
+            What `ask` raises. Any thread may call it.
         """
         parallelism = requests_of(self._store).concurrency
         if parallelism == 1:
@@ -406,21 +406,21 @@ class StepDirectory:
         try:
             self.summary(step)
         except CheckpointError:
-            return  # who asks for it is told, and knows what it means
+            return  # `summary` raises it again
 
     def newest_first(self) -> Iterator[int]:
-        """Every committed step, the newest first; looks no further than it is asked."""
+        """Yield every committed step, the newest first; checks no further than the caller iterates."""
         return (step for step in reversed(self.candidates()) if self.is_committed(step))
 
     def latest(self) -> int | None:
-        """The newest committed step; None if there is none."""
+        """Return the newest committed step; None if there is none."""
         return next(self.newest_first(), None)
 
     def summary(self, step: int) -> Summary | None:
-        """What the root of a step says; None where other software wrote it.
+        """Return the summary of the root of a step; None if other software wrote the step.
 
         Raises:
-            CheckpointNotFoundError: if there is no such step.
+            CheckpointNotFoundError: if the step does not exist.
             CorruptCheckpointError, UnsupportedVersionError: if its root cannot be read.
         """
         if not self.is_committed(step):
@@ -441,10 +441,10 @@ class StepDirectory:
         return found
 
     def info(self, step: int) -> StepInfo:
-        """What preservation policies know of a step; created at NaN where other software wrote it.
+        """Return the facts for preservation policies; `created` is NaN if other software wrote the step.
 
         Raises:
-            What `summary` does.
+            What `summary` raises.
         """
         summary = self.summary(step)
         if summary is None:
@@ -452,17 +452,17 @@ class StepDirectory:
         return StepInfo(step, _seconds(summary.created), summary.metrics)
 
     def missing(self, step: int) -> str:
-        """What to say where a step is asked for that is not there."""
+        """Return the message of the error for a step that does not exist."""
         steps = self.steps()
         there = ", ".join(map(str, steps[-5:])) if steps else "none"
         return (
-            f"there is no committed step {step} in {self.display}; the newest are {there}, as it was last listed: reload() lists "
-            "it again"
+            f"there is no committed step {step} in {self.display}; the newest in the last listing are {there}: "
+            "reload() lists it again"
         )
 
 
 def _seconds(created: str) -> float:
-    """Seconds since the epoch of a time in ISO 8601."""
+    """Convert a time in ISO 8601 to seconds since the epoch."""
     try:
         return datetime.datetime.fromisoformat(created).timestamp()
     except (ValueError, OverflowError, OSError) as error:
