@@ -260,9 +260,7 @@ def test_a_target_that_was_changed_is_told_whatever_comes_after(directory: str) 
         run.save_blocking(1, {"other": np.zeros(3)})
         run.save_blocking(2, {"a": np.arange(1 << 20), "z": np.arange(1 << 20)})
         flip(directory, array_key(directory, "2"), -1)
-        with pytest.raises(
-            TargetUndefinedError, match="target was partly overwritten, and step 1 in"
-        ) as caught:
+        with pytest.raises(TargetUndefinedError, match="target was partly overwritten, and step 1 in") as caught:
             run.load_into(into)
         assert isinstance(caught.value.__cause__, TreeMismatchError)
         damaged_root(directory, "1")
