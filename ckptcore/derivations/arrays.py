@@ -128,7 +128,7 @@ class Cut:
         return (self.of,)
 
     def needed(self, box: Box) -> Sequence[Part]:
-        """The same elements."""
+        """Return the box that has the same elements."""
         return (Part(0, _shifted(box, self.box.start)),)
 
     def views(self, box: Box, out: HostArray) -> Sequence[HostArray]:
@@ -304,7 +304,7 @@ def _convert(elements: HostArray, found: HostArray, value: Any) -> None:
     Raises:
         ValueError: if its own dtype lacks one of them.
     """
-    told, own = name_of_dtype(found.dtype), name_of_dtype(elements.dtype)
+    given, own = name_of_dtype(found.dtype), name_of_dtype(elements.dtype)
     try:
         if own == "bool":
             elements[...] = found
@@ -312,8 +312,8 @@ def _convert(elements: HostArray, found: HostArray, value: Any) -> None:
             if lost or not is_whole(found.dtype):
                 raise ValueError(f"give one that {own} has")
             return
-        if not may_become(own, told):
-            raise ValueError(f"a {told} is none of {own}")
+        if not may_become(own, given):
+            raise ValueError(f"a {given} is none of {own}")
         copy_rounded(elements, found)
         wide = np.complex128 if is_complex(elements.dtype) else np.float64
         if is_whole(found.dtype) and not is_whole(elements.dtype) and bool((elements.astype(wide) != found).any()):

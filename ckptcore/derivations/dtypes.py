@@ -183,7 +183,7 @@ class _OtherDtype:
         return (self.of,)
 
     def needed(self, box: Box) -> Sequence[Part]:
-        """The same box."""
+        """Return the same box."""
         return (Part(0, box),)
 
     def views(self, box: Box, out: HostArray) -> Sequence[HostArray] | None:

@@ -45,7 +45,7 @@ _PIECE_BYTES: Final = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a checkpoint states about itself.
+    """Statements of a checkpoint about itself.
 
     Attributes:
         writer: the software that wrote it, in words.
@@ -61,7 +61,7 @@ class Origin:
 
     @classmethod
     def of_root(cls, root: Root | Composite) -> Origin:
-        """Return what a root states."""
+        """Return the statements of a root."""
         writer = " ".join([f"{name} {version}" for name, version in root.writer.items()])
         return cls(writer, root.custom, root.metrics, root.created)
 
@@ -103,12 +103,12 @@ class Checkpoint:
 
     @property
     def state(self) -> JSON:
-        """What its layout stored with the tree."""
+        """The state that its layout stored with the tree."""
         return self.stored.state
 
     @property
     def origin(self) -> Origin:
-        """What it states about itself."""
+        """Its statements about itself."""
         return self.foreign if self.root is None else Origin.of_root(self.root)
 
     @property
@@ -118,7 +118,7 @@ class Checkpoint:
 
     @property
     def index(self) -> ChunkIndex:
-        """Where the chunks of its arrays are; for a derived checkpoint, those of the checkpoint that is read.
+        """The chunk index of its arrays; for a derived checkpoint, that of the checkpoint that is read.
 
         Raises:
             CorruptCheckpointError: the state does not fit the tree.

@@ -271,7 +271,7 @@ def _contents_to_load(composite: CompositeCheckpoint, context: Context) -> TreeC
 def _describe_first(
     composite: CompositeCheckpoint, name: str, directories: Sequence[str], location: Place, context: Context
 ) -> CheckpointMetadata | None:
-    """What the first of the directories that is still there says of itself; None if none is."""
+    """Describe the checkpoint in the first directory that still exists; None if none does."""
     for directory in directories:
         if is_deleted(composite, directory):
             continue

@@ -34,11 +34,10 @@ class Target(Protocol[T]):
     """
 
     def match(self, load: Load[T], checkpoint: Checkpoint) -> Matched:
-        """Find the stored leaf for each leaf of the value. Reads no array, and changes nothing."""
-        ...
+        """Find the stored leaf for each leaf of the value. Reads no array, and changes nothing.
 
-    def match_files(self, load: Load[T], checkpoint: Checkpoint) -> None:
-        """Accept a checkpoint that holds files and no tree, or refuse it."""
+        A target that needs a tree refuses a checkpoint of files.
+        """
         ...
 
     def build(self, load: Load[T], reading: Reading) -> T:
@@ -79,7 +78,7 @@ class Load(Generic[T]):
         self.attempts = tree_read(source, context)
         self.has_begun = False
         self._read_through: ReadThrough | None = None
-        self._account = None if request.report is None else LoadAccount(request.report)
+        self._account = LoadAccount(request.report)
 
     def run(self) -> T:
         """Load by the strategy of the request; without one as the context says: alone, or with all ranks of the job."""
@@ -87,8 +86,7 @@ class Load(Generic[T]):
         if strategy is None:
             strategy = choose_strategy(self.context, self.runtime)
         made = self.run_here() if strategy is None else strategy.run(self)
-        if self._account is not None:
-            self._account.done()
+        self._account.done()
         return made
 
     def run_here(self, read_through: ReadThrough | None = None) -> T:
@@ -113,17 +111,12 @@ class Load(Generic[T]):
 
     def plan(self, checkpoint: Checkpoint) -> Reading:
         """Match the target with the stored tree, and plan the reads. Reads no array, and changes nothing."""
-        if checkpoint.is_files:
-            if self._account is not None:
-                self._account.planned(checkpoint, Matched((), (), skeleton=checkpoint.tree.skeleton))
-            self.target.match_files(self, checkpoint)
-            return Reading(checkpoint, (), [])
         if self.request.transforms:
             with self.recording.phase("open"):
                 checkpoint = transformed(checkpoint, self.request.transforms, self.context)
+        self._account.opened(checkpoint)
         matched = self.target.match(self, checkpoint)
-        if self._account is not None:
-            self._account.planned(checkpoint, matched)
+        self._account.planned(matched)
         if matched.changes:
             from ckptcore.loading.adjustments import adjusted  # only if something differs
 
@@ -180,21 +173,28 @@ def recorded_load(location: Place, context: Context, *, step: int | None = None)
 class LoadAccount:
     """Record of what a load planned. Fills a report once the load has succeeded."""
 
-    def __init__(self, report: LoadReport) -> None:
-        """`report` belongs to the caller."""
+    def __init__(self, report: LoadReport | None) -> None:
+        """`report` belongs to the caller; None: nothing is recorded."""
         self._report = report
-        self._planned: tuple[Checkpoint, Matched, int] | None = None
+        self._opened: tuple[Checkpoint, int] | None = None
+        self._matched: Matched | None = None
 
-    def planned(self, checkpoint: Checkpoint, matched: Matched) -> None:
+    def opened(self, checkpoint: Checkpoint) -> None:
         """Record an attempt before it reads; replaces the record of an earlier one."""
-        self._planned = checkpoint, matched, _bytes_read(checkpoint)
+        if self._report is not None:
+            self._opened = checkpoint, _bytes_read(checkpoint)
+
+    def planned(self, matched: Matched) -> None:
+        """Record the leaves that the attempt loads."""
+        self._matched = matched
 
     def done(self) -> None:
         """Fill the report."""
-        if self._planned is None:
+        report, matched = self._report, self._matched
+        if report is None or matched is None or self._opened is None:
             return
-        checkpoint, matched, bytes_before = self._planned
-        report, stored = self._report, checkpoint.tree.paths
+        checkpoint, bytes_before = self._opened
+        stored = checkpoint.tree.paths
         paths = [format_path(path) for path in leaf_paths(matched.skeleton)]
         defaulted = set(matched.defaulted)
         restored: list[str] = []

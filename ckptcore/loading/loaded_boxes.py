@@ -76,7 +76,7 @@ def iter_boxes(
         "load", session.opened.location.display, context.observers, rank=runtime_of(context).job().rank
     )
     try:
-        account = None if request.report is None else LoadAccount(request.report)
+        account = LoadAccount(request.report)
         selections = [first] if isinstance(first, Selection) else first
 
         def plan(found: Checkpoint) -> tuple[Checkpoint, Sequence[Sequence[int]]]:
@@ -84,8 +84,8 @@ def iter_boxes(
             classes = _classes(made, request.select, selections, context)
             chosen = {leaf for leaves in classes for leaf in leaves}
             check_sizes(made, chosen)
-            if account is not None:
-                account.planned(made, _matched(made, chosen, context))
+            account.opened(made)
+            account.planned(_matched(made, chosen, context))
             return made, classes
 
         with recording.phase("open"):
@@ -159,7 +159,7 @@ def _boxes(
     opened: Checkpoint,
     batches: Iterable[Sequence[StoredPiece]],
     recording: Recording,
-    account: LoadAccount | None,
+    account: LoadAccount,
 ) -> Generator[LoadedBox, None, None]:
     tied: dict[int, list[TreePath]] = {}
     for leaf, original in opened.tree.aliases.items():
@@ -184,8 +184,7 @@ def _boxes(
         recording.finish(given, error)
         raise
     finally:
-        if account is not None:
-            account.done()
+        account.done()
     recording.finish(given)
 
 

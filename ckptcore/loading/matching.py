@@ -194,7 +194,7 @@ def _dotted(path: TreePath) -> TreePath:
 
 
 _Forms: TypeAlias = tuple[Callable[[TreePath], TreePath], Callable[[TreePath], TreePath]]
-"""How paths match that are not equal: the form of an asked path, and that of a stored one."""
+"""The form of an asked path, and that of a stored one: paths match if these are equal."""
 
 _FORMS: Final[Sequence[_Forms]] = ((_plain, _plain),)
 

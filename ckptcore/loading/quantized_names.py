@@ -26,29 +26,29 @@ __all__ = [
 WEIGHT: Final = ".weight"
 
 SCALES: Final = ("_scale_inv", "_scale")
-"""Behind the name of the array: of DeepSeek-V3, Qwen 3 and transformers; of AutoFP8, FBGEMM and compressed-tensors."""
+"""Suffixes of the name of the array: of DeepSeek-V3, Qwen 3 and transformers; of AutoFP8, FBGEMM and compressed-tensors."""
 
 _SCALES_OF_MODULES: Final = (".scale", ".qscale_weight")
-"""Behind the name of the module: in DeepSeek-V4 and Mistral Large 4 (transformers' ``quantizer_finegrained_fp8.py``)."""
+"""Suffixes of the name of the module: in DeepSeek-V4 and Mistral Large 4 (transformers' ``quantizer_finegrained_fp8.py``)."""
 
 BLOCKS: Final = "_blocks"
 SCALES_OF_BLOCKS: Final = "_scales"
-"""Behind the name of what gpt-oss has in MXFP4."""
+"""Suffixes of arrays and scales of gpt-oss in MXFP4."""
 
 
 _SHOWN: Final = 100
-"""How many characters of a name are shown: it may be hostile."""
+"""Characters of a name in messages: names may be hostile."""
 
 
 def is_quantized(spec: ArraySpec) -> bool:
-    """Whether an array is of a dtype that weights have only where scales belong to them."""
+    """Return True for an array of a dtype that weights have only together with scales."""
     return spec.dtype in ("int8", "int4") or (
         spec.dtype.startswith(("float8_", "float6_", "float4_")) and spec.dtype != "float8_e8m0fnu"
     )
 
 
 def names_of_scales(name: str) -> list[str]:
-    """What the scales of an array may be called."""
+    """Return the possible names of the scales of an array."""
     names = [name + end for end in SCALES]
     if name.endswith(WEIGHT):
         names += [name.removesuffix(WEIGHT) + end for end in _SCALES_OF_MODULES]
@@ -56,7 +56,7 @@ def names_of_scales(name: str) -> list[str]:
 
 
 def scales_beside(tree: TreeMetadata) -> Iterator[tuple[int, int]]:
-    """The numbers of the quantised arrays in a tree, each with that of the scales that stand beside it."""
+    """Iterate over the numbers of the quantised arrays of a tree, each with the number of its scales."""
     names = {"/".join(map(str, path)): number for number, path in enumerate(tree.paths)}
     for name, number in names.items():
         record = tree.leaves[number]
@@ -71,7 +71,7 @@ def scales_beside(tree: TreeMetadata) -> Iterator[tuple[int, int]]:
 
 
 def find_quantized(tree: TreeMetadata) -> str | None:
-    """Tell of one quantised array in a tree, with the scales that stand beside it; None where there is none."""
+    """Return a description of one quantised array of a tree and its scales; None if there is none."""
     for number, scales in scales_beside(tree):
         name, beside = ("/".join(map(str, tree.paths[one]))[:_SHOWN] for one in (number, scales))
         record = tree.leaves[number]

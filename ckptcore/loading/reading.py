@@ -217,7 +217,7 @@ def perform(reading: Reading, context: Context) -> None:
 
 
 def _read_at_workers(reading: Reading, units: Sequence[LeafRead], context: Context) -> None:
-    """Let the workers of this controller read and make the leaves of units."""
+    """Read and build the leaves of units at the workers of this controller."""
     executor = runtime_of(context).workers()
     assert executor is not None  # the units were planned with it
     check_sizes(reading.opened, {unit.leaf for unit in units})

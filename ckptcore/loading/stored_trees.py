@@ -21,7 +21,7 @@ from ckptcore.tree.flattening import rebuild
 if TYPE_CHECKING:
     from ckptcore.select import Selection
 
-__all__ = ["abstract_leaves", "abstract_tree", "chosen_leaves", "prune", "stored_at", "transformed"]
+__all__ = ["abstract_leaves", "abstract_tree", "chosen_leaves", "files_instead", "prune", "stored_at", "transformed"]
 
 
 def abstract_leaves(registry: Plugins) -> tuple[LeafHandler, LeafHandler]:
@@ -63,14 +63,26 @@ def stored_at(checkpoint: Checkpoint, registry: Plugins) -> Callable[[TreePath],
     return find
 
 
+def files_instead(checkpoint: Checkpoint) -> TreeMismatchError:
+    """Return the error for files where a tree is expected."""
+    return TreeMismatchError(
+        f"{checkpoint.location.display} holds files that an object wrote, and no tree: load it with load_checkpointables "
+        "and an object like the one that was saved, or with load() and nothing else for the files as bytes",
+        ["files are stored, a tree is asked for"],
+    )
+
+
 def transformed(checkpoint: Checkpoint, transforms: Transforms, context: Context) -> Checkpoint:
     """Return a checkpoint as transforms make it; itself if there are none. Reads no array.
 
     Raises:
         TransformError: if they do not fit what is stored.
+        TreeMismatchError: if files are stored.
     """
     if not transforms:
         return checkpoint
+    if checkpoint.is_files:
+        raise files_instead(checkpoint)
     from ckptcore.loading.transformed import apply_transforms  # only transforms need it
 
     return apply_transforms(checkpoint, transforms, context)

@@ -22,7 +22,14 @@ from ckptcore.loading.load import Load
 from ckptcore.loading.load_requests import AS_IT_IS, LoadRequest
 from ckptcore.loading.matching import Matched, match_leaves
 from ckptcore.loading.reading import Reading
-from ckptcore.loading.stored_trees import abstract_leaves, chosen_leaves, prune, stored_at, transformed
+from ckptcore.loading.stored_trees import (
+    abstract_leaves,
+    chosen_leaves,
+    files_instead,
+    prune,
+    stored_at,
+    transformed,
+)
 from ckptcore.model.arrays import StridedMemory
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, ValueRecord
 from ckptcore.model.tree import MAX_DEPTH, Skeleton, format_path
@@ -73,7 +80,7 @@ def load_into_target(
 def load_files_into(
     source: Source, name: str, target: object, handler: FilesHandler, context: Context, recording: Recording
 ) -> object:
-    """Let an object restore itself from the files that one like it wrote; returns what its handler does.
+    """Restore an object from the files that one like it wrote. Returns the result of its handler.
 
     Args:
         source: where the files are.
@@ -108,6 +115,8 @@ class _StoredValue:
     def match(self, load: Load[object], checkpoint: Checkpoint) -> Matched:
         """Take all leaves, or the selected ones."""
         tree = checkpoint.tree
+        if checkpoint.is_files:
+            return self._match_files(load, checkpoint)
         array, value = abstract_leaves(load.runtime.registry)
         handlers = [array if isinstance(record, ArrayRecord) else value for record in tree.leaves]
         self._skeleton = tree.skeleton
@@ -124,13 +133,14 @@ class _StoredValue:
             leaves=[None] * len(numbers),
         )
 
-    def match_files(self, load: Load[object], checkpoint: Checkpoint) -> None:
-        """Read the files: a collective load checks after this stage whether the checkpoint was replaced."""
-        if load.request.transforms or load.request.select is not None:
-            raise _files_instead(checkpoint)
+    def _match_files(self, load: Load[object], checkpoint: Checkpoint) -> Matched:
+        """Read the files: a collective load checks after this stage if the checkpoint was replaced."""
+        if load.request.select is not None:
+            raise files_instead(checkpoint)
         with load.recording.phase("read", sum([record.size for record in checkpoint.objects.values()])):
             self._files = {key: b"".join(file_pieces(checkpoint, record)) for key, record in checkpoint.objects.items()}
         self._skeleton = None  # an attempt before this one may have found a tree
+        return Matched((), (), skeleton=checkpoint.tree.skeleton)
 
     def build(self, load: Load[object], reading: Reading) -> object:
         """Put the leaves into Python's own containers."""
@@ -151,10 +161,6 @@ class _NewValue:
             self._shape = flat.shape
             return _match(checkpoint, flat, load.context, load.request)
 
-    def match_files(self, load: Load[object], checkpoint: Checkpoint) -> None:
-        """Refuse files: an abstract tree asks for a tree."""
-        raise _files_instead(checkpoint)
-
     def build(self, load: Load[object], reading: Reading) -> object:
         """Put the leaves into containers like those of the abstract tree."""
         return unflatten(self._shape, reading.leaves)
@@ -174,10 +180,6 @@ class _FilledValue:
             matched = _match_target(checkpoint, flat, load.context, load.request)
         return replace(matched, filled=[number is None for number in matched.numbers])  # these stay as they are
 
-    def match_files(self, load: Load[None], checkpoint: Checkpoint) -> None:
-        """Refuse files: the target is a tree."""
-        raise _files_instead(checkpoint)
-
     def build(self, load: Load[None], reading: Reading) -> None:
         """Put the leaves that were not filled in place into the target."""
         flat = self._flat
@@ -192,9 +194,6 @@ class _Nothing:
     def match(self, load: Load[None], checkpoint: Checkpoint) -> Matched:
         """Take no leaf."""
         return Matched((), ())
-
-    def match_files(self, load: Load[None], checkpoint: Checkpoint) -> None:
-        """Read no file."""
 
     def build(self, load: Load[None], reading: Reading) -> None:
         """Make nothing."""
@@ -214,14 +213,13 @@ class _RestoredFiles:
         self._handler = handler
 
     def match(self, load: Load[object], checkpoint: Checkpoint) -> Matched:
-        """Refuse a tree."""
-        raise CorruptCheckpointError(
-            f"{checkpoint.location.display} holds a tree, where an object of this name wrote files; it was replaced, or is "
-            "damaged: load again, or load another checkpoint"
-        )
-
-    def match_files(self, load: Load[object], checkpoint: Checkpoint) -> None:
-        """Read nothing yet."""
+        """Refuse a tree. Reads no file yet."""
+        if not checkpoint.is_files:
+            raise CorruptCheckpointError(
+                f"{checkpoint.location.display} holds a tree, where an object of this name wrote files; it was replaced, or is "
+                "damaged: load again, or load another checkpoint"
+            )
+        return Matched((), ())
 
     def build(self, load: Load[object], reading: Reading) -> object:
         """Copy the files to a local directory, verified, and restore the object from it."""
@@ -275,16 +273,14 @@ def _holds_objects(node: object, registry: Plugins, depth: int) -> bool:
     return any(_holds_objects(child, registry, depth - 1) for child in container.flatten(node).children)
 
 
-def _files_instead(checkpoint: Checkpoint) -> TreeMismatchError:
-    return TreeMismatchError(
-        f"{checkpoint.location.display} holds files that an object wrote, and no tree: load it with load_checkpointables "
-        "and an object like the one that was saved, or with load() and nothing else for the files as bytes",
-        ["files are stored, a tree is asked for"],
-    )
-
-
 def _flatten_like(checkpoint: Checkpoint, value: object, context: Context) -> Flat:
-    """Take an abstract tree or a target apart; objects in it may ask what is stored for them."""
+    """Flatten an abstract tree or a target. Objects in it may ask for the abstract tree that is stored for them.
+
+    Raises:
+        TreeMismatchError: if files are stored.
+    """
+    if checkpoint.is_files:
+        raise files_instead(checkpoint)
     registry = runtime_of(context).registry
     return flatten(value, registry, placeholders=True, stored_at=stored_at(checkpoint, registry))
 

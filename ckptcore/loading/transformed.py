@@ -68,7 +68,7 @@ def apply_transforms(opened: Checkpoint, transforms: Transforms, context: Contex
         values=finished.values,
         beside=source.beside,
         most_bytes=context.memory.load_bytes,
-        description=_told(transforms, finished.arrays.values()),
+        description=_compared(transforms, finished.arrays.values()),
     )
 
 
@@ -141,8 +141,8 @@ def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
 
 
-def _told(transforms: Transforms, arrays: Iterable[DerivedArray]) -> str:
-    """What ranks compare: the descriptions, and a digest of constant elements, which a description does not show."""
+def _compared(transforms: Transforms, arrays: Iterable[DerivedArray]) -> str:
+    """Return what ranks compare: the descriptions, and a digest of constant elements, which no description shows."""
     constants = {one: None for array in arrays for one in walk(array) if isinstance(one, Constant)}
     values = [one.value for one in constants if one.value.size > 1]
     if not values:

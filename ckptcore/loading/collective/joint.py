@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, RankFailedError
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = [
     "CollectiveAttempt",
     "CollectiveRead",
-    "Joint",
     "PeerFailure",
     "Replaced",
     "agreed_name",
@@ -43,20 +42,9 @@ class Replaced(Exception):
     """The checkpoint was replaced during a step."""
 
 
-@dataclass(frozen=True, slots=True)
-class Joint:
-    """The outcome of a step.
-
-    Attributes:
-        payloads: on the leader, those of all ranks in their order.
-        again: True if a rank found that the checkpoint was replaced: the attempt must be repeated.
-    """
-
-    payloads: Sequence[JSON]
-    again: bool
-
-
-def take_step(agreement: Agreement, name: str, work: Callable[[], JSON], *, is_current: Callable[[], bool]) -> Joint:
+def take_step(
+    agreement: Agreement, name: str, work: Callable[[], JSON], *, is_current: Callable[[], bool]
+) -> Sequence[JSON] | None:
     """Run a step on all ranks, and wait for all.
 
     An error of a rank fails the step on all of them, as in a stage of an `Agreement`. Damage that one rank finds is an
@@ -67,6 +55,10 @@ def take_step(agreement: Agreement, name: str, work: Callable[[], JSON], *, is_c
         name: of the step; unique in the agreement.
         work: the work of this rank; returns its message to the leader. May raise `PeerFailure` and `Replaced`.
         is_current: returns True if the checkpoint was not replaced; called if `work` fails.
+
+    Returns:
+        On the leader, the messages of all ranks in their order; empty on other ranks. None if a rank found that the
+        checkpoint was replaced: the attempt must be repeated.
 
     Raises:
         CorruptCheckpointError, CheckpointNotFoundError: if another rank raised it. A rank's own error is raised as it is.
@@ -92,10 +84,10 @@ def take_step(agreement: Agreement, name: str, work: Callable[[], JSON], *, is_c
             if not again:
                 raise
         stage.payload = [again, found, payload]
-    told: list[Any] = list(stage.payloads)
-    decided: Any = agreement.lead(f"{name}/outcome", lambda: _outcome(told))
+    messages: list[Any] = list(stage.payloads)
+    decided: Any = agreement.lead(f"{name}/outcome", lambda: _outcome(messages))
     if decided["again"]:
-        return Joint((), again=True)
+        return None
     if decided["found"] is not None:
         if own is not None and not isinstance(own, PeerFailure):
             raise own
@@ -103,13 +95,13 @@ def take_step(agreement: Agreement, name: str, work: Callable[[], JSON], *, is_c
         kind = CheckpointNotFoundError if is_gone else CorruptCheckpointError
         raise kind(f"rank {rank}: {reason}")
     if own is not None:
-        raise RankFailedError("another rank sent that it failed to read, and told no reason; look at the logs of all")
-    return Joint([payload for _, _, payload in told], again=False)
+        raise RankFailedError("another rank sent that it failed to read, without a reason; see the logs of all ranks")
+    return [payload for _, _, payload in messages]
 
 
-def _outcome(told: Sequence[Any]) -> JSON:
-    found = next(([rank, *found] for rank, (_, found, _) in enumerate(told) if found is not None), None)
-    return {"again": any(again for again, _, _ in told), "found": found}
+def _outcome(messages: Sequence[Any]) -> JSON:
+    found = next(([rank, *found] for rank, (_, found, _) in enumerate(messages) if found is not None), None)
+    return {"again": any(again for again, _, _ in messages), "found": found}
 
 
 def agreed_name(location: object, recording: Recording) -> str:
@@ -171,10 +163,10 @@ class CollectiveAttempt(Generic[T]):
                 planned.append(self._load.plan(opened[0]))
             return self._message(opened[0], planned[0])
 
-        if self._take_step("open", open_it).again:
+        if self._take_step("open", open_it) is None:
             return None
-        joint = self._take_step("plan", plan_it)
-        return planned[0] if not joint.again and self._agree(joint.payloads, planned[0]) else None
+        messages = self._take_step("plan", plan_it)
+        return planned[0] if messages is not None and self._agree(messages, planned[0]) else None
 
     def read(self, reading: Reading) -> bool:
         """Read what was planned; False if the checkpoint was replaced meanwhile."""
@@ -185,13 +177,13 @@ class CollectiveAttempt(Generic[T]):
             self._expect_unchanged()
             return None
 
-        return not self._take_step("read", read).again
+        return self._take_step("read", read) is not None
 
     def _message(self, checkpoint: Checkpoint, reading: Reading) -> JSON:
         """Return the message of this rank to the leader about its plan."""
         return None
 
-    def _agree(self, payloads: Sequence[JSON], reading: Reading) -> bool:
+    def _agree(self, messages: Sequence[JSON], reading: Reading) -> bool:
         """Agree on how to read; False if the ranks opened different saves."""
         return True
 
@@ -199,7 +191,7 @@ class CollectiveAttempt(Generic[T]):
         if not self._load.attempts.is_unchanged():
             raise Replaced
 
-    def _take_step(self, name: str, work: Callable[[], JSON]) -> Joint:
+    def _take_step(self, name: str, work: Callable[[], JSON]) -> Sequence[JSON] | None:
         is_current = self._load.attempts.is_current
         return take_step(self._agreement, f"{name}-{self._number}", work, is_current=is_current)
 
@@ -213,25 +205,23 @@ def load_composite_jointly(load: CompositeLoad, job: Coordinator) -> dict[str, o
     agreement = Agreement(job, runtime_of(load.context).exchange_key(f"{name}/names"), load.recording)
     for number in itertools.count():  # `load` limits the attempts
         attempt = _CompositeAttempt(load)
-        joint = attempt.take_step(agreement, f"begin-{number}", attempt.begin)
-        if joint.again:
+        requests = attempt.take_step(agreement, f"begin-{number}", attempt.begin)
+        if requests is None:
             continue
-        told = joint.payloads
-        names: Any = agreement.lead(f"names-{number}", functools.partial(_union_of_names, told))
+        names: Any = agreement.lead(f"names-{number}", functools.partial(_union_of_names, requests))
         steps: list[tuple[str, Callable[[], JSON]]] = [
             (f"load-{number}/{name}", functools.partial(attempt.load, name)) for name in names
         ]
-        if not any(
-            attempt.take_step(agreement, name, work).again for name, work in [*steps, (f"end-{number}", attempt.end)]
-        ):
+        steps.append((f"end-{number}", attempt.end))
+        if all(attempt.take_step(agreement, name, work) is not None for name, work in steps):
             return attempt.loaded()
     raise AssertionError("counting ends only by an error")
 
 
-def _union_of_names(told: Sequence[Any]) -> JSON:
+def _union_of_names(of_ranks: Sequence[Any]) -> JSON:
     """Return the names that any rank wants, first those that no rank restores in place."""
     in_place: dict[str, bool] = {}
-    for requests in told:
+    for requests in of_ranks:
         for name, is_in_place in requests:
             in_place[name] = in_place.get(name, False) or is_in_place
     return sorted(in_place, key=lambda name: in_place[name])
@@ -246,7 +236,7 @@ class _CompositeAttempt:
         self._requests: dict[str, Request] = {}
         self._loaded: dict[str, object] = {}
 
-    def take_step(self, agreement: Agreement, name: str, work: Callable[[], JSON]) -> Joint:
+    def take_step(self, agreement: Agreement, name: str, work: Callable[[], JSON]) -> Sequence[JSON] | None:
         """Run one of the steps."""
         return take_step(agreement, name, work, is_current=self._load.attempts.is_current)
 

@@ -87,13 +87,13 @@ class SharedArray:
         return [self.leaf, self.change, list(self.spec.shape), self.spec.dtype, self.axis, self.step]
 
     @classmethod
-    def from_json(cls, told: Any, stored: Checkpoint) -> SharedArray:
+    def from_json(cls, message: Any, stored: Checkpoint) -> SharedArray:
         """Return it from a message; `stored` is the checkpoint as it is stored."""
-        if isinstance(told, int):
-            record = stored.tree.leaves[told]
+        if isinstance(message, int):
+            record = stored.tree.leaves[message]
             assert isinstance(record, ArrayRecord)  # as at the sender
-            return cls(told, "", record.spec, is_stored=True)
-        leaf, change, shape, dtype, axis, step = told
+            return cls(message, "", record.spec, is_stored=True)
+        leaf, change, shape, dtype, axis, step = message
         return cls(leaf, change, ArraySpec(tuple(shape), dtype), axis, step)
 
     def chunks(self) -> Iterable[Chunk]:
@@ -140,7 +140,7 @@ def renumbered(plan: SharedPlan, own: Mapping[int, int]) -> SharedPlan:
 
 T = TypeVar("T")
 
-_TOLD: Final = 300
+_SHOWN: Final = 300
 """Characters of a description of transforms in a message; a digest replaces the rest."""
 
 _MESSAGE_BYTES: Final = 32 << 20
@@ -158,14 +158,14 @@ class SharedAttempt(CollectiveAttempt[T]):
 
     _requests: list[Mapping[SharedArray, Sequence[Box]]]
     _own: Mapping[int, SharedArray]
-    _told: Sequence[JSON]
+    _own_request: Sequence[JSON]
     _decided: Any
 
     def _message(self, opened: Checkpoint, reading: Reading) -> JSON:
         """Return a digest of the boxes that this rank wants, the save that it opened, its options and its host."""
         wanted = _request_of(reading)
         self._own = {leaf: SharedArray.of(reading.opened, leaf) for leaf in wanted}
-        self._told = [[self._own[leaf].to_json(), _boxes_told(boxes)] for leaf, boxes in wanted.items()]
+        self._own_request = [[self._own[leaf].to_json(), _boxes_to_json(boxes)] for leaf, boxes in wanted.items()]
         memory = self._load.context.memory
         options = [
             str(self._load.context.job.reads),
@@ -173,10 +173,10 @@ class SharedAttempt(CollectiveAttempt[T]):
             memory.exchange_bytes,
             _made_of(reading.opened),
         ]
-        return [_digest(self._told), self._mark(opened), options, socket.gethostname()]
+        return [_digest(self._own_request), self._mark(opened), options, socket.gethostname()]
 
-    def _agree(self, payloads: Sequence[JSON], reading: Reading) -> bool:
-        decided: Any = self._agreement.lead(f"decide-{self._number}", lambda: _decide(payloads))
+    def _agree(self, messages: Sequence[JSON], reading: Reading) -> bool:
+        decided: Any = self._agreement.lead(f"decide-{self._number}", lambda: _decide(messages))
         if decided["differ"]:
             raise ValueError(
                 f"the ranks load {self._load.location} with different options, or open different checkpoints there: "
@@ -186,7 +186,7 @@ class SharedAttempt(CollectiveAttempt[T]):
         if decided["again"]:
             return False
         self._decided = decided
-        self._requests = self._exchange_requests(self._told, stored_below(reading.opened))
+        self._requests = self._exchange_requests(self._own_request, stored_below(reading.opened))
         return True
 
     def _mark(self, opened: Checkpoint) -> str:
@@ -203,9 +203,8 @@ class SharedAttempt(CollectiveAttempt[T]):
         first = self._decided["first"]
         if len(first) == 1:
             return [_request(own, stored)]
-        told = own if self._agreement.rank in first else None
         with self._agreement.stage(f"requests-{self._number}") as stage:
-            stage.payload = told
+            stage.payload = own if self._agreement.rank in first else None
         requests: Any = self._agreement.lead(
             f"all-requests-{self._number}", lambda: [stage.payloads[rank] for rank in first]
         )
@@ -235,7 +234,8 @@ class SharedAttempt(CollectiveAttempt[T]):
                 self._expect_unchanged()
                 return None
 
-            return not any(self._take_step(name, work).again for name, work in (("connect", connect), ("read", read)))
+            steps = (("connect", connect), ("read", read))
+            return all(self._take_step(name, work) is not None for name, work in steps)
 
     def _shares(self, reading: Reading) -> SharedPlan:
         opened, rank = reading.opened, self._agreement.rank
@@ -308,28 +308,27 @@ class _NoChannels:
 
 def _made_of(opened: Checkpoint) -> str:
     """Return a description of the transforms: arrays are named by their numbers in the tree that these make."""
-    told = "" if opened.derived is None else opened.derived.description
-    return told if len(told) <= _TOLD else f"{told[:_TOLD]}... ({_digest(told)})"
+    text = "" if opened.derived is None else opened.derived.description
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({_digest(text)})"
 
 
-def _decide(payloads: Sequence[JSON]) -> JSON:
+def _decide(messages: Sequence[Any]) -> JSON:
     """Return what ranks must know of each other, from the digest, mark, options and host of each."""
-    told: list[Any] = list(payloads)
-    options = {json.dumps(option): rank for rank, (_, _, option, _) in reversed(list(enumerate(told)))}
-    marks = {mark: rank for rank, (_, mark, _, _) in reversed(list(enumerate(told)))}
+    options = {json.dumps(option): rank for rank, (_, _, option, _) in reversed(list(enumerate(messages)))}
+    marks = {mark: rank for rank, (_, mark, _, _) in reversed(list(enumerate(messages)))}
     differ = options if len(options) > 1 else {}
     if len(marks) > 1 and any(mark.startswith("tree ") for mark in marks):
         differ = marks  # without a root, nothing shows that a checkpoint was replaced
     first: dict[str, int] = {}
-    for rank, (digest, _, _, _) in enumerate(told):
+    for rank, (digest, _, _, _) in enumerate(messages):
         first.setdefault(digest, rank)
     numbers = {digest: number for number, digest in enumerate(first)}
     return {
         "differ": ", ".join([f"rank {rank}: {found}" for found, rank in differ.items()]),
         "again": len(marks) > 1,
         "first": list(first.values()),
-        "of": [numbers[digest] for digest, _, _, _ in told],
-        "hosts": [host for _, _, _, host in told],
+        "of": [numbers[digest] for digest, _, _, _ in messages],
+        "hosts": [host for _, _, _, host in messages],
         "key": os.urandom(8).hex(),
     }
 
@@ -343,14 +342,14 @@ def _request_of(reading: Reading) -> Request:
     return {leaf: tuple(boxes) for leaf, boxes in sorted(wanted.items()) if boxes}
 
 
-def _boxes_told(boxes: Sequence[Box]) -> JSON:
+def _boxes_to_json(boxes: Sequence[Box]) -> JSON:
     return [[list(box.start), list(box.stop)] for box in boxes]
 
 
-def _request(told: Any, stored: Checkpoint) -> Mapping[SharedArray, Sequence[Box]]:
+def _request(message: Any, stored: Checkpoint) -> Mapping[SharedArray, Sequence[Box]]:
     return {
         SharedArray.from_json(array, stored): tuple([Box(tuple(start), tuple(stop)) for start, stop in boxes])
-        for array, boxes in told
+        for array, boxes in message
     }
 
 
