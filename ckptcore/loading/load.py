@@ -78,7 +78,7 @@ class Load(Generic[T]):
         self.attempts = tree_read(source, context)
         self.has_begun = False
         self._read_through: ReadThrough | None = None
-        self._account = LoadAccount(request.report)
+        self._account = None if request.report is None else LoadAccount(request.report)
 
     def run(self) -> T:
         """Load by the strategy of the request; without one as the context says: alone, or with all ranks of the job."""
@@ -86,7 +86,8 @@ class Load(Generic[T]):
         if strategy is None:
             strategy = choose_strategy(self.context, self.runtime)
         made = self.run_here() if strategy is None else strategy.run(self)
-        self._account.done()
+        if self._account is not None:
+            self._account.done()
         return made
 
     def run_here(self, read_through: ReadThrough | None = None) -> T:
@@ -114,9 +115,11 @@ class Load(Generic[T]):
         if self.request.transforms:
             with self.recording.phase("open"):
                 checkpoint = transformed(checkpoint, self.request.transforms, self.context)
-        self._account.opened(checkpoint)
+        if self._account is not None:
+            self._account.opened(checkpoint)
         matched = self.target.match(self, checkpoint)
-        self._account.planned(matched)
+        if self._account is not None:
+            self._account.planned(matched)
         if matched.changes:
             from ckptcore.loading.adjustments import adjusted  # only if something differs
 

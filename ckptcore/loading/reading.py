@@ -44,8 +44,9 @@ class LeafRead:
         handler, abstract: the handler that builds it, and the leaf that is asked for.
         positions: the positions in the value of the leaves that get it.
         boxes: the boxes to read.
+        nbytes: the bytes to read; for an array that workers read, the most bytes of one worker.
         array: the array without axes for a number that is stored in place of it; None for an array that is read.
-        worker_bytes: the most bytes that one worker of this controller reads of it; None if this process reads it.
+        at_workers: True if the workers of this controller read and build it.
     """
 
     leaf: int
@@ -54,17 +55,9 @@ class LeafRead:
     abstract: object
     positions: list[int]
     boxes: Sequence[Box]
+    nbytes: int
     array: HostArray | None = None
-    worker_bytes: int | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are read for it."""
-        if self.array is not None:
-            return 0
-        if self.worker_bytes is not None:
-            return self.worker_bytes
-        return sum(box.size for box in self.boxes) * self.record.spec.numpy_dtype.itemsize
+    at_workers: bool = False
 
 
 def read_leaves(
@@ -108,25 +101,27 @@ def plan_reading(opened: Checkpoint, matched: Matched, executor: Executor[Any, A
             leaves[position] = abstract  # None is asked for, and nothing is stored
             continue
         record, array = tree.leaves[number], matched.arrays.get(position)
-        if array is not None:
-            record = ArrayRecord(ArraySpec((), name_of_dtype(array.dtype)))
-        elif isinstance(record, ValueRecord):
-            with _naming(tree, number):
-                leaves[position] = handler.build(abstract, record, ())
-            continue
-        there = executor if executor is not None and array is None and executor.makes(abstract) else None
-        worker_bytes: int | None = None
+        maker: LeafHandler | Executor[Any, Any] = handler
         boxes: Sequence[Box] = ()
-        with _naming(tree, number):
-            if there is not None:
-                worker_bytes = there.read_bytes(abstract, record)
+        nbytes = 0
+        try:
+            if array is not None:
+                record = ArrayRecord(ArraySpec((), name_of_dtype(array.dtype)))
+                boxes = handler.wanted(abstract, record)
+            elif isinstance(record, ValueRecord):
+                leaves[position] = handler.build(abstract, record, ())
+                continue
+            elif executor is not None and executor.makes(abstract):
+                maker, nbytes = executor, executor.read_bytes(abstract, record)
             else:
                 boxes = handler.wanted(abstract, record)
-        original = tree.aliases.get(number, number)
-        unit = LeafRead(original, record, handler, abstract, [position], boxes, array, worker_bytes)
+                nbytes = sum([box.size for box in boxes]) * record.spec.numpy_dtype.itemsize
+        except UnsupportedLeafError as error:
+            raise _naming_leaf(tree, number, error) from error
+        original, at_workers = tree.aliases.get(number, number), maker is executor
+        unit = LeafRead(original, record, handler, abstract, [position], boxes, nbytes, array, at_workers)
         if tree.aliases:
             # Leaves that were tied are built once and tied again; those of a target only if their memory is the same.
-            maker = handler if there is None else there
             memory = None if filled is None else maker.identity(abstract) or position
             key = (original, id(handler), tuple(boxes), _request(maker, abstract), memory)
             if (same := tied.setdefault(key, unit)) is not unit:
@@ -195,14 +190,16 @@ class Reading:
 
     def place(self, unit: LeafRead, buffers: Sequence[HostArray]) -> None:
         """Build the leaf of a unit that has been read, or fill it in place."""
-        with _naming(self.opened.tree, unit.leaf):
-            boxes = list(zip(unit.boxes, buffers, strict=True))
+        boxes = list(zip(unit.boxes, buffers, strict=True))
+        try:
             if self.filled is not None and unit.handler.fill(unit.abstract, unit.record, boxes):
                 for position in unit.positions:
                     self.filled[position] = True
                 built = unit.abstract
             else:
                 built = unit.handler.build(unit.abstract, unit.record, boxes)
+        except UnsupportedLeafError as error:
+            raise _naming_leaf(self.opened.tree, unit.leaf, error) from error
         for position in unit.positions:
             self.leaves[position] = built
 
@@ -210,8 +207,8 @@ class Reading:
 def perform(reading: Reading, context: Context) -> None:
     """Read and build all leaves."""
     for batch in _batches(reading.units, context.memory.load_bytes):
-        at_workers = [unit for unit in batch if unit.worker_bytes is not None]
-        _read(reading, [unit for unit in batch if unit.worker_bytes is None] if at_workers else batch)
+        at_workers = [unit for unit in batch if unit.at_workers]
+        _read(reading, [unit for unit in batch if not unit.at_workers] if at_workers else batch)
         if at_workers:
             _read_at_workers(reading, at_workers, context)
 
@@ -227,21 +224,9 @@ def _read_at_workers(reading: Reading, units: Sequence[LeafRead], context: Conte
             reading.leaves[position] = leaf
 
 
-class _naming:  # a context manager, written as a class because it is entered for every leaf
-    """Adds the path of a leaf to the errors of its handler."""
-
-    __slots__ = ("_leaf", "_tree")
-
-    def __init__(self, tree: TreeMetadata, leaf: int) -> None:
-        self._tree = tree
-        self._leaf = leaf
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, UnsupportedLeafError):
-            raise UnsupportedLeafError(f"{format_path(self._tree.paths[self._leaf])}: {error}") from error
+def _naming_leaf(tree: TreeMetadata, leaf: int, error: UnsupportedLeafError) -> UnsupportedLeafError:
+    """Return the error of a handler with the path of its leaf."""
+    return UnsupportedLeafError(f"{format_path(tree.paths[leaf])}: {error}")
 
 
 def _batches(units: Sequence[LeafRead], limit: int | None) -> Iterator[Sequence[LeafRead]]:
