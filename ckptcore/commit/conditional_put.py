@@ -55,7 +55,7 @@ from ckptcore.errors import (
     StorageFullError,
 )
 from ckptcore.io.background import wait_for_saves_to
-from ckptcore.protocols import IF_ABSENT, IfTag, StorageBackend, Transaction
+from ckptcore.protocols import IF_ABSENT, IfTag, PutCondition, StorageBackend, Transaction
 
 if TYPE_CHECKING:
     from ckptcore.commit.leases import Clock
@@ -69,7 +69,7 @@ logger = logging.getLogger("ckptcore.commit")
 T = TypeVar("T")
 
 _ATTEMPTS: Final = 5
-"""How often a root is put that the storage says to be another one than it is."""
+"""Attempts to put a root while the storage reports another tag than it has."""
 
 
 class ConditionalPutTransaction:
@@ -99,21 +99,19 @@ class ConditionalPutTransaction:
         self._claimed = claimed
         self._claim = _encode(claimed)
         if found is not None:
-            tried = conditions.try_out(location, *found)
-            if tried is not location:
-                location, found = tried, (found[0], tried.store.get_with_tag(ROOT_KEY)[1])
+            location, tag = conditions.try_out(location, *found)
+            self._open(location)
+            self._tag = self._put_claim(IfTag(tag))
+            return
         self._open(location)
-        self._tag = self._put_claim(found)
-        if found is None:
-            # Only now is there a root to try it with.
-            try:
-                tried = conditions.try_out(location, self._claim, self._tag)
-            except (AtomicityError, StorageError):
-                self.abort()
-                raise
-            if tried is not location:
-                self._open(tried)
-                self._tag = self._roots.get_with_tag(ROOT_KEY)[1]
+        self._tag = self._put_claim(IF_ABSENT)
+        try:
+            # Only now does a root exist to try conditions with.
+            location, self._tag = conditions.try_out(location, self._claim, self._tag)
+        except (AtomicityError, StorageError):
+            self.abort()
+            raise
+        self._open(location)
 
     def _open(self, location: Location) -> None:
         self._location = location
@@ -121,13 +119,13 @@ class ConditionalPutTransaction:
         owner = self._claimed.owner if isinstance(self._claimed, PartialSave) else None
         self.store = FencedStore(location, self._claimed.save_id, owner=owner)
 
-    def _put_claim(self, found: tuple[bytes, str] | None) -> str:
+    def _put_claim(self, condition: PutCondition) -> str:
         try:
-            return self._roots.put(ROOT_KEY, self._claim, condition=IF_ABSENT if found is None else IfTag(found[1]))
+            return self._roots.put(ROOT_KEY, self._claim, condition=condition)
         except AtomicityError as error:
             raise refuse_conditions(self._location, f"its storage cannot put on conditions: {error}") from error
         except StorageError as error:
-            # It may have been done, and be said to have failed.
+            # The put may have succeeded, and its answer been lost.
             tag = self._own_tag(self._claim)
             if tag is not None:
                 return tag
@@ -138,7 +136,7 @@ class ConditionalPutTransaction:
             ) from error
 
     def _own_tag(self, root: bytes) -> str | None:
-        """The tag of the root if it is this one; None if it is another one, or cannot be read."""
+        """Return the tag of the root if it has these bytes; None if it has others, or cannot be read."""
         try:
             found = find_root(self._roots)
         except StorageError:
@@ -151,7 +149,7 @@ class ConditionalPutTransaction:
         return self._claim, self._tag
 
     def show_claim(self) -> None:
-        """See `Transaction`. The claim is in the place of the root already."""
+        """See `Transaction`. The claim is visible from the start."""
 
     def clear(self) -> tuple[bool, bool]:
         """Remove all objects and unfinished uploads but the claim.
@@ -163,11 +161,11 @@ class ConditionalPutTransaction:
         """
         aborted = self.store.abort_uploads()
         if aborted:
-            logger.info("gave up %d unfinished uploads of dead saves at %s", aborted, self._location.display)
+            logger.info("aborted %d unfinished uploads of failed saves at %s", aborted, self._location.display)
         listed = set(self.store.list())
         keys = sorted((listed | set(self.store.written)) - {ROOT_KEY})
         if keys:
-            logger.info("removing %d objects of dead saves or deletions at %s", len(keys), self._location.display)
+            logger.info("removing %d objects of failed saves or deletions at %s", len(keys), self._location.display)
             self.store.delete(keys)
         return ROOT_KEY in listed, not keys
 
@@ -176,7 +174,7 @@ class ConditionalPutTransaction:
         for key, data in parts.items():
             self.store.put(key, data)
         if root is None:
-            # Nothing makes the look at the claim and its end one step; what a format of others needs is there by now.
+            # The checkpoint of the other format is complete now. The check of the claim and its deletion are two steps.
             self.store.delete([ROOT_KEY])
             self._done = True
             return
@@ -206,12 +204,12 @@ class ConditionalPutTransaction:
         self._done = True
 
     def _has_committed(self, root: bytes, error: StorageError) -> bool:
-        """Whether the root is there although putting it is said to have failed; if not, it can be put again.
+        """Return True if the root was committed although the put was reported as failed; False if it can be put again.
 
         Raises:
-            SaveLostError: another save's is.
-            CommitUnknownError: that cannot be told.
-            StorageError: the error, where the root is not there and never will be.
+            SaveLostError: the root is that of another save.
+            CommitUnknownError: the root cannot be read.
+            StorageError: the error; the root was not put and never will be.
         """
         try:
             found = find_root(self._roots)
@@ -292,7 +290,7 @@ class ConditionalPutTransaction:
             if lists_claim and was_empty:
                 break
         if not was_listed:
-            self.store.expect_claim()  # another one may have removed it
+            self.store.expect_claim()  # another process may have removed it
             raise StorageError(
                 f"cannot tell whether all that was at {self._location.display} is removed: its storage lists what was "
                 f"there before, {_ATTEMPTS} times. A claim stays there, so that nothing takes the rest for a "
@@ -314,7 +312,7 @@ def _encode(claimed: Claimed | PartialSave) -> bytes:
 
 
 def _another(claimed: Claimed | PartialSave) -> Claimed | PartialSave:
-    """A claim of the same save, and the same owner, with other bytes."""
+    """Return a claim of the same save and owner with other bytes."""
     if isinstance(claimed, PartialSave):
         return dataclasses.replace(claimed, ranks=claimed.ranks + 1)
     return new_claim(claimed.save_id)

@@ -44,10 +44,11 @@ class Conditions:
             return EmulatedConditionalPuts(storage)
         return _EmulatedIfRefused(storage)
 
-    def try_out(self, location: Location, root: bytes, tag: str) -> Location:
-        """Try the conditional puts of a location, unless the result is known. Return the location to use from now on.
+    def try_out(self, location: Location, root: bytes, tag: str) -> tuple[Location, str]:
+        """Try the conditional puts of a location, unless the result is known.
 
-        Sends two small requests that must fail: they put the present root again, on conditions that are not met.
+        Returns the location to use from now on, and the tag of the root. Sends two small requests that must fail: they
+        put the present root again, on conditions that are not met.
 
         Args:
             location: as `open` gave it.
@@ -59,7 +60,7 @@ class Conditions:
             SaveLostError: the root was deleted meanwhile, so the put succeeded; the root is removed again.
         """
         if isinstance(location.parent, EmulatedConditionalPuts):
-            return location
+            return location, tag
         service = _service(location.absolute)
         supported = self._supported.get(service)
         if supported is None:
@@ -71,12 +72,13 @@ class Conditions:
             if service:
                 self._supported[service] = supported
         if supported:
-            return location
+            return location, tag
         if self._without == "refuse":
             raise refuse_conditions(
                 location, "its storage ignores the conditions of puts: one 'if absent' replaced an object"
             )
-        return replace(location, parent=EmulatedConditionalPuts(location.parent))
+        location = replace(location, parent=EmulatedConditionalPuts(location.parent))
+        return location, location.store.get_with_tag(ROOT_KEY)[1]
 
 
 def refuse_conditions(location: Location, found: str) -> AtomicityError:

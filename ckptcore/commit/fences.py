@@ -82,11 +82,11 @@ class FencedStore(Subdirectory):
             root = decode_root(super().get(ROOT_KEY), _read_no_part)
         except (ObjectNotFoundError, CorruptCheckpointError, UnsupportedVersionError):
             root = None
-        if self._owner is None:
-            stands = isinstance(root, Claimed)
+        if isinstance(root, PartialSave):
+            is_ours = root.save_id == self._save_id and root.owner == self._owner and self._owner is not None
         else:
-            stands = isinstance(root, PartialSave) and root.owner == self._owner
-        if root is None or not stands or root.save_id != self._save_id:
+            is_ours = isinstance(root, Claimed) and root.save_id == self._save_id and self._owner is None
+        if not is_ours:
             raise SaveLostError(
                 f"another save took {self._location.display} over before this one committed; this one is lost"
             )
@@ -121,7 +121,11 @@ class FencedStore(Subdirectory):
             # After the object was read: if it is another save's, that save had claimed the location before.
             self.expect_claim()
             condition = IF_ABSENT if found is None else IfTag(found[1])
-        raise self._contested(key)
+        raise StorageError(
+            f"cannot write {key} to {self._location.display}: the storage says that an object is there, {_ATTEMPTS} "
+            "times after it was replaced, while the claim of this save stands. Look whether something else writes "
+            "there, and save again"
+        )
 
     def _find_after(self, error: BaseException, key: str) -> tuple[bytes, str] | None:
         """Return the object after a failed put. Raise the error if it cannot be read."""
@@ -131,13 +135,6 @@ class FencedStore(Subdirectory):
             return None
         except StorageError as failure:
             raise error from failure
-
-    def _contested(self, key: str) -> StorageError:
-        return StorageError(
-            f"cannot write {key} to {self._location.display}: the storage says that an object is there, {_ATTEMPTS} "
-            "times after it was replaced, while the claim of this save stands. Look whether something else writes "
-            "there, and save again"
-        )
 
     def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
         """See `StorageBackend`. Replaces nothing; raises `SaveLostError` too."""
@@ -267,5 +264,5 @@ class _FencedWriter:
 
 
 def _read_no_part(key: str, size: int) -> bytes:
-    """Refuse to read a part: claims have none, so this root is no claim."""
-    raise CorruptCheckpointError(f"{key} is a part of a root that is committed", key=key)
+    """Refuse to read a part: claims have no parts, so this root is not a claim."""
+    raise CorruptCheckpointError(f"{key} is a part of a committed root", key=key)

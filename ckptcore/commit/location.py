@@ -1,4 +1,4 @@
-"""Locations: what a user names, as a storage and a name in it."""
+"""Locations: a path or URL of a user as a storage and a name in it."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ LocationLike: TypeAlias = str | os.PathLike[str]
 _URL: Final = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://(.*)", re.DOTALL)
 
 _BROKEN_URL: Final = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/(.*)", re.DOTALL)
-"""What `pathlib.Path` makes of a URL; as a path it would begin with a directory whose name ends with a colon."""
+"""A URL that went through `pathlib.Path`. As a path it would begin with a directory whose name ends with a colon."""
 
 
 @dataclass(frozen=True, slots=True)
 class Within:
-    """A directory within what a location names.
+    """A directory within a location.
 
     Attributes:
         location: a path or URL, or a directory within one.
@@ -62,7 +62,7 @@ class Within:
 
 
 class IndirectPlace(ABC):
-    """A checkpoint that is read through a storage of its own, such as one that falls back to a copy."""
+    """A checkpoint that has its own storage, such as one that falls back to a copy."""
 
     @property
     @abstractmethod
@@ -78,18 +78,18 @@ class IndirectPlace(ABC):
 
 
 Place: TypeAlias = LocationLike | Within | IndirectPlace
-"""What can be resolved: what a user names, a directory within it, or a place that resolves itself."""
+"""A path or URL, a directory within one, or an object that resolves itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocationAddress:
-    """Where a checkpoint is or will be, to send to another process: a `Location` has an open storage.
+    """A location that can be sent to another process; it has no open storage.
 
     Attributes:
-        display: as the user knows it, without secrets.
-        scheme: of the storage.
-        parent: what the storage opens: an absolute path, or the URL without its scheme.
-        name: the checkpoint's name in it.
+        display: the location as the user knows it, without secrets.
+        scheme: the scheme of the storage.
+        parent: the address that the storage opens: an absolute path, or the URL without its scheme.
+        name: the name of the checkpoint in it.
     """
 
     display: str
@@ -100,14 +100,14 @@ class LocationAddress:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a checkpoint is or will be.
+    """The location of a checkpoint, which may not exist.
 
     Attributes:
-        display: as the user knows it, without secrets.
-        parent: the storage, opened at the directory that the checkpoint is in.
-        name: the checkpoint's name in it, without ``/``.
-        identity: the same for two spellings of one location, as far as they can be told to be.
-        of_host: whether it is on a disk that one host of a job has by itself, and may hold copies for that host.
+        display: the location as the user knows it, without secrets.
+        parent: the storage, opened at the directory around the checkpoint.
+        name: the name of the checkpoint in it, without ``/``.
+        identity: equal for two spellings of one location, as far as they can be recognised.
+        of_host: True if it is on a disk of one host of a job, and may have copies for that host.
     """
 
     display: str
@@ -118,37 +118,37 @@ class Location:
 
     @property
     def store(self) -> StorageBackend:
-        """The storage as seen from within the checkpoint."""
+        """The storage, opened at the checkpoint."""
         return subdirectory(self.parent, self.name)
 
     @property
     def commits(self) -> CommitMethod:
-        """How checkpoints are committed and locked in this storage."""
+        """The commit method of the directory around the checkpoint."""
         return commit_method(self.parent)
 
     @property
     def absolute(self) -> str:
-        """How it is found from any working directory: a local path without links, or a URL."""
+        """The location from any working directory: a local path without links, or a URL."""
         return self.identity.partition(":")[2] or self.display
 
     @property
     def parent_name(self) -> str:
-        """The name of the directory that it is in; empty where that is not known."""
+        """The name of the directory around the checkpoint; empty if it is unknown."""
         return self.identity.rpartition("/")[0].rpartition("/")[2]
 
     def lies_in(self, other: Location) -> bool:
-        """Whether it is another location, or one inside that, as far as they can be told to be."""
+        """Return True if it is another location or inside it, as far as that can be recognised."""
         return f"{self.identity}/".startswith(f"{other.identity}/")
 
     @property
     def to_open(self) -> LocationAddress:
-        """Where it is, for another process."""
+        """The address, for another process."""
         scheme, _, within = self.identity.partition(":")
         return LocationAddress(self.display, scheme, within.removesuffix(f"/{self.name}"), self.name)
 
     @property
     def is_object(self) -> bool:
-        """Whether the location is one object (file), not a directory of them."""
+        """True if the location is one object (file), and no directory."""
         try:
             self.parent.size(self.name)
         except ObjectNotFoundError:
@@ -187,13 +187,13 @@ def resolve_location(
 
     Args:
         location: a path or URL, or a directory within one.
-        plugins: to find the storage by scheme.
-        durable: whether what is written must survive a loss of power.
+        plugins: find the storage by scheme.
+        durable: True if writes must survive a loss of power.
         config: options of storages, by scheme.
 
     Raises:
-        InvalidLocationError: if it is neither, or names no place for a checkpoint.
-        UnknownPluginError: if nothing opens such a URL.
+        InvalidLocationError: it is neither, or cannot be a checkpoint.
+        UnknownPluginError: no plugin opens such a URL.
     """
     if isinstance(location, IndirectPlace):
         return location.resolve(plugins, durable=durable, config=config)
@@ -202,7 +202,7 @@ def resolve_location(
     scheme, address = _address(location)
     options = StorageOptions(durable=durable, config=config.get(scheme, {}))
     if scheme == "file":
-        # A checkpoint that is a symbolic link is saved where the link leads: renaming must not replace the link.
+        # The address has no links: renaming must replace the target of a link, not the link.
         parent, name = os.path.split(address)
     else:
         parent, _, name = address.rpartition("/")
@@ -231,11 +231,11 @@ def open_address(
     """Open a location that another process resolved.
 
     Args:
-        address: of the location.
+        address: the address of the location.
         plugins, durable, config: as for `resolve_location`.
 
     Raises:
-        UnknownPluginError: if nothing here opens such a URL.
+        UnknownPluginError: no plugin here opens such a URL.
     """
     options = StorageOptions(durable=durable, config=config.get(address.scheme, {}))
     store = plugins.storage(address.scheme)(address.parent, options)
@@ -243,10 +243,10 @@ def open_address(
 
 
 def absolute_location(location: LocationLike) -> str:
-    """A location as it is found from any working directory: a local path without links, a URL as it is.
+    """Return a location from any working directory: a local path without links, or the URL.
 
     Raises:
-        InvalidLocationError: if it is neither.
+        InvalidLocationError: it is neither a path nor a URL.
     """
     return _address(location)[1]
 
@@ -254,24 +254,24 @@ def absolute_location(location: LocationLike) -> str:
 def open_directory(
     directory: LocationLike, plugins: Plugins, *, durable: bool, config: Mapping[str, Mapping[str, JSON]]
 ) -> StorageBackend:
-    """Open a directory that checkpoints are in.
+    """Open a directory of checkpoints.
 
     Args:
-        directory: a path or URL; also the root of a storage.
+        directory: a path or URL; may be the root of a storage.
         plugins, durable, config: as for `resolve_location`.
 
     Raises:
-        InvalidLocationError: if it is neither.
-        UnknownPluginError: if nothing opens such a URL.
+        InvalidLocationError: it is neither.
+        UnknownPluginError: no plugin opens such a URL.
     """
     return _within(Within(directory, "-"), plugins, durable, config).parent
 
 
 def _address(location: Place) -> tuple[str, str]:
-    """The scheme of a location, and what its storage is opened with.
+    """Return the scheme of a location and the address that its storage opens.
 
     Raises:
-        InvalidLocationError: if it is neither a path nor a URL.
+        InvalidLocationError: it is neither a path nor a URL.
     """
     if isinstance(location, IndirectPlace):
         return _address(location.place)

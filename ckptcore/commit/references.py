@@ -23,7 +23,7 @@ MAPPINGS: Final = ("dict", "OrderedDict")
 
 
 def stored_leaves(tree: TreeMetadata, references: References) -> list[int]:
-    """Return the numbers of the leaves that a checkpoint stores itself: all but arrays in bases, and leaves tied to them."""
+    """Return the numbers of the leaves that a checkpoint stores itself: all but those in bases and leaves tied to them."""
     referred = frozenset(references.leaf)
     return [leaf for leaf in range(len(tree.leaves)) if tree.aliases.get(leaf, leaf) not in referred]
 

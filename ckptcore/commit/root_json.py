@@ -103,8 +103,8 @@ def read_head(data: bytes) -> Head | None:
     found = _HEAD.match(data)
     if found is None:
         return None
-    state, role, save_id = (text.decode("ascii") for text in found.groups())
-    return Head(cast(Any, state), cast(Any, role), save_id)  # the pattern admits no others
+    state, role = cast(Any, found[1].decode("ascii")), cast(Any, found[2].decode("ascii"))
+    return Head(state, role, found[3].decode("ascii"))  # the pattern admits no others
 
 
 def is_claim(data: bytes) -> bool:
@@ -498,7 +498,7 @@ def _decode_objects(table: Any) -> dict[str, ObjectRecord]:
         )
     objects = {}
     columns = (table["key"], table["size"], table["checksums"])
-    if not all(isinstance(column, list) for column in columns) or len({len(column) for column in columns}) != 1:
+    if {*map(type, columns)} != {list} or len({*map(len, columns)}) != 1:
         raise CorruptCheckpointError(f"the objects in {ROOT_KEY} cannot be read", key=ROOT_KEY)
     for key, size, encoded in zip(*columns, strict=True):
         record = ObjectRecord(check_key(_text(key)), size, binascii.a2b_base64(encoded, strict_mode=True))

@@ -105,9 +105,9 @@ class Subdirectory(StorageBackend):
 class AtomicSubdirectories(Subdirectory):
     """A directory of a storage that has real directories."""
 
-    def __init__(self, parent: StorageBackend, name: str, directories: AtomicDirectories) -> None:
+    def __init__(self, parent: StorageBackend, name: str) -> None:
         super().__init__(parent, name)
-        self._directories = directories
+        self._directories = cast(AtomicDirectories, parent)
 
     def lock_directory(self, key: str) -> AbstractContextManager[None] | None:
         """See `AtomicDirectories`."""
@@ -138,7 +138,7 @@ def subdirectory(parent: StorageBackend, name: str) -> StorageBackend:
     if not name:
         return parent
     if _has_directories(type(parent)):
-        return AtomicSubdirectories(parent, name, cast(AtomicDirectories, parent))
+        return AtomicSubdirectories(parent, name)
     return Subdirectory(parent, name)
 
 
