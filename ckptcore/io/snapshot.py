@@ -12,7 +12,7 @@ from ckptcore.model.arrays import HostArray
 from ckptcore.model.transfer import Pending, WritePlan
 from ckptcore.protocols import Snapshot
 
-__all__ = ["BoundedSnapshot", "CopiedSnapshot", "HeldSnapshot", "SharedSnapshot", "SnapshotShare", "ViewedSnapshot"]
+__all__ = ["BoundedSnapshot", "CopiedSnapshot", "SharedSnapshot", "SnapshotShare", "ViewedSnapshot"]
 
 _AHEAD_BYTES: Final = 64 << 20
 """Bytes of transfers from devices that are started ahead of the writer."""
@@ -125,6 +125,16 @@ class BoundedSnapshot:
         self._error: BaseException | None = None
         self._writer_ended = False
 
+    def again(self, plan: WritePlan, items: Sequence[int]) -> BoundedSnapshot:
+        """Return a snapshot that copies items of this one once more, for another plan.
+
+        Args:
+            plan: what it writes.
+            items: by item of that plan, the item of this one.
+        """
+        start = self._start
+        return BoundedSnapshot(plan, lambda number: start(items[number]), self._give_back, self._limit)
+
     def copy_all(self) -> None:
         """Copy every item; returns once the last is copied, or the writer ended. Nothing is held of the source then."""
         waiting = dict.fromkeys(range(len(self.plan.items)))
@@ -210,23 +220,6 @@ def _start_no_more(item: int) -> NoReturn:
     raise SaveLostError(f"the array {item} was to be copied after the copying ended")
 
 
-class HeldSnapshot:
-    """On a worker: arrays that the caller keeps until all is written."""
-
-    def __init__(self, plan: WritePlan, arrays: Sequence[Sequence[HostArray]]) -> None:
-        """`arrays` are those of each item."""
-        self.plan = plan
-        self._arrays = list(arrays)
-
-    def take(self, item: int) -> Sequence[HostArray]:
-        """See `Snapshot`."""
-        return self._arrays[item]
-
-    def release(self, item: int) -> None:
-        """See `Snapshot`."""
-        self._arrays[item] = ()
-
-
 class SharedSnapshot:
     """Arrays that several layouts write, one after the other. The last layout releases an array. Any thread."""
 
@@ -265,14 +258,14 @@ class SnapshotShare:
 
     def __init__(self, shared: SharedSnapshot, plan: WritePlan, items: Sequence[int]) -> None:
         self.plan = plan
-        self._shared = shared
+        self.shared = shared
         self._items = items
         self._held = set(range(len(items)))
         self._lock = threading.Lock()
 
     def take(self, item: int) -> Sequence[HostArray]:
         """See `Snapshot`."""
-        return self._shared.take(self._items[item])
+        return self.shared.take(self._items[item])
 
     def release(self, item: int) -> None:
         """See `Snapshot`."""
@@ -280,9 +273,9 @@ class SnapshotShare:
             if item not in self._held:
                 return
             self._held.discard(item)
-        self._shared.leave(self._items[item])
+        self.shared.leave(self._items[item])
 
-    def close(self) -> None:
-        """Release all items: the layout is done, or failed."""
+    def writer_ended(self) -> None:
+        """Release all items that are left: the layout is done, or failed."""
         for item in range(len(self._items)):
             self.release(item)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
@@ -13,6 +13,7 @@ import numpy as np
 from ckptcore.builtin.files import FilesLayout, state_of_files
 from ckptcore.commit.root import Member
 from ckptcore.errors import NameCollisionError, TreeMismatchError, UnsupportedKeyError, UnsupportedLeafError
+from ckptcore.io.snapshot import BoundedSnapshot, SnapshotShare
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.transfer import ArraySegment, BytesSegment, Pending, Receipt, Segment, WriteItem, WritePlan
@@ -217,22 +218,20 @@ class FilesDescription:
 PartDescription: TypeAlias = TreeDescription | FilesDescription
 
 
+@dataclass(frozen=True, slots=True)
 class TreeCaptured:
-    """The arrays of a tree."""
+    """The arrays of a tree. See `Captured`."""
 
-    def __init__(self, snapshot: Snapshot, closed: Callable[[], None] | None = None) -> None:
-        """Hold a snapshot; `closed` is called once nobody will take any more of it."""
-        self.snapshot = snapshot
-        self._closed = closed
+    snapshot: Snapshot
 
     def write(self, part: SavePart, store: WriteStore) -> JSON:
         """See `Captured`."""
         return part.layout.write(self.snapshot, store)
 
     def close(self) -> None:
-        """Say that nothing more is taken; memory is given back as it is written."""
-        if self._closed is not None:
-            self._closed()
+        """Release what is not written, and let copies wait for it no longer."""
+        if isinstance(self.snapshot, BoundedSnapshot | SnapshotShare):
+            self.snapshot.writer_ended()
 
 
 class FilesCaptured:

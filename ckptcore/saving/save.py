@@ -13,10 +13,10 @@ from ckptcore.events import Recording
 from ckptcore.io.background import SaveHandle
 from ckptcore.io.memory import StagingMemory
 from ckptcore.io.requests import requests_of
-from ckptcore.io.snapshot import BoundedSnapshot, CopiedSnapshot, SharedSnapshot, ViewedSnapshot
+from ckptcore.io.snapshot import BoundedSnapshot, CopiedSnapshot, SharedSnapshot, SnapshotShare, ViewedSnapshot
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.arrays import HostArray
-from ckptcore.model.transfer import Pending, WriteItem, WritePlan
+from ckptcore.model.transfer import Pending, WritePlan
 from ckptcore.protocols import FurtherSaves, HeldWork, Snapshot
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import ArraySource, FilesDescription, SavePart, SharedItems, TreeCaptured
@@ -217,12 +217,12 @@ class _Capture:
         """Hold nothing yet."""
         self.at_workers: HeldWork[Save] | None = None
         self._save = save
-        self._copied: list[CopiedSnapshot] = []
+        self._copies: list[CopiedSnapshot | BoundedSnapshot] = []
 
     def view(self) -> None:
         """Hold arrays as they are, for a save that blocks until it is committed."""
         self._hold_at_workers(copied=False)
-        self._capture(lambda plan, source: ViewedSnapshot(plan, lambda number: source.view(plan.items[number])))
+        self._take(lambda plan, source: ViewedSnapshot(plan, lambda number: source.view(plan.items[number])))
         if self.at_workers is not None:
             self.at_workers.wait()
 
@@ -237,46 +237,33 @@ class _Capture:
         Returns:
             The copies, for `_finish_copies`. Once they are finished, nothing of the state is needed.
         """
-        self._hold_at_workers(copied=True)
-        if limit is not None:
-            snapshots = self._copy_bounded(memory, limit)
-            if self.at_workers is not None:
-                self.at_workers.wait()
-            return snapshots
 
         def copied(plan: WritePlan, source: ArraySource) -> Snapshot:
-            start = partial(_start_copy, source, plan.items, memory)
-            self._copied.append(CopiedSnapshot(plan, start, memory.give_back))
-            return self._copied[-1]
+            def start(number: int) -> Sequence[Pending[HostArray]]:
+                return source.copy(plan.items[number], memory)
 
-        self._capture(copied)
-        return self._copied[:] if self.at_workers is None else [*self._copied, self.at_workers]
+            if limit is None:
+                self._copies.append(CopiedSnapshot(plan, start, memory.give_back))
+            else:
+                self._copies.append(BoundedSnapshot(plan, start, memory.give_back, limit))
+            return self._copies[-1]
 
-    def _copy_bounded(self, memory: StagingMemory, limit: int) -> Sequence[BoundedSnapshot]:
-        """Prepare copies that are made while they are written; return them in the order in which they are written."""
-        snapshots: list[BoundedSnapshot] = []
-
-        def bounded(part: SavePart, source: ArraySource, items: Sequence[WriteItem]) -> None:
-            start = partial(_start_copy, source, items, memory)
-            snapshots.append(BoundedSnapshot(part.plan, start, memory.give_back, limit))
-            part.captured = TreeCaptured(snapshots[-1], snapshots[-1].writer_ended)
-
-        sources: dict[int, ArraySource] = {}
-        for part, source in self._sources():
-            sources[id(part)] = source
-            bounded(part, source, part.plan.items)
-        for part, shared in self._further():
-            bounded(part, sources[id(shared.part)], [shared.part.plan.items[item] for item in shared.items])
-        return snapshots
+        self._hold_at_workers(copied=True)
+        self._take(copied)
+        if limit is None and self.at_workers is not None:
+            return [*self._copies, self.at_workers]
+        if self.at_workers is not None:
+            self.at_workers.wait()  # the writer begins before `_finish_copies`
+        return self._copies[:]
 
     def close(self) -> None:
         """Release everything: the traceback of an error holds the parts for as long as it is kept."""
         for save in (self._save, *self._save.further):
             for part in save.parts:
                 part.close()
-        for copied in self._copied:
-            copied.writer_ended()
-        self._copied.clear()
+        for copy in self._copies:
+            copy.writer_ended()
+        self._copies.clear()
         if self.at_workers is not None:
             self.at_workers.close()
             self.at_workers = None
@@ -286,44 +273,31 @@ class _Capture:
         if self._save.uses_workers and (executor := runtime_of(self._save.context).workers()) is not None:
             self.at_workers = executor.hold(self._save, copied=copied)
 
-    def _sources(self) -> Iterator[tuple[SavePart, ArraySource]]:
-        """Capture the parts that are files; give each other part with its arrays, and forget these afterwards."""
+    def _take(self, snapshot_of: Callable[[WritePlan, ArraySource], Snapshot]) -> None:
+        """Capture every part, and forget the arrays. Parts of further saves share the snapshots."""
         for part in self._save.parts:
             source = part.source
             assert source is not None  # captured once
             if isinstance(source, FilesDescription):
                 part.captured = source.capture()
             else:
-                yield part, source
+                part.captured = TreeCaptured(snapshot_of(part.plan, source))
             part.source = None
-
-    def _further(self) -> Iterator[tuple[SavePart, SharedItems]]:
-        """Give the parts of further saves, each with the items that it shares."""
         for save in self._save.further:
             for part in save.parts:
                 assert part.shared is not None  # as the strategy prepared it
-                yield part, part.shared
+                self._share(part, part.shared)
 
-    def _capture(self, snapshot_of: Callable[[WritePlan, ArraySource], Snapshot]) -> None:
-        shared: dict[int, SharedSnapshot] = {}
-        written_again = [id(of_part.part) for _, of_part in self._further()]
-        for part, source in self._sources():
-            snapshot = snapshot_of(part.plan, source)
-            if id(part) in written_again:
-                shared[id(part)] = SharedSnapshot(snapshot)
-                _share(part, shared[id(part)], range(len(part.plan.items)))
-            else:
-                part.captured = TreeCaptured(snapshot)
-        for part, of_part in self._further():
-            _share(part, shared[id(of_part.part)], of_part.items)
-
-
-def _share(part: SavePart, shared: SharedSnapshot, items: Sequence[int]) -> None:
-    share = shared.share(part.plan, items)
-    part.captured = TreeCaptured(share, share.close)
-
-
-def _start_copy(
-    source: ArraySource, items: Sequence[WriteItem], memory: StagingMemory, number: int
-) -> Sequence[Pending[HostArray]]:
-    return source.copy(items[number], memory)
+    def _share(self, part: SavePart, shared: SharedItems) -> None:
+        """Let a part of a further save write what another part has captured."""
+        whole = shared.part.captured
+        assert isinstance(whole, TreeCaptured)  # exports are of trees
+        snapshot = whole.snapshot
+        if isinstance(snapshot, BoundedSnapshot):
+            self._copies.append(snapshot.again(part.plan, shared.items))
+            part.captured = TreeCaptured(self._copies[-1])
+            return
+        if not isinstance(snapshot, SnapshotShare):
+            snapshot = SharedSnapshot(snapshot).share(shared.part.plan, range(len(shared.part.plan.items)))
+            shared.part.captured = TreeCaptured(snapshot)
+        part.captured = TreeCaptured(snapshot.shared.share(part.plan, shared.items))

@@ -12,8 +12,8 @@ from ckptcore_orbax.zarr import encoding, writing
 from ckptcore_orbax.zarr.chunk_codec import EncodingChunk
 
 from ckptcore import Context
-from ckptcore.io.snapshot import HeldSnapshot
-from ckptcore.model import Segment
+from ckptcore.io.snapshot import ViewedSnapshot
+from ckptcore.model import Ready, Segment
 from ckptcore.protocols import Layout
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import describe_part
@@ -63,6 +63,6 @@ def test_nothing_is_encoded_once_a_write_has_failed(layout: Layout, monkeypatch:
     description = describe_part("", list(arrays), layout, runtime_of(Context()).registry, rank=0, size=1)
     (plan,) = description.plans(0, 1, "0" * 16)
     with pytest.raises(OSError, match="full") as raised:
-        layout.write(HeldSnapshot(plan, [[array] for array in arrays]), _FullStore())
+        layout.write(ViewedSnapshot(plan, lambda number: [Ready(arrays[number])]), _FullStore())
     assert raised.value.__traceback__ is not None  # it is held, with the frames that it passed
     assert len(begun) > 2 and set(begun) == set(ended)
