@@ -1,10 +1,10 @@
-"""Prepare a save: describe what is to be written and where, and refuse what cannot be. Writes nothing."""
+"""Prepare a save: describe its values and its target, agree with the other ranks, and refuse what cannot be saved. Writes nothing."""
 
 from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -41,57 +41,57 @@ _Descriptions: TypeAlias = Sequence[PartDescription]
 
 
 def prepare_save(request: SaveRequest, context: Context, recording: Recording, agreement: Agreement) -> Save:
-    """Describe what is to be saved and where, and refuse what cannot be. On every rank; writes nothing.
+    """Describe the values and the target of a save, and refuse what cannot be saved. On every rank; writes nothing.
 
     Raises:
         UnsupportedLeafError, UnsupportedKeyError, NameCollisionError, CheckpointExistsError, InvalidLocationError
-        ValueError, TypeError: for what is no metadata, metric, step or epoch.
-        BackgroundSaveError: an earlier save failed unnoticed in this process; in a job on every rank.
+        ValueError, TypeError: invalid metadata, metrics, step or epoch.
+        BackgroundSaveError: the error of an earlier save of this process was not retrieved; in a job on every rank.
     """
-    runtime, size = runtime_of(context), agreement.size
+    runtime, size, strategy = runtime_of(context), agreement.size, request.strategy
     with agreement.stage("describe", meaning=NOTHING_COMMITTED) as stage:
         runtime.saves.raise_unnoticed()
         info = request.notes.info()
         recording.step = info.progress.get("step")
+        place, overwrite = request.destination.place, request.destination.overwrite
         durable = context.durability == "full"
-        location = resolve_location(
-            request.destination.place, runtime.registry, durable=durable, config=context.storage
-        )
-        target = Target(location, request.destination.overwrite, request.hooks.before_commit)
-        if request.strategy.takes_placeholders and not isinstance(request.values, OneTree):
-            raise ValueError(
-                f"strategy={request.strategy!r} is for one tree, not for checkpointables. Nothing was written"
-            )
+        location = resolve_location(place, runtime.registry, durable=durable, config=context.storage)
+        target = Target(location, overwrite, request.hooks.before_commit)
         descriptions = _describe_parts(request, context, agreement)
         if not isinstance(request.values, OneTree):
             info = replace(info, members={one.name: one.member(size) for one in descriptions})
         if agreement.rank == 0:
             _refuse_target(request, target, context)
         if size > 1:
-            stage.payload = _digests(info.members, descriptions, request.strategy)
+            stage.payload = _digests(info.members, descriptions, strategy)
     payloads = stage.payloads
     decided = agreement.lead("save", lambda: _decide(payloads, descriptions))
     recording.save_id = decided["save_id"]
     if decided["different"]:
         descriptions = _unite(agreement, descriptions, decided["different"], payloads)
+    info = replace(info, save_id=decided["save_id"], created=decided["created"])
     save = Save(
         target=target,
-        info=replace(info, save_id=decided["save_id"], created=decided["created"]),
+        info=info,
         parts=(),
-        strategy=request.strategy,
+        strategy=strategy,
         agreement=agreement,
         recording=recording,
         context=context,
     )
-    return request.strategy.prepare(SaveDraft(save, descriptions))
+    return strategy.prepare(SaveDraft(save, descriptions))
 
 
 def _describe_parts(request: SaveRequest, context: Context, agreement: Agreement) -> _Descriptions:
-    """Describe what is to be saved, in the order that was given."""
+    """Describe the values, in the order of the request."""
     registry, executor = runtime_of(context).registry, runtime_of(context).workers()
-    layout = registry.layout(request.layout)
-    values = {"": request.values.state} if isinstance(request.values, OneTree) else dict(request.values)
-    if not isinstance(request.values, OneTree):
+    layout, placeholders = registry.layout(request.layout), request.strategy.takes_placeholders
+    if isinstance(request.values, OneTree):
+        values: Mapping[str, object] = {"": request.values.state}
+    elif placeholders:
+        raise ValueError(f"strategy={request.strategy!r} is for one tree, not for checkpointables. Nothing was written")
+    else:
+        values = dict(request.values)
         for name in values:
             check_name(name)
     shared = agreement.size > 1 or executor is not None
@@ -107,18 +107,19 @@ def _describe_parts(request: SaveRequest, context: Context, agreement: Agreement
             size=agreement.size,
             replicas=replicas,
             executor=executor,
-            placeholders=request.strategy.takes_placeholders,
+            placeholders=placeholders,
         )
         for name in sorted(values)
     }
     descriptions = [by_name[name] for name in values]
     if agreement.size > 1 and context.job.replicas.objects == "refuse":
-        _refuse_what_differs(descriptions, agreement.size)
+        for description in _common_trees(descriptions).values():
+            _refuse_what_differs(description, agreement.size)
     return descriptions
 
 
 def _refuse_target(request: SaveRequest, target: Target, context: Context) -> None:
-    """Refuse a location whose checkpoint is not to be replaced. On the leader."""
+    """Refuse a location with a checkpoint that must not be replaced. On the leader."""
     if request.hooks.allowed is not None:
         request.hooks.allowed()
     refuse_inside(target.location)
@@ -127,32 +128,29 @@ def _refuse_target(request: SaveRequest, target: Target, context: Context) -> No
 
 
 def save_created() -> str:
-    """Now, as the root of a checkpoint states it: ISO 8601 in UTC."""
+    """Return the present time as the root of a checkpoint states it: ISO 8601 in UTC."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
 
 
-def _refuse_what_differs(descriptions: _Descriptions, size: int) -> None:
-    """Refuse objects in shared trees of which every process has one of its own: one of them would be stored.
+def _refuse_what_differs(description: TreeDescription, size: int) -> None:
+    """Refuse objects in a shared tree that each process has for itself, because only one of them would be stored.
 
-    Also where they are equal now, so that a job that could save once can save again.
+    Equal objects are refused too, so that a job that can save once can save again.
     """
-    for description in descriptions:
-        if not isinstance(description, TreeDescription) or description.own:
-            continue
-        found = [
-            f"{format_path(path)} is a {type(thing).__module__}.{type(thing).__qualname__}"
-            for path, thing in of_each_process(description.flat.shape)
-        ]
-        if found:
-            where = f"in {description.name!r}: " if description.name else ""
-            more = f"; and {len(found) - 20} more" if len(found) > 20 else ""
-            raise UnsupportedLeafError(
-                f"{where}{'; '.join(found[:20])}{more}: every process has one of its own, and of a tree that {size} processes "
-                "save together only one would be stored. To keep one for each rank, put it under a name of its own in "
-                "save_checkpointables. To store all shards and otherwise the lowest rank's state, as "
-                "torch.distributed.checkpoint does, save with "
-                'Context(job=JobOptions(replicas=ReplicaOptions(objects="lowest_rank"))). Nothing was written'
-            )
+    found = [
+        f"{format_path(path)} is a {type(thing).__module__}.{type(thing).__qualname__}"
+        for path, thing in of_each_process(description.flat.shape)
+    ]
+    if found:
+        where = f"in {description.name!r}: " if description.name else ""
+        more = f"; and {len(found) - 20} more" if len(found) > 20 else ""
+        raise UnsupportedLeafError(
+            f"{where}{'; '.join(found[:20])}{more}: every process has one of its own, and of a tree that {size} processes "
+            "save together only one would be stored. To keep one for each rank, put it under a name of its own in "
+            "save_checkpointables. To store all shards and otherwise the lowest rank's state, as "
+            "torch.distributed.checkpoint does, save with "
+            'Context(job=JobOptions(replicas=ReplicaOptions(objects="lowest_rank"))). Nothing was written'
+        )
 
 
 def _share_replicas(layout: Layout, strategy: SaveStrategy[SaveDraft, Save], registry: Plugins) -> bool:
@@ -163,29 +161,28 @@ def _share_replicas(layout: Layout, strategy: SaveStrategy[SaveDraft, Save], reg
 
 
 def _digests(
-    members: Mapping[str, Member] | None,
-    descriptions: _Descriptions,
-    strategy: SaveStrategy[SaveDraft, Save],
+    members: Mapping[str, Member] | None, descriptions: _Descriptions, strategy: SaveStrategy[SaveDraft, Save]
 ) -> JSON:
-    """Digests of what this rank saves. They are equal on two ranks only if these save the same.
+    """Return digests of what this rank saves. Two ranks have equal digests only if they save the same.
 
     Notes may differ: each rank names the device of an array in its own way.
     """
     names = None if members is None else [[name, member.kind, member.processes] for name, member in members.items()]
-    trees = {str(number): tree_digest(description) for number, description in _common_trees(descriptions)}
+    trees = {name: tree_digest(description) for name, description in _common_trees(descriptions).items()}
     signature = strategy.signature if isinstance(strategy, FurtherSaves) else ""
     return {"names": _digest(names), "strategy": signature, "trees": trees}
 
 
-def _common_trees(descriptions: _Descriptions) -> Iterator[tuple[int, TreeDescription]]:
-    """The trees that all ranks save together, with the numbers of their parts."""
-    for number, description in enumerate(descriptions):
-        if isinstance(description, TreeDescription) and not description.own:
-            yield number, description
+def _common_trees(descriptions: _Descriptions) -> dict[str, TreeDescription]:
+    """Return the trees that all ranks save together, by name."""
+    return {one.name: one for one in descriptions if isinstance(one, TreeDescription) and not one.own}
 
 
 def tree_digest(description: TreeDescription) -> str:
-    """Equal for two ranks exactly where they save the same tree, and hold the same of its arrays; notes may differ."""
+    """Return a digest that is equal for two ranks only if they save the same tree, and hold the same of its arrays.
+
+    Notes may differ.
+    """
     return _digest([_without_notes(description.tree.to_json()), sorted(description.elsewhere)])
 
 
@@ -194,7 +191,7 @@ def _digest(document: JSON) -> str:
 
 
 def _without_notes(tree: dict[str, JSON]) -> JSON:
-    """A tree without its notes, and with each way of cutting arrays once: there are few, of as many boundaries as a job has shards."""
+    """Return a tree without notes. Arrays refer to their cuts by number: few differ, and each is as long as a job has shards."""
     extras: Any = tree["extras"]
     cuts: dict[Any, int] = {}
     kept = {}
@@ -207,11 +204,11 @@ def _without_notes(tree: dict[str, JSON]) -> JSON:
 
 
 def _decide(payloads: Sequence[Any], descriptions: _Descriptions) -> dict[str, Any]:
-    """On the leader: what is the save, and which ranks are to tell it their trees, by number of the part.
+    """Decide on the leader: the id and the time of the save, and by name of a tree that differs, the ranks that send theirs.
 
     Raises:
-        CheckpointError: if the ranks save other things.
-        UnsupportedLeafError: if no rank holds an array that all know of.
+        CheckpointError: the ranks save different things.
+        UnsupportedLeafError: no rank holds an array that all know of.
     """
     decision: dict[str, Any] = {"save_id": new_save_id(), "created": save_created(), "different": {}}
     if len(payloads) < 2:
@@ -224,18 +221,17 @@ def _decide(payloads: Sequence[Any], descriptions: _Descriptions) -> dict[str, A
                 f"the ranks {others} save other {kind} than rank 0{found}; every rank must give the same, and may give other trees "
                 "under them. Nothing was written"
             )
-    groups = {number: _groups(number, payloads) for number in payloads[0]["trees"]}
-    decision["different"] = {
-        number: [ranks[0] for ranks in by_tree] for number, by_tree in groups.items() if len(by_tree) > 1
-    }
-    for number, description in _common_trees(descriptions):
-        if str(number) not in decision["different"]:
+    for name, description in _common_trees(descriptions).items():
+        groups = _groups(name, payloads)
+        if len(groups) > 1:
+            decision["different"][name] = [ranks[0] for ranks in groups]
+        else:
             _refuse_what_nobody_holds(description)
     return decision
 
 
 def _refuse_what_nobody_holds(description: TreeDescription) -> None:
-    """Refuse arrays that the leader only knows of; the other ranks have told the same."""
+    """Refuse arrays that the leader only knows of, if all ranks have the same tree."""
     if description.elsewhere:
         paths = [format_path(description.tree.paths[leaf]) for leaf in sorted(description.elsewhere)]
         more = f" and {len(paths) - 20} more" if len(paths) > 20 else ""
@@ -245,65 +241,59 @@ def _refuse_what_nobody_holds(description: TreeDescription) -> None:
         )
 
 
-def _groups(number: str, payloads: Sequence[Any]) -> list[list[int]]:
-    """The ranks that save the same tree of a part, by tree."""
+def _groups(name: str, payloads: Sequence[Any]) -> list[list[int]]:
+    """Return the groups of ranks that have the same tree under a name."""
     ranks: dict[str, list[int]] = {}
     for rank, payload in enumerate(payloads):
-        ranks.setdefault(payload["trees"][number], []).append(rank)
+        ranks.setdefault(payload["trees"][name], []).append(rank)
     return list(ranks.values())
 
 
 def _unite(
     agreement: Agreement, descriptions: _Descriptions, senders: Mapping[str, Sequence[int]], payloads: Sequence[Any]
 ) -> _Descriptions:
-    """Let every rank have the union of all trees of each part of which they have different ones.
+    """Replace trees that differ between ranks by their union, on every rank.
 
-    Of the ranks that have the same tree one tells it to the leader, so that what is told does not grow with the job.
+    One rank of each group with the same tree sends it to the leader, so that the messages do not grow with the job.
 
     Raises:
-        TreeMismatchError: on the leader, if trees cannot be united; RankFailedError with its text on the others.
+        TreeMismatchError: on the leader, trees cannot be united; RankFailedError with its text on the others.
     """
-    own = dict(_common_trees(descriptions))
+    own = _common_trees(descriptions)
     with agreement.stage("trees", meaning=NOTHING_COMMITTED) as stage:
         stage.payload = {
-            number: [
-                own[int(number)].tree.to_json(),
-                sorted(own[int(number)].elsewhere),
-                sorted(leaves_of_each_process(own[int(number)].flat)),
+            name: [
+                own[name].tree.to_json(),
+                sorted(own[name].elsewhere),
+                sorted(leaves_of_each_process(own[name].flat)),
             ]
-            for number, ranks in senders.items()
+            for name, ranks in senders.items()
             if agreement.rank in ranks
         }
-    told_trees: Sequence[Any] = stage.payloads
+    sent: Sequence[Any] = stage.payloads
 
     def unite() -> dict[str, str]:
         from ckptcore.tree.merge import unite_trees  # only jobs whose ranks have different trees need it
 
         united = {}
-        for number, ranks in senders.items():
-            trees, elsewhere, may_differ = zip(*[told_trees[rank][number] for rank in ranks], strict=True)
-            found = [TreeMetadata.from_json(tree) for tree in trees]
-            description = descriptions[int(number)]
-            assert isinstance(description, TreeDescription)  # only trees are told
-            with naming(description.name):
+        for name, ranks in senders.items():
+            trees, elsewhere, may_differ = zip(*[sent[rank][name] for rank in ranks], strict=True)
+            with naming(name):
                 tree = unite_trees(
-                    found,
-                    _groups(number, payloads),
+                    [TreeMetadata.from_json(tree) for tree in trees],
+                    _groups(name, payloads),
                     size=agreement.size,
                     elsewhere=elsewhere,
                     may_differ=may_differ,
                 )
-                description.layout.check(tree, agreement.size)
-            united[number] = json.dumps(tree.to_json())
+                own[name].layout.check(tree, agreement.size)
+            united[name] = json.dumps(tree.to_json())
         return united
 
-    told = agreement.lead("union", unite)
-    made = list(descriptions)
+    united = agreement.lead("union", unite)
     with agreement.stage("united", meaning=NOTHING_COMMITTED):
-        for number, encoded in told.items():
-            description = made[int(number)]
-            assert isinstance(description, TreeDescription)
+        for name, encoded in united.items():
             union = TreeMetadata.from_json(json.loads(encoded))
-            with naming(description.name):
-                made[int(number)] = description.within(union, rank=agreement.rank, size=agreement.size)
-    return made
+            with naming(name):
+                own[name] = own[name].within(union, rank=agreement.rank, size=agreement.size)
+    return [own.get(one.name, one) for one in descriptions]

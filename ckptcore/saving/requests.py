@@ -44,7 +44,7 @@ _MOST_PROGRESS: Final = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class OneTree:
-    """Says that a checkpoint is one tree.
+    """The value of a checkpoint that is one tree.
 
     Attributes:
         state: the tree.
@@ -58,9 +58,9 @@ class Destination:
     """Where a save goes.
 
     Attributes:
-        place: a path or URL.
-        overwrite: whether a checkpoint there is replaced.
-        name: what every rank of a job calls it, if its path differs between them; None: the place.
+        place: the path or URL.
+        overwrite: True to replace a checkpoint there. See `ckptcore.save`.
+        name: the name of the place on every rank of a job, if its path differs between them; None: the place itself.
     """
 
     place: Place
@@ -69,17 +69,17 @@ class Destination:
 
     @property
     def agreed(self) -> object:
-        """What names the exchanges of the save."""
+        """Return the name that the exchanges of the save have on every rank."""
         return self.place if self.name is None else self.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveNotes:
-    """What a user says about a checkpoint.
+    """Metadata of the user for a checkpoint.
 
     Attributes:
-        custom: metadata; JSON.
-        metrics: measurements.
+        custom: JSON.
+        metrics: numbers by name.
         step, epoch: progress of the training, as integers of any type; None if unknown.
     """
 
@@ -89,10 +89,10 @@ class SaveNotes:
     epoch: int | None = None
 
     def info(self) -> CommitInfo:
-        """What the root says, checked; the save has no id yet.
+        """Check the metadata; return it for a root, without the id of a save.
 
         Raises:
-            ValueError, TypeError: for what is no metadata, metric, step or epoch.
+            ValueError, TypeError: invalid metadata, metrics, step or epoch.
         """
         custom, metrics = check_custom(self.custom), _check_metrics(self.metrics)
         return CommitInfo(
@@ -102,12 +102,12 @@ class SaveNotes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveHooks:
-    """What is called during a save.
+    """Functions that a save calls. An error of the first two stops the save.
 
     Attributes:
-        allowed: on the leader before anything is written; an error of it stops the save.
-        before_commit: on each process that commits, right before it; an error of it stops the save.
-        committed: on every rank once the checkpoint exists, on the thread that waited for it, before further saves are written.
+        allowed: called on the leader before anything is written.
+        before_commit: called on each process that commits, right before the commit.
+        committed: called on every rank once the checkpoint exists, on the thread that writes, before further saves.
     """
 
     allowed: Callable[[], None] | None = None
@@ -117,15 +117,15 @@ class SaveHooks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
-    """A save that a user asked for.
+    """A save as it is requested.
 
     Attributes:
-        destination: where it goes.
+        destination: the place to save to.
         values: one tree, or checkpointables by name.
         layout: a name, or a layout with options.
-        strategy: what is written and committed.
-        notes: what the user says about it.
-        hooks: what is called.
+        strategy: plans, claims and commits the save.
+        notes: metadata of the user.
+        hooks: functions to call.
     """
 
     destination: Destination
@@ -142,8 +142,8 @@ class Target:
 
     Attributes:
         location: the location.
-        overwrite: whether a checkpoint there is replaced.
-        before_commit: called right before a process commits; an error of it stops the save.
+        overwrite: True to replace a checkpoint there. See `ckptcore.save`.
+        before_commit: called right before a process commits; its error stops the save.
     """
 
     location: Location
@@ -157,7 +157,7 @@ class CommitInfo:
 
     Attributes:
         save_id: the save.
-        created: when it began, ISO 8601 in UTC.
+        created: time at which it began, ISO 8601 in UTC.
         custom, metrics, progress: metadata of the user.
         members: the checkpointables by name; None if the checkpoint is one tree.
         role: ``export`` for an export in the directory of its save. See `Root.role`.
@@ -173,12 +173,12 @@ class CommitInfo:
 
     @property
     def claimed(self) -> Claimed:
-        """What a claim of the save says."""
+        """Return the claim of the save."""
         return Claimed(self.save_id, self.created)
 
     @property
     def checkpoint_info(self) -> CheckpointInfo:
-        """The information that layouts may write about the checkpoint."""
+        """Return the information that layouts may write about the checkpoint."""
         members: dict[str, MemberKind] = {
             member.directory(name, rank): member.kind
             for name, member in (self.members or {}).items()
@@ -192,12 +192,12 @@ class Save:
     """A checkpoint that can be written: every rank has the same trees, and their layouts can store them.
 
     Attributes:
-        target: where it goes.
-        info: what its root says.
-        parts: what this process writes.
+        target: the location.
+        info: what its root says besides trees and objects.
+        parts: the parts that this process writes.
         strategy: claims and commits it.
-        agreement: with the other processes of the job.
-        recording: of its phases.
+        agreement: exchanges with the other processes of the job.
+        recording: records its phases.
         context: options.
         further: saves of boxes that this save captures, which the strategy writes after its commit. Each has one part.
     """
@@ -228,14 +228,14 @@ class Save:
         return self.agreement.size > 1 or self.uses_workers
 
     def encode_receipts(self) -> bytes:
-        """What this process says to the leader of a job: its receipt of each part. A job has no workers."""
+        """Return the message of this process to the leader: its receipt of each part. A job has no workers."""
         from ckptcore.job.receipts import encode_receipts  # only a job needs it
 
         common = self._common_parts()
         return encode_receipts([part.plan.tree for part in common], [part.receipts[0] for part in common])
 
     def take_receipts(self, payloads: Sequence[object]) -> None:
-        """On the leader of a job: give each part the receipts of all ranks, from what these said."""
+        """On the leader of a job: give each part the receipts of all ranks, from their messages."""
         from ckptcore.job.receipts import decode_receipts  # only a job needs it
 
         common = self._common_parts()
@@ -245,7 +245,7 @@ class Save:
             part.receipts = [of_rank[number] for of_rank in by_rank]
 
     def _common_parts(self) -> list[SavePart]:
-        """The parts that all processes write together."""
+        """Return the parts that all processes write together."""
         return [part for part in self.parts if not part.own]
 
 
@@ -255,7 +255,7 @@ class SaveDraft:
 
     Attributes:
         save: the save without parts.
-        descriptions: the checkpointables. They hold the state.
+        descriptions: the checkpointables. They refer to the state.
     """
 
     save: Save
@@ -300,10 +300,10 @@ def foreign_checkpoints(context: Context) -> IsForeign:
 
 
 def check_custom(custom: Mapping[str, JSON] | None) -> Mapping[str, JSON]:
-    """Metadata of the user's, as it is stored.
+    """Return metadata of the user as it is stored.
 
     Raises:
-        ValueError: if it is no JSON, or would come back changed.
+        ValueError: it is no JSON, or would be loaded differently.
     """
     if custom is None:
         return {}
@@ -319,10 +319,10 @@ def check_custom(custom: Mapping[str, JSON] | None) -> Mapping[str, JSON]:
 
 
 def _check_metrics(metrics: Mapping[str, float]) -> Mapping[str, float]:
-    """Measurements as they are stored.
+    """Return metrics as they are stored.
 
     Raises:
-        ValueError, TypeError: if one is no number, or its name no text.
+        ValueError, TypeError: a metric is no number, or its name no text.
     """
     checked = {}
     for name, value in metrics.items():
@@ -337,10 +337,10 @@ def _check_metrics(metrics: Mapping[str, float]) -> Mapping[str, float]:
 
 
 def _check_progress(step: int | None, epoch: int | None) -> Mapping[str, int]:
-    """The step and the epoch, as they are stored.
+    """Return the step and the epoch as they are stored.
 
     Raises:
-        ValueError, TypeError: if one is no whole number of at most 64 bits.
+        ValueError, TypeError: one is no whole number of at most 64 bits.
     """
     checked = {}
     for name, value in (("step", step), ("epoch", epoch)):
@@ -354,7 +354,7 @@ def _check_progress(step: int | None, epoch: int | None) -> Mapping[str, int]:
 
 
 def _lists(value: Any) -> Any:
-    """JSON with its tuples as lists."""
+    """Return JSON with tuples as lists."""
     if isinstance(value, Mapping):
         return {key: _lists(child) for key, child in value.items()}
     return [_lists(child) for child in value] if isinstance(value, list | tuple) else value

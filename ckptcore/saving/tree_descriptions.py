@@ -1,4 +1,4 @@
-"""TreeDescription: a tree that can be saved, looked at leaf by leaf: what it has, what of it is here, and who writes what."""
+"""TreeDescription: the leaves of a tree to save, the boxes that this process and its workers hold, and who writes them."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ class TreeDescription:
     """A tree that can be saved.
 
     Attributes:
-        name: of the checkpointable; empty where it is the whole checkpoint.
-        layout: that will write it.
-        tree: what is in it.
+        name: the name of the checkpointable; empty if it is the whole checkpoint.
+        layout: stores it.
+        tree: its records. In a job, the union of the trees of all ranks.
         shards: by leaf, the boxes that this process holds; not of aliases.
-        elsewhere: the leaves that this process only knows of, with those that are tied to them: others hold them.
-        flat: its leaves; let go of once they are captured.
-        own: whether every process saves one of its own.
-        places: by leaf of the tree, its place in `flat`; None where they are the same.
-        pieces: by array whose boxes are cut for their replicas, how; None where replica 0 writes all.
-        replicas: by array, how many processes hold each box, of those that say so.
-        at_workers: by worker of this controller and by leaf, the boxes that the worker holds; empty where none holds anything.
-        left: the paths that are left to the base of an update: placeholders stand there.
-        cut: by path, the containers that these stand in, as they were given.
+        elsewhere: the leaves of which only other processes hold elements, and the leaves that are tied to them.
+        flat: its leaves.
+        own: True if every process saves a tree of its own.
+        places: by leaf of the tree, its place in `flat`; None if they are the same.
+        pieces: by array whose boxes replicas share, how the boxes are cut; None if replica 0 writes all.
+        replicas: by array whose handler knows it, how many processes hold each box.
+        at_workers: by worker of this controller and by leaf, the boxes that the worker holds; empty if no worker holds any.
+        left: the paths of placeholders, which stand for leaves of the base of an update.
+        cut: by path, the given containers that have placeholders.
     """
 
     name: str
@@ -62,17 +62,17 @@ class TreeDescription:
     cut: Mapping[TreePath, Node] = field(default_factory=dict)
 
     def within(self, union: TreeMetadata, *, rank: int, size: int) -> TreeDescription:
-        """The same leaves as a part of what all processes save together.
+        """Return the same leaves as a part of the tree that all processes save together.
 
-        A leaf that some of the processes have is shared by these alone: its handler is told how many they are, and which of
-        them this one is.
+        A leaf that only some processes have is divided among these: its handler gets their number, and the position of this
+        process among them.
 
         Args:
-            union: has every leaf of this tree.
-            rank, size: which process of how many this is.
+            union: the tree of all processes, with every leaf of this tree.
+            rank, size: of this process in the job.
 
         Raises:
-            UnsupportedLeafError: if a handler refuses that.
+            UnsupportedLeafError: a handler refuses it.
         """
         numbers = {path: number for number, path in enumerate(union.paths)}
         places = {numbers[path]: place for place, path in enumerate(self.tree.paths)}
@@ -109,17 +109,15 @@ class TreeDescription:
         return self.flat.leaves[place], handler
 
     def member(self, size: int) -> Member:
-        """What the root of a composite says of it."""
+        """Return its entry in the root of a composite."""
         return Member("tree", size if self.own else None)
 
     def owners(self, rank: int, size: int) -> Mapping[int, Owners] | None:
-        """By array, which replica writes which cells, where replicas share it; None where the first writes all."""
+        """Return, by array that replicas share, the replica that writes each cell; None if replica 0 writes all."""
+        if self.pieces is None:
+            return None
         rank, size = (0, 1) if self.own else (rank, size)
-        return (
-            None
-            if self.pieces is None
-            else owners_of(Shares(self.tree, self.pieces, self.replicas), rank=rank, size=size)
-        )
+        return owners_of(Shares(self.tree, self.pieces, self.replicas), rank=rank, size=size)
 
     def plans(self, rank: int, size: int, save_id: str) -> tuple[WritePlan, ...]:
         """Plan what this process writes, and then what each of its workers does. A controller is rank 0 of its workers."""
@@ -160,18 +158,11 @@ def describe_tree(
     own: bool,
     placeholders: bool = False,
 ) -> TreeDescription:
-    """Look at a tree that is to be saved, and refuse what cannot be. Writes nothing.
+    """Describe a tree to save, and refuse what cannot be saved. Writes nothing. See `describe_part`.
 
     Args:
-        name: of the checkpointable; empty where it is the whole checkpoint.
-        value: the tree.
-        layout: how it is to be laid out.
-        plugins: to find who handles its leaves.
-        rank, size: which process of how many this is.
-        replicas: how those that hold the same elements share them; None: they do not.
-        executor: the workers that hold the elements of leaves, where this process is their controller.
-        own: whether every process saves one of its own.
-        placeholders: whether some of it may be left to the base of an update.
+        name, value, layout, plugins, rank, size, replicas, executor, placeholders: see `describe_part`.
+        own: True if every process saves a tree of its own.
 
     Raises:
         UnsupportedLeafError: with every leaf that cannot be saved, up to 20.
@@ -186,14 +177,14 @@ def describe_tree(
     at_workers: Sequence[dict[int, Sequence[Shard]]] = [{} for _ in executor.workers] if executor is not None else ()
     tree, shards, elsewhere = _describe_leaves(flat, rank, size, executor, at_workers)
     if not any(at_workers):
-        at_workers = ()  # all of it is here
+        at_workers = ()
     sharing = len(at_workers) or size
     pieces, counts = None, dict[int, int]()
     if replicas is not None and sharing > 1:
-        counts = {} if at_workers else _count_replicas(flat, tree, size)  # of workers their handlers do not know
+        counts = {} if at_workers else _count_replicas(flat, tree, size)  # handlers do not know of workers
         for leaf in leaves_of_each_process(flat):
             if counts.get(leaf, size) == size:
-                counts[leaf] = 1  # each process has its own, and all of it: replica 0 writes it
+                counts[leaf] = 1  # each process holds all of its own: replica 0 writes it
         shares = cut_for_replicas(tree, replicas, size=sharing, replicas=counts)
         tree, pieces = shares.tree, shares.pieces
     layout.check(tree, size + len(at_workers))
@@ -214,12 +205,12 @@ def describe_tree(
 
 
 def _without_placeholders(flat: Flat) -> tuple[Flat, Sequence[TreePath], Mapping[TreePath, Node]]:
-    """What is given of a value, the paths of the placeholders in it, and the containers that these stand in."""
+    """Return the leaves without placeholders, the paths of the placeholders, and by path the containers that have them."""
     kept = [number for number, handler in enumerate(flat.handlers) if handler is not None]
     left = [path for path, handler in zip(flat.paths(), flat.handlers, strict=True) if handler is None]
     if not left:
         return flat, (), {}
-    from ckptcore.commit.references import cut_containers, pruned  # only who refers to others needs it
+    from ckptcore.commit.references import cut_containers, pruned  # only updates need it
 
     leaves, handlers = [flat.leaves[number] for number in kept], [flat.handlers[number] for number in kept]
     given = replace(flat, skeleton=pruned(flat.skeleton, set(kept)), leaves=leaves, handlers=handlers)
@@ -227,7 +218,7 @@ def _without_placeholders(flat: Flat) -> tuple[Flat, Sequence[TreePath], Mapping
 
 
 def _count_replicas(flat: Flat, tree: TreeMetadata, size: int) -> dict[int, int]:
-    """By array, how many processes hold each box, of those whose handlers say so."""
+    """Return, by array whose handler knows it, how many processes hold each box."""
     counts = {}
     for number, (leaf, handler) in enumerate(zip(flat.leaves, flat.handlers, strict=True)):
         if handler is not None and isinstance(tree.leaves[number], ArrayRecord):
@@ -244,7 +235,7 @@ def _describe_leaves(
     executor: Executor[Any, Any] | None,
     at_workers: Sequence[dict[int, Sequence[Shard]]],
 ) -> tuple[TreeMetadata, dict[int, Sequence[Shard]], frozenset[int]]:
-    """The tree, the boxes that are here, and the leaves that are elsewhere; into `at_workers` go the boxes that workers hold."""
+    """Return the tree, the boxes of this process, and the leaves that are elsewhere. Fills `at_workers` with the boxes of workers."""
     records: list[LeafRecord] = []
     refused: dict[int, UnsupportedLeafError] = {}
     aliases: dict[int, int] = {}
