@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ckptcore.errors import MissingDistributionError
 
@@ -34,8 +33,10 @@ if TYPE_CHECKING:
     __all__ += ["tiers", "transforms"]
 
 
-@dataclass(frozen=True, slots=True)
-class Distribution:
+_EMPTY: Final[Mapping[str, str]] = {}
+
+
+class Distribution(NamedTuple):
     """A distribution, and what a checkpoint or a program may need it for.
 
     Attributes:
@@ -51,8 +52,8 @@ class Distribution:
 
     extra: str
     package: str
-    names: Mapping[str, str] = field(default_factory=dict)
-    internals: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = _EMPTY
+    internals: Mapping[str, str] = _EMPTY
     types: tuple[str, ...] = ()
     schemes: tuple[str, ...] = ()
     layouts: tuple[str, ...] = ()

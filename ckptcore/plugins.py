@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast
 
 import pluggy
 
@@ -51,8 +51,7 @@ _PROTOCOLS: Final[Mapping[str, type]] = {
 """The protocols with defaults, which handlers inherit from."""
 
 
-@dataclass(frozen=True, slots=True)
-class Dispatch:
+class Dispatch(NamedTuple):
     """The handler of a type: at most one of the four is set.
 
     Attributes:

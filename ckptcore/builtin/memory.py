@@ -6,8 +6,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 from urllib.parse import unquote
 
 import numpy as np
@@ -139,8 +138,7 @@ class MemoryStorage(StorageBackend):
             self._find(key)
 
 
-@dataclass(frozen=True, slots=True)
-class _Object:
+class _Object(NamedTuple):
     data: memoryview
     tag: str
 

@@ -16,8 +16,7 @@ import json
 import math
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, TreeMetadata
@@ -152,8 +151,7 @@ _TOGETHER_BYTES: Final = 256 << 20
 """Arrays of which a process holds several boxes apart stay in memory until the last of them is written: so many bytes of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Slice:
+class _Slice(NamedTuple):
     """A box of an array that is one tensor of a file.
 
     Attributes:

@@ -152,7 +152,7 @@ def adjusted(opened: Checkpoint, changes: Mapping[int, LeafChange], context: Con
         original = tree.aliases.get(number, number)
         change = changes.get(number)
         if change is not None:
-            leaves[number] = replace(record, spec=change.made, cuts=None)
+            leaves[number] = record._replace(spec=change.made, cuts=None)
         if (same := first.setdefault((original, change), number)) != number:
             aliases[number] = same
             continue

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -116,8 +116,7 @@ def name_of_dtype(dtype: np.dtype[Any]) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(NamedTuple):
     """A half-open range per axis, in elements: ``start <= index < stop``."""
 
     start: tuple[int, ...]
@@ -177,8 +176,7 @@ class Box:
         return all(map(int.__le__, self.start, other.start)) and all(map(int.__ge__, self.stop, other.stop))
 
 
-@dataclass(frozen=True, slots=True)
-class ArraySpec:
+class ArraySpec(NamedTuple):
     """Shape and dtype of an array.
 
     Attributes:
@@ -232,8 +230,7 @@ class AbstractArray:
         object.__setattr__(self, "dtype", dtype_from_name(dtype) if isinstance(dtype, str) else np.dtype(dtype))
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(NamedTuple):
     """A box held by a process, with its replica number.
 
     Attributes:
@@ -247,8 +244,7 @@ class Shard:
     replicas: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class StridedMemory:
+class StridedMemory(NamedTuple):
     """The memory of the elements of an array.
 
     Attributes:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final, TypeAlias, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model.arrays import ArraySpec, dtype_from_name
@@ -23,8 +23,7 @@ T = TypeVar("T")
 _NO_NOTES: Final[Mapping[str, JSON]] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class ArrayRecord:
+class ArrayRecord(NamedTuple):
     """A leaf that is an array.
 
     Attributes:
@@ -39,11 +38,10 @@ class ArrayRecord:
     spec: ArraySpec
     kind: str = PLAIN_ARRAY
     cuts: tuple[tuple[int, ...], ...] | None = None
-    notes: Mapping[str, JSON] = field(default_factory=lambda: _NO_NOTES)
+    notes: Mapping[str, JSON] = _NO_NOTES
 
 
-@dataclass(frozen=True, slots=True)
-class ValueRecord:
+class ValueRecord(NamedTuple):
     """A leaf small enough to live in the root.
 
     Attributes:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from ckptcore.errors import InvalidLocationError
 
@@ -21,8 +20,7 @@ CHECKSUM_BYTES: Final = 8
 _NO_NAMES: Final = frozenset({"", ".", ".."})
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectRecord:
+class ObjectRecord(NamedTuple):
     """An object of a checkpoint.
 
     Attributes:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar, overload
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar, overload
 
 import numpy as np
 
@@ -46,8 +45,7 @@ class Pending(Protocol[T_co]):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Ready(Generic[T]):
+class Ready(NamedTuple, Generic[T]):
     """A result that is there already."""
 
     value: T
@@ -57,8 +55,7 @@ class Ready(Generic[T]):
         return self.value
 
 
-@dataclass(frozen=True, slots=True)
-class WriteItem:
+class WriteItem(NamedTuple):
     """An array, and the boxes of it that this process writes.
 
     Attributes:
@@ -77,8 +74,7 @@ class WriteItem:
         return sum([box.size for box in self.boxes]) * self.spec.numpy_dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class WritePlan:
+class WritePlan(NamedTuple):
     """What this process writes of a tree.
 
     Attributes:
@@ -101,8 +97,7 @@ class WritePlan:
     session: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Receipt:
+class Receipt(NamedTuple):
     """What one process wrote.
 
     Attributes:
@@ -119,8 +114,7 @@ class Receipt:
     objects: tuple[ObjectRecord, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ReadItem:
+class ReadItem(NamedTuple):
     """A box of an array that this process needs.
 
     Attributes:
@@ -132,8 +126,7 @@ class ReadItem:
     box: Box
 
 
-@dataclass(frozen=True, slots=True)
-class ReadPlan:
+class ReadPlan(NamedTuple):
     """What this process reads of a checkpoint.
 
     Attributes:
@@ -145,8 +138,7 @@ class ReadPlan:
     items: tuple[ReadItem, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class BytesSegment:
+class BytesSegment(NamedTuple):
     """Bytes of an object that are known: a header, a footer, padding."""
 
     data: bytes
@@ -157,8 +149,7 @@ class BytesSegment:
         return len(self.data)
 
 
-@dataclass(frozen=True, slots=True)
-class ArraySegment:
+class ArraySegment(NamedTuple):
     """Bytes of an object that are the elements of a box, in C order, little endian.
 
     Attributes:
@@ -212,8 +203,7 @@ class Checksum(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class ChecksumSegment:
+class ChecksumSegment(NamedTuple):
     """Bytes of an object that are a checksum of those right before it; whoever writes the object computes it.
 
     Attributes:
@@ -235,8 +225,7 @@ Segment: TypeAlias = BytesSegment | ArraySegment | ChecksumSegment
 """A run of bytes of an object that is being written."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkRead:
+class ChunkRead(NamedTuple):
     """Read of a chunk stored in C order, uncompressed and little endian, into the arrays that want elements of it.
 
     Attributes:
@@ -257,8 +246,7 @@ class ChunkRead:
     checksum: Checksum | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A box of an array that is stored by itself, as the metadata describes it.
 
     Attributes:
@@ -281,8 +269,10 @@ class Chunk:
     number: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkPlaces:
+_EMPTY: Final[Mapping[int, Any]] = {}
+
+
+class ChunkPlaces(NamedTuple):
     """Where the chunks of a batch are. Columns and mappings have a row for each chunk, in the order of the batch.
 
     Attributes:
@@ -298,11 +288,11 @@ class ChunkPlaces:
 
     keys: Sequence[str]
     starts: Sequence[int]
-    stops: Mapping[int, int | None] = field(default_factory=dict)
+    stops: Mapping[int, int | None] = _EMPTY
     encoded: Collection[int] = frozenset()
-    checksums: Mapping[int, Checksum] = field(default_factory=dict)
-    inline: Mapping[int, bytes] = field(default_factory=dict)
-    fills: Mapping[int, HostArray] = field(default_factory=dict)
+    checksums: Mapping[int, Checksum] = _EMPTY
+    inline: Mapping[int, bytes] = _EMPTY
+    fills: Mapping[int, HostArray] = _EMPTY
 
 
 class IntegerColumn(Sequence[int]):

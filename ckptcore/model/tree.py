@@ -7,7 +7,7 @@ import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from ckptcore.errors import CorruptCheckpointError
 
@@ -81,8 +81,7 @@ LEAF: Final = _Leaf()
 """Stands in a skeleton where a leaf is."""
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(NamedTuple):
     """A container in a skeleton.
 
     Attributes:

@@ -7,8 +7,8 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Final, Literal, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from ckptcore.model.arrays import Box, Shard
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
@@ -117,8 +117,10 @@ class Pieces:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class Shares:
+_EMPTY: Final[Mapping[int, Any]] = {}
+
+
+class Shares(NamedTuple):
     """A tree whose large boxes are cut for their replicas.
 
     Attributes:
@@ -128,12 +130,11 @@ class Shares:
     """
 
     tree: TreeMetadata
-    pieces: Mapping[int, Pieces] = field(default_factory=dict)
-    replicas: Mapping[int, int] = field(default_factory=dict)
+    pieces: Mapping[int, Pieces] = _EMPTY
+    replicas: Mapping[int, int] = _EMPTY
 
 
-@dataclass(frozen=True, slots=True)
-class Owners:
+class Owners(NamedTuple):
     """Which replicas write the cells of an array: a rule, so that nothing is listed that other processes hold.
 
     Attributes:
@@ -184,13 +185,13 @@ def cut_for_replicas(
         if isinstance(record, ArrayRecord) and number not in tree.aliases:
             cuts, found = cut(number, record)
             if found is not None:
-                leaves[number], pieces[number] = replace(record, cuts=cuts), found
+                leaves[number], pieces[number] = record._replace(cuts=cuts), found
     for alias, target in tree.aliases.items():
         record = tree.leaves[alias]
         if target in pieces and isinstance(record, ArrayRecord):
             cuts, found = cut(alias, record)  # as its own, for a rank that has it without the other
             if found is not None:
-                leaves[alias], pieces[alias] = replace(record, cuts=cuts), found
+                leaves[alias], pieces[alias] = record._replace(cuts=cuts), found
     return Shares(replace(tree, leaves=tuple(leaves)), pieces, known)
 
 

@@ -213,7 +213,7 @@ def _without_placeholders(flat: Flat) -> tuple[Flat, Sequence[TreePath], Mapping
     from ckptcore.commit.references import cut_containers, pruned  # only updates need it
 
     leaves, handlers = [flat.leaves[number] for number in kept], [flat.handlers[number] for number in kept]
-    given = replace(flat, skeleton=pruned(flat.skeleton, set(kept)), leaves=leaves, handlers=handlers)
+    given = flat._replace(skeleton=pruned(flat.skeleton, set(kept)), leaves=leaves, handlers=handlers)
     return given, left, cut_containers(flat.skeleton, set(kept))
 
 

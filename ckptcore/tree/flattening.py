@@ -6,7 +6,7 @@ import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Generic, TypeAlias, TypeVar, cast
+from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 from ckptcore.distributions import install_hint
 from ckptcore.errors import CheckpointError, UnsupportedKeyError, UnsupportedLeafError
@@ -52,8 +52,7 @@ class PerProcess(Generic[T]):
     value: T
 
 
-@dataclass(frozen=True, slots=True)
-class Flat:
+class Flat(NamedTuple):
     """A value taken apart.
 
     Attributes:
@@ -73,8 +72,7 @@ class Flat:
         return leaf_paths(self.skeleton)
 
 
-@dataclass(frozen=True, slots=True)
-class _Container:
+class _Container(NamedTuple):
     like: object
     handler: ContainerHandler
     keys: tuple[Key, ...]
@@ -83,8 +81,7 @@ class _Container:
     order: tuple[int, ...] | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Checkpointable:
+class _Checkpointable(NamedTuple):
     like: object
     handler: CheckpointableHandler
     state: Shape

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 
@@ -185,6 +184,6 @@ def checked(
         if summed_alone and source.nbytes
     }
     return [
-        dataclasses.replace(read, checksum=checksum) if (read.offset, read.box.size * read.itemsize) in places else read
+        read._replace(checksum=checksum) if (read.offset, read.box.size * read.itemsize) in places else read
         for read in reads
     ]

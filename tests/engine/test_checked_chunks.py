@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -225,7 +224,7 @@ def test_no_way_of_all_costs_clearly_less(picks: list[tuple[int, int, int]], sha
     chunks.checksum.summed.clear()
     reads, _ = chunks.reads(boxes)
     reader = chunks.reader()
-    list(reader.read_chunks([dataclasses.replace(read, checksum=None) for read in reads]))
+    list(reader.read_chunks([read._replace(checksum=None) for read in reads]))
     by_blocks = reader.bytes_read
     whole = len({chunk for chunk, _ in boxes}) * (chunks.chunk_bytes + 4)
     allowance = 4 * len(boxes) + 2 * 64  # gaps of up to 4 bytes are read in vain, and two blocks
@@ -415,5 +414,5 @@ def test_a_failing_sum_ends_the_read(threads: int) -> None:
         reads, _ = chunks.reads([(number, Box.whole(chunks.shape)) for number in range(5)])
         failing = Crc32(fail_at=fail_at, jitter=1e-4)
         with pytest.raises(RuntimeError, match=f"sum {fail_at} failed"):
-            list(chunks.reader().read_chunks([dataclasses.replace(read, checksum=failing) for read in reads]))
+            list(chunks.reader().read_chunks([read._replace(checksum=failing) for read in reads]))
         assert chunks.storage.busy == 0

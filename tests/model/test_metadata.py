@@ -67,7 +67,7 @@ def test_notes_that_arrays_share_stand_once() -> None:
 
 
 def test_a_tree_without_notes_has_no_table_of_them() -> None:
-    plain = [replace(leaf, notes={}) if isinstance(leaf, ArrayRecord) else leaf for leaf in TREE.leaves]
+    plain = [leaf._replace(notes={}) if isinstance(leaf, ArrayRecord) else leaf for leaf in TREE.leaves]
     assert not {"notes", "note"} & set(replace(TREE, leaves=tuple(plain)).to_json())
 
 

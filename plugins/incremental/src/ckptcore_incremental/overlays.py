@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from ckptcore.commit.references import MAPPINGS, containers_and_leaves
@@ -114,7 +114,7 @@ class _Overlay:
             return self._take(path, False, above)
         keys = tuple(dict.fromkeys([*lower, *upper]))
         children = [self.node((*path, key), lower.get(key), upper.get(key)) for key in keys]
-        return replace(below, keys=keys, children=tuple(children))
+        return below._replace(keys=keys, children=tuple(children))
 
     def _take(self, path: TreePath, is_below: bool, skeleton: Skeleton | None) -> Skeleton:
         """Take everything at a path from one tree."""

@@ -218,8 +218,7 @@ def unite_sessions(sessions: Sequence[SessionReceipts], layout: Layout) -> tuple
     """
     tree, numbers = _unite(sessions, layout)
     return tree, [
-        replace(
-            receipt,
+        receipt._replace(
             items=_renumbered(receipt.items, tree, leaves),
             state=layout.renumbered(receipt.state, leaves),
         )

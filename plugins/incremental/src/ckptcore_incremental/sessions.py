@@ -225,7 +225,7 @@ class _SessionPlace:
         refuse_boxes(plan.tree, plan.items, self.taken)
         first = self.planned.partial.owner
         assert first is not None
-        return replace(plan, rank=first + plan.rank, session=first)
+        return plan._replace(rank=first + plan.rank, session=first)
 
 
 def _plan_session(draft: SaveDraft) -> _SessionPlace:

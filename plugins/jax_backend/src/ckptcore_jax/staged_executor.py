@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ckptcore.context import Context
@@ -254,7 +254,7 @@ class _Writes:
             try:
                 receipts: Sequence[Receipt] = read_report(report.result(), self._executor.workers[worker])
                 for number, receipt in zip(numbers, receipts, strict=True):
-                    found[number].append(replace(receipt, items=self._parts[number].worker_plans[worker].items))
+                    found[number].append(receipt._replace(items=self._parts[number].worker_plans[worker].items))
             except Exception as error:  # noqa: BLE001  # raised below, once every worker has ended
                 failed.append(error)
         _raise_first(failed)

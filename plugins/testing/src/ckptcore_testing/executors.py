@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -271,7 +271,7 @@ class _ReportingLayout(ckptcore.SafetensorsLayout):
         taken = []
         for receipt in receipts:
             assert isinstance(receipt.state, list) and receipt.state[1] == self._text
-            taken.append(replace(receipt, state=receipt.state[0]))
+            taken.append(receipt._replace(state=receipt.state[0]))
         return super().finish(tree, taken, store)
 
 

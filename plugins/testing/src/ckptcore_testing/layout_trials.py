@@ -170,7 +170,7 @@ class Written:
         for leaf, box in wanted:
             record = tree.leaves[leaf]
             assert isinstance(record, ArrayRecord)
-            buffers.append(_unwritten(replace(record.spec, shape=box.shape)))
+            buffers.append(_unwritten(record.spec._replace(shape=box.shape)))
         if store is None:
             store = self.stores(verified=verified)[0]
         at_yield: dict[int, bytes] = {}

@@ -375,7 +375,7 @@ class LeafHandlerTests:
         stored = self._array_record(array_example.make())
         if stored.kind != PLAIN_ARRAY:
             return
-        strange = dataclasses.replace(stored, kind=_STRANGE_KIND, notes={"stranger": [1, "two", None]})
+        strange = stored._replace(kind=_STRANGE_KIND, notes={"stranger": [1, "two", None]})
         for abstract in self._abstracts(array_example):
             built = self.handler.build(abstract, strange, self._loaded(array_example, abstract, strange))
             assert_same_value(array_example.elements(built), array_example.expected, "build of a strange kind")
@@ -417,7 +417,7 @@ class LeafHandlerTests:
         target = mutable_example.make()
         stored = self._array_record(target)
         other = "float64" if stored.spec.dtype != "float64" else "int32"
-        changed = dataclasses.replace(stored, spec=dataclasses.replace(stored.spec, dtype=other))
+        changed = stored._replace(spec=stored.spec._replace(dtype=other))
         for box in self.handler.wanted(target, changed):
             assert self.handler.destination(target, changed, box) is None
 

@@ -274,7 +274,7 @@ class _PlannedExport:
             found = sorted(
                 (leaves[item.leaf], number) for number, item in enumerate(whole.items) if item.leaf in leaves
             )
-            items = tuple([replace(whole.items[number], leaf=leaf) for leaf, number in found])
+            items = tuple([whole.items[number]._replace(leaf=leaf) for leaf, number in found])
             plan = WritePlan(self.subtree.tree, items, whole.rank, whole.size, save_id)
             return plan, tuple([number for _, number in found])
 

@@ -71,7 +71,7 @@ UNSET: Final = Unset.UNSET
 
 
 def to_json(value: object, **names: str) -> Any:
-    """Return a dataclass, or a member of a document, as JSON.
+    """Return a dataclass, a named tuple, or a member of a document, as JSON.
 
     Members that are `UNSET` are left out. The numbers that JSON does not have are text: "nan", "inf", "-inf".
 
@@ -84,6 +84,8 @@ def to_json(value: object, **names: str) -> Any:
     if dataclasses.is_dataclass(value):
         fields = dataclasses.fields(value)
         return to_json({names.get(field.name, field.name): getattr(value, field.name) for field in fields})
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return to_json({names.get(name, name): member for name, member in value._asdict().items()})
     if isinstance(value, Mapping):
         return {name: to_json(member) for name, member in value.items() if member is not UNSET}
     if isinstance(value, Sequence) and not isinstance(value, str):

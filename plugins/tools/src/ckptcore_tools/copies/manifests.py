@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -163,7 +163,7 @@ class _Reading:
                     continue
                 opened = open_member(composite, name, directory, self._source, self._context)
                 members.append(_stored_root(opened, directory))
-                records.extend([replace(record, key=f"{directory}/{record.key}") for record in opened.objects.values()])
+                records.extend([record._replace(key=f"{directory}/{record.key}") for record in opened.objects.values()])
         root = _stored_root(composite, "")
         named = self._sized(location.store, records)
         own = {"", *[member.directory for member in members]}
@@ -223,7 +223,7 @@ class _Reading:
             size = sizes.get(record.key)
             if record.size < 0:
                 if size is not None:  # else it went since it was listed
-                    found.append(replace(record, size=size))
+                    found.append(record._replace(size=size))
                 continue
             if size != record.size:
                 there = "is not there" if size is None else f"has {size} bytes"

@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -254,4 +254,4 @@ class _Sending:
 
     def checked_record(self) -> ObjectRecord:
         """The object with its checksums; when it is complete."""
-        return self._record if self._sums is None else replace(self._record, checksums=self._sums.encode())
+        return self._record if self._sums is None else self._record._replace(checksums=self._sums.encode())
