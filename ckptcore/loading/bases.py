@@ -15,8 +15,6 @@ from ckptcore.commit.target import Mark, parse_root, read_mark
 from ckptcore.context import Context
 from ckptcore.derivations import Stored
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, UnsupportedVersionError
-from ckptcore.io.chunk_reads import StoredFormat
-from ckptcore.io.reader import ObjectReader
 from ckptcore.io.requests import requests_of
 from ckptcore.io.threads import ask_each
 from ckptcore.loading.checkpoint import Checkpoint
@@ -130,10 +128,8 @@ def open_base(referring: str, at: Location, save_id: str, context: Context) -> C
         raise CorruptCheckpointError(
             f"{referring} refers to {at.display}, which holds no tree; load another checkpoint"
         )
-    runtime = runtime_of(context)
-    store = ObjectReader(at.store, root.objects, runtime.io_threads, verify=context.io.verify, strict=True)
-    stored = StoredFormat(runtime.registry.layout(root.layout), root.state)
-    return Checkpoint(at, mark, root, stored, stored_tree(root.tree, root.references), store)
+    tree = stored_tree(root.tree, root.references)
+    return dataclasses.replace(Checkpoint.of_root(at, mark, root, context), tree=tree)
 
 
 def with_bases(opened: Checkpoint, root: Root, context: Context) -> Checkpoint:

@@ -13,6 +13,7 @@ from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import Location, Place
 from ckptcore.commit.root import Composite, Member, Root
 from ckptcore.commit.target import Mark
+from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.io.chunk_reads import StoredFormat
 from ckptcore.io.reader import ObjectReader
@@ -21,7 +22,8 @@ from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.transfer import ReadPlan
 from ckptcore.model.tree import JSON, format_path
-from ckptcore.protocols import ChunkIndex, Layout, ReadBoxes, ReadThrough
+from ckptcore.protocols import ChunkIndex, Layout, ReadBoxes, ReadThrough, StorageBackend
+from ckptcore.runtime import runtime_of
 
 if TYPE_CHECKING:
     from ckptcore.loading.derived import Derived
@@ -37,7 +39,9 @@ __all__ = [
     "file_pieces",
     "naming_arrays",
     "naming_further",
+    "reader_of",
     "replaced_beside",
+    "stored_format",
 ]
 
 _PIECE_BYTES: Final = 1 << 24
@@ -93,6 +97,20 @@ class Checkpoint:
     reads: ReadBoxes | None = None
     derived: Derived | None = None
 
+    @classmethod
+    def of_root(
+        cls, location: Location, mark: Mark, root: Root, context: Context, stored: StoredFormat | None = None
+    ) -> Checkpoint:
+        """Return a checkpoint of ckptcore, with the arrays that it stores itself.
+
+        Args:
+            location, mark, root: as of the checkpoint.
+            context: options.
+            stored: the layout and its state, if an earlier checkpoint with this root has them.
+        """
+        store = reader_of(location.store, root.objects, context)
+        return cls(location, mark, root, stored or stored_format(root, context), root.tree, store)
+
     def __str__(self) -> str:
         return self.location.display
 
@@ -142,6 +160,18 @@ class Checkpoint:
         # The members of a composite have one save id, but each has a root of its own.
         content_id = xxhash.xxh3_128_hexdigest(root) if isinstance(root, bytes) else None
         return replace(self, reads=lambda plan, buffers: read_through(content_id, plan, buffers, self.read))
+
+
+def stored_format(root: Root, context: Context) -> StoredFormat:
+    """Return the layout of a tree of ckptcore, or of files, with its state."""
+    is_files = root.layout == FilesLayout.name
+    layout = FilesLayout() if is_files else runtime_of(context).registry.layout(root.layout)
+    return StoredFormat(layout, root.state)
+
+
+def reader_of(storage: StorageBackend, objects: Mapping[str, ObjectRecord], context: Context) -> ObjectReader:
+    """Return what reads the recorded objects of a checkpoint, and no others."""
+    return ObjectReader(storage, objects, runtime_of(context).io_threads, verify=context.io.verify, strict=True)
 
 
 Source: TypeAlias = Place | Checkpoint

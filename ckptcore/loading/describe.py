@@ -201,26 +201,32 @@ def describe_tree(place: Place, context: Context, transforms: Transforms = ()) -
 
 def describe_opened(opened: Checkpoint, context: Context) -> CheckpointMetadata:
     """Describe an open tree. Reads nothing."""
-    root, origin = opened.root, opened.origin
+    root = opened.root
+    contents = TreeContents(
+        abstract=None if opened.is_files else abstract_tree(opened.tree, runtime_of(context).registry),
+        tree=opened.tree,
+        layout=opened.layout.name,
+        objects=opened.objects,
+        bases=tuple(dict.fromkeys([base.path for base in root.references.bases])) if root else (),
+    )
+    return _metadata(opened, contents, CheckpointablesMetadata())
+
+
+def _metadata(
+    found: Checkpoint | CompositeCheckpoint, contents: TreeContents | None, checkpointables: CheckpointablesMetadata
+) -> CheckpointMetadata:
+    root, origin = found.root, found.origin
+    timeline = None if root is None else root.timeline
     return CheckpointMetadata(
         created=origin.created,
         writer=origin.writer,
         custom=origin.custom,
-        save_id=root.save_id if root else None,
+        save_id=None if root is None else root.save_id,
         metrics=origin.metrics,
-        timeline=_timeline(root.timeline, opened.location.display) if root else (),
-        contents=TreeContents(
-            abstract=None if opened.is_files else abstract_tree(opened.tree, runtime_of(context).registry),
-            tree=opened.tree,
-            layout=opened.layout.name,
-            objects=opened.objects,
-            bases=tuple(dict.fromkeys([base.path for base in root.references.bases])) if root else (),
-        ),
+        timeline=() if timeline is None else timeline_from_json(timeline, location=found.location.display),
+        contents=contents,
+        checkpointables=checkpointables,
     )
-
-
-def _timeline(stored: JSON, location: str) -> Sequence[Event]:
-    return () if stored is None else timeline_from_json(stored, location=location)
 
 
 def _describe_composite(composite: CompositeCheckpoint, location: Place, context: Context) -> CheckpointMetadata:
@@ -240,21 +246,13 @@ def _describe_composite(composite: CompositeCheckpoint, location: Place, context
             continue
         if described is not None:
             found[name] = described
-    return CheckpointMetadata(
-        created=composite.origin.created,
-        writer=composite.origin.writer,
-        custom=composite.origin.custom,
-        save_id=root.save_id if root else None,
-        metrics=composite.origin.metrics,
-        timeline=_timeline(root.timeline, str(location)) if root else (),
-        contents=None if root else _contents_to_load(composite, context),
-        checkpointables=CheckpointablesMetadata(
-            members=found,
-            deleted=tuple([name for name in members if name not in found and name not in unreadable]),
-            processes={name: member.processes for name, member in members.items() if member.processes is not None},
-            unreadable=unreadable,
-        ),
+    checkpointables = CheckpointablesMetadata(
+        members=found,
+        deleted=tuple([name for name in members if name not in found and name not in unreadable]),
+        processes={name: member.processes for name, member in members.items() if member.processes is not None},
+        unreadable=unreadable,
     )
+    return _metadata(composite, None if root else _contents_to_load(composite, context), checkpointables)
 
 
 def _contents_to_load(composite: CompositeCheckpoint, context: Context) -> TreeContents | None:

@@ -23,7 +23,7 @@ from ckptcore.errors import (
 )
 from ckptcore.io.chunk_reads import StoredFormat
 from ckptcore.io.reader import ObjectReader
-from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, Origin
+from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, Origin, reader_of
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord, check_key
 from ckptcore.model.tree import Node
@@ -114,8 +114,8 @@ def open_foreign_files(location: Location, mark: Mark, context: Context) -> Chec
     objects = {key: ObjectRecord(key, location.store.size(key)) for key in location.store.list()}
     if not objects:
         raise CheckpointNotFoundError(f"there is no file at {location.display}; check the path")
-    store = ObjectReader(location.store, objects, runtime_of(context).io_threads, verify=context.io.verify, strict=True)
     tree = TreeMetadata(Node("dict", (), ()), ())
+    store = reader_of(location.store, objects, context)
     return Checkpoint(location, mark, None, StoredFormat(FilesLayout(), None), tree, store)
 
 

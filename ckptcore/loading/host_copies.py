@@ -14,15 +14,12 @@ from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.commit.target import read_root
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CorruptCheckpointError
-from ckptcore.io.chunk_reads import StoredFormat
 from ckptcore.io.elements import copy_elements
-from ckptcore.io.reader import ObjectReader
-from ckptcore.loading.checkpoint import Checkpoint
+from ckptcore.loading.checkpoint import Checkpoint, reader_of, stored_format
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import ReadItem, ReadPlan
 from ckptcore.planning.partition import without
-from ckptcore.runtime import runtime_of
 
 __all__ = ["with_copies"]
 
@@ -144,9 +141,7 @@ def with_copies(opened: Checkpoint, root: Root, context: Context) -> Checkpoint:
             found = read_root(inside)
             if not isinstance(found, Root) or found.save_id != root.save_id:
                 continue  # of an interrupted process
-            runtime = runtime_of(context)
-            reader = ObjectReader(inside, found.objects, runtime.io_threads, verify=context.io.verify, strict=True)
-            stored = StoredFormat(runtime.registry.layout(found.layout), found.state)
+            reader, stored = reader_of(inside, found.objects, context), stored_format(found, context)
             source = replace(opened, root=found, stored=stored, tree=found.tree, store=reader)
             _ = source.index  # checked before a copy is used
             of_source = [

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from typing import Final, Generic, TypeAlias, TypeVar
 
-from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import Location, Place, Within, resolve_location
 from ckptcore.commit.root import ROOT_KEY, Claimed, Composite, KnownRoots, PartialSave, Root
 from ckptcore.commit.root_json import is_claim
@@ -26,8 +25,7 @@ from ckptcore.errors import (
     UncommittedCheckpointError,
 )
 from ckptcore.io.chunk_reads import StoredFormat
-from ckptcore.io.reader import ObjectReader
-from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, Source, naming_arrays
+from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, Source, naming_arrays, stored_format
 from ckptcore.loading.foreign import (
     find_composite,
     inspect_tree,
@@ -283,16 +281,10 @@ def _open_own(location: Location, mark: Mark, root: Root, context: Context, know
     if root.role == "member":
         _expect_committed(location, mark, root)
 
-    def stored() -> StoredFormat:
-        is_files = root.layout == FilesLayout.name
-        return StoredFormat(FilesLayout() if is_files else runtime_of(context).registry.layout(root.layout), root.state)
-
-    data = mark.root
-    found = known.keep(data, root, stored) if known is not None and isinstance(data, bytes) else stored()
-    store = ObjectReader(
-        location.store, root.objects, runtime_of(context).io_threads, verify=context.io.verify, strict=True
-    )
-    opened = Checkpoint(location, mark, root, found, root.tree, store)
+    data, stored = mark.root, None
+    if known is not None and isinstance(data, bytes):
+        stored = known.keep(data, root, functools.partial(stored_format, root, context))
+    opened = Checkpoint.of_root(location, mark, root, context, stored)
     if root.references:
         from ckptcore.loading.bases import with_bases  # only updates refer to bases
 
