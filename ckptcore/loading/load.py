@@ -121,7 +121,7 @@ class Load(Generic[T]):
         if self._account is not None:
             self._account.planned(matched)
         if matched.changes:
-            from ckptcore.loading.adjustments import adjusted  # only if something differs
+            from ckptcore.loading.differences import adjusted  # only if something differs
 
             checkpoint = adjusted(checkpoint, matched.changes, self.context)
         return plan_reading(checkpoint, matched, self.runtime.workers())

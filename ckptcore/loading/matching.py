@@ -311,7 +311,7 @@ class _Comparison:
                 continue
             if isinstance(asked, ArrayRecord) and isinstance(record, ArrayRecord) and _are_plain(asked, record):
                 if asked.spec != record.spec:
-                    from ckptcore.loading.adjustments import adjust  # only if something differs
+                    from ckptcore.loading.differences import adjust  # only if something differs
 
                     change = adjust(format_path(self.paths[position]), asked.spec, record.spec, matching)
                     if isinstance(change, LeafChange):
