@@ -32,7 +32,6 @@ from ckptcore.commit.root_json import (
     is_claim,
     is_partial,
     read_head,
-    summarize_root,
 )
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.commit.target import (
@@ -41,6 +40,7 @@ from ckptcore.commit.target import (
     expect_no_nested,
     find_debris,
     find_existing,
+    is_claimed_by,
     none_is_foreign,
     parse_root,
     remove_debris,
@@ -355,7 +355,7 @@ class ConditionalPutMethod(CommitMethod):
             transaction = ConditionalPutTransaction(location, claim, found, conditions)
             transaction.clear()
             return transaction
-        if found is not None and is_claim(found[0]) and summarize_root(found[0]).save_id == claim.save_id:
+        if found is not None and is_claimed_by(found[0], claim.save_id):
             return ConditionalPutTransaction(location, claim, found, conditions)
         # Objects of other saves are removed under another claim: this save id never has objects of another save.
         other = ConditionalPutTransaction(location, Claimed(new_save_id(), claim.created), found, conditions)

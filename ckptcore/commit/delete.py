@@ -16,7 +16,8 @@ from ckptcore.commit.leases import SYSTEM_CLOCK
 from ckptcore.commit.location import Location, commit_method
 from ckptcore.commit.locks import Locks
 from ckptcore.commit.method import find_partial
-from ckptcore.commit.root import ROOT_KEY, Base, Claimed, Composite, PartialSave, Root, new_save_id
+from ckptcore.commit.references import Base
+from ckptcore.commit.root import ROOT_KEY, Claimed, Composite, PartialSave, Root, new_save_id
 from ckptcore.commit.root_json import bases_of_root
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.commit.target import ADMINISTRATION, Mark, is_hidden_name, read_mark, read_root

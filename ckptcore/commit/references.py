@@ -1,16 +1,20 @@
-"""Trees of checkpoints that refer to others: the part that a checkpoint stores itself. Pure."""
+"""References to bases: the arrays that a checkpoint does not store itself, and the tree of those that it stores. Pure."""
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Final
 
-from ckptcore.commit.root import References
-from ckptcore.model.metadata import TreeMetadata
+from ckptcore.errors import CorruptCheckpointError
+from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.tree import LEAF, Node, Skeleton, TreePath
 
 __all__ = [
     "MAPPINGS",
+    "Base",
+    "References",
     "containers_and_leaves",
     "cut_containers",
     "pruned",
@@ -20,6 +24,75 @@ __all__ = [
 ]
 
 MAPPINGS: Final = ("dict", "OrderedDict")
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A checkpoint that another one refers to.
+
+    Attributes:
+        path: its path, relative to the directory around the referring one; ``/`` between names, ``..`` in front only.
+        save_id: its save id.
+    """
+
+    path: str
+    save_id: str
+
+    def __post_init__(self) -> None:
+        """Refuse an invalid path, which may be hostile.
+
+        Raises:
+            CorruptCheckpointError
+        """
+        names = self.path.lstrip("/").split("/")
+        while names and names[0] == "..":
+            names.pop(0)
+        plain = all(name not in ("", ".", "..") and "\0" not in name for name in names)
+        if not names or not plain or posixpath.isabs(self.path) or names[-1].startswith("."):
+            raise CorruptCheckpointError(
+                f"a checkpoint refers to a base at {self.path[:200]!r}: expected a relative path to a checkpoint; load "
+                "another one"
+            )
+
+    @property
+    def is_beside(self) -> bool:
+        """True if it is in the same directory as the referring one."""
+        return "/" not in self.path
+
+
+@dataclass(frozen=True, slots=True)
+class References:
+    """The arrays of a tree that are stored in bases, as columns.
+
+    Attributes:
+        bases: the checkpoints that store them.
+        leaf: the numbers of the arrays, ascending; the first of tied arrays.
+        base: the number of the base of each.
+        stored: the number of each in the tree of its base, which stores it itself: references are one deep.
+    """
+
+    bases: tuple[Base, ...] = ()
+    leaf: tuple[int, ...] = ()
+    base: tuple[int, ...] = ()
+    stored: tuple[int, ...] = ()
+
+    def __bool__(self) -> bool:
+        """True if an array is stored in a base."""
+        return bool(self.leaf)
+
+    def check(self, tree: TreeMetadata) -> None:
+        """Refuse references that do not fit a tree; both may be hostile.
+
+        Raises:
+            CorruptCheckpointError
+        """
+        ascending = all(first < second for first, second in zip(self.leaf, self.leaf[1:], strict=False))
+        fitting = len(self.leaf) == len(self.base) == len(self.stored) and all(
+            leaf < len(tree.leaves) and isinstance(tree.leaves[leaf], ArrayRecord) and leaf not in tree.aliases
+            for leaf in self.leaf
+        )
+        if not ascending or not fitting or set(self.base) != set(range(len(self.bases))):
+            raise CorruptCheckpointError("the references of a checkpoint do not fit its tree; load another one")
 
 
 def stored_leaves(tree: TreeMetadata, references: References) -> list[int]:

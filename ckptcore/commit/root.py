@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
-import posixpath
 import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Generic, Literal, TypeAlias, TypeVar
 
-from ckptcore.errors import CorruptCheckpointError, InvalidLocationError
+from ckptcore.commit.references import Base, References
+from ckptcore.errors import InvalidLocationError
 from ckptcore.installed import version_of
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata, ValueRecord
 from ckptcore.model.objects import ObjectRecord, check_key
@@ -21,13 +21,11 @@ __all__ = [
     "HOST_COPIES",
     "PARTIAL_KEY",
     "ROOT_KEY",
-    "Base",
     "Claimed",
     "Composite",
     "KnownRoots",
     "Member",
     "PartialSave",
-    "References",
     "Role",
     "Root",
     "Session",
@@ -142,75 +140,6 @@ class PartialSave:
         if len(self.sessions) > _SHOWN:
             shown.insert(0, f"{len(self.sessions) - _SHOWN} before")
         return f"{len(self.sessions)} complete session{'' if len(self.sessions) == 1 else 's'} ({', '.join(shown)})"
-
-
-@dataclass(frozen=True, slots=True)
-class Base:
-    """A checkpoint that another one refers to.
-
-    Attributes:
-        path: its path, relative to the directory around the referring one; ``/`` between names, ``..`` in front only.
-        save_id: its save id.
-    """
-
-    path: str
-    save_id: str
-
-    def __post_init__(self) -> None:
-        """Refuse an invalid path, which may be hostile.
-
-        Raises:
-            CorruptCheckpointError
-        """
-        names = self.path.lstrip("/").split("/")
-        while names and names[0] == "..":
-            names.pop(0)
-        plain = all(name not in ("", ".", "..") and "\0" not in name for name in names)
-        if not names or not plain or posixpath.isabs(self.path) or names[-1].startswith("."):
-            raise CorruptCheckpointError(
-                f"a checkpoint refers to a base at {self.path[:200]!r}: expected a relative path to a checkpoint; load "
-                "another one"
-            )
-
-    @property
-    def is_beside(self) -> bool:
-        """True if it is in the same directory as the referring one."""
-        return "/" not in self.path
-
-
-@dataclass(frozen=True, slots=True)
-class References:
-    """The arrays of a tree that are stored in bases, as columns.
-
-    Attributes:
-        bases: the checkpoints that store them.
-        leaf: the numbers of the arrays, ascending; the first of tied arrays.
-        base: the number of the base of each.
-        stored: the number of each in the tree of its base, which stores it itself: references are one deep.
-    """
-
-    bases: tuple[Base, ...] = ()
-    leaf: tuple[int, ...] = ()
-    base: tuple[int, ...] = ()
-    stored: tuple[int, ...] = ()
-
-    def __bool__(self) -> bool:
-        """True if an array is stored in a base."""
-        return bool(self.leaf)
-
-    def check(self, tree: TreeMetadata) -> None:
-        """Refuse references that do not fit a tree; both may be hostile.
-
-        Raises:
-            CorruptCheckpointError
-        """
-        ascending = all(first < second for first, second in zip(self.leaf, self.leaf[1:], strict=False))
-        fitting = len(self.leaf) == len(self.base) == len(self.stored) and all(
-            leaf < len(tree.leaves) and isinstance(tree.leaves[leaf], ArrayRecord) and leaf not in tree.aliases
-            for leaf in self.leaf
-        )
-        if not ascending or not fitting or set(self.base) != set(range(len(self.bases))):
-            raise CorruptCheckpointError("the references of a checkpoint do not fit its tree; load another one")
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,14 +17,13 @@ from typing import Any, Final, Literal, TypeAlias, cast
 
 import xxhash
 
+from ckptcore.commit.references import Base, References
 from ckptcore.commit.root import (
     ROOT_KEY,
-    Base,
     Claimed,
     Composite,
     Member,
     PartialSave,
-    References,
     Role,
     Root,
     Session,

@@ -172,9 +172,8 @@ def root_bytes(store: StorageBackend) -> bytes | None:
         return None
 
 
-def is_claimed_by(location: Location, save_id: str) -> bool:
-    """Return True if the root at a location is the claim of a save. Never True with commits by rename."""
-    data = root_bytes(location.store)
+def is_claimed_by(data: bytes | None, save_id: str) -> bool:
+    """Return True if these bytes of a root are the claim of a save. Never True with commits by rename."""
     head = None if data is None or not is_claim(data) else read_head(data)
     return head is not None and head.save_id == save_id
 

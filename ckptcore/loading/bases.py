@@ -9,8 +9,8 @@ from typing import Final
 
 from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import Location, LocationAddress, open_address
-from ckptcore.commit.references import stored_numbers, stored_tree
-from ckptcore.commit.root import Base, Root
+from ckptcore.commit.references import Base, stored_numbers, stored_tree
+from ckptcore.commit.root import Root
 from ckptcore.commit.target import Mark, parse_root, read_mark
 from ckptcore.context import Context
 from ckptcore.derivations import Stored

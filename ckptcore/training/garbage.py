@@ -16,7 +16,8 @@ from typing import Final
 from ckptcore.commit.delete import bases_beside, find_bases, referring_to
 from ckptcore.commit.location import Location, Place, commit_method, resolve_location
 from ckptcore.commit.locks import Lock
-from ckptcore.commit.root import Base, new_save_id
+from ckptcore.commit.references import Base
+from ckptcore.commit.root import new_save_id
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,

@@ -11,8 +11,8 @@ from ckptcore.commit.conditions import Conditions
 from ckptcore.commit.delete import base_locks, pin_name
 from ckptcore.commit.leases import SYSTEM_CLOCK
 from ckptcore.commit.location import Location, LocationLike, Place, absolute_location
-from ckptcore.commit.references import stored_tree
-from ckptcore.commit.root import Base, Composite, References, Root
+from ckptcore.commit.references import Base, References, stored_tree
+from ckptcore.commit.root import Composite, Root
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,

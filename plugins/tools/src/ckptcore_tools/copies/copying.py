@@ -221,7 +221,7 @@ class _Copy:
 
     def is_claimed(self) -> bool:
         """Whether a copy of this very checkpoint to the destination is under way or died, where such copies cannot be told apart."""
-        return is_claimed_by(self._destination, self._manifest.copy_id)
+        return is_claimed_by(root_bytes(self._destination.store), self._manifest.copy_id)
 
     def attempt(self, overwrite: Overwrite) -> bool:
         """Copy and commit; False if the source was replaced meanwhile. What was written of that is removed, and stays after an error.
