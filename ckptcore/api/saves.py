@@ -27,25 +27,26 @@ def save(
     strategy: SaveStrategy[SaveDraft, Save] | None = None,
     context: Context | None = None,
 ) -> None:
-    """Save a tree and return once it is committed. Arrays in host memory are copied block by block as they are written.
+    """Save a tree, and return once it is committed. Arrays in host memory are copied block by block as they are written.
 
-    Do not change arrays during the save: the checkpoint could be loaded, but would mix old and new elements.
+    Do not change arrays during the save. The checkpoint would mix old and new elements.
 
     Args:
-        location: a path or URL; a directory is made there.
+        location: a path or URL. The checkpoint is a new directory there.
         state: a tree of containers and leaves that the installed plugins handle.
-        layout: how arrays are laid out: a name, or a layout object with options.
-        overwrite: whether a checkpoint that is there is replaced, with every file that stands in its directory: True: atomically; ``"non-atomic"``: also where the storage
-            cannot do so, and a crash would leave neither.
-        metadata: JSON of the user's, kept with the checkpoint.
-        strategy: what is written and committed, such as `Update` or `WithExports`; None: everything that is given.
+        layout: the on-disk format: a name, or a layout object with options.
+        overwrite: True to replace a checkpoint at the location atomically, with every file in its directory.
+            ``"non-atomic"`` also replaces it on storages that cannot do so atomically; a crash may leave neither
+            checkpoint.
+        metadata: JSON, stored with the checkpoint.
+        strategy: what to write and commit, such as `Update` or `WithExports`; None: the whole state.
         context: options.
 
     Raises:
-        CheckpointExistsError: if something is there that is not to be replaced.
-        UnsupportedLeafError, UnsupportedKeyError, NameCollisionError: for what cannot be saved; nothing was written.
-        BackgroundSaveError: if an earlier asynchronous save failed unnoticed; call again to save.
-        StorageError: if the storage fails. What was there before is there still.
+        CheckpointExistsError: the location has something that must not be replaced.
+        UnsupportedLeafError, UnsupportedKeyError, NameCollisionError: the state cannot be saved. Nothing was written.
+        BackgroundSaveError: an earlier asynchronous save failed, and its error was not retrieved. Call again to save.
+        StorageError: the storage failed. An earlier checkpoint is unchanged.
     """
     request = _request(location, OneTree(state), layout, overwrite, metadata, strategy)
     perform_save(request, context or default_context())
@@ -61,12 +62,12 @@ def save_async(
     strategy: SaveStrategy[SaveDraft, Save] | None = None,
     context: Context | None = None,
 ) -> SaveHandle:
-    """Begin to save a tree and return once the save owns its memory: what changes afterwards is not in the checkpoint.
+    """Begin to save a tree, and return once the state may change: later changes are not in the checkpoint.
 
-    Writing and the commit go on in the background; the handle tells when they are done. An error that nobody asks the
-    handle for is raised by the next save of the Context, and printed when the program ends.
+    The checkpoint is written and committed in the background. The handle waits for it. If the error of a save is not
+    retrieved from its handle, the next save of the Context raises it, or it is printed when the program ends.
 
-    Takes and raises what `save` does, as far as it is known before the writing begins.
+    Arguments and errors are those of `save`; errors of the writing are raised by the handle.
     """
     request = _request(location, OneTree(state), layout, overwrite, metadata, strategy)
     return begin_save(request, context or default_context())
@@ -82,18 +83,18 @@ def save_checkpointables(
     strategy: SaveStrategy[SaveDraft, Save] | None = None,
     context: Context | None = None,
 ) -> None:
-    """Save several objects into one checkpoint, each under its name and in its own way; return once it is committed.
+    """Save several objects into one checkpoint, each under a name; return once it is committed.
 
     Args:
-        location: a path or URL; a directory is made there, with one for each name in it.
-        checkpointables: by name: trees, objects that have a state (modules, optimizers, iterators), objects that write
-            files of their own. What is a tree is by itself a checkpoint at ``location/name``.
-        layout: how arrays are laid out.
-        overwrite, metadata, strategy, context: as for `save`.
+        location: a path or URL. The checkpoint is a new directory there, with a directory for each name.
+        checkpointables: by name: trees, objects with a state (modules, optimizers, iterators), and objects that write
+            files of their own. A tree is by itself a checkpoint at ``location/name``.
+        layout: the on-disk format of trees.
+        overwrite, metadata, strategy, context: see `save`.
 
     Raises:
-        InvalidLocationError: if something cannot be a name.
-        What `save` does, and what the objects themselves raise; nothing was committed.
+        InvalidLocationError: a name is invalid.
+        Errors of `save`, and errors that the objects raise. Nothing was committed.
     """
     request = _request(location, checkpointables, layout, overwrite, metadata, strategy)
     perform_save(request, context or default_context())
@@ -109,9 +110,9 @@ def save_checkpointables_async(
     strategy: SaveStrategy[SaveDraft, Save] | None = None,
     context: Context | None = None,
 ) -> SaveHandle:
-    """Begin to save several objects and return once the save owns all it needs: they may change or advance afterwards.
+    """Begin to save several objects, and return once they may change or advance.
 
-    Takes and raises what `save_checkpointables` does, as far as it is known before the writing begins.
+    Arguments and errors are those of `save_checkpointables`; errors of the writing are raised by the handle.
     """
     request = _request(location, checkpointables, layout, overwrite, metadata, strategy)
     return begin_save(request, context or default_context())

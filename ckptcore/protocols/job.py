@@ -26,131 +26,129 @@ OpenedT_contra = TypeVar("OpenedT_contra", contravariant=True)
 
 
 class Coordinator(Protocol):
-    """The processes of a job agreeing. Safe off the main thread; keys are unique per exchange.
+    """Exchanges messages between the processes of a job. Any thread. Each exchange has a key of its own.
 
-    Every wait has a deadline; past it `CoordinationTimeoutError` names the ranks that did not come.
+    Every wait has a deadline. After it, `CoordinationTimeoutError` names the ranks that are missing.
     """
 
     @property
     def rank(self) -> int:
-        """Which process this is; 0 leads."""
+        """The rank of this process. Rank 0 is the leader."""
         ...
 
     @property
     def size(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         ...
 
     def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
-        """Give a payload to the leader: there all of them in order of rank, elsewhere None."""
+        """Send a payload to the leader. Return all payloads in order of rank on the leader, None elsewhere."""
         ...
 
     def broadcast(self, key: str, payload: bytes | None) -> bytes:
-        """Get the leader's payload; the others pass None. Who waited in vain, until the deadline, may wait again under the same key."""
+        """Return the payload of the leader; other ranks pass None. After a timeout, a rank may wait again with the same key."""
         ...
 
 
 @runtime_checkable
 class Rejoinable(Protocol):
-    """What a `Coordinator` is too that belongs to one incarnation of its job: when a rank was started anew, all join again.
+    """A `Coordinator` of one incarnation of its job. If a rank is restarted, all ranks join again.
 
-    The hook `ckpt_coordinator` gives the same object as long as the process is in that incarnation, and another one after it
-    joined again. Operations are counted for each such object from 0 on, so that a process that went on and one that is new count alike.
+    The hook `ckpt_coordinator` returns the same object within an incarnation, and another one after the process has joined
+    again. Operations are counted from 0 for each object, so that restarted processes and the others count alike.
     """
 
     @property
     def incarnation(self) -> int:
-        """Which one it belongs to: of the job's, or where nobody counts those, of the ones that this process was in. For a person."""
+        """The number of the incarnation, for messages: that of the job, or of this process if the job does not count."""
         ...
 
 
 @runtime_checkable
 class GathersInGroups(Protocol):
-    """A coordinator through which some of the processes can agree among themselves, so that a large job need not tell the leader all
-    at once.
-    """
+    """A `Coordinator` with groups of processes, so that a large job gathers in steps."""
 
     def within(self, ranks: Sequence[int], *, deadlines: int = 1) -> Coordinator:
-        """The coordinator of a group of processes, in one of them; touches nothing yet, and waits for nobody.
+        """Return the coordinator of a group. Does not wait, and sends nothing.
 
-        In the group, processes have the ranks 0, 1, ... in the order given: the first one leads, and the ranks of an error are those
-        of the group. Keys are unique among all exchanges of the job, whatever group they are of.
+        In the group, processes have the ranks 0, 1, ... in the given order, also in errors. The first one is the leader. Keys
+        are unique among all exchanges of the job, in all groups.
 
         Args:
-            ranks: those of the group in this one, each once, this process among them.
+            ranks: the ranks of the group in this coordinator, each once, with that of this process.
             deadlines: how many deadlines of this coordinator an exchange of the group waits.
         """
         ...
 
 
 class Channels(Protocol):
-    """The way between the members of some groups of processes. One thread at a time."""
+    """Connections between the members of some groups of processes. One thread at a time."""
 
     @property
     def depth(self) -> int:
-        """How many broadcasts may be under way at once; at least 1."""
+        """The number of broadcasts that may run at once; at least 1."""
         ...
 
     def memory(self, nbytes: int) -> HostArray:
-        """Memory to broadcast from and into, of so many bytes: ``uint8``, contiguous, writable, not initialised.
+        """Return memory to broadcast from and into: ``uint8``, contiguous, writable, not initialised.
 
-        It is the caller's until the channels are closed: what suits the devices, such as pinned memory.
+        It suits the devices, such as pinned memory. The caller may use it until the channels are closed.
         """
         ...
 
     def broadcast(self, group: int, sender: int, data: HostArray) -> Pending[None]:
         """Begin to send `data` from one member of a group to all others.
 
-        All members of a group call this in the same order, with the same sender and as many bytes, and so do all that have several
-        groups in common. `data` is part of `memory`; it must not be touched before the result is there. The result is waited for in
-        the order in which broadcasts were begun.
+        All members of a group call this in the same order, with the same sender and number of bytes; processes with several
+        groups in common also have the same order between these. `data` is part of `memory`, and must not be used before the
+        result. Results are waited for in the order of the calls.
 
         Args:
-            group: its place among the groups that were connected.
+            group: the index of the group among those that were connected.
             sender: the rank that has the bytes.
-            data: ``uint8``; on all but the sender it is overwritten.
+            data: ``uint8``; overwritten on all ranks but the sender.
 
         Raises:
-            RankFailedError: here or in the result, where another process is gone, or does not come within the deadline.
+            RankFailedError: here or in the result, if another process is gone, or is late.
         """
         ...
 
     def close(self) -> None:
-        """Let go of memory. Nothing may be under way, unless a broadcast failed: then the way is given up, and made anew next time."""
+        """Release the memory. No broadcast may run, unless one failed: then the connections are dropped, and made again next time."""
         ...
 
 
 class Collectives(Protocol):
-    """How a framework sends bytes between the processes of a job: over its own collectives, beside those of the program.
+    """Sends bytes between the processes of a job with the collectives of a framework, apart from those of the program.
 
-    Safe off the main thread; one thread at a time.
+    Any thread, one at a time.
     """
 
     @property
     def name(self) -> str:
-        """Of the framework and what it sends over, for errors."""
+        """The name of the framework and its transport, for errors."""
         ...
 
     @property
     def rank(self) -> int:
-        """Which process this is."""
+        """The rank of this process."""
         ...
 
     @property
     def size(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         ...
 
     def connect(self, key: str, groups: Sequence[Sequence[int]]) -> Channels:
-        """A way between the members of groups of ranks. May wait for the others.
+        """Connect the members of groups of ranks. May wait for the others.
 
         Args:
-            key: the same on all ranks that connect now, and never used again: what is sent elsewhere meanwhile does not mix in.
-            groups: those that this process is a member of, each with two members or more, sorted. All processes that have several in
-                common give them in the same order.
+            key: equal on all ranks that connect now, and never used again, so that other messages do not mix in.
+            groups: the groups of this process, each sorted, with two members or more. Processes with several groups in common
+                give these in the same order.
 
         Raises:
-            RankFailedError: if another process is gone, or does not come within the deadline.
+            RankFailedError: another process is gone, or is late.
         """
         ...
 

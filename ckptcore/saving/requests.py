@@ -222,11 +222,6 @@ class Save:
         """True if workers of this controller write some of it."""
         return any(part.worker_plans for part in self.parts)
 
-    @property
-    def has_other_writers(self) -> bool:
-        """True if other processes write some of it: those of the job, or workers of this controller."""
-        return self.agreement.size > 1 or self.uses_workers
-
     def encode_receipts(self) -> bytes:
         """Return the message of this process to the leader: its receipt of each part. A job has no workers."""
         from ckptcore.job.receipts import encode_receipts  # only a job needs it

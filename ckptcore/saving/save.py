@@ -31,10 +31,10 @@ _Copy: TypeAlias = CopiedSnapshot | BoundedSnapshot | HeldWork[Save]
 
 
 def perform_save(request: SaveRequest, context: Context) -> None:
-    """Save and return once it is committed; arrays are copied only block by block, as they are written.
+    """Save, and return once the checkpoint is committed. Arrays are copied only block by block, as they are written.
 
     Raises:
-        CheckpointError: why it is not.
+        CheckpointError: the save failed.
     """
     runtime = runtime_of(context)
     key = runtime.exchange_key(request.destination.agreed)  # before anything can fail: every rank counts every save
@@ -58,15 +58,15 @@ def perform_save(request: SaveRequest, context: Context) -> None:
 def begin_save(
     request: SaveRequest, context: Context, *, when_busy: Literal["wait", "queue"] | None = None
 ) -> SaveHandle:
-    """Begin to save and return once the save owns its memory; it goes on in the background.
+    """Begin to save, and return once the state may change. The save is written in the background.
 
     Args:
         request: the save.
         context: options.
-        when_busy: what it does while another save runs; None: as the Context says.
+        when_busy: behaviour while another save runs; None: that of the Context.
 
     Raises:
-        CheckpointError: why it cannot begin; the handle raises later errors.
+        CheckpointError: the save cannot begin. The handle raises later errors.
     """
     runtime = runtime_of(context)
     key = runtime.exchange_key(request.destination.agreed)  # before anything can fail: every rank counts every save
@@ -112,7 +112,7 @@ def begin_save(
 
 @contextmanager
 def _recorded(request: SaveRequest, context: Context, *, goes_on: bool = False) -> Iterator[Recording]:
-    """Record an operation; one that goes on in the background is over later, unless it failed to begin."""
+    """Record a save. One in the background finishes later, unless it failed to begin."""
     place, rank = str(request.destination.place), runtime_of(context).job().rank
     recording = Recording("save", place, context.observers, step=request.notes.step, rank=rank)
     try:
@@ -178,7 +178,7 @@ def _go_on(
     *,
     inline: bool,
 ) -> None:
-    """Write in the background what is captured. The request is not kept, because it has the state."""
+    """Write what is captured in the background. The request is not kept, because it refers to the state."""
     runtime = runtime_of(save.context)
     saves = [save, *save.further]
     # The leader commits; ranks may be threads of one process.

@@ -37,11 +37,11 @@ def write_save(save: Save, handle: SaveHandle | None = None, at_workers: HeldWor
     Args:
         save: the save, with what its parts captured.
         handle: counts the bytes written.
-        at_workers: what workers of this controller hold, and write.
+        at_workers: what workers of this controller hold; None if they write none of the save.
 
     Raises:
         CheckpointError: nothing was committed, and the objects of this save are removed. An earlier checkpoint stays.
-        CommitUnknownError: if that cannot be known.
+        CommitUnknownError: the save may be committed.
     """
     agreement = save.agreement
     try:
@@ -88,7 +88,7 @@ def write_save(save: Save, handle: SaveHandle | None = None, at_workers: HeldWor
 def write_parts(
     save: Save, store: StorageBackend, handle: SaveHandle | None, at_workers: HeldWork[Save] | None
 ) -> None:
-    """Write what this process and its workers write of every part, and keep the receipts; finish the parts of this process."""
+    """Write what this process and its workers write of every part, and keep the receipts. Finish the parts of this process."""
     if at_workers is None:
         _write_here(save, store, handle)
     else:
@@ -111,7 +111,7 @@ def write_parts(
 
 
 def _write_here(save: Save, store: StorageBackend, handle: SaveHandle | None) -> None:
-    """Write what this process writes of every part."""
+    """Write every part of this process."""
     threads, checksums = runtime_of(save.context).io_threads, save.context.io.checksums
     progress = handle.count if handle is not None else None
     for part in save.parts:
@@ -161,15 +161,17 @@ class PlainCommit:
         look = functools.partial(sees_claim, self._save.info.claimed, location)
         with seen_by_all(agreement, "claimed", location.absolute, look):
             if agreement.rank == 0:
-                self._take_claim(shown=self._save.has_other_writers)
+                self._take_claim()
 
-    def _take_claim(self, *, shown: bool) -> None:
-        target, claimed = self._save.target, self._save.info.claimed
-        is_foreign = foreign_checkpoints(self._save.context)
-        with self._save.recording.phase("claim"):
+    def _take_claim(self) -> None:
+        save, target = self._save, self._save.target
+        is_foreign = foreign_checkpoints(save.context)
+        with save.recording.phase("claim"):
             commits = target.location.commits
-            self._claim = commits.begin(target.location, claimed, target.overwrite, self._conditions, is_foreign)
-            if shown:
+            self._claim = commits.begin(
+                target.location, save.info.claimed, target.overwrite, self._conditions, is_foreign
+            )
+            if save.agreement.size > 1 or save.uses_workers:
                 self._claim.show_claim()
 
     @property
@@ -196,11 +198,11 @@ class PlainCommit:
             self._claim.commit(*encode(self._completed(root)))
 
     def _completed(self, root: Root | Composite) -> Root | Composite:
-        """The root as it is committed."""
+        """Return the root to commit."""
         return root
 
     def settle(self, error: Exception | None) -> None:
-        """Warn on the leader, which has committed; look for the save on the other ranks."""
+        """Warn on the leader, which has committed. Look for the save on the other ranks."""
         location = self._save.target.location
         if error is None:
             return
@@ -212,7 +214,7 @@ class PlainCommit:
             _expect_committed(location, self._save.info.save_id, error)
 
     def abort(self) -> None:
-        """Remove what the save wrote; on other ranks what they wrote after the leader had removed all."""
+        """Remove what the save wrote; on other ranks, what they wrote after the leader removed everything."""
         if self._claim is not None:
             self._claim.abort()
         elif self._followed is not None:
@@ -220,7 +222,7 @@ class PlainCommit:
 
 
 def _expect_committed(location: Location, save_id: str, error: Exception) -> None:
-    """Make sure that a save was committed although an exchange failed at its end: only the root says so."""
+    """Check in the root that a save was committed, after the exchange at its end failed."""
     try:
         root = read_root(location.store)
     except CheckpointError as unreadable:
@@ -235,7 +237,7 @@ def _expect_committed(location: Location, save_id: str, error: Exception) -> Non
 
 
 def _remove_abandoned(location: Location, save_id: str) -> None:
-    """Remove what this process wrote after the leader had aborted the save."""
+    """Remove what this process wrote after the leader aborted the save."""
     root = read_root(location.store)
     if root is not None and not isinstance(root, Claimed) and root.save_id == save_id:
         return  # the hidden directory may hold what this save replaced

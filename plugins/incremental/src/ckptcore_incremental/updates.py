@@ -111,9 +111,9 @@ class _UpdateCommit(PlainCommit):
         self._planned = planned
         self._pins = ExitStack()
 
-    def _take_claim(self, *, shown: bool) -> None:
+    def _take_claim(self) -> None:
         self._pins.enter_context(_pinned_bases(self._planned.bases, self._conditions))
-        super()._take_claim(shown=shown)
+        super()._take_claim()
 
     def _completed(self, root: Root | Composite) -> Root | Composite:
         """Return the root with the whole tree, if the bases are still those that were opened.

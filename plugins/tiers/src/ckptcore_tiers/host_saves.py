@@ -243,7 +243,7 @@ class _HostCommit(PlainCommit):
         """Claim the location on the first process of each host."""
         rank = self._save.agreement.rank
         if rank == self._on_hosts.hosts.first_of(rank):
-            self._take_claim(shown=True)
+            self._take_claim()
 
     @property
     def store(self) -> StorageBackend:
