@@ -167,17 +167,18 @@ def commit_method(directory: StorageBackend) -> CommitMethod:
 
 @functools.lru_cache(maxsize=64)
 def _method_of(kind: type[StorageBackend]) -> type[CommitMethod]:
-    """Return the commit method of a type of storage. Cached: the check is slow.
-
-    Raises:
-        PluginError: the type does not inherit from `StorageBackend`.
-    """
-    expect_inherits(kind, StorageBackend)
+    """Return the commit method of a type of storage. Cached: the check is slow."""
     if issubclass(kind, AtomicDirectories):
         return RenameMethod
     from ckptcore.commit.conditional_put import ConditionalPutMethod  # only object stores need it
 
     return ConditionalPutMethod
+
+
+def _open_storage(plugins: Plugins, scheme: str, url: str, options: StorageOptions) -> StorageBackend:
+    storage = plugins.storage(scheme)(url, options)
+    expect_inherits(type(storage), StorageBackend)
+    return storage
 
 
 def resolve_location(
@@ -211,7 +212,7 @@ def resolve_location(
         raise InvalidLocationError(
             f"{text!r} names the root of a storage; a checkpoint needs a directory of its own below it"
         )
-    return Location(redacted(text), plugins.storage(scheme)(parent, options), name, f"{scheme}:{parent}/{name}")
+    return Location(redacted(text), _open_storage(plugins, scheme, parent, options), name, f"{scheme}:{parent}/{name}")
 
 
 def _within(place: Within, plugins: Plugins, durable: bool, config: Mapping[str, Mapping[str, JSON]]) -> Location:
@@ -221,7 +222,7 @@ def _within(place: Within, plugins: Plugins, durable: bool, config: Mapping[str,
         return Location(str(place), around.store, place.directory, identity, of_host=around.of_host)
     scheme, address = _address(place.location)
     options = StorageOptions(durable=durable, config=config.get(scheme, {}))
-    store = plugins.storage(scheme)(address, options)
+    store = _open_storage(plugins, scheme, address, options)
     return Location(str(place), store, place.directory, f"{scheme}:{address}/{place.directory}")
 
 
@@ -238,7 +239,7 @@ def open_address(
         UnknownPluginError: no plugin here opens such a URL.
     """
     options = StorageOptions(durable=durable, config=config.get(address.scheme, {}))
-    store = plugins.storage(address.scheme)(address.parent, options)
+    store = _open_storage(plugins, address.scheme, address.parent, options)
     return Location(address.display, store, address.name, f"{address.scheme}:{address.parent}/{address.name}")
 
 
