@@ -165,20 +165,20 @@ class FilesDescription:
         """Plan no arrays."""
         return (WritePlan(TreeMetadata(Node("dict", (), ()), ()), (), 0, 1, save_id, self.name),)
 
-    def capture(self) -> FilesCaptured:
+    def capture(self) -> _FilesCaptured:
         """Let the object write what must not change into a directory of the local disk."""
         from ckptcore.builtin.staging import StagingDirectory  # only objects that write files need it
 
         directory = StagingDirectory()
         try:
             with naming(self.name):
-                return FilesCaptured(self.name, directory, self.handler.save(self.value, directory.path))
+                return _FilesCaptured(self.name, directory, self.handler.save(self.value, directory.path))
         except BaseException:
             directory.close()
             raise
 
 
-class FilesCaptured:
+class _FilesCaptured:
     """Files that an object has written, or writes in a continuation. See `Captured`."""
 
     def __init__(self, name: str, directory: StagingDirectory, continuation: Continuation | None) -> None:
