@@ -221,7 +221,8 @@ class BlockCache:
             return _spare.memory[:nbytes]
         block = _spare.take(nbytes)
         self._verify(begin, block, stamp)
-        _spare.block = place
+        if stamp is None:
+            _spare.block = place
         return block
 
     def _verify_block(self, number: int) -> None:

@@ -224,6 +224,27 @@ def test_the_last_block_is_not_taken_for_one_that_was_damaged() -> None:
     assert read(found, 20, 30) == first  # its memory was overwritten meanwhile
 
 
+def test_the_last_block_of_a_thread_is_of_one_object() -> None:
+    reader, other = ChangingObject(data_of()), ChangingObject(data_of())
+    reader.now = other.now = None
+    other.data[25] ^= 1
+    first, second = held(reader), held(other)
+    assert read(first, 20, 30) == reader.data[20:30]
+    with pytest.raises(ChecksumError):
+        read(second, 20, 30)
+    assert read(first, 30, 40) == reader.data[30:40]
+
+
+def test_what_was_verified_with_a_stamp_is_verified_again_without_one() -> None:
+    reader = ChangingObject(data_of())
+    found = held(reader)
+    read(found, 250, 260)
+    reader.data[252] ^= 1
+    reader.now = None
+    with pytest.raises(ChecksumError):
+        read(found, 250, 260)
+
+
 def test_what_ends_early_is_not_at_hand() -> None:
     for verified in (True, False):
         reader = ChangingObject(data_of())

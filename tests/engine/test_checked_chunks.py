@@ -1,4 +1,4 @@
-"""Tiles with checksums behind them: verified by those or by blocks, by few bytes, and never by nothing."""
+"""Chunks with checksums behind them: verified by those or by blocks, by few bytes, and never by nothing."""
 
 from __future__ import annotations
 
