@@ -6,10 +6,10 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from ckptcore.io.background import call_into
 
@@ -261,11 +261,30 @@ def run_each(threads: IOThreads, items: Iterable[T], do: Callable[[T], None], *,
     Raises:
         The first error of a call. No item is taken after it, and no call goes on when it is raised.
     """
-    errands = _Errands(iter(items), do)
-    threads.run(errands.work, max(threads.count, parallelism), parallelism)
-    error, errands.error = errands.error, None  # it holds the frames that hold it
-    if error is not None:
-        raise error
+    source = iter(items)
+    taking = threading.Lock()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            while True:
+                with taking:
+                    if errors:
+                        return
+                    try:
+                        item = next(source)
+                    except StopIteration:
+                        return
+                do(item)
+        except BaseException as error:  # noqa: BLE001  # raised below
+            errors.append(error)
+
+    threads.run(work, max(threads.count, parallelism), parallelism)
+    if errors:
+        try:
+            raise errors[0]
+        finally:
+            errors.clear()  # errors hold frames, which hold them
 
 
 def ask_each(threads: IOThreads, items: Sequence[T], ask: Callable[[T], S], *, parallelism: int = 1) -> Sequence[S]:
@@ -277,31 +296,3 @@ def ask_each(threads: IOThreads, items: Sequence[T], ask: Callable[[T], S], *, p
 
     run_each(threads, range(len(items)), note, parallelism=parallelism)
     return [found[number] for number in range(len(items))]
-
-
-class _Errands(Generic[T]):
-    def __init__(self, items: Iterator[T], do: Callable[[T], None]) -> None:
-        self._items = items
-        self._do = do
-        self._taking = threading.Lock()
-        self._over = False
-        self.error: BaseException | None = None
-
-    def work(self) -> None:
-        """Take items until none is left or something failed. Never raises."""
-        try:
-            while True:
-                with self._taking:
-                    if self._over:
-                        return
-                    try:
-                        item = next(self._items)
-                    except StopIteration:
-                        self._over = True
-                        return
-                self._do(item)
-        except BaseException as error:  # noqa: BLE001  # raised again by the thread that waits for all calls
-            with self._taking:
-                if self.error is None:
-                    self.error = error
-                self._over = True
