@@ -181,7 +181,7 @@ def test_an_error_is_told_to_all_with_its_rank() -> None:
 
 
 def test_of_many_errors_the_first_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreements, "_TOLD", 2)
+    monkeypatch.setattr(agreements, "_SHOWN", 2)
     ended = _stages(9, fails=[1, 2, 5, 8])
     told = "RankFailedError: the stage 'write' failed on the ranks [1, 2]: OSError: the disk is full; and 2 more ranks"
     assert {ended[rank] for rank in (0, 3, 4, 6, 7)} == {told}
