@@ -6,7 +6,6 @@ After a failed change the root is read: the change may have happened, and its an
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import logging
 from collections.abc import Callable, Collection, Mapping
@@ -314,7 +313,7 @@ def _encode(claimed: Claimed | PartialSave) -> bytes:
 def _another(claimed: Claimed | PartialSave) -> Claimed | PartialSave:
     """Return a claim of the same save and owner with other bytes."""
     if isinstance(claimed, PartialSave):
-        return dataclasses.replace(claimed, ranks=claimed.ranks + 1)
+        return claimed._replace(ranks=claimed.ranks + 1)
     return new_claim(claimed.save_id)
 
 

@@ -13,8 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
 
 from ckptcore.commit.root import PARTIAL_KEY, Claimed, PartialSave
 from ckptcore.commit.target import IsForeign, Overwrite, none_is_foreign, parse_root, refuse_to_replace
@@ -43,8 +42,7 @@ __all__ = [
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedSession:
+class PlannedSession(NamedTuple):
     """A session that can begin.
 
     Attributes:

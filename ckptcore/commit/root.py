@@ -7,8 +7,8 @@ import os
 import re
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Final, Generic, Literal, TypeAlias, TypeVar
+from dataclasses import dataclass, field
+from typing import Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from ckptcore.commit.references import Base, References
 from ckptcore.errors import InvalidLocationError
@@ -53,8 +53,7 @@ _SHOWN: Final = 8
 _OWN_DIRECTORY: Final = re.compile(r".*\.rank_[0-9]+", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
-class Claimed:
+class Claimed(NamedTuple):
     """The root of a save that is running or has failed.
 
     Attributes:
@@ -66,8 +65,7 @@ class Claimed:
     created: str
 
 
-@dataclass(frozen=True, slots=True)
-class Session:
+class Session(NamedTuple):
     """A complete session of a partial save.
 
     Attributes:
@@ -91,8 +89,7 @@ class Session:
     checksum: str
 
 
-@dataclass(frozen=True, slots=True)
-class PartialSave:
+class PartialSave(NamedTuple):
     """The session table of a partial save.
 
     Attributes:
@@ -123,11 +120,11 @@ class PartialSave:
         Args:
             size: the number of processes of that session.
         """
-        return replace(self, ranks=self.ranks + size, owner=self.ranks, token=new_save_id())
+        return self._replace(ranks=self.ranks + size, owner=self.ranks, token=new_save_id())
 
     def complete(self, session: Session) -> PartialSave:
         """Return the table with one more session, and without an owner."""
-        return replace(self, owner=None, sessions=(*self.sessions, session))
+        return self._replace(owner=None, sessions=(*self.sessions, session))
 
     def __str__(self) -> str:
         """Return the complete sessions in words."""
@@ -179,8 +176,7 @@ class Root:
     references: References = field(default_factory=References)
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(NamedTuple):
     """One checkpointable of a composite.
 
     Attributes:
@@ -216,8 +212,7 @@ class Composite:
     progress: Mapping[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
+class Summary(NamedTuple):
     """The small members of a root.
 
     Attributes:

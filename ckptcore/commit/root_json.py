@@ -12,8 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
-from typing import Any, Final, Literal, TypeAlias, cast
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
 
 import xxhash
 
@@ -78,8 +77,7 @@ ReadPart: TypeAlias = Callable[[str, int], bytes]
 """Returns at most so many bytes of an object of the checkpoint."""
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(NamedTuple):
     """The members that every root begins with, in this order, in every version of the format.
 
     Attributes:
@@ -139,7 +137,7 @@ def encode_partial(partial: PartialSave) -> bytes:
     """Return the bytes of a session table."""
     return _seal({**_head("partial", partial.save_id), "created": partial.created, "layout": partial.layout,
                   "agreed": partial.agreed, "ranks": partial.ranks, "owner": partial.owner, "token": partial.token,
-                  "sessions": [astuple(session) for session in partial.sessions]})  # fmt: skip
+                  "sessions": list(partial.sessions)})  # fmt: skip
 
 
 def encode_root(root: Root) -> tuple[bytes, Mapping[str, bytes]]:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Claimed, Composite, PartialSave, Root
 from ckptcore.commit.root_json import HEAD_BYTES, Head, decode_root, is_claim, is_partial, read_head
@@ -294,8 +293,7 @@ def remove_debris(store: StorageBackend, kept: Collection[str]) -> None:
         store.delete(debris)
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(NamedTuple):
     """The state of a location at one time. Differs after a checkpoint is committed, replaced or deleted there.
 
     Checkpoints of other software have no root. Their mark differs only after a root appears, or the names change.
@@ -335,7 +333,7 @@ class Mark:
             StorageError
         """
         now = read_mark(location)
-        return replace(now, names=()) == replace(self, names=()) and set(self.names) <= set(now.names)
+        return now._replace(names=()) == self._replace(names=()) and set(self.names) <= set(now.names)
 
     def has_stayed_at(self, location: Location) -> bool:
         """Return True if the root has not changed, so that data read without an error is of one save. One request.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from ckptcore.model import BLOCK_BYTES
 from ckptcore.protocols import HeldReader, RangeReader, StorageBackend, StorageCapabilities
@@ -35,11 +34,10 @@ def requests_of(storage: StorageBackend) -> StorageCapabilities:
     part_bytes = max(1, min(stated.part_bytes, _MOST_PART_BYTES))
     if (concurrency, part_bytes) == (stated.concurrency, stated.part_bytes):
         return stated
-    return replace(stated, concurrency=concurrency, part_bytes=part_bytes)
+    return stated._replace(concurrency=concurrency, part_bytes=part_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
+class Sizes(NamedTuple):
     """Sizes of work in bytes; tests make them small.
 
     Attributes:
@@ -63,19 +61,18 @@ class Sizes:
         """Return the sizes for a storage that writes parts of so many bytes; 1: unchanged."""
         if part_bytes == 1:
             return self
-        return replace(self, write=-(-part_bytes // self.block) * self.block)
+        return self._replace(write=-(-part_bytes // self.block) * self.block)
 
     def for_requests(self, request_bytes: int) -> Sizes:
         """Return the sizes for a storage with many requests of so many bytes at once: each is a task."""
-        return replace(self, task=max(self.block, request_bytes // self.block * self.block))
+        return self._replace(task=max(self.block, request_bytes // self.block * self.block))
 
 
 SIZES: Final = Sizes()
 """The sizes for memory and local disks."""
 
 
-@dataclass(frozen=True, slots=True)
-class NearRanges:
+class NearRanges(NamedTuple):
     """Ranges of one object that are requested together.
 
     Attributes:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from ckptcore.model.arrays import HostArray, Shard
 from ckptcore.model.metadata import ArrayRecord
@@ -153,8 +152,7 @@ class Collectives(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class WantedLeaf:
+class WantedLeaf(NamedTuple):
     """A leaf that workers read and make.
 
     Attributes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from ckptcore.errors import PluginError
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
@@ -301,8 +301,7 @@ class NativeReader(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class LayoutCapabilities:
+class LayoutCapabilities(NamedTuple):
     """What saves a layout supports, with the options that it has.
 
     Attributes:
@@ -316,8 +315,7 @@ class LayoutCapabilities:
     sessions: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class WriteForecast:
+class WriteForecast(NamedTuple):
     """What a layout would write.
 
     Attributes:

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Final, Protocol, TypeAlias, runtime_checkable
+from typing import Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from ckptcore.errors import ConditionFailedError, ObjectNotFoundError
 from ckptcore.model.tree import JSON
@@ -69,8 +69,7 @@ class IfAbsent:
     """Put only where there is no such object."""
 
 
-@dataclass(frozen=True, slots=True)
-class IfTag:
+class IfTag(NamedTuple):
     """Put only where the object still has this tag."""
 
     tag: str
@@ -141,8 +140,7 @@ class HeldReader(RangeReader, Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class StorageCapabilities:
+class StorageCapabilities(NamedTuple):
     """The requests that suit a storage.
 
     Attributes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
@@ -97,8 +96,7 @@ class TransformSource(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class DerivedTree:
+class DerivedTree(NamedTuple):
     """A tree, and how each of its arrays is derived from stored ones.
 
     Attributes:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from ckptcore.errors import PluginError, UnsupportedLeafError
 from ckptcore.model.arrays import ArraySpec, Box, HostArray, Shard, StridedMemory
@@ -38,8 +37,7 @@ class Priority:
     EXACT: Final = 100  #: exactly this type
 
 
-@dataclass(frozen=True, slots=True)
-class Flattened:
+class Flattened(NamedTuple):
     """A container taken apart by one level.
 
     Attributes:
@@ -211,8 +209,7 @@ class HostMemory(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class HostBytes:
+class HostBytes(NamedTuple):
     """Host memory that boxes of a leaf take in a save, beside the leaf itself, in bytes.
 
     Attributes:

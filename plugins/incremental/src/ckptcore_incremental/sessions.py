@@ -199,7 +199,7 @@ class _OpenSession:
         """Remove the objects of the session; the whole partial save if no other session is complete."""
         partial = self.planned.partial
         if partial.sessions:
-            self.transaction.restore(encode_partial(replace(partial, owner=None)), self.planned.kept)
+            self.transaction.restore(encode_partial(partial._replace(owner=None)), self.planned.kept)
         else:
             self.transaction.abort()
 
@@ -281,7 +281,7 @@ def _plan_session(draft: SaveDraft) -> _SessionPlace:
     if not before:
         return _SessionPlace(PlannedSession(None, partial, frozenset()), taken)
     found, kept = before[0]
-    partial = replace(partial, sessions=() if found is None else found.sessions)
+    partial = partial._replace(sessions=() if found is None else found.sessions)
     return _SessionPlace(PlannedSession(found, partial, kept), taken)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import threading
 import uuid
@@ -78,7 +77,7 @@ class StorageBackendTests:
 
     def test_it_says_what_it_is(self, storage: StorageBackend) -> None:
         suited = storage.capabilities
-        assert all(isinstance(count, int) and count > 0 for count in dataclasses.astuple(suited))
+        assert all(isinstance(count, int) and count > 0 for count in suited)
         assert suited.part_bytes == 1 or suited.part_bytes % (1 << 20) == 0
         assert storage.address is None or storage.address.url.endswith("/")
 
