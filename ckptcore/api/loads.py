@@ -151,8 +151,8 @@ def load_checkpointables(
     Args:
         location: a path or URL.
         abstract: objects to build anew, as `load` does: abstract trees by name, or a list of names. None as an abstract
-            tree builds the object in types of Python and NumPy (files as bytes by their paths), and `PLACEHOLDER` leaves
-            it out. Without `abstract` and `into`, every object is loaded.
+            tree builds the object in types of Python and NumPy (files as bytes by their paths), and `PLACEHOLDER`
+            leaves it out. Without `abstract` and `into`, every object is loaded.
         into: objects to restore in place, by name: modules, optimizers, iterators, and trees as for `load_into`.
         context: options.
 

@@ -181,7 +181,7 @@ class Concatenation:
         place(self.views(box, out), parts)
 
     def _pieces(self, box: Box) -> list[tuple[int, int, int, int]]:
-        """Return for each input that intersects a box: its number, its start, and the start and stop of the intersection."""
+        """Return the number and start of each input that intersects a box, and the bounds of the intersection."""
         start, stop = box.start[self.axis], box.stop[self.axis]
         first = bisect.bisect_right(self.starts, start) - 1
         pieces = []

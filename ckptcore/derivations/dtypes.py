@@ -205,7 +205,8 @@ class CastArray(_OtherDtype):
 class Narrowed(_OtherDtype):
     """An array with each element rounded to the nearest value of another dtype.
 
-    An int that does not fit is not wrapped, and a number above the largest one does not become infinite or NaN: both are errors.
+    An int that does not fit is not wrapped, and a number above the largest one does not become infinite or NaN: both
+    are errors.
 
     Attributes:
         between: a dtype that has all values of the array, if NumPy cannot cast directly; None otherwise.

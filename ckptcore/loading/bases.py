@@ -41,7 +41,8 @@ def base_location(location: Location, base: Base, context: Context) -> Location:
         return Location(display, location.parent, base.path, f"{found.scheme}:{found.parent}/{base.path}")
     if context.io.bases != "anywhere":
         raise InvalidLocationError(
-            f"{location.display} refers to a base at {display}, and only checkpoints beside it are read: if you trust who wrote it, load "
+            f"{location.display} refers to a base at {display}, and only checkpoints beside it are read: if you "
+            "trust who wrote it, load "
             'with Context(io=IOOptions(bases="anywhere")), or let them copy it with ckptcore.copy'
         )
     authority = _AUTHORITY.match(found.parent)
@@ -75,16 +76,16 @@ def base_path(location: Location, base: Location) -> str:
     own, other = (_AUTHORITY.match(one.parent) for one in (here, there))
     if here.scheme != there.scheme or (own and own[0]) != (other and other[0]):
         raise InvalidLocationError(
-            f"{location.display} cannot refer to {base.display}, which is in another storage: save to the same storage, or everything with "
-            "ckptcore.save"
+            f"{location.display} cannot refer to {base.display}, which is in another storage: save to the same "
+            "storage, or everything with ckptcore.save"
         )
     begin = 0 if own is None else own.end()
     path = posixpath.relpath(f"/{there.parent[begin:]}/{there.name}", f"/{here.parent[begin:]}")
     if there.name.startswith(".") or set(path.split("/")) <= {".", ".."}:
         why = "has a hidden name" if there.name.startswith(".") else "is around it"
         raise InvalidLocationError(
-            f"{location.display} cannot refer to {base.display}, which {why}: save the update to another location, or rename the base. "
-            "Nothing was written"
+            f"{location.display} cannot refer to {base.display}, which {why}: save the update to another location, "
+            "or rename the base. Nothing was written"
         )
     return path
 
@@ -112,8 +113,8 @@ def read_base(referring: str, at: Location, save_id: str) -> tuple[Mark, Root]:
         return mark, root
     found = "is gone" if root is None else f"holds another save now ({root.save_id})"
     raise CorruptCheckpointError(
-        f"arrays of {referring} are in {at.display} (save {save_id}), which {found}: put that back, or load another checkpoint. A copy by "
-        "ckptcore.copy needs no base"
+        f"arrays of {referring} are in {at.display} (save {save_id}), which {found}: put that back, or load another "
+        "checkpoint. A copy by ckptcore.copy needs no base"
     )
 
 
@@ -168,8 +169,9 @@ def with_bases(opened: Checkpoint, root: Root, context: Context) -> Checkpoint:
         found = None if there is None else bases[base].tree.leaves[there]
         if there is None or not isinstance(found, ArrayRecord) or found.spec != record.spec:
             raise CorruptCheckpointError(
-                f"{location.display} refers to {bases[base].location.display} for {format_path(root.tree.paths[leaf])} ({record.spec}), and that "
-                f"does not have it itself (found {found.spec if isinstance(found, ArrayRecord) else 'no array'}): the checkpoint is damaged; load "
+                f"{location.display} refers to {bases[base].location.display} for "
+                f"{format_path(root.tree.paths[leaf])} ({record.spec}), and that does not have it itself (found "
+                f"{found.spec if isinstance(found, ArrayRecord) else 'no array'}): the checkpoint is damaged; load "
                 "another one"
             )
         derivations[leaf] = Stored(record.spec, there, 1 + base)

@@ -149,7 +149,7 @@ class Checkpoint:
         return self.layout.name == FilesLayout.name
 
     def read(self, plan: ReadPlan, buffers: Sequence[HostArray]) -> Iterable[int]:
-        """Fill buffers with the boxes of a plan of this checkpoint. Yields the number of each box once it is complete."""
+        """Fill buffers with the boxes of a plan. Yields the number of each box once it is complete."""
         if self.reads is not None:
             return self.reads(plan, buffers)
         return self.store.read_boxes(self.index, plan.items, buffers)
@@ -276,8 +276,8 @@ def check_file(opened: Checkpoint, record: ObjectRecord) -> None:
     there = opened.location.store.size(record.key)
     if there != record.size:
         raise CorruptCheckpointError(
-            f"{record.key} in {opened.location.display} has {there} bytes, where {record.size} were written; load another "
-            "checkpoint",
+            f"{record.key} in {opened.location.display} has {there} bytes, where {record.size} were written; load "
+            "another checkpoint",
             key=record.key, start=min(there, record.size), stop=max(there, record.size),
         )  # fmt: skip
 

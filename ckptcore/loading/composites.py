@@ -144,9 +144,9 @@ class CompositeLoad:
             if not self._changed or isinstance(error, TargetUndefinedError):
                 raise
             raise TargetUndefinedError(
-                f"{self.location} was replaced or deleted after {names_shown(self._changed)} had been restored from it, and "
-                "loading again failed: they may belong to different moments now; load again before using them: "
-                f"{error}"
+                f"{self.location} was replaced or deleted after {names_shown(self._changed)} had been restored from "
+                "it, and loading again failed: they may belong to different moments now; load again before using "
+                f"them: {error}"
             ) from error
 
     def _load(self, composite: CompositeCheckpoint) -> dict[str, object]:
@@ -230,8 +230,8 @@ def _plan_requests(
         directory = member.directory(name, _rank(composite, name, member, context))
         if directory not in present[name]:
             raise CheckpointNotFoundError(
-                f"{composite.location.display} was saved with {directory!r}, the state of one process, but it was deleted "
-                f"since; there are {names_shown(present[name])}"
+                f"{composite.location.display} was saved with {directory!r}, the state of one process, but it was "
+                f"deleted since; there are {names_shown(present[name])}"
             )
         opened = open_member(composite, name, directory, location, context)
         # Do not retry without a root: there is no save id to compare.
@@ -258,8 +258,8 @@ def _all_for(
             missing[name] = None
     if missing and absent == "error":
         raise CorruptCheckpointError(
-            f"{composite.location.display} was saved with {names_shown(missing)}, which was deleted or lost since; ask for the names "
-            "that you need, or for this very checkpoint to get what is left of it"
+            f"{composite.location.display} was saved with {names_shown(missing)}, which was deleted or lost since; "
+            "ask for the names that you need, or for this very checkpoint to get what is left of it"
         )
     if missing:
         logger.warning(
@@ -293,8 +293,8 @@ def _rank(composite: CompositeCheckpoint, name: str, member: Member, context: Co
     if member.processes is None or member.processes == job.size:
         return job.rank
     raise TreeMismatchError(
-        f"{name!r} in {composite.location.display} has a state for each of {member.processes} processes, and this job has "
-        f"{job.size}: which one is this process to take? Load what you need by its own location, such as "
+        f"{name!r} in {composite.location.display} has a state for each of {member.processes} processes, and this "
+        f"job has {job.size}: which one is this process to take? Load what you need by its own location, such as "
         f"{composite.location.display.rstrip('/')}/{member.directory(name, 0)}",
         [f"{name}: {member.processes} processes saved it, {job.size} load it"],
     )
@@ -319,7 +319,8 @@ def _request(
     is_files = member.kind == "files"
     if is_files and how != AS_IT_IS:
         raise TreeMismatchError(
-            f"{name!r} is stored as files that its object wrote, and no tree: give it without LoadAs, which is for trees",
+            f"{name!r} is stored as files that its object wrote, and no tree: give it without LoadAs, which is for "
+            "trees",
             [f"{name}: files are stored"],
         )
     if like is None and in_place:
@@ -334,8 +335,9 @@ def _request(
     if is_files and like is not None:
         if files is None:
             raise TreeMismatchError(
-                f"{name!r} is stored as files that its object wrote, and a {type(like).__qualname__} does not restore itself from "
-                "files: pass an object like the one that was saved, or None for the files themselves",
+                f"{name!r} is stored as files that its object wrote, and a {type(like).__qualname__} does not "
+                "restore itself from files: pass an object like the one that was saved, or None for the files "
+                "themselves",
                 [f"{name}: files are stored"],
             )
         return Request(name, functools.partial(load_files_into, source, name, like, files), in_place=True)

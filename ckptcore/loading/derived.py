@@ -169,9 +169,10 @@ class Derived:
                     yield numbers[there]
 
     def _fills(self, derivation: DerivedArray, places: Sequence[Place]) -> Sequence[Fill]:
-        """Return the fills of boxes of an array: one, or pieces if one takes too much memory and pieces read little more.
+        """Return the fills of boxes of an array: one, or pieces if one takes too much memory.
 
-        A piece is a band of all boxes, because the elements between those of one box may belong to another one.
+        Pieces are used only if they read little more. A piece is a band of all boxes, because the elements between
+        those of one box may belong to another one.
         """
         fill = Fill.of(derivation, places)
         if fill.held_bytes <= self.most_bytes:
@@ -205,7 +206,8 @@ class Derived:
     def _reads_runs(self, fill: Fill) -> bool:
         """Return True if a piece reads long runs of stored elements, or whole arrays.
 
-        Each long run may come with a short one, like the scales of weights: the blocks at its ends are a small part of both.
+        Each long run may come with a short one, like the scales of weights: the blocks at its ends are a small part of
+        both.
         """
         counts = self._runs(fill)
         return not counts[None] and counts["short"] <= counts["long"]

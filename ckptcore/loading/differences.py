@@ -102,8 +102,8 @@ def mismatch(display: str, differences: Sequence[Difference], tree: TreeMetadata
         allowing = f"; what is meant to differ can be allowed by name: matching=Matching({_options(remedies)})"
     if (quantized := find_quantized(tree)) is not None:
         dequantizing = (
-            f"; weights are quantised ({quantized}): load them as numbers with transforms=[DequantizeAsConfigured()] or "
-            "[Dequantize(...)] of ckptcore.transforms"
+            f"; weights are quantised ({quantized}): load them as numbers with transforms=[DequantizeAsConfigured()] "
+            "or [Dequantize(...)] of ckptcore.transforms"
         )
     return TreeMismatchError(
         f"{display} does not hold what the abstract tree asks for{counted}:{''.join(shown)}\n"

@@ -99,8 +99,8 @@ def inspect_tree(location: Location, mark: Mark, context: Context) -> Checkpoint
     tried = ", ".join([layout.name for layout in registry.layouts()])
     failed = "".join([f"; {name} cannot be used: {reason}" for name, reason in registry.failed_layouts().items()])
     raise CheckpointNotFoundError(
-        f"{location.display} is no checkpoint that an installed layout reads (tried {tried}{failed}); check the path, or "
-        "install the plugin of its format"
+        f"{location.display} is no checkpoint that an installed layout reads (tried {tried}{failed}); check the "
+        "path, or install the plugin of its format"
     )
 
 
@@ -123,7 +123,8 @@ def find_composite(location: Location, mark: Mark, context: Context) -> Composit
     """Return the checkpointables that the first layout finds; None if none does.
 
     Raises:
-        CorruptCheckpointError: also if a name is not a valid directory name, or ckptcore wrote it and the root was lost.
+        CorruptCheckpointError: also if a name is not a valid directory name, or if ckptcore wrote the checkpoint and
+            the root was lost.
     """
     if not mark.names:
         return None
@@ -158,9 +159,9 @@ def not_finalized(location: Location, partial: PartialSave) -> UncommittedCheckp
     """Return the error for a partial save that is not finalized."""
     running = "" if partial.owner is None else ", and one that is running or was interrupted"
     return UncommittedCheckpointError(
-        f"{location.display} is being filled by a partial save that is not finalized: it has {partial}{running}. Save what "
-        "is missing with ckptcore.partial(...).save, then call ckptcore.partial(...).finalize; or remove it with "
-        "ckptcore.delete"
+        f"{location.display} is being filled by a partial save that is not finalized: it has {partial}{running}. "
+        "Save what is missing with ckptcore.partial(...).save, then call ckptcore.partial(...).finalize; or remove "
+        "it with ckptcore.delete"
     )
 
 
@@ -204,15 +205,15 @@ def _of_steps(location: Location, steps: Mapping[int, str]) -> str:
     shown = ", ".join(names if len(names) <= _STEPS_SHOWN else [names[0], "...", *names[1 - _STEPS_SHOWN :]])
     within = location.display.rstrip("/")
     return (
-        f"{location.display} is no checkpoint but, by the names in it, a directory of steps ({shown}): load one by its own location, "
-        f"such as {within}/{names[-1]}, or the newest with CheckpointReader({within!r}).load()"
+        f"{location.display} is no checkpoint but, by the names in it, a directory of steps ({shown}): load one by "
+        f"its own location, such as {within}/{names[-1]}, or the newest with CheckpointReader({within!r}).load()"
     )
 
 
 def _lost_root(location: Location) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        f"{location.display} was a checkpoint of several checkpointables and has lost its {ROOT_KEY}; restore that from a copy, "
-        "load another checkpoint, or copy a directory in it elsewhere to load that alone",
+        f"{location.display} was a checkpoint of several checkpointables and has lost its {ROOT_KEY}; restore that "
+        "from a copy, load another checkpoint, or copy a directory in it elsewhere to load that alone",
         key=ROOT_KEY,
     )
 

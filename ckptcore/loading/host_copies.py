@@ -174,5 +174,6 @@ def _copy_of(record: object, tree: TreeMetadata, source: int, number: int) -> tu
         if is_box and record.spec == ArraySpec(box.shape, of.spec.dtype):
             return leaf, _Copy(box, source, number)
     raise CorruptCheckpointError(
-        f"its array {number} is said to be a copy of {str(stated)[:80]}, which is no box of this tree; the copy is not read"
+        f"its array {number} is said to be a copy of {str(stated)[:80]}, which is no box of this tree; the copy is "
+        "not read"
     )

@@ -49,7 +49,7 @@ Sequences = Literal["exact", "either"]
 class Matching:
     """Differences between an abstract tree and the stored one that a load allows. None by default.
 
-    Allowed differences are listed in a `ckptcore.results.LoadReport`, if the load is given one. Others are errors, all of them
+    Allowed differences are listed in a `ckptcore.results.LoadReport`, if the load is given one. Others are errors, all
     listed at once.
 
     Attributes:
@@ -220,8 +220,8 @@ class LoadAs(Generic[T]):
 
     Attributes:
         like: its abstract tree, or the object to restore in place; None: as it was saved.
-        select, transforms, matching, report: as for `ckptcore.load`, or for `ckptcore.load_into` if an object is restored
-            in place. For trees only, not for the files of objects.
+        select, transforms, matching, report: as for `ckptcore.load`, or for `ckptcore.load_into` if an object is
+            restored in place. For trees only, not for the files of objects.
     """
 
     like: T

@@ -299,7 +299,7 @@ class _Comparison:
         return found
 
     def of_leaves(self, matching: Matching, changes: dict[int, LeafChange]) -> list[Difference]:
-        """Return the differences of leaves that are stored in another form; add allowed changes of arrays to `changes`."""
+        """Return the differences of leaves that are stored in another form. Adds allowed changes to `changes`."""
         found: list[Difference] = []
         for position, number in enumerate(self.found):
             handler = self.handlers[position]

@@ -344,7 +344,7 @@ def present_members(composite: CompositeCheckpoint) -> dict[str, list[str]]:
 
 
 def _found_by_roots(composite: CompositeCheckpoint) -> set[str]:
-    """Return the directories with roots of members, without a listing. Sends a request for each, and one for each name."""
+    """Return the directories with roots of members, without a listing. Sends a request for each, and for each name."""
     found = set()
     for name, member in composite.members.items():
         for rank in range(member.processes or 1):  # a hostile root may state any number: stop at the first missing one
@@ -386,14 +386,14 @@ def open_member(
     opened = open_checkpoint(Within(location, directory), context)
     if opened.root is None or opened.root.role != "member" or opened.root.save_id != composite.root.save_id:
         raise CorruptCheckpointError(
-            f"{opened.location.display} was replaced by something else than it was saved with; load it by its own location, "
-            "or delete it"
+            f"{opened.location.display} was replaced by something else than it was saved with; load it by its own "
+            "location, or delete it"
         )
     kind = composite.members[name].kind
     if opened.is_files != (kind == "files"):
         raise CorruptCheckpointError(
-            f"{opened.location.display} has the layout {opened.layout.name!r}, and {composite.location.display} says that it is "
-            f"a {kind!r}: one of the two is damaged or forged; load another checkpoint"
+            f"{opened.location.display} has the layout {opened.layout.name!r}, and {composite.location.display} says "
+            f"that it is a {kind!r}: one of the two is damaged or forged; load another checkpoint"
         )
     return opened
 

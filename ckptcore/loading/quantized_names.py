@@ -26,10 +26,10 @@ __all__ = [
 WEIGHT: Final = ".weight"
 
 SCALES: Final = ("_scale_inv", "_scale")
-"""Suffixes of the name of the array: of DeepSeek-V3, Qwen 3 and transformers; of AutoFP8, FBGEMM and compressed-tensors."""
+"""Suffixes of the array name: DeepSeek-V3, Qwen 3 and transformers; AutoFP8, FBGEMM and compressed-tensors."""
 
 _SCALES_OF_MODULES: Final = (".scale", ".qscale_weight")
-"""Suffixes of the name of the module: in DeepSeek-V4 and Mistral Large 4 (transformers' ``quantizer_finegrained_fp8.py``)."""
+"""Suffixes of the module name: DeepSeek-V4 and Mistral Large 4 (transformers' ``quantizer_finegrained_fp8.py``)."""
 
 BLOCKS: Final = "_blocks"
 SCALES_OF_BLOCKS: Final = "_scales"

@@ -153,7 +153,8 @@ class Reading:
         opened: the checkpoint.
         units: the arrays to read.
         leaves: the leaves of the value; those of units are added as they are built.
-        filled: for a target that is filled in place, True for each leaf that needs no replacement; None for a new value.
+        filled: for a target that is filled in place, True for each leaf that needs no replacement; None for a new
+            value.
     """
 
     opened: Checkpoint
@@ -291,9 +292,9 @@ def allocate_for(opened: Checkpoint, leaf: int, spec: ArraySpec) -> HostArray:
         if opened.root is not None:
             raise
         raise CorruptCheckpointError(
-            f"{format_path(opened.tree.paths[leaf])} of {opened.location.display} is said to be {spec}, {spec.nbytes} bytes, and there "
-            "is no memory for that; if it is as large, load a part of it, or where there is more memory, and else the checkpoint "
-            "is damaged"
+            f"{format_path(opened.tree.paths[leaf])} of {opened.location.display} is said to be {spec}, "
+            f"{spec.nbytes} bytes, and there is no memory for that; if it is as large, load a part of it, or where "
+            "there is more memory, and else the checkpoint is damaged"
         ) from error
 
 
@@ -345,6 +346,7 @@ def check_sizes(opened: Checkpoint, wanted: Collection[int]) -> None:
         taken[key] = taken.get(key, 0) + stop - start
         if max(stop, taken[key]) > sizes[key]:
             raise CorruptCheckpointError(
-                f"{format_path(opened.tree.paths[leaf])} would end at byte {stop} of {key}, which has {sizes[key]} bytes",
+                f"{format_path(opened.tree.paths[leaf])} would end at byte {stop} of {key}, which has {sizes[key]} "
+                "bytes",
                 key=key, start=min(sizes[key], stop), stop=stop,
             )  # fmt: skip

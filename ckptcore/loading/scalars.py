@@ -27,7 +27,7 @@ _VALUES: Final = HostValueHandler()
 
 
 def are_interchangeable(asked: LeafRecord, stored: LeafRecord) -> bool:
-    """Return True if one is a Python number and the other an array without axes. See `difference_of` for what is lost."""
+    """Return True if one is a Python number and the other an array without axes. See `difference_of`."""
     if isinstance(stored, ValueRecord):
         return isinstance(asked, ArrayRecord) and _is_number(stored) and _is_scalar(asked)
     return isinstance(asked, ValueRecord) and _is_number(asked) and _is_scalar(stored)
@@ -36,9 +36,9 @@ def are_interchangeable(asked: LeafRecord, stored: LeafRecord) -> bool:
 def difference_of(asked: LeafRecord, stored: LeafRecord) -> str | None:
     """Return why the stored leaf cannot become the one that is asked for without loss; None if it can.
 
-    A number becomes an array that has it exactly: an int one of ints or floats, a float one of floats, a bool one of bools.
-    An array becomes a number by its dtype alone, because its element is not read yet: ints an int, floats a float, bool a
-    bool, and ints of up to 32 bits, which are all floats, also a float.
+    A number becomes an array that has it exactly: an int one of ints or floats, a float one of floats, a bool one of
+    bools. An array becomes a number by its dtype alone, because its element is not read yet: ints an int, floats a
+    float, bool a bool, and ints of up to 32 bits, which are all floats, also a float.
 
     Args:
         asked, stored: interchangeable records.
@@ -50,7 +50,10 @@ def difference_of(asked: LeafRecord, stored: LeafRecord) -> str | None:
         if array_of(stored, asked.spec) is not None:
             return None
         if (stored.kind, _sort(asked.spec)) in _TRIED:
-            return f"value: {asked.spec} is asked for, and cannot hold exactly the {stored.kind} that is stored: {_shown(stored)}"
+            shown = _shown(stored)
+            return (
+                f"value: {asked.spec} is asked for, and cannot hold exactly the {stored.kind} that is stored: {shown}"
+            )
         return f"kind: array {asked.spec} is asked for, {stored.kind} is stored"
     assert isinstance(stored, ArrayRecord) and isinstance(asked, ValueRecord)  # they are interchangeable
     sort = _sort(stored.spec)

@@ -66,8 +66,9 @@ def stored_at(checkpoint: Checkpoint, registry: Plugins) -> Callable[[TreePath],
 def files_instead(checkpoint: Checkpoint) -> TreeMismatchError:
     """Return the error for files where a tree is expected."""
     return TreeMismatchError(
-        f"{checkpoint.location.display} holds files that an object wrote, and no tree: load it with load_checkpointables "
-        "and an object like the one that was saved, or with load() and nothing else for the files as bytes",
+        f"{checkpoint.location.display} holds files that an object wrote, and no tree: load it with "
+        "load_checkpointables and an object like the one that was saved, or with load() and nothing else for the "
+        "files as bytes",
         ["files are stored, a tree is asked for"],
     )
 

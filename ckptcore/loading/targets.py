@@ -71,8 +71,8 @@ def load_into_target(
         if not load.has_begun:
             raise
         raise TargetUndefinedError(
-            f"loading {source} into its target failed half-way, and the target now holds a mix of what it held and what "
-            f"was stored; load again before using it: {error}"
+            f"loading {source} into its target failed half-way, and the target now holds a mix of what it held and "
+            f"what was stored; load again before using it: {error}"
         ) from error
     return target
 
@@ -216,8 +216,8 @@ class _RestoredFiles:
         """Refuse a tree. Reads no file yet."""
         if not checkpoint.is_files:
             raise CorruptCheckpointError(
-                f"{checkpoint.location.display} holds a tree, where an object of this name wrote files; it was replaced, or is "
-                "damaged: load again, or load another checkpoint"
+                f"{checkpoint.location.display} holds a tree, where an object of this name wrote files; it was "
+                "replaced, or is damaged: load again, or load another checkpoint"
             )
         return Matched((), ())
 
@@ -328,7 +328,8 @@ def _match_target(checkpoint: Checkpoint, flat: Flat, context: Context, request:
 def _refuse_placeholders(request: LoadRequest) -> None:
     if request.matching.missing == "placeholder":
         raise ValueError(
-            'nothing puts placeholders into a target that is filled in place: expected Matching(missing="error") or "keep", '
+            "nothing puts placeholders into a target that is filled in place: expected "
+            'Matching(missing="error") or "keep", '
             'found "placeholder"'
         )
 
@@ -420,7 +421,8 @@ def _copy_out(checkpoint: Checkpoint, directory: Path) -> None:
                     file.writelines(file_pieces(checkpoint, record))
         except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
             raise CorruptCheckpointError(
-                f"{checkpoint.location.display} lists the file {key!r} twice, or as a directory too: {error}; load another checkpoint",
+                f"{checkpoint.location.display} lists the file {key!r} twice, or as a directory too: {error}; load "
+                "another checkpoint",
                 key=key,
             ) from error
         except CheckpointError:

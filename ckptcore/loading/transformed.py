@@ -54,8 +54,9 @@ def apply_transforms(opened: Checkpoint, transforms: Transforms, context: Contex
             if isinstance(error, CheckpointError) and not isinstance(error, TransformError | UnsupportedLeafError):
                 raise  # about a further checkpoint, not about the transform
             raise TransformError(
-                f"{opened.location.display}, transform {number + 1} of {len(transforms)} ({_cut(transform.describe())}): {_cut(str(error))}. "
-                "Transforms are applied in order, each to what the ones before it made; IfPresent lets one match nothing"
+                f"{opened.location.display}, transform {number + 1} of {len(transforms)} "
+                f"({_cut(transform.describe())}): {_cut(str(error))}. Transforms are applied in order, each to what "
+                "the ones before it made; IfPresent lets one match nothing"
             ) from error
     try:
         finished = made.finish()

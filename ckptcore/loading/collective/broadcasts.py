@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -78,7 +79,7 @@ class Broadcasts:
             if unit.array is None and any(box.size for box in unit.boxes):
                 by_leaf.setdefault(unit.leaf, []).append(unit)
             else:
-                self._guard(lambda unit=unit: self._place_empty(unit))  # type: ignore[misc]  # the default is a LeafRead
+                self._guard(functools.partial(self._place_empty, unit))
         readers = BackgroundThreads(2, "ckptcore-read")
         try:
             for part in self._plan.rounds:
@@ -140,7 +141,8 @@ class Broadcasts:
                 being_read.append((memory, self._start_reading(to_read.popleft(), memory, readers)))
             if message.reader == self._rank:
                 memory, read = being_read.popleft()
-                self._guard(lambda read=read: read.result() if read is not None else None)  # type: ignore[misc]  # the default is a Future
+                if read is not None:
+                    self._guard(read.result)
                 memory[0] = _FAILED if self._failed else 0
             else:
                 memory = self._free.pop()

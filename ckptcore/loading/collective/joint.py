@@ -61,7 +61,8 @@ def take_step(
         checkpoint was replaced: the attempt must be repeated.
 
     Raises:
-        CorruptCheckpointError, CheckpointNotFoundError: if another rank raised it. A rank's own error is raised as it is.
+        CorruptCheckpointError, CheckpointNotFoundError: if another rank raised it. A rank's own error is raised
+            unchanged.
         RankFailedError: if another rank failed otherwise.
     """
     own: Exception | None = None

@@ -45,7 +45,8 @@ class SharedArray:
         leaf: its number in the tree that all ranks have: the stored one, or the one that transforms make of it.
         change: a description of its change by matching, which may differ by rank; empty without a change.
         spec: its shape and dtype after the change.
-        axis, step: bands of `step` elements along an axis that read disjoint bytes. 0: only runs of elements in C order.
+        axis, step: bands of `step` elements along an axis that read disjoint bytes; 0 if only runs of elements in C
+            order do.
         is_stored: True for a stored array without any change.
     """
 
@@ -97,7 +98,7 @@ class SharedArray:
         return cls(leaf, change, ArraySpec(tuple(shape), dtype), axis, step)
 
     def chunks(self) -> Iterable[Chunk]:
-        """Return its bands as if they were stored one after the other. Each begins at a block, so that messages end at one."""
+        """Return its bands as if they were stored in order, each from a block on, so that messages end at blocks."""
         if not self.step:
             return ()
         bands = Box.whole(self.spec.shape).bands(self.axis, self.step)
@@ -180,7 +181,8 @@ class SharedAttempt(CollectiveAttempt[T]):
         if decided["differ"]:
             raise ValueError(
                 f"the ranks load {self._load.location} with different options, or open different checkpoints there: "
-                f"{decided['differ']}; give all the same Context(job=JobOptions(reads=...), memory=...), a location that is the same for all, and abstract "
+                f"{decided['differ']}; give all the same Context(job=JobOptions(reads=...), memory=...), a location "
+                "that is the same for all, and abstract "
                 'trees, transforms and matching by which the same arrays are made alike; else load with reads="all"'
             )
         if decided["again"]:
@@ -276,15 +278,17 @@ class SharedAttempt(CollectiveAttempt[T]):
         collectives = context.job.collectives or runtime_of(context).registry.collectives()
         if collectives is None:
             raise PluginError(
-                f"Context(job=JobOptions(reads={self._load.context.job.reads!r})) sends what one process reads of {self._load.location} to others, and no plugin "
-                "knows how: expected a framework whose collectives connect the job (ckptcore-torch after torch.distributed."
-                "init_process_group, ckptcore-jax after jax.distributed.initialize), or Context(job=JobOptions(collectives=...)). Else give "
+                f"Context(job=JobOptions(reads={self._load.context.job.reads!r})) sends what one process reads of "
+                f"{self._load.location} to others, and no plugin knows how: expected a framework whose collectives "
+                "connect the job (ckptcore-torch after torch.distributed.init_process_group, ckptcore-jax after "
+                "jax.distributed.initialize), or Context(job=JobOptions(collectives=...)). Else give "
                 'reads="all"'
             )
         if (collectives.rank, collectives.size) != (job.rank, job.size):
             raise PluginError(
-                f"{collectives.name} is a job of {collectives.size} processes of which this is {collectives.rank}; the coordinator "
-                f"says {job.size} and {job.rank}: give a Context a coordinator and collectives of one job"
+                f"{collectives.name} is a job of {collectives.size} processes of which this is {collectives.rank}; "
+                f"the coordinator says {job.size} and {job.rank}: give a Context a coordinator and collectives of "
+                "one job"
             )
         return collectives.connect(f"ckptcore/{self._decided['key']}", shares.groups)
 

@@ -279,7 +279,7 @@ def _index(cells: Sequence[_Cell], chunks: Iterable[Chunk]) -> ChunkLookup:
 
 
 def _joined(cells: Sequence[_Cell], index: ChunkLookup) -> list[_Cell]:
-    """Cells of which no two have parts of one chunk, unless they are for the same members: who wants a part is sent all of them."""
+    """Split cells so that cells with parts of one chunk have the same members, who are sent the whole chunk."""
     parts = [list(index.parts(cell.box)) for cell in cells]
     members: dict[Box, set[int]] = {}
     for cell, of_cell in zip(cells, parts, strict=True):
@@ -307,7 +307,7 @@ def _batch_sizes(pieces: Sequence[StoredPiece], members: int, sizes: MessageSize
 
 
 def _in_turns(messages: Sequence[Message]) -> list[Message]:
-    """Return messages in the order of sending: one of each reader in turn, so that all readers work at the same time."""
+    """Return messages in the order of sending: one of each reader in turn, so that all read at the same time."""
     of_reader: dict[int, list[Message]] = {}
     for message in messages:
         of_reader.setdefault(message.reader, []).append(message)
