@@ -207,7 +207,8 @@ class Reading:
 
 def perform(reading: Reading, context: Context) -> None:
     """Read and build all leaves."""
-    for batch in _batches(reading.units, context.memory.load_bytes):
+    limit = context.memory.load_bytes
+    for batch in [reading.units] if limit is None else _batches(reading.units, limit):
         at_workers = [unit for unit in batch if unit.at_workers]
         _read(reading, [unit for unit in batch if not unit.at_workers] if at_workers else batch)
         if at_workers:
@@ -230,10 +231,8 @@ def _naming_leaf(tree: TreeMetadata, leaf: int, error: UnsupportedLeafError) -> 
     return UnsupportedLeafError(f"{format_path(tree.paths[leaf])}: {error}")
 
 
-def _batches(units: Sequence[LeafRead], limit: int | None) -> Iterator[Sequence[LeafRead]]:
-    if limit is None:
-        yield units
-        return
+def _batches(units: Sequence[LeafRead], limit: int) -> Iterator[Sequence[LeafRead]]:
+    """Cut units into batches of at most `limit` bytes; a single larger unit is a batch of its own."""
     batch: list[LeafRead] = []
     held = 0
     for unit in units:
