@@ -3,8 +3,9 @@
 Three processes run each benchmark: one of the old worktree, one of the new, and a second one of the old. In each round
 each of them runs the same contender once, and each round begins with another process. The ratio of new to old has the
 changes of the code and the noise of the machine; the ratio of old to old has the noise alone. Both are paired by round,
-and the first round does not count. A run of less than 50 ms is repeated within its round, and the median counts. The processes are started several times, because the layout of memory and other
-accidents of a process last as long as the process.
+and the first round does not count. A run of less than 50 ms is repeated within its round, and the median counts. The
+processes are started several times, because the layout of memory and other accidents of a process last as long as the
+process.
 
 Each worktree runs its own benchmarks with its own library, by the Python of its ``.venv`` if it has one. Rows are
 matched by name. Libraries of others, which are the same in both, are not timed. Rows that a benchmark measures in

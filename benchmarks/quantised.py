@@ -1,6 +1,7 @@
 """Quantised weights loaded as bfloat16, beside what the owners of the formats do: transformers, and torch's reader of such checkpoints.
 
-All sides make the same bits, which is checked first. Transformers and safetensors verify nothing; what is published has no checksums, so ckptcore does not either.
+All sides make the same bits, which is checked first. Transformers and safetensors verify nothing; what is published has
+no checksums, so ckptcore does not either.
 """
 
 # mypy: allow-untyped-calls

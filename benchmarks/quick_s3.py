@@ -1,7 +1,8 @@
 """A server that speaks as much of S3 as uploads and downloads need, and costs little: ``python quick_s3.py PORT``.
 
-Servers for tests read all of an object for each range of it, and take longer for that than any client. This one keeps objects in memory,
-in the pieces that they came in, and has a thread for each connection. No signature is looked at, and nothing is durable.
+Servers for tests read all of an object for each range of it, and take longer for that than any client. This one keeps
+objects in memory, in the pieces that they came in, and has a thread for each connection. No signature is looked at, and
+nothing is durable.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The cost of owning the bytes that a save writes.
 
 A blocking save copies each block before it hashes and writes it. Two references do only that, with as many threads: one
-copies too, the other hashes and writes the blocks in place. `save_async` copies `jax.Array`s of the CPU backend before it
-returns; its reference keeps views.
+copies too, the other hashes and writes the blocks in place. `save_async` copies `jax.Array`s of the CPU backend before
+it returns; its reference keeps views.
 """
 
 from __future__ import annotations

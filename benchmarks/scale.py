@@ -1,11 +1,12 @@
 """A save of 405 billion parameters by up to 16,384 processes, in one process: what each of them does, and what the leader does.
 
-Real: describing and planning, what the layouts tell of what they write, the encoding of receipts, the exchanges of an agreement, the
-check that what was written makes up the arrays, the layouts' merge, the root. Simulated: the arrays have no elements, the wire between
-processes is a dictionary, the storage counts what is put. See `benchmarks.scale_receipts` for which processes the layouts run.
+Real: describing and planning, what the layouts tell of what they write, the encoding of receipts, the exchanges of an
+agreement, the check that what was written makes up the arrays, the layouts' merge, the root. Simulated: the arrays have
+no elements, the wire between processes is a dictionary, the storage counts what is put. See `benchmarks.scale_receipts`
+for which processes the layouts run.
 
-``python -m benchmarks --only scale`` prints a table; ``python -m benchmarks.scale_report FILE...`` makes the table and the plot of the
-documentation from rows that ``python -m benchmarks.scale SIZE LAYOUT FILE`` wrote.
+``python -m benchmarks --only scale`` prints a table; ``python -m benchmarks.scale_report FILE...`` makes the table and
+the plot of the documentation from rows that ``python -m benchmarks.scale SIZE LAYOUT FILE`` wrote.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """The job that is simulated: the training of a model of the shapes of Llama 3.1 405B, sharded and replicated over any number of processes.
 
-Shapes are those of the model's ``config.json``: 126 layers, hidden size 16384, feed-forward 53248, 128 heads and 8 of keys and values of 128
-each, a vocabulary of 128256. Weights are bfloat16; beside them stand the float32 weights and both moments of AdamW.
+Shapes are those of the model's ``config.json``: 126 layers, hidden size 16384, feed-forward 53248, 128 heads and 8 of
+keys and values of 128 each, a vocabulary of 128256. Weights are bfloat16; beside them stand the float32 weights and
+both moments of AdamW.
 
-Shards are those of PyTorch's FSDP2 over tensor parallelism: an array is cut for tensor parallelism first (by rows or columns, norms not
-at all), and the rows of each part as ``torch.chunk`` cuts them. The embedding and the head come out uneven: 16032 rows over 128.
+Shards are those of PyTorch's FSDP2 over tensor parallelism: an array is cut for tensor parallelism first (by rows or
+columns, norms not at all), and the rows of each part as ``torch.chunk`` cuts them. The embedding and the head come out
+uneven: 16032 rows over 128.
 """
 
 from __future__ import annotations

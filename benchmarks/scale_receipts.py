@@ -1,8 +1,9 @@
 """What each process of the simulated job writes, and what it tells the leader of that.
 
-The real planning and the real layouts run for sample processes. For all others the same is put together here, array by array, because
-they would take hours on one machine: which arrays a process writes, their boxes, chunks, files and checksums are its own and exactly
-those that the real code comes to, which `expect_alike` makes sure of; only where in a file things begin is not to the byte.
+The real planning and the real layouts run for sample processes. For all others the same is put together here, array by
+array, because they would take hours on one machine: which arrays a process writes, their boxes, chunks, files and
+checksums are its own and exactly those that the real code comes to, which `expect_alike` makes sure of; only where in a
+file things begin is not to the byte.
 """
 
 from __future__ import annotations

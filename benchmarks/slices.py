@@ -1,9 +1,11 @@
 """Parts of checkpoints: rows of arrays beside `safe_open(...).get_slice` of safetensors, and the experts of one process of eight.
 
-Both sides give out copies. Safetensors maps its file and verifies nothing; ckptcore verifies a block of 1 MiB when something of it is read first.
-So there are rows for what is open and was read before, where both do the same work, and rows that open the checkpoint each time, where ckptcore
-reads and verifies sixteen times the bytes that are wanted. Beside each stands what it takes with `Context(io=IOOptions(verify=False))`. A Context remembers what the
-roots said that it opened last: rows of openings stand for the second one and all after it, and those with a new Context for the first.
+Both sides give out copies. Safetensors maps its file and verifies nothing; ckptcore verifies a block of 1 MiB when
+something of it is read first. So there are rows for what is open and was read before, where both do the same work, and
+rows that open the checkpoint each time, where ckptcore reads and verifies sixteen times the bytes that are wanted.
+Beside each stands what it takes with `Context(io=IOOptions(verify=False))`. A Context remembers what the roots said
+that it opened last: rows of openings stand for the second one and all after it, and those with a new Context for the
+first.
 """
 
 from __future__ import annotations

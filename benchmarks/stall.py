@@ -1,8 +1,8 @@
 """How long a training loop stands still for a save in the background, beside Orbax's Checkpointer and DCP's async_save.
 
-Each contender trains the same loop: steps of at least 50 ms on the main thread, a save every few of them. What a save costs
-the loop is the time that the call blocks it; what it waits for the save before is told apart. Contenders take turns, and one
-begins only when the one before has written everything.
+Each contender trains the same loop: steps of at least 50 ms on the main thread, a save every few of them. What a save
+costs the loop is the time that the call blocks it; what it waits for the save before is told apart. Contenders take
+turns, and one begins only when the one before has written everything.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python examples/train_jax.py --directory runs/jax
 
-Stop it however you like, `kill -9` included, and start it again: it goes on from the last step that was committed, and every
-loss that it prints is the one that a run without the stop would have printed.
+Stop it however you like, `kill -9` included, and start it again: it goes on from the last step that was committed, and
+every loss that it prints is the one that a run without the stop would have printed.
 """
 
 # mypy: disable-error-code="import-untyped"
@@ -106,8 +106,8 @@ def train(directory: str, *, steps: int, save_every: int) -> None:
             value = float(loss)
             print(f"step {step} loss {value:.4f} {value.hex()}", flush=True)
 
-            # Returns at once if the policy does not want the step, and otherwise once the arrays are copied to host memory.
-            # An error of the save before is raised here.
+            # Returns at once if the policy does not want the step, and otherwise once the arrays are copied to host
+            # memory. An error of the save before is raised here.
             objects = {"state": state, "data": data}
             checkpointer.save_checkpointables(step, objects, metrics={"loss": value}, force=step == steps)
     # Leaving the block has waited for the last save.

@@ -2,8 +2,8 @@
 
     python examples/train_torch.py --directory runs/torch
 
-Stop it however you like, `kill -9` included, and start it again: it goes on from the last step that was committed, and every
-loss that it prints is the one that a run without the stop would have printed.
+Stop it however you like, `kill -9` included, and start it again: it goes on from the last step that was committed, and
+every loss that it prints is the one that a run without the stop would have printed.
 """
 
 # mypy: allow-untyped-calls, disable-error-code="import-untyped"
@@ -33,8 +33,8 @@ def load_data(batch_size: int) -> StatefulDataLoader[tuple[torch.Tensor, ...]]:
     digits = load_digits()
     images = torch.from_numpy(digits.images.reshape(-1, 64).astype(np.float32) / 16)
     dataset = TensorDataset(images, torch.from_numpy(digits.target))
-    # A generator for the order and another for the loader, which draws one number whenever it is iterated over. Without them both
-    # draw from PyTorch's global one, also when a run resumes: dropout would go on with other numbers.
+    # A generator for the order and another for the loader, which draws one number whenever it is iterated over. Without
+    # them both draw from PyTorch's global one, also when a run resumes: dropout would go on with other numbers.
     order = RandomSampler(dataset, generator=torch.Generator().manual_seed(0))
     with warnings.catch_warnings():  # torchdata calls something that PyTorch deprecates
         warnings.simplefilter("ignore", UserWarning)
@@ -91,8 +91,9 @@ def train(directory: str, *, steps: int, save_every: int) -> None:
             value = float(loss.detach())
             print(f"step {step} loss {value:.4f} {value.hex()}", flush=True)
 
-            # Returns at once where the policy does not want the step, and otherwise as soon as it has a copy of the state: the
-            # next step may change everything while the copy is written. An error of the save before is raised here.
+            # Returns at once where the policy does not want the step, and otherwise as soon as it has a copy of the
+            # state: the next step may change everything while the copy is written. An error of the save before is
+            # raised here.
             checkpointer.save_checkpointables(step, state, metrics={"loss": value}, force=step == steps)
     # Leaving the block has waited for the last save.
 

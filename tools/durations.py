@@ -3,8 +3,8 @@
     python -m pytest -p tools.durations --junitxml=durations.xml ...
     python -m tools.durations durations.xml [more.xml ...]
 
-As a plugin it adds the CPU seconds of each test, which a busy machine changes less than the seconds that passed: those of
-the process and of the children that it has waited for. A server that outlives its tests is not counted.
+As a plugin it adds the CPU seconds of each test, which a busy machine changes less than the seconds that passed: those
+of the process and of the children that it has waited for. A server that outlives its tests is not counted.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """Change the code in small ways and find out which changes the tests notice.
 
 Run ``python -m tools.mutants --seed 18 --count 200 --paths ckptcore/commit ckptcore/loading --tests tests/loading
---out mutants.json``; a run that was interrupted continues. After a change of the code, run with ``--like mutants.json``,
-which makes the same mutants again, and list with ``--compare BEFORE AFTER`` those that the tests no longer notice.
+--out mutants.json``; a run that was interrupted continues. After a change of the code, run with ``--like
+mutants.json``, which makes the same mutants again, and list with ``--compare BEFORE AFTER`` those that the tests no
+longer notice.
 
 A mutant has one change inside one function. Its name is made of the qualified name of the function, the kind of change
 and the text that is changed, so it stays the same when files are renamed or when lines move. Each mutant is tested in a
-fork of this process, which has imported the libraries that are slow to import, but nothing of ``ckptcore``. The files of
-the worktree stay as they are: an import hook replaces the module, also in processes that tests start.
+fork of this process, which has imported the libraries that are slow to import, but nothing of ``ckptcore``. The files
+of the worktree stay as they are: an import hook replaces the module, also in processes that tests start.
 """
 
 from __future__ import annotations

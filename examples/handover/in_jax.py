@@ -52,7 +52,8 @@ class Training:
             for number, like in enumerate(array.values())
         }
         self.data = batches()
-        # The leaves of what is passed say what is built: arrays of JAX, whoever saved them. The iterator is restored in place.
+        # The leaves of what is passed say what is built: arrays of JAX, whoever saved them. The iterator is restored in
+        # place.
         loaded: dict[str, Any] = checkpointer.load_checkpointables(
             abstract={"model": array, "optimizer": {"state": moments, "param_groups": ckptcore.PLACEHOLDER}},
             into={"data": self.data},

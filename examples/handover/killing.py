@@ -37,8 +37,8 @@ def hidden_directories(directory: Path) -> list[str]:
 def train_and_kill(directory: Path, after: int) -> Killed:
     """Train with PyTorch in a process of its own, and send it SIGKILL in the middle of the first save after a step.
 
-    Chance decides nothing: when a save has begun the process is frozen, looked at, and killed only if the save is under way then.
-    Otherwise it goes on to the next save.
+    Chance decides nothing: when a save has begun the process is frozen, looked at, and killed only if the save is under
+    way then. Otherwise it goes on to the next save.
 
     Raises:
         RuntimeError: if no save could be caught.

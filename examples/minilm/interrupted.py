@@ -23,8 +23,8 @@ _ATTEMPTS = 20
 def kill_save_halfway(location: Path, save_earlier: Callable[[], None]) -> str:
     """Start a process that saves a larger state over the checkpoint at a location, and kill it in the middle.
 
-    Chance decides nothing: once the process has written an eighth of it, it is frozen and looked at. If the checkpoint at the
-    location is still the earlier one, it is killed with SIGKILL; if its save was done already, all begins anew.
+    Chance decides nothing: once the process has written an eighth of it, it is frozen and looked at. If the checkpoint
+    at the location is still the earlier one, it is killed with SIGKILL; if its save was done already, all begins anew.
 
     Args:
         location: where both save.

@@ -2,6 +2,6 @@
 
     python -m examples.with_ray [--steps N]
 
-A linear model in NumPy, whose gradients the driver averages. Every worker draws its examples from a file that it makes on a disk of
-its own, by a random generator of its own.
+A linear model in NumPy, whose gradients the driver averages. Every worker draws its examples from a file that it makes
+on a disk of its own, by a random generator of its own.
 """

@@ -50,7 +50,8 @@ def tell(report: Report, scratch: Path, steps: int) -> None:
         expected = train(workers, 0, steps)
         ray.get([worker.close.remote() for worker in workers])
     report.say(
-        f"{SIZE} workers, {steps} steps, saved every {SAVE_EVERY}; the loss fell from {expected[0]:.1f} to {expected[-1]:.1f}"
+        f"{SIZE} workers, {steps} steps, saved every {SAVE_EVERY}; the loss fell from {expected[0]:.1f} to "
+        f"{expected[-1]:.1f}"
     )
     for worker in workers:
         ray.kill(worker)

@@ -127,8 +127,8 @@ def _examine(
     expect_same_layout(location, partial, layout)
     if not partial.sessions:
         raise CheckpointNotFoundError(
-            f"no session of the partial save to {location.display} is complete: save with ckptcore.partial(...).save first, or remove it "
-            "with ckptcore.delete"
+            f"no session of the partial save to {location.display} is complete: save with ckptcore.partial(...).save "
+            "first, or remove it with ckptcore.delete"
         )
     sessions = read_sessions(store, partial)
     with _reported_as_damage(location):
@@ -160,8 +160,8 @@ def _reported_as_damage(location: Location) -> Iterator[None]:
         AssertionError,
     ) as error:
         raise CorruptCheckpointError(
-            f"what the sessions at {location.display} say that they wrote cannot be put together: {error!r}; delete the partial "
-            "save and begin again"
+            f"what the sessions at {location.display} say that they wrote cannot be put together: {error!r}; delete "
+            "the partial save and begin again"
         ) from error
 
 
@@ -187,7 +187,8 @@ def _expect_whole(tree: TreeMetadata, receipts: Sequence[Receipt]) -> None:
     if lacking:
         more = f" and {len(lacking) - _SHOWN} more" if len(lacking) > _SHOWN else ""
         raise TreeMismatchError(
-            f"arrays are not whole yet: {'; '.join(lacking[:_SHOWN])}{more}. Save the rest in a further session, then finalize again",
+            f"arrays are not whole yet: {'; '.join(lacking[:_SHOWN])}{more}. Save the rest in a further session, "
+            "then finalize again",
             lacking,
         )
 

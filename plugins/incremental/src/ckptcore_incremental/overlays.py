@@ -34,9 +34,9 @@ def overlay(
 ) -> Overlaid:
     """Put a tree over another one: leaves of the upper tree come from there, all others from the lower tree.
 
-    Mappings have the keys of both, those of the lower tree first, and so have containers of which only some children were
-    given. Any other container of the upper tree replaces the container below it; with the same keys, it replaces the
-    children. An empty upper tree changes nothing.
+    Mappings have the keys of both, those of the lower tree first, and so have containers of which only some children
+    were given. Any other container of the upper tree replaces the container below it; with the same keys, it replaces
+    the children. An empty upper tree changes nothing.
 
     Args:
         below, above: the trees.
@@ -62,8 +62,8 @@ def overlay(
         ):
             continue
         walk.differences.append(
-            f"{format_path(path)}: a {given.kind} of {len(given.keys)} with placeholders is given, and the base has a {found.kind} of "
-            f"{len(found.keys)}"
+            f"{format_path(path)}: a {given.kind} of {len(given.keys)} with placeholders is given, and the base has "
+            f"a {found.kind} of {len(found.keys)}"
         )
     if walk.differences:
         shown = "".join(f"\n  {line}" for line in walk.differences[:_SHOWN])

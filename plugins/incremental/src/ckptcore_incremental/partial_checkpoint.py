@@ -35,8 +35,8 @@ def partial(
 
     Args:
         location: a path or URL, the same in every session.
-        layout: as for `save`, the same with the same options in every session and for `finalize`. None: ``"safetensors"``
-            for sessions; for `finalize` that of the sessions, with its default options.
+        layout: as for `save`, the same with the same options in every session and for `finalize`. None:
+            ``"safetensors"`` for sessions; for `finalize` that of the sessions, with its default options.
         context: options.
     """
     return PartialCheckpoint(location, layout, context or default_context())
@@ -45,8 +45,9 @@ def partial(
 class PartialCheckpoint:
     """A checkpoint that several sessions fill, one after the other. See `partial`.
 
-    Until `finalize` there is no checkpoint: a load raises an error that lists the sessions. A session that fails does not
-    count, and those before it do. Nothing replaces a partial save: not `save`, not the retention of a `Checkpointer`; `delete` removes it.
+    Until `finalize` there is no checkpoint: a load raises an error that lists the sessions. A session that fails does
+    not count, and those before it do. Nothing replaces a partial save: not `save`, not the retention of a
+    `Checkpointer`; `delete` removes it.
 
     The end of a ``with`` block waits for asynchronous sessions that it began. It does not finalize.
     """
@@ -61,15 +62,16 @@ class PartialCheckpoint:
     def save(self, state: object) -> None:
         """Save a part of the tree as one session. Returns once the session is durable and counts.
 
-        In a job every process calls this. Mappings are united by key; every other container, and every value that is in several
-        sessions, must be the same in all of them. Of an array that gives its boxes (`ShardedArray`, arrays of a job) sessions may have
-        different ones.
+        In a job every process calls this. Mappings are united by key; every other container, and every value that is in
+        several sessions, must be the same in all of them. Of an array that gives its boxes (`ShardedArray`, arrays of a
+        job) sessions may have different ones.
 
         Args:
             state: what this session has.
 
         Raises:
-            TreeMismatchError: for an array that an earlier session has, and for what does not fit the trees of those. Nothing was written.
+            TreeMismatchError: for an array that an earlier session has, and for what does not fit the trees of those.
+                Nothing was written.
             CheckpointExistsError: if something is at the location that is no partial save.
             SaveLostError: if another session is running there, or took over from this one.
             CheckpointError: if the layout differs from that of earlier sessions, or cannot be written in sessions.
@@ -86,7 +88,8 @@ class PartialCheckpoint:
     def finalize(self, *, metadata: Mapping[str, JSON] | None = None) -> None:
         """Commit what the sessions wrote as one checkpoint, as if one save had written it. Moves no element of an array.
 
-        In a job every process calls this. If it fails the sessions stay, further ones may follow, and it can be called again.
+        In a job every process calls this. If it fails the sessions stay, further ones may follow, and it can be called
+        again.
 
         Args:
             metadata: JSON of the user's, kept with the checkpoint.

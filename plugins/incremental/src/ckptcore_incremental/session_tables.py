@@ -1,8 +1,8 @@
 """Receipts of the sessions of a partial save, and the union of all sessions.
 
-A table is an object of its own until the checkpoint is finalized: a line of JSON with the tree of the session, and after it the
-receipts of its processes in the form in which they are sent in a job. Only ckptcore reads it. Its version changes with
-each change of `ckptcore.job.receipts`.
+A table is an object of its own until the checkpoint is finalized: a line of JSON with the tree of the session, and
+after it the receipts of its processes in the form in which they are sent in a job. Only ckptcore reads it. Its version
+changes with each change of `ckptcore.job.receipts`.
 """
 
 from __future__ import annotations
@@ -102,13 +102,14 @@ def _read(store: StorageBackend, session: Session) -> bytes:
         data = store.get(session.key, 0, session.key_bytes + 1)
     except ObjectNotFoundError as error:
         raise CorruptCheckpointError(
-            f"{session.key}, which says what a session of a partial save wrote, is missing; delete the save and begin again",
+            f"{session.key}, which says what a session of a partial save wrote, is missing; delete the save and "
+            "begin again",
             key=session.key,
         ) from error
     if len(data) != session.key_bytes or _checksum(data) != session.checksum:
         raise CorruptCheckpointError(
-            f"{session.key} is damaged: expected {session.key_bytes} bytes with the checksum {session.checksum}, found {len(data)} or "
-            f"more with {_checksum(data)}; delete the save and begin again",
+            f"{session.key} is damaged: expected {session.key_bytes} bytes with the checksum {session.checksum}, "
+            f"found {len(data)} or more with {_checksum(data)}; delete the save and begin again",
             key=session.key, start=0, stop=len(data),
         )  # fmt: skip
     return data
@@ -130,8 +131,8 @@ def decode_session(data: bytes, session: Session) -> SessionReceipts:
         head: dict[str, Any] = json.loads(line)
         if head["version"] != _VERSION:
             raise UnsupportedVersionError(
-                f"{session.key} has the version {str(head['version'])[:40]}, and this ckptcore knows {_VERSION}: finalize with the version "
-                "that saved the sessions"
+                f"{session.key} has the version {str(head['version'])[:40]}, and this ckptcore knows {_VERSION}: "
+                "finalize with the version that saved the sessions"
             )
         tree = TreeMetadata.from_json(head["tree"])
         receipts = decode_receipts(itertools.repeat(tree, session.size), rest)
@@ -282,8 +283,8 @@ def refuse_boxes(tree: TreeMetadata, items: Sequence[WriteItem], taken: Mapping[
 def _twice(found: Sequence[str]) -> TreeMismatchError:
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return TreeMismatchError(
-        f"an earlier session of this partial save has {', '.join(found[:_SHOWN])}{more} already, and nothing is saved twice: give what "
-        "is not there yet. Nothing was written",
+        f"an earlier session of this partial save has {', '.join(found[:_SHOWN])}{more} already, and nothing is "
+        "saved twice: give what is not there yet. Nothing was written",
         found,
     )
 
@@ -313,15 +314,16 @@ def _unite(sessions: Sequence[SessionReceipts], layout: Layout) -> tuple[TreeMet
                 f"{format_path(tree.paths[leaf])} and {format_path(tree.paths[tree.aliases[leaf]])}" for leaf in apart
             ]
             raise TreeMismatchError(
-                f"arrays share memory in one session and not in another: {'; '.join(told[:_SHOWN])}. Give them in one session. Nothing "
-                "was written",
+                f"arrays share memory in one session and not in another: {'; '.join(told[:_SHOWN])}. Give them in "
+                "one session. Nothing was written",
                 told,
             )
         for leaf, name in layout.names_written(tree).items():
             if names[own[leaf]] != name:
                 raise NameCollisionError(
-                    f"{format_path(tree.paths[leaf])} is stored as {name!r} in its session, and would be {names[own[leaf]]!r} together "
-                    "with what other sessions have: rename one of the keys, or save both in one session. Nothing was written"
+                    f"{format_path(tree.paths[leaf])} is stored as {name!r} in its session, and would be "
+                    f"{names[own[leaf]]!r} together with what other sessions have: rename one of the keys, or save "
+                    "both in one session. Nothing was written"
                 )
         numbers.append(stored)
     return replace(union, held_by=held_by), numbers

@@ -150,12 +150,14 @@ class _SessionCommit:
             found = find_partial(location)
         except CheckpointError as unreadable:
             raise CommitUnknownError(
-                f"whether a session of {location.display} counts is not known: {error}, and the list of its sessions cannot be read: {unreadable}"
+                f"whether a session of {location.display} counts is not known: {error}, and the list of its sessions "
+                f"cannot be read: {unreadable}"
             ) from error
         first = partial.owner
         if found is None or found.save_id != partial.save_id or all(one.first != first for one in found.sessions):
             raise CommitUnknownError(
-                f"the session of {location.display} does not count, or not yet: {error}; look again before saving (rank {rank})"
+                f"the session of {location.display} does not count, or not yet: {error}; look again before saving "
+                f"(rank {rank})"
             ) from error
 
     def abort(self) -> None:
@@ -241,8 +243,8 @@ def _plan_session(draft: SaveDraft) -> _SessionPlace:
         expect_sessions(layout)
         if description.at_workers:
             raise UnsupportedLeafError(
-                "arrays that the workers of a controller hold cannot be saved in sessions: expected arrays of this process; save them "
-                "with ckptcore.save. Nothing was written"
+                "arrays that the workers of a controller hold cannot be saved in sessions: expected arrays of this "
+                "process; save them with ckptcore.save. Nothing was written"
             )
         found = find_partial(location)
         kept: set[str] = set()
@@ -293,8 +295,8 @@ def expect_sessions(layout: Layout) -> None:
     """
     if not layout.capabilities.sessions:
         raise CheckpointError(
-            f"the layout {layout.name} cannot be written in several sessions; save with another layout, such as 'safetensors', or "
-            "everything at once with ckptcore.save. Nothing was written"
+            f"the layout {layout.name} cannot be written in several sessions; save with another layout, such as "
+            "'safetensors', or everything at once with ckptcore.save. Nothing was written"
         )
 
 
@@ -306,8 +308,9 @@ def expect_same_layout(location: Location, partial: PartialSave, layout: Layout)
     """
     if (layout.name, layout.session_options) != (partial.layout, partial.agreed):
         raise CheckpointError(
-            f"the sessions at {location.display} have the layout {_named(partial.layout, partial.agreed)}, and this is "
-            f"{_named(layout.name, layout.session_options)}: give the layout that they have, with its options. Nothing was written"
+            f"the sessions at {location.display} have the layout {_named(partial.layout, partial.agreed)}, and this "
+            f"is {_named(layout.name, layout.session_options)}: give the layout that they have, with its options. "
+            "Nothing was written"
         )
 
 

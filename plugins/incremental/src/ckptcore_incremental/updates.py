@@ -61,11 +61,12 @@ class Update(PlainSave):
     """Save a checkpoint that writes only what is given, and refers to a base for all other arrays.
 
     The checkpoint is loaded, sliced, transformed, verified and converted as any other, as long as its base exists
-    unchanged; `copy` makes one that needs no base. Software that reads the layout sees only what was written. References are one deep: an
-    update of an update refers to the first base.
+    unchanged; `copy` makes one that needs no base. Software that reads the layout sees only what was written.
+    References are one deep: an update of an update refers to the first base.
 
-    Keys of mappings that are left out of the state, and what a `PLACEHOLDER` stands for, are those of the base; other keys
-    are added. A container that is no mapping is given whole, or with placeholders. The layout may differ from that of the base.
+    Keys of mappings that are left out of the state, and what a `PLACEHOLDER` stands for, are those of the base; other
+    keys are added. A container that is no mapping is given whole, or with placeholders. The layout may differ from that
+    of the base.
 
     `save` raises also:
         TreeMismatchError: if the state does not fit the base. Nothing was written.
@@ -128,8 +129,8 @@ class _UpdateCommit(PlainCommit):
                 read_base(display, at, base.save_id)
             except (CorruptCheckpointError, UnsupportedVersionError) as error:
                 raise SaveLostError(
-                    f"the base {at.display} of the update to {display} was deleted or replaced while that was saved; save with "
-                    f"another base, or everything: {error}"
+                    f"the base {at.display} of the update to {display} was deleted or replaced while that was saved; "
+                    f"save with another base, or everything: {error}"
                 ) from error
         assert isinstance(root, Root)  # an update is one tree
         return replace(root, tree=self._planned.tree, references=self._planned.references)
@@ -186,7 +187,8 @@ def _plan_update(draft: SaveDraft, base: Place) -> tuple[_References, TreeDescri
     """Open the base, and put the given tree over it. Every rank calls this; it writes nothing.
 
     Raises:
-        CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError, CompositeCheckpointError: the base cannot be opened.
+        CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError, CompositeCheckpointError: the base
+            cannot be opened.
         TreeMismatchError: the given tree does not fit the base.
         InvalidLocationError: it is the location itself, or where the Context allows no base.
         CheckpointError: other software wrote it.
@@ -206,8 +208,8 @@ def _plan_update(draft: SaveDraft, base: Place) -> tuple[_References, TreeDescri
     def compare() -> None:
         if len(set(saves)) > 1:
             raise CheckpointError(
-                f"the base {opened.location.display} was replaced while the ranks opened it: found the saves {sorted(set(saves))}; save again. "
-                "Nothing was written"
+                f"the base {opened.location.display} was replaced while the ranks opened it: found the saves "
+                f"{sorted(set(saves))}; save again. Nothing was written"
             )
 
     agreement.lead("bases", compare)
@@ -236,8 +238,8 @@ def _placed_in(description: TreeDescription, tree: TreeMetadata) -> TreeDescript
 def _expect_own(opened: Checkpoint) -> Root:
     if opened.root is None:
         raise CheckpointError(
-            f"{opened.location.display} was not written by ckptcore, and nothing can refer to it: copy it with ckptcore.copy(..., layout=...), and give "
-            "that as the base. Nothing was written"
+            f"{opened.location.display} was not written by ckptcore, and nothing can refer to it: copy it with "
+            "ckptcore.copy(..., layout=...), and give that as the base. Nothing was written"
         )
     return opened.root
 
@@ -276,7 +278,7 @@ def _planned(
     for at in places:
         if at.lies_in(location):
             raise InvalidLocationError(
-                f"arrays of {opened.location.display} are in {at.display}, which the update to {location.display} would replace: save it to "
-                "another location. Nothing was written"
+                f"arrays of {opened.location.display} are in {at.display}, which the update to {location.display} "
+                "would replace: save it to another location. Nothing was written"
             )
     return _References(over.tree, references, places)

@@ -152,7 +152,8 @@ class BackedDirectory(StorageBackend):
     def size(self, key: str) -> int:
         """See `StorageBackend`. Of an object that is not here it is what a root here says: whoever reads it finds out whether that is so.
 
-        What a load looks at before it reads are the sizes of all objects of an array, also of those that it will not read.
+        What a load looks at before it reads are the sizes of all objects of an array, also of those that it will not
+        read.
         """
         try:
             return self._near.size(key)

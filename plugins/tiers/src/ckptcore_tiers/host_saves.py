@@ -1,11 +1,12 @@
 """Saves into directories of single hosts.
 
-A checkpoint has every element once, on one of the hosts that hold it. A host whose disk the others do not see would have to read from
-elsewhere what it held itself, and could not before that is uploaded. So each host has copies of it, beside its part of the checkpoint: a
-small checkpoint of each process, of which nothing is told to anybody else.
+A checkpoint has every element once, on one of the hosts that hold it. A host whose disk the others do not see would
+have to read from elsewhere what it held itself, and could not before that is uploaded. So each host has copies of it,
+beside its part of the checkpoint: a small checkpoint of each process, of which nothing is told to anybody else.
 
-Nothing is committed on any host before every process of the job has written. Then the leader makes the root, every host gets it, and
-the first process of each commits it there. If a host dies in between, the step is on some hosts and not on all: it does not count.
+Nothing is committed on any host before every process of the job has written. Then the leader makes the root, every host
+gets it, and the first process of each commits it there. If a host dies in between, the step is on some hosts and not on
+all: it does not count.
 """
 
 from __future__ import annotations
@@ -148,8 +149,8 @@ def copied_boxes(
 ) -> Iterator[tuple[int, Box]]:
     """The boxes that one process copies for its host, each with its leaf: those that no process of the host writes of what it holds.
 
-    Several processes of a host that hold one box take turns. Every one finds its own from what is told of the boxes that it holds, so
-    that it need not know of other arrays.
+    Several processes of a host that hold one box take turns. Every one finds its own from what is told of the boxes
+    that it holds, so that it need not know of other arrays.
 
     Args:
         tree: of the whole job.

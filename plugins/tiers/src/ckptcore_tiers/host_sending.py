@@ -1,9 +1,9 @@
 """Uploads of steps that are on several hosts: each host sends its part.
 
 The processes exchange messages as objects in the far directory, below ``.ckptcore/uploads``, so that an upload may take
-hours without a process that waits in an exchange. The leader claims the step's place and writes which step it sends. The
-first process of each other host looks there every few seconds, sends its objects into the claim, and writes a mark. When
-all marks exist, the leader commits.
+hours without a process that waits in an exchange. The leader claims the step's place and writes which step it sends.
+The first process of each other host looks there every few seconds, sends its objects into the claim, and writes a mark.
+When all marks exist, the leader commits.
 """
 
 from __future__ import annotations
@@ -213,8 +213,8 @@ class SendsFromHosts:
                 rank_marks = [_mark(part.manifest.copy_id, rank) for rank in self._others]
                 self._store.delete(rank_marks)  # so that every host sends again
                 raise StorageError(
-                    f"{key} has {'not arrived' if found is None else f'{found} bytes'} in {self._far.display}, where {size} bytes were to be "
-                    "sent by the host that wrote it; it is sent again"
+                    f"{key} has {'not arrived' if found is None else f'{found} bytes'} in {self._far.display}, where "
+                    f"{size} bytes were to be sent by the host that wrote it; it is sent again"
                 )
 
     def close(self, run: str) -> None:

@@ -71,8 +71,9 @@ def _groups(told: Sequence[Any]) -> list[list[int]]:
     for rank, seen in enumerate(told):
         if rank not in seen or any(told[other] != seen for other in seen):
             raise NotSharedError(
-                f"rank {rank} sees in its near directory what the ranks {seen} put there, and they do not all see the same: expected "
-                "groups of processes that share a directory, and nothing with other groups; give each host a directory of its own"
+                f"rank {rank} sees in its near directory what the ranks {seen} put there, and they do not all see "
+                "the same: expected groups of processes that share a directory, and nothing with other groups; give "
+                "each host a directory of its own"
             )
         if seen[0] == rank:
             groups.append(list(seen))

@@ -27,9 +27,10 @@ class NearTier:
 
     Attributes:
         directory: a path or URL, or a function that returns one in each process. It belongs to this run alone.
-        preservation_policy: which steps are kept near. The newest always is, and so are steps that wait for their upload.
-        upload_policy: which steps are uploaded: a save policy. The last step of its `SaveContext` is the last one that it
-            chose. A step that replaces one in the far directory is uploaded in any case.
+        preservation_policy: which steps are kept near. The newest always is, and so are steps that wait for their
+            upload.
+        upload_policy: which steps are uploaded: a save policy. The last step of its `SaveContext` is the last one that
+            it chose. A step that replaces one in the far directory is uploaded in any case.
         most_waiting: how many steps may wait for their upload; the oldest of more is given up. At least 1.
         close_seconds: how long `Checkpointer.close` waits for uploads, in seconds; None: until all are done. 0: not at
             all, and the next run uploads them.
@@ -76,7 +77,7 @@ class NearTier:
         near, other = absolute_location(directory), absolute_location(far)
         if f"{near}/".startswith(f"{other}/") or f"{other}/".startswith(f"{near}/"):
             raise InvalidLocationError(
-                f"NearTier({str(directory)!r}) and the directory of the run, {str(far)!r}, are the same or lie in each other; give each "
-                "tier a directory of its own"
+                f"NearTier({str(directory)!r}) and the directory of the run, {str(far)!r}, are the same or lie in "
+                "each other; give each tier a directory of its own"
             )
         return directory

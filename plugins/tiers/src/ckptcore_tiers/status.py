@@ -25,7 +25,8 @@ class UploadStatus:
         uploading: the step that is being uploaded; None if none is.
         progress: how far that one is.
         uploaded: the steps that this run has uploaded, or found uploaded, ascending; the last 100 of them.
-        skipped: those that are not uploaded because they need not be, or may not wait any longer, and why; the last 100 of them.
+        skipped: those that are not uploaded because they need not be, or may not wait any longer, and why; the last 100
+            of them.
         failed: those that cannot be uploaded, and why; the last 100 of them.
         error: why the far tier does not take a step now; None if it does. It is tried again and again.
     """
@@ -129,8 +130,8 @@ class UploadState:
             numbers = ", ".join(map(str, left))
             why = f"because the far tier fails: {self.error}" if self.error else "and there was no time to upload more"
             told.append(
-                f"{f'step {numbers} waits' if len(left) == 1 else f'the steps {numbers} wait'} in {near}, {why}. A Checkpointer "
-                "with the same tiers that is opened later uploads what waits"
+                f"{f'step {numbers} waits' if len(left) == 1 else f'the steps {numbers} wait'} in {near}, {why}. A "
+                "Checkpointer with the same tiers that is opened later uploads what waits"
             )
         if not told:
             return None

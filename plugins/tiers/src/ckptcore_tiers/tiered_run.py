@@ -31,8 +31,8 @@ __all__ = ["TieredRun"]
 class TieredRun:
     """The `OwnedRun` of a `TieredDirectory`, in one process.
 
-    The leader owns both directories. If hosts have near directories of their own, the first process of each host owns the
-    one of its host. Every other process owns none.
+    The leader owns both directories. If hosts have near directories of their own, the first process of each host owns
+    the one of its host. Every other process owns none.
 
     Attributes:
         steps: the steps of the run.

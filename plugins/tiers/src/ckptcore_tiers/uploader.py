@@ -49,8 +49,8 @@ _UNREADABLE: Final = (CheckpointNotFoundError, CorruptCheckpointError, Unsupport
 class Uploader:
     """Uploads the committed steps of a run that owns both tiers. Any thread may ask; one thread uploads.
 
-    Uploads that fail because of the far tier are retried as long as the run lasts, after pauses that grow to a minute. Only
-    `wait` waits for them. A step whose near copy is damaged is not retried.
+    Uploads that fail because of the far tier are retried as long as the run lasts, after pauses that grow to a minute.
+    Only `wait` waits for them. A step whose near copy is damaged is not retried.
     """
 
     def __init__(
@@ -430,7 +430,8 @@ def _next_upload(
 ) -> _NextUpload:
     """Return the newest step that waits, and those that the far policy would delete as soon as all were uploaded.
 
-    An uploader that keeps up has one step waiting, and so uploads in order. One that has fallen behind makes the newest safe first.
+    An uploader that keeps up has one step waiting, and so uploads in order. One that has fallen behind makes the newest
+    safe first.
 
     Args:
         waiting: the steps that wait.

@@ -32,8 +32,8 @@ __all__ = ["Export", "StepExport", "StepExports", "WithExports"]
 class Export:
     """A further checkpoint, in another layout, of what a save writes or of a part of it.
 
-    It is a checkpoint by itself: committed, verified, loaded and deleted on its own. The save commits its own checkpoint
-    first.
+    It is a checkpoint by itself: committed, verified, loaded and deleted on its own. The save commits its own
+    checkpoint first.
 
     Attributes:
         location: a path or URL.
@@ -80,8 +80,8 @@ class WithExports:
             )
         if isinstance(self.strategy, FurtherSaves):
             raise ValueError(  # noqa: TRY004  # a strategy, but one that cannot be wrapped
-                f"WithExports(..., strategy={self.strategy!r}): this strategy has further saves itself; give all exports "
-                "to one WithExports. Nothing was written"
+                f"WithExports(..., strategy={self.strategy!r}): this strategy has further saves itself; give all "
+                "exports to one WithExports. Nothing was written"
             )
 
     @property
@@ -231,8 +231,8 @@ class StepExports:
             place = absolute_location(export.directory)
             if place in taken:
                 raise ValueError(
-                    f"StepExports: number {number} goes into {export.directory}, {taken[place]}; give it a directory of "
-                    "its own"
+                    f"StepExports: number {number} goes into {export.directory}, {taken[place]}; give it a directory "
+                    "of its own"
                 )
             taken[place] = f"where number {number} goes"
 
@@ -331,8 +331,8 @@ def _plan_export(
         if not keys or keys[0] not in names:
             wanted = f"subtree={export.subtree!r}"
             raise TreeMismatchError(
-                f"{wanted} names none of the checkpointables {', '.join(map(repr, names))}; an export is of one of them, so its "
-                "subtree begins with a name",
+                f"{wanted} names none of the checkpointables {', '.join(map(repr, names))}; an export is of one of "
+                "them, so its subtree begins with a name",
                 [wanted],
             )
         part, keys = names.index(str(keys[0])), keys[1:]
@@ -357,13 +357,13 @@ def _refuse_one_place(locations: Sequence[Location]) -> None:
         for other in locations[:number]:
             if location.identity == other.identity:
                 raise InvalidLocationError(
-                    f"{location.display} is to hold two checkpoints of one save; give each a location of its own. Nothing was "
-                    "written"
+                    f"{location.display} is to hold two checkpoints of one save; give each a location of its own. "
+                    "Nothing was written"
                 )
             if other.lies_in(location):
                 raise InvalidLocationError(
-                    f"the export to {location.display} would lie around {other.display}, which is written before it; give it "
-                    "another location, or one inside. Nothing was written"
+                    f"the export to {location.display} would lie around {other.display}, which is written before it; "
+                    "give it another location, or one inside. Nothing was written"
                 )
 
 
@@ -378,8 +378,8 @@ def _refuse_places_of_members(
         for name, member in members.items():
             if directory in [member.directory(name, rank) for rank in range(member.processes or 1)]:
                 raise InvalidLocationError(
-                    f"the export to {export.location.display} would lie where {location.display} keeps its {name!r}; give it "
-                    "another location. Nothing was written"
+                    f"the export to {export.location.display} would lie where {location.display} keeps its {name!r}; "
+                    "give it another location. Nothing was written"
                 )
 
 

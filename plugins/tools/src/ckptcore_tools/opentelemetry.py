@@ -26,16 +26,18 @@ T = TypeVar("T")
 class OpenTelemetryObserver:
     """An observer that hands each event to OpenTelemetry. Any thread.
 
-    Needs the extra ``ckptcore-tools[opentelemetry]``; where the spans and numbers go is for the SDK that the program set up.
+    Needs the extra ``ckptcore-tools[opentelemetry]``; where the spans and numbers go is for the SDK that the program
+    set up.
 
     - A span ``ckptcore.<phase>`` with the true begin and end, and with the attributes ``ckptcore.phase``,
       ``ckptcore.operation``, ``ckptcore.location``, ``ckptcore.rank``, and where they are known ``ckptcore.step``,
-      ``ckptcore.bytes`` and ``ckptcore.save_id``. A phase that failed has the status ERROR with the error as description.
-      The span of the operation (``ckptcore.save``) is the parent of those of its phases. It is a child of the span that was
-      current where the first phase ended, which is that of the caller. The spans are made when the operation is over.
+      ``ckptcore.bytes`` and ``ckptcore.save_id``. A phase that failed has the status ERROR with the error as
+      description. The span of the operation (``ckptcore.save``) is the parent of those of its phases. It is a child of
+      the span that was current where the first phase ended, which is that of the caller. The spans are made when the
+      operation is over.
     - The histogram ``ckptcore.phase.duration`` in seconds, and the counter ``ckptcore.phase.bytes``, both by
-      ``ckptcore.phase``, ``ckptcore.operation`` and ``ckptcore.failed``. Location, step and rank are left out of these, so
-      that the number of series stays small.
+      ``ckptcore.phase``, ``ckptcore.operation`` and ``ckptcore.failed``. Location, step and rank are left out of these,
+      so that the number of series stays small.
 
     Args:
         tracer_provider: who makes the spans; None: the global one.

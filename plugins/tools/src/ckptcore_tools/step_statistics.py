@@ -36,9 +36,9 @@ def log_step_statistics(record: Mapping[str, object]) -> None:
 class StepStatisticsObserver:
     """An observer that gathers the events of an operation into one record. Any thread.
 
-    A save gives a record once it is over and its call has returned, a load when it is over. One that failed while its caller
-    waited gives none; a save that failed later does, because its caller has waited all the same. Times are seconds since the
-    epoch. What ckptcore does not tell by events is as in a record of a job where it did not happen:
+    A save gives a record once it is over and its call has returned, a load when it is over. One that failed while its
+    caller waited gives none; a save that failed later does, because its caller has waited all the same. Times are
+    seconds since the epoch. What ckptcore does not tell by events is as in a record of a job where it did not happen:
     ``reached_preemption`` is False and ``preemption_received_at`` None. Old steps are found in the background, so
     ``get_old_steps_duration_secs`` is 0.
 
@@ -108,8 +108,8 @@ def _saved(phases: Mapping[str, Event], whole: Event, blocking: Event, before: f
         "directory": _directory(whole),
         "reached_preemption": False,
         "preemption_received_at": None,
-        # By the last that was done for the commit: whether the save is told of as over before or after its call returns is
-        # chance where both happen at once.
+        # By the last that was done for the commit: whether the save is told of as over before or after its call returns
+        # is chance where both happen at once.
         "synchronous": max([phases[name].ended for name in _TO_COMMIT if name in phases], default=whole.ended)
         <= blocking.ended,
         "wait_for_prev_start_time": waited_from,

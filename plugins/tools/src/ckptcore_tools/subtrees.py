@@ -38,7 +38,8 @@ def path_keys(path: SubtreePath) -> tuple[Key, ...]:
 def find_subtree(tree: TreeMetadata, path: SubtreePath) -> Subtree:
     """The part of a tree below a path.
 
-    Arrays that share their bytes within the part are shared in it; one that shares those of an array outside has them for itself.
+    Arrays that share their bytes within the part are shared in it; one that shares those of an array outside has them
+    for itself.
 
     Args:
         tree: the whole tree.

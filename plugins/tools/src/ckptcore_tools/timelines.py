@@ -19,8 +19,8 @@ _ROUNDING_SECONDS: Final = 2e-6
 def format_timeline(events: Sequence[Event]) -> str:
     """A timeline as a table of at most 100 columns: a line per phase in the order in which they began, with a bar.
 
-    A phase inside another one of the same rank is indented below it. The same events give the same text. Characters of a
-    location or an error that cannot be shown are replaced.
+    A phase inside another one of the same rank is indented below it. The same events give the same text. Characters of
+    a location or an error that cannot be shown are replaced.
     """
     if not events:
         return "no events\n"

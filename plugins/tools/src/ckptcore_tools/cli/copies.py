@@ -66,9 +66,10 @@ def copy_command(
 ) -> ExitCode:
     """Copy the checkpoint at SOURCE to DESTINATION, byte by byte, between any two storages.
 
-    SOURCE may also be a directory of steps: each one is copied to a directory of its name in DESTINATION. Bytes are compared with
-    their checksums on the way. Nothing at DESTINATION is a checkpoint before all of it is there. A copy that was interrupted goes on
-    when it is called again; what is there already, of this copy or of one that is complete, is not sent again.
+    SOURCE may also be a directory of steps: each one is copied to a directory of its name in DESTINATION. Bytes are
+    compared with their checksums on the way. Nothing at DESTINATION is a checkpoint before all of it is there. A copy
+    that was interrupted goes on when it is called again; what is there already, of this copy or of one that is
+    complete, is not sent again.
     """
     from ckptcore_tools.cli.steps import step_names
 
@@ -247,13 +248,15 @@ def convert_command(
 ) -> ExitCode:
     """Write the checkpoint at SOURCE to DESTINATION in another layout.
 
-    SOURCE may be of any layout that is installed, written by ckptcore or by other software; it is not changed. Of several
-    checkpointables each is converted; files that objects wrote are copied.
+    SOURCE may be of any layout that is installed, written by ckptcore or by other software; it is not changed. Of
+    several checkpointables each is converted; files that objects wrote are copied.
 
-    Maps: bert-to-scanned, llama-to-scanned (layers in one array, as Flax runs them by a scan), llama-to-maxtext and qwen-to-maxtext, from
+    Maps: bert-to-scanned, llama-to-scanned (layers in one array, as Flax runs them by a scan), llama-to-maxtext and
+        qwen-to-maxtext, from
     Hugging Face's names; scanned-to-bert, scanned-to-llama, maxtext-to-llama and maxtext-to-qwen back to these.
 
-    Quantised weights of Hugging Face models are made numbers by what the config.json beside them says, before they are mapped.
+    Quantised weights of Hugging Face models are made numbers by what the config.json beside them says, before they are
+    mapped.
     """
     import ckptcore
 
@@ -377,7 +380,8 @@ def consolidate_command(
 ) -> ExitCode:
     """Write the checkpoint at SOURCE to DESTINATION as safetensors that Hugging Face tools open.
 
-    SOURCE may be of any layout that is installed, of any number of shards; it is not changed. No array need fit into memory.
+    SOURCE may be of any layout that is installed, of any number of shards; it is not changed. No array need fit into
+    memory.
     """
     import ckptcore
 

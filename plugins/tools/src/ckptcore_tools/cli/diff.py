@@ -36,9 +36,9 @@ _FILES: Final = "files"
 def command(as_json: bool, a: str, b: str, atol: float, rtol: float, no_values: bool) -> ExitCode:
     """Compare two checkpoints: structure, dtypes, shapes, and values with the largest absolute error.
 
-    They may have different layouts and come from different frameworks. Several checkpointables are compared by their names,
-    files that objects wrote byte by byte. Without --atol and --rtol, elements are equal if their bits are. Some 64 MiB of each
-    are in memory at a time. The exit code is 1 if they differ.
+    They may have different layouts and come from different frameworks. Several checkpointables are compared by their
+    names, files that objects wrote byte by byte. Without --atol and --rtol, elements are equal if their bits are. Some
+    64 MiB of each are in memory at a time. The exit code is 1 if they differ.
     """
     comparison = _Whole(describe_directories(a), describe_directories(b), Tolerance(atol, rtol))
     differences = list(comparison.of_structure(with_dtypes=no_values))

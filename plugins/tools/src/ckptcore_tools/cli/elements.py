@@ -48,7 +48,8 @@ class Tolerance:
 
     Attributes:
         absolute, relative: elements up to ``absolute + relative * |b|`` apart are equal, and two that are not a number.
-            Where both are 0, elements of one dtype are equal if their bits are: 0.0 differs from -0.0, at a distance of 0.
+            Where both are 0, elements of one dtype are equal if their bits are: 0.0 differs from -0.0, at a distance of
+            0.
     """
 
     absolute: float = 0.0

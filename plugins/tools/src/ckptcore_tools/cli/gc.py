@@ -186,8 +186,8 @@ def command(
 ) -> ExitCode:
     """Delete the steps in DIRECTORY that a policy does not keep, and what dead saves left.
 
-    The newest step always stays, and so does one that a reader has pinned, that other software wrote or that cannot be read.
-    Who deletes must own the directory: while a job saves there, only --dry-run works.
+    The newest step always stays, and so does one that a reader has pinned, that other software wrote or that cannot be
+    read. Who deletes must own the directory: while a job saves there, only --dry-run works.
     """
     policy = _policy(policy_text)
     if not (dry_run or yes) and (as_json or not sys.stdin.isatty()):

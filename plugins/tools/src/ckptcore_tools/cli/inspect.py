@@ -212,8 +212,8 @@ def _told_of(found: CheckpointMetadata, name: str) -> str:
 def _print_timeline(timeline: Sequence[Event]) -> None:
     if not timeline:
         print_line(
-            "no timeline: it is kept with what ckptcore saves as a whole, and not by older versions, by other software, or "
-            "with one of several checkpointables"
+            "no timeline: it is kept with what ckptcore saves as a whole, and not by older versions, by other "
+            "software, or with one of several checkpointables"
         )
         return
     for line in format_timeline(timeline).splitlines():

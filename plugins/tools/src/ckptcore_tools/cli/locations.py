@@ -56,8 +56,8 @@ def describe(location: Place, context: Context) -> CheckpointMetadata:
 def describe_directories(location: str) -> Mapping[str, tuple[str, CheckpointMetadata]]:
     """Everything in a checkpoint that is one: by directory, where it is and what it says.
 
-    Of one tree that is itself, with an empty directory. Of several checkpointables each one that is still there, of each
-    process that saved its own.
+    Of one tree that is itself, with an empty directory. Of several checkpointables each one that is still there, of
+    each process that saved its own.
 
     Raises:
         CheckpointNotFoundError: also if one of what other software wrote cannot be read.

@@ -67,8 +67,8 @@ class Listed:
 def command(as_json: bool, directory: str) -> ExitCode:
     """List the checkpoints in DIRECTORY: whether each is committed, its layout, size and age, and what other software wrote it.
 
-    DIRECTORY is a path or URL; only what is directly in it is looked at, and what is no checkpoint is left out. Of the steps of
-    a run `ckptcore steps` tells more.
+    DIRECTORY is a path or URL; only what is directly in it is looked at, and what is no checkpoint is left out. Of the
+    steps of a run `ckptcore steps` tells more.
     """
     found = _checkpoints(directory)
     if as_json:

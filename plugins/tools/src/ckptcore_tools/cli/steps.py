@@ -244,8 +244,8 @@ States:
 def command(as_json: bool, directory: str, last: int | None, verify: bool, named: str | None) -> ExitCode:
     """List the steps in DIRECTORY: state, size, age and metrics of each; who owns it, and what dead saves left.
 
-    DIRECTORY is a path or URL. No checkpoint in it is changed, and a job may go on saving there. The size is that of all files
-    of a step but its root.
+    DIRECTORY is a path or URL. No checkpoint in it is changed, and a job may go on saving there. The size is that of
+    all files of a step but its root.
     """
     context = command_context()
     steps = find_steps(directory, step_names(named), context)

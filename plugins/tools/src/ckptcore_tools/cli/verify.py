@@ -22,9 +22,10 @@ __all__ = ["command", "problem_documents"]
 def command(as_json: bool, location: str) -> ExitCode:
     """Read every byte of a checkpoint and check it against its checksum.
 
-    Each problem names the object (file), the arrays in it and the range of bytes; with one the exit code is 1. A checkpoint
-    that other software wrote has no checksums: that all of it can be read is checked, and is said so. Of a checkpoint of several
-    checkpointables each one that is there is verified, and those that are not are named: deleted since, or lost.
+    Each problem names the object (file), the arrays in it and the range of bytes; with one the exit code is 1. A
+    checkpoint that other software wrote has no checksums: that all of it can be read is checked, and is said so. Of a
+    checkpoint of several checkpointables each one that is there is verified, and those that are not are named: deleted
+    since, or lost.
     """
     import ckptcore
 
@@ -75,8 +76,8 @@ def _print(report: VerifyReport) -> None:
     if not report.objects:
         print_line(
             ("readable", "bold green"),
-            f": {size(report.nbytes)} of arrays. Other software wrote this and recorded no checksums for ckptcore: what its "
-            "format does not check itself is not verified",
+            f": {size(report.nbytes)} of arrays. Other software wrote this and recorded no checksums for ckptcore: "
+            "what its format does not check itself is not verified",
         )
         return
     print_line(("sound", "bold green"), f": {checked}")

@@ -88,8 +88,8 @@ def copy(
 
     **Byte for byte.** Everything in the directory is copied, except hidden directories. The copy is the same save, with
     the same root, and is committed as a save is. A checkpoint that other software wrote has no root: where directories
-    are renamed it appears as a whole; elsewhere ckptcore does not load it before it is complete, but other software sees
-    its files as they arrive. The copy of a checkpoint that refers to others (`Update`) is another save in the same
+    are renamed it appears as a whole; elsewhere ckptcore does not load it before it is complete, but other software
+    sees its files as they arrive. The copy of a checkpoint that refers to others (`Update`) is another save in the same
     layout, which contains all arrays. Blocks are compared with their checksums before they are written. A few pieces
     are in memory at a time. An interrupted copy resumes when it is called again: complete objects are not sent again.
     A checkpoint that is at the destination already, as the same save, is left as it is.
@@ -104,9 +104,10 @@ def copy(
     Args:
         source, destination: paths or URLs.
         layout: the layout to write, as for `save`. With `subtree`, ``"safetensors"`` or a `SafetensorsLayout`, whose
-            options are the size of files, their names and their metadata. None: as stored, or safetensors with `subtree`.
-        subtree: the part of the state to write, such as ``"model"`` or ``("model", "layers", 0)``; names begin below it.
-            Of several checkpointables it begins with a name. ``()`` is everything.
+            options are the size of files, their names and their metadata. None: as stored, or safetensors with
+            `subtree`.
+        subtree: the part of the state to write, such as ``"model"`` or ``("model", "layers", 0)``; names begin below
+            it. Of several checkpointables it begins with a name. ``()`` is everything.
         transforms: changes to the tree, in this order; see `ckptcore.transforms`. Needs `layout`, and one tree.
         tied: ``"each"`` (the default) stores an array that has several names under each of them, so that every loader
             finds all names. ``"once"`` stores it under the first, with the others in the ``__metadata__``, as
@@ -185,8 +186,9 @@ def copy_steps(
 ) -> StepsCopyReport:
     """Copy the committed steps of a run to another directory, each as `copy` does, under the name that it has; and the run's metadata.
 
-    The oldest come first, so that a copy that died is the run as it was at some time. Copying again goes on, and also brings steps that
-    were saved since; what is at the destination already is left as it is. This process owns the destination meanwhile.
+    The oldest come first, so that a copy that died is the run as it was at some time. Copying again goes on, and also
+    brings steps that were saved since; what is at the destination already is left as it is. This process owns the
+    destination meanwhile.
 
     Args:
         source, destination: the directories of steps, as paths or URLs.

@@ -1,7 +1,7 @@
 """Consolidating a sharded checkpoint into one directory of safetensors, by one process or by the many of a job.
 
-Each file is written by one process, which reads what is in that file and no more. Which process that is, all of them know from the
-tree alone.
+Each file is written by one process, which reads what is in that file and no more. Which process that is, all of them
+know from the tree alone.
 """
 
 from __future__ import annotations
@@ -238,8 +238,8 @@ def _files_by_name(files: Sequence[FilePath]) -> Mapping[str, FilePath]:
             or name.endswith((".safetensors", ".safetensors.index.json"))
         ):
             raise NameCollisionError(
-                f"{os.fspath(path)!r} cannot go along as {name!r}: that is the name of another one, of weights, or of a file of "
-                "ckptcore's own. Give it another name. Nothing was written"
+                f"{os.fspath(path)!r} cannot go along as {name!r}: that is the name of another one, of weights, or "
+                "of a file of ckptcore's own. Give it another name. Nothing was written"
             )
         found[name] = path
     return found
@@ -260,8 +260,8 @@ def _same_source(digests: Sequence[JSON], source: str) -> dict[str, str]:
     different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if different:
         raise CheckpointError(
-            f"the ranks {different} found another checkpoint at {source} than rank 0, or were asked for other files: call "
-            "copy with the same arguments on each, when nobody saves there. Nothing was written"
+            f"the ranks {different} found another checkpoint at {source} than rank 0, or were asked for other files: "
+            "call copy with the same arguments on each, when nobody saves there. Nothing was written"
         )
     return {"save_id": new_save_id(), "created": save_created()}
 
@@ -345,8 +345,8 @@ def _file_segments(path: FilePath) -> list[ArraySegment]:
                 data: Any = np.frombuffer(file.read(box.size), np.uint8)
             if data.size != box.size:
                 raise StorageError(
-                    f"{os.fspath(path)!r} ends at byte {start + data.size}, where it had {size} bytes when it was looked at; "
-                    "let nobody write it meanwhile"
+                    f"{os.fspath(path)!r} ends at byte {start + data.size}, where it had {size} bytes when it was "
+                    "looked at; let nobody write it meanwhile"
                 )
             return ((box, data),)
 

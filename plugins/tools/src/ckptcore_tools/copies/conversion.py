@@ -1,7 +1,7 @@
 """Converting a checkpoint to another layout, with little of it in memory at a time.
 
-A layout that takes arrays in pieces gets pieces of up to 64 MiB, any other gets whole arrays. They are read ahead of the writer,
-by threads of their own.
+A layout that takes arrays in pieces gets pieces of up to 64 MiB, any other gets whole arrays. They are read ahead of
+the writer, by threads of their own.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ class _Conversion:
             there = [directory for directory in directories if not is_deleted(composite, directory)]
             if there and len(there) < (member.processes or 1):
                 raise CorruptCheckpointError(
-                    f"{name!r} in {composite.location.display} has a state for each of {member.processes} processes, and only "
-                    f"{len(there)} are there; delete those too, or convert another checkpoint"
+                    f"{name!r} in {composite.location.display} has a state for each of {member.processes} processes, "
+                    f"and only {len(there)} are there; delete those too, or convert another checkpoint"
                 )
             for directory in there:
                 members[name] = member
@@ -260,8 +260,8 @@ def _refuse_own_names(opened: Checkpoint) -> None:
     for key in opened.objects:
         if key.startswith("checkpoint."):
             raise NameCollisionError(
-                f"{opened.location.display} has the file {key!r}; names that begin with 'checkpoint.' are those of ckptcore's own "
-                "files, so it cannot stand in a checkpoint of ckptcore. Nothing was converted"
+                f"{opened.location.display} has the file {key!r}; names that begin with 'checkpoint.' are those of "
+                "ckptcore's own files, so it cannot stand in a checkpoint of ckptcore. Nothing was converted"
             )
 
 

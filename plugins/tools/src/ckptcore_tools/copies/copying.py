@@ -98,7 +98,8 @@ def copy_checkpoint(
 
     Args:
         source, destination, context, overwrite, verify, progress: as there.
-        is_stopped: asked before each piece; who says True gets a `CancelledError`, and what was copied stays for the next copy.
+        is_stopped: asked before each piece; who says True gets a `CancelledError`, and what was copied stays for the
+            next copy.
         before_commit: called when all but the root is there; what it raises is raised, and what was copied stays.
         copy_referring: copies a checkpoint whose root refers to others, and returns None if it was replaced meanwhile.
             None: such checkpoints are copied as they are.
@@ -304,9 +305,9 @@ class _Copy:
     def _keep(self, store: StorageBackend) -> frozenset[str]:
         """The keys of objects that a copy before this one completed; what else it left is removed.
 
-        An object is kept if it has its size and its bytes. Those are read: files have a size before they have their bytes, a source
-        without checksums may have been written anew, and where lists are old, or a save that lost its claim is not dead yet, an object
-        may be another save's of the same shapes.
+        An object is kept if it has its size and its bytes. Those are read: files have a size before they have their
+        bytes, a source without checksums may have been written anew, and where lists are old, or a save that lost its
+        claim is not dead yet, an object may be another save's of the same shapes.
         """
         found = [key for key in store.list() if key != ROOT_KEY]
         sizes: dict[str, int] = {}
@@ -337,8 +338,8 @@ class _Copy:
         wrong = self._transfer.read_back(records)
         for key, error in wrong.items():
             raise CorruptCheckpointError(
-                f"{self._destination.display} is not what was copied ({len(wrong)} of {len(records)} objects, the first is {key}): "
-                f"{error}",
+                f"{self._destination.display} is not what was copied ({len(wrong)} of {len(records)} objects, the "
+                f"first is {key}): {error}",
                 key=key,
             ) from error
 
@@ -376,8 +377,8 @@ def copy_whole(
 ) -> CopyReport:
     """See `ckptcore.copy`: as it is, or where it refers to others, with what these have.
 
-    Such a copy is another save, whose id every copy of the same checkpoint has: what is at the destination already is known by it. One that
-    is stopped begins anew the next time.
+    Such a copy is another save, whose id every copy of the same checkpoint has: what is at the destination already is
+    known by it. One that is stopped begins anew the next time.
 
     Args:
         source, destination, context, overwrite, verify, progress, is_stopped, before_commit: as of `copy_checkpoint`.

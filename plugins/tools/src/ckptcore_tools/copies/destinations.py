@@ -25,15 +25,15 @@ def refuse_destination(source: Location, destination: Location) -> None:
         )
     if source.lies_in(destination):
         raise InvalidLocationError(
-            f"{destination.display} is around the source, {source.display}, which would be deleted with what is replaced there; give "
-            "another location. Nothing was written"
+            f"{destination.display} is around the source, {source.display}, which would be deleted with what is "
+            "replaced there; give another location. Nothing was written"
         )
     if destination.lies_in(source):
         there = read_root(destination.store)
         if isinstance(there, Root) and there.role == "member":
             raise InvalidLocationError(
-                f"{destination.display} is one of the checkpointables of the source, {source.display}, and would be lost from it; "
-                "give another location. Nothing was written"
+                f"{destination.display} is one of the checkpointables of the source, {source.display}, and would be "
+                "lost from it; give another location. Nothing was written"
             )
 
 
@@ -51,6 +51,7 @@ def refuse_further(opened: Checkpoint, destination: Location) -> None:
         refuse_further(other, destination)
         if other.location.lies_in(destination):
             raise InvalidLocationError(
-                f"{destination.display} {'is' if other.location.identity == destination.identity else 'is around'} {other.location.display}, "
-                f"which has arrays of {first.location.display} and would be replaced while they are read; give another location. Nothing was written"
+                f"{destination.display} {'is' if other.location.identity == destination.identity else 'is around'} "
+                f"{other.location.display}, which has arrays of {first.location.display} and would be replaced while "
+                "they are read; give another location. Nothing was written"
             )

@@ -126,7 +126,8 @@ def read_manifest(source: Place, context: Context, *, without: Location | None =
     Raises:
         CheckpointNotFoundError, UncommittedCheckpointError: if there is none.
         InvalidLocationError: if it is one file.
-        CorruptCheckpointError: if a root cannot be read, or an object is not there with the size that it was written with.
+        CorruptCheckpointError: if a root cannot be read, or an object is not there with the size that it was written
+            with.
     """
     reading = _Reading(source, context, without)
     return ConsistentRead(source, context, open_either).retry_if_replaced(reading.either)
@@ -175,8 +176,8 @@ class _Reading:
         location = found.location
         if found.mark.is_object:
             raise InvalidLocationError(
-                f"{location.display} is one file, and what is copied is a directory: give the directory that it is in, or copy the "
-                "file with your own tools"
+                f"{location.display} is one file, and what is copied is a directory: give the directory that it is "
+                "in, or copy the file with your own tools"
             )
         return Manifest.of(location, found.mark, None, (), self._beside(location, (), ()))
 
@@ -228,7 +229,8 @@ class _Reading:
             if size != record.size:
                 there = "is not there" if size is None else f"has {size} bytes"
                 raise CorruptCheckpointError(
-                    f"{record.key} {there}, where {record.size} bytes were written; copy another checkpoint, or restore this one",
+                    f"{record.key} {there}, where {record.size} bytes were written; copy another checkpoint, or "
+                    "restore this one",
                     key=record.key,
                     start=min(size or 0, record.size),
                     stop=max(size or 0, record.size),

@@ -142,8 +142,9 @@ class _RunCopy:
         name = self._here.name(step)
         if step in self._there.candidates() and self._there.name(step) != name:
             raise CheckpointExistsError(
-                f"{self._there.display} has step {step} under the name {self._there.name(step)}, and {self._here.display} as {name}: "
-                "which one would be loaded is not clear; delete one, or copy to another directory"
+                f"{self._there.display} has step {step} under the name {self._there.name(step)}, and "
+                f"{self._here.display} as {name}: which one would be loaded is not clear; delete one, or copy to "
+                "another directory"
             )
         if not self._overwrite and not self._here.is_ours(step) and self._is_anything(name):
             self._left.append(step)

@@ -35,8 +35,8 @@ class StreamSizes:
 
     Attributes:
         piece: what is read at once, and the most of an array that is, where it can be cut so.
-        item: what software stored as one item with a header or a checksum around it is not cut up to here: its checksum can only be
-            compared where all of it is read.
+        item: what software stored as one item with a header or a checksum around it is not cut up to here: its checksum
+            can only be compared where all of it is read.
         held: what is read and not yet written, unless the writer waits for more.
     """
 
@@ -146,8 +146,8 @@ def _pieces(record: ArrayRecord, stored: int, rows: int | None, sizes: StreamSiz
 class StreamedSnapshot:
     """A `ckptcore.protocols.Snapshot` of arrays that are read while others are written. `close` must follow. Any thread.
 
-    A thread of its own reads the items in the order of the plan, and what the writer asks for before that; many small arrays by
-    one request to the layout that has them. It begins when the first one is asked for.
+    A thread of its own reads the items in the order of the plan, and what the writer asks for before that; many small
+    arrays by one request to the layout that has them. It begins when the first one is asked for.
     """
 
     def __init__(self, plan: WritePlan, opened: Checkpoint, sources: Sequence[int], sizes: StreamSizes) -> None:
@@ -186,8 +186,8 @@ class StreamedSnapshot:
                 self._thread.start()
             if item in self._released:
                 raise PluginError(
-                    f"{format_path(self.plan.tree.paths[self.plan.items[item].leaf])} was asked for again after it was given back; a "
-                    "layout releases an array once it needs it no more"
+                    f"{format_path(self.plan.tree.paths[self.plan.items[item].leaf])} was asked for again after it "
+                    "was given back; a layout releases an array once it needs it no more"
                 )
             if item not in self._arrays:
                 self._asked.append(item)
@@ -276,6 +276,6 @@ class StreamedSnapshot:
         missing = next((item.leaf for item, count in zip(items, left, strict=True) if count), None)
         if missing is not None:
             raise PluginError(
-                f"the layout {self._opened.layout.name} did not read {format_path(self.plan.tree.paths[missing])}; it is to yield "
-                "the number of every box that it was given"
+                f"the layout {self._opened.layout.name} did not read {format_path(self.plan.tree.paths[missing])}; "
+                "it is to yield the number of every box that it was given"
             )

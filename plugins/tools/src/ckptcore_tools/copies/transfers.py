@@ -40,7 +40,8 @@ class TransferCounts:
 class Transfer:
     """Objects on their way from one storage to another. One thread asks, and all threads that move bytes work.
 
-    Each thread holds one piece of an object at a time, two where objects are compared; nothing else of them is in memory.
+    Each thread holds one piece of an object at a time, two where objects are compared; nothing else of them is in
+    memory.
 
     Attributes:
         counts: what was done so far.
@@ -85,7 +86,8 @@ class Transfer:
         """Copy objects, several and several pieces of one at once.
 
         Args:
-            records: the objects, of sizes that they have. What has checksums is compared with them before it is written.
+            records: the objects, of sizes that they have. What has checksums is compared with them before it is
+                written.
 
         Returns:
             The objects with their checksums: those that were given, and else those of the bytes that passed.
@@ -189,8 +191,8 @@ class Transfer:
         self._count(1)
         if not same:
             raise CorruptCheckpointError(
-                f"{key!r} differs from the source in bytes {start} to {start + len(data)}; it changed there or here since it was "
-                "copied: copy it again",
+                f"{key!r} differs from the source in bytes {start} to {start + len(data)}; it changed there or here "
+                "since it was copied: copy it again",
                 key=key,
                 start=start,
                 stop=start + len(data),

@@ -66,8 +66,8 @@ class NotToldYetError(Exception):
 class SimulatedJob:
     """A job whose processes are played one after the other.
 
-    Each is played up to where it would need what the others say, until all have said it. Most jobs need one round: every process has
-    the same tree.
+    Each is played up to where it would need what the others say, until all have said it. Most jobs need one round:
+    every process has the same tree.
     """
 
     def __init__(self, size: int) -> None:

@@ -19,10 +19,12 @@ class ObjectPlan:
     """An object (file) that a save would write.
 
     Attributes:
-        key: its name within the checkpoint. Names that hold the id of a save, or a hash of it, are others in the save itself.
+        key: its name within the checkpoint. Names that hold the id of a save, or a hash of it, are others in the save
+            itself.
         nbytes: its size in bytes.
-        certainty: whether that is its size. ``at most``: what is in it is compressed, and it may not be written at all. ``about``: it
-            describes the checkpoint, as an index or the root does: its size may depend on when the save is, how long it takes, and
+        certainty: whether that is its size. ``at most``: what is in it is compressed, and it may not be written at all.
+            ``about``: it describes the checkpoint, as an index or the root does: its size may depend on when the save
+                is, how long it takes, and
             names of objects. The root may be some kilobytes off.
     """
 
@@ -90,7 +92,8 @@ class MemoryPlan:
         viewed: what a save that blocks brings to the host, in all: arrays on devices.
         copied: what an asynchronous save copies in host memory or to it, in all.
         blocking_peak: the most that a save that blocks holds at a time.
-        async_peak: the most that an asynchronous save holds at a time, within the bound of the Context's `MemoryOptions`.
+        async_peak: the most that an asynchronous save holds at a time, within the bound of the Context's
+            `MemoryOptions`.
     """
 
     rank: int
@@ -128,7 +131,8 @@ class SavePlan:
         processes: what each process writes, by rank.
         memory: the host memory that the save takes, by rank.
         exports: the further checkpoints.
-        untold: checkpointables that write files of their own, of which nothing is known before they do. They are not counted.
+        untold: checkpointables that write files of their own, of which nothing is known before they do. They are not
+            counted.
     """
 
     layout: str
@@ -180,9 +184,10 @@ class SavePlan:
     def __str__(self) -> str:
         """A table: a line for each process, up to 16 of them, the largest among these."""
         summary = (
-            f"{self.layout}: {self.arrays} arrays of {size(self.array_bytes)}, {self.values} values; {len(self.processes)} "
-            f"processes write {self.objects} objects of {size(self.stored_bytes)} in {self.requests} requests to a storage of "
-            f"{self.storage}; the largest writes {self.imbalance:.2f} times the average"
+            f"{self.layout}: {self.arrays} arrays of {size(self.array_bytes)}, {self.values} values; "
+            f"{len(self.processes)} processes write {self.objects} objects of {size(self.stored_bytes)} in "
+            f"{self.requests} requests to a storage of {self.storage}; the largest writes {self.imbalance:.2f} times "
+            "the average"
         )
         lines = [summary, *_table([_row(process, memory) for process, memory in self._shown()])]
         hidden = len(self.processes) - _SHOWN

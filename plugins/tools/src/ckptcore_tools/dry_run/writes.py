@@ -124,8 +124,8 @@ def run_writes(save: Save, kind: StorageKind, context: Context) -> tuple[Written
     """
     if save.uses_workers:
         raise UnsupportedLeafError(
-            "arrays are at workers of this single controller, and what those write is not planned; plan abstract arrays instead, with "
-            "plan(..., processes=N) with as many processes as there are workers"
+            "arrays are at workers of this single controller, and what those write is not planned; plan abstract "
+            "arrays instead, with plan(..., processes=N) with as many processes as there are workers"
         )
     host_bytes: list[Sequence[HostBytes]] = []
     untold = []
@@ -224,8 +224,8 @@ def _write(
             forecast = WriteForecast(part.layout.write(snapshot, recorder))
         except NoElementsError as error:
             raise PluginError(
-                f"the layout {part.layout.name} cannot be planned: its write() takes elements before it passes segments to the store. "
-                "Implement ckptcore.protocols.Layout.forecast()"
+                f"the layout {part.layout.name} cannot be planned: its write() takes elements before it passes "
+                "segments to the store. Implement ckptcore.protocols.Layout.forecast()"
             ) from error
     return Receipt(part.plan.rank, part.plan.items, forecast.state, recorder.objects), forecast
 
@@ -240,8 +240,8 @@ def _memory(
 ) -> MemoryPlan:
     """What a process holds.
 
-    Snapshots tell what one thread would hold that writes; several may hold one more array, which is taken to be the largest. Each thread
-    may gather what it writes in memory of its own.
+    Snapshots tell what one thread would hold that writes; several may hold one more array, which is taken to be the
+    largest. Each thread may gather what it writes in memory of its own.
     """
     viewed = sum([taken.viewed for taken in saved])
     copied = sum([taken.copied for taken in saved])
