@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ckptcore_testing import ThreadJob
+from ckptcore_tools.dry_run.leaves import running_leaves
 
 import ckptcore
 from ckptcore import AbstractArray, Context, Export, ShardedArray, WithExports
@@ -243,6 +244,12 @@ def test_leaves_that_tell_nothing_are_planned_where_they_are() -> None:
         ckptcore.plan(state, processes=2, context=context_of(handler))
     with pytest.raises(ValueError, match="at least 1"):
         ckptcore.plan(state, processes=0)
+
+
+def test_handlers_of_dry_runs_forward_every_method() -> None:
+    names = {name for name in vars(LeafHandler) if not name.startswith("_")}
+    kind = type(running_leaves()(HostArrayHandler()))
+    assert {name for name in names if getattr(kind, name) is getattr(LeafHandler, name)} == set()
 
 
 def test_a_layout_that_needs_elements_says_so() -> None:

@@ -265,6 +265,15 @@ class LeafHandlerTests:
             for shard in self._shards(leaf, rank, size):
                 assert found in (shard.replicas, 1, None), f"{shard}, and replicas says {found}"
 
+    @_for_each("array_example", size=(1, 3))
+    def test_a_dry_run_sees_the_shards_of_a_save(self, array_example: LeafExample, size: int) -> None:
+        leaf = array_example.make()
+        for rank in range(size):
+            shards = list(self._shards(leaf, rank, size))
+            assert list(self.handler.shards_of(leaf, None, rank, size) or ()) == shards
+            taken = self.handler.host_bytes(leaf, [shard.box for shard in shards])
+            assert taken.viewed >= 0 and taken.copied >= 0
+
     @_for_each("array_example")
     def test_view_on_host_is_the_elements(self, array_example: LeafExample) -> None:
         leaf = array_example.make()
