@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +22,7 @@ from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.opening import open_checkpoint
 from ckptcore.model import JSON, ArraySpec, Box, HostArray, ReadItem, TreeMetadata, WriteItem, WritePlan
 from ckptcore.protocols import ChunkIndex, Layout, ReadStore
+from tests.composites.shelf import ShelfLayout
 from tests.consolidation.test_jobs import CountedFiles
 
 ARRAYS, ARRAY_BYTES = 10, 8000
@@ -232,7 +232,7 @@ def test_arrays_are_cut_between_chunks_and_shards(tmp_path: Path) -> None:
 
 
 def test_a_layout_of_whole_arrays_gets_them_whole(opened: Checkpoint) -> None:
-    whole: Any = type("Whole", (), {"name": "whole"})()
+    whole = ShelfLayout()  # has the default of `Layout.arrays_by_object`
     (items,) = items_by_object(whole, opened.tree, opened, range(ARRAYS), StreamSizes(1, 1, 1))
     spec = ArraySpec((ARRAY_BYTES // 4,), "float32")
     assert items == [WriteItem(leaf, spec, (Box.whole(spec.shape),)) for leaf in range(ARRAYS)]
