@@ -1,11 +1,10 @@
-"""Derived arrays that the core computes itself, and the reads for any derived array.
+"""Derived arrays that the core computes itself. `ckptcore.loading.derived` reads and computes any derived array.
 
 - `Stored`: an array of a checkpoint, from which all others are derived
 - `Cut`, `Concatenation`, `Constant`: elements in other places (`ckptcore.derivations.arrays`)
 - `WholeArray`: a base class of arrays that are computed only as a whole
 - `Reshaped`: the same elements in C order with other axes (`ckptcore.derivations.reshaped`)
 - `CastArray`, `Narrowed`: other dtypes (`ckptcore.derivations.dtypes`)
-- `Batch`, `Fill`: reads and computations that fill boxes (`ckptcore.derivations.batches`)
 
 They compose: the inputs of a derived array are derived arrays. Each states which boxes of its inputs a box of it needs,
 and no larger ones, so that a process reads only the parts of stored arrays that its shards need.

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from ckptcore.derivations import Stored, WholeArray, walk
-from ckptcore.derivations.batches import Fill, Place, StoredRead, read_fills
 from ckptcore.errors import TransformError
+from ckptcore.io.elements import copy_elements
 from ckptcore.io.memory import allocate
 from ckptcore.loading.checkpoint import Checkpoint, extents_of, naming_further, replaced_beside
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
@@ -22,7 +23,7 @@ from ckptcore.model.tree import format_path
 from ckptcore.planning import plan_read
 from ckptcore.protocols import DerivedArray
 
-__all__ = ["Derived", "check_beside", "derive"]
+__all__ = ["Derived", "Place", "check_beside", "derive"]
 
 _USUAL_BYTES: Final = 256 << 20
 """Default limit of memory in addition to that of the computed arrays."""
@@ -76,7 +77,7 @@ class Derived:
             What reading the sources does.
         """
         left = [0] * len(plan.items)
-        batch: list[Fill] = []
+        batch: list[_Fill] = []
         held = 0
         numbers = range(len(plan.items))
         for leaf, together in itertools.groupby(numbers, lambda number: plan.items[number].leaf):
@@ -120,7 +121,7 @@ class Derived:
             band = whole.band(axis, start, start + step)
             if band.size * spec.numpy_dtype.itemsize > _MOST_BAND_BYTES:
                 continue
-            fill = Fill.of(derivation, [Place(0, band, allocate(ArraySpec(band.shape, spec.dtype)))])
+            fill = _Fill.of(derivation, [Place(0, band, allocate(ArraySpec(band.shape, spec.dtype)))])
             if fill.read_bytes * extent / step <= stored * _MOST_AGAIN and not self._runs(fill)[None]:
                 return axis, step
         return None
@@ -137,14 +138,14 @@ class Derived:
         step = max(1, spec.shape[0] * most_bytes // spec.nbytes)
         first = whole.band(0, 0, step)
         # Only for planning: this memory is never touched.
-        fill = Fill.of(derivation, [Place(0, first, allocate(ArraySpec(first.shape, spec.dtype)))])
+        fill = _Fill.of(derivation, [Place(0, first, allocate(ArraySpec(first.shape, spec.dtype)))])
         if not self._reads_runs(fill):
             return [whole]
         return whole.bands(0, step)
 
-    def _run(self, batch: list[Fill], plan: ReadPlan, left: list[int]) -> Iterator[int]:
+    def _run(self, batch: list[_Fill], plan: ReadPlan, left: list[int]) -> Iterator[int]:
         """Read and compute a batch, and empty it. Yields the number of each box that is complete."""
-        for fill in read_fills(batch, self._read_stored):
+        for fill in _read_fills(batch, self._read_stored):
             try:
                 fill.compute()
             except Exception as error:
@@ -157,7 +158,7 @@ class Derived:
                 if not left[owner]:
                     yield owner
 
-    def _read_stored(self, reads: Sequence[StoredRead]) -> Iterator[int]:
+    def _read_stored(self, reads: Sequence[_StoredRead]) -> Iterator[int]:
         for checkpoint, below in enumerate(self.sources):
             numbers = [number for number, read in enumerate(reads) if read.array.checkpoint == checkpoint]
             if not numbers:
@@ -168,13 +169,13 @@ class Derived:
                 for there in below.read(plan, [reads[number].buffer for number in numbers]):
                     yield numbers[there]
 
-    def _fills(self, derivation: DerivedArray, places: Sequence[Place]) -> Sequence[Fill]:
+    def _fills(self, derivation: DerivedArray, places: Sequence[Place]) -> Sequence[_Fill]:
         """Return the fills of boxes of an array: one, or pieces if one takes too much memory.
 
         Pieces are used only if they read little more. A piece is a band of all boxes, because the elements between
         those of one box may belong to another one.
         """
-        fill = Fill.of(derivation, places)
+        fill = _Fill.of(derivation, places)
         if fill.held_bytes <= self.most_bytes:
             return [fill]
         count = -(-fill.held_bytes // self.most_bytes)
@@ -185,7 +186,7 @@ class Derived:
             if step == extent:
                 continue
             bands = [_within(filled, band) for band in around.bands(axis, step)]
-            pieces = [Fill.of(derivation, band) for band in bands]
+            pieces = [_Fill.of(derivation, band) for band in bands]
             if sum([piece.read_bytes for piece in pieces]) <= fill.read_bytes * _MOST_AGAIN and all(
                 map(self._reads_runs, pieces)
             ):
@@ -195,7 +196,7 @@ class Derived:
                     [piece] if piece.held_bytes <= self.most_bytes else self._fills(derivation, band)
                     for piece, band in zip(pieces, bands, strict=True)
                 ]
-                return [*itertools.chain(*parts), *([Fill.of(derivation, empty)] if empty else [])]
+                return [*itertools.chain(*parts), *([_Fill.of(derivation, empty)] if empty else [])]
         if len(filled) == 1 or any(isinstance(one, WholeArray) for one in walk(derivation)):
             return [fill]
         if all(self._is_plain(read.array) for read in fill.reads):
@@ -203,7 +204,7 @@ class Derived:
         half = len(places) // 2
         return [*self._fills(derivation, places[:half]), *self._fills(derivation, places[half:])]
 
-    def _reads_runs(self, fill: Fill) -> bool:
+    def _reads_runs(self, fill: _Fill) -> bool:
         """Return True if a piece reads long runs of stored elements, or whole arrays.
 
         Each long run may come with a short one, like the scales of weights: the blocks at its ends are a small part of
@@ -212,7 +213,7 @@ class Derived:
         counts = self._runs(fill)
         return not counts[None] and counts["short"] <= counts["long"]
 
-    def _runs(self, fill: Fill) -> Counter[_Run | None]:
+    def _runs(self, fill: _Fill) -> Counter[_Run | None]:
         """Count the runs of each sort that a piece reads."""
         boxes: dict[Stored, dict[Box, None]] = {}
         for read in fill.reads:
@@ -319,3 +320,155 @@ def _within(places: Sequence[Place], band: Box) -> list[Place]:
         for owner, box, out in places
         if (common := box.intersect(band)) is not None
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredRead:
+    """A box of a stored array that is read.
+
+    Attributes:
+        array: the array.
+        box: the box.
+        buffer: the memory to fill: C-contiguous, of the box's shape.
+        fill: the fill that needs it.
+    """
+
+    array: Stored
+    box: Box
+    buffer: HostArray
+    fill: _Fill
+
+
+_ReadAll: TypeAlias = Callable[[Sequence[_StoredRead]], Iterator[int]]
+"""Reads boxes; yields the number of each once it is complete."""
+
+
+class Place(NamedTuple):
+    """The destination of a box of a derived array.
+
+    Attributes:
+        owner: a number of the caller.
+        box: the box.
+        out: memory of its shape; of any strides.
+    """
+
+    owner: int
+    box: Box
+    out: HostArray
+
+
+@dataclass(slots=True, eq=False)
+class _Fill:
+    """Boxes of a derived array that are filled together. Inputs that several of them share are read and computed once.
+
+    Attributes:
+        owners: the owners of the boxes.
+        reads: the boxes of stored arrays to read.
+        waiting: the number of reads that are not complete.
+        steps: the computations after the reads, in order.
+        held_bytes: bytes of memory needed in addition to that of the boxes.
+    """
+
+    owners: Sequence[int]
+    reads: list[_StoredRead] = field(default_factory=list)
+    waiting: int = 0
+    steps: list[Callable[[], None]] = field(default_factory=list)
+    held_bytes: int = 0
+    _parts: dict[tuple[DerivedArray, Box], HostArray] = field(default_factory=dict)
+    _results: dict[WholeArray, list[HostArray]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, derivation: DerivedArray, places: Sequence[Place]) -> _Fill:
+        """Plan how to fill places with their boxes; read nothing.
+
+        Memory is allocated, but not touched before it is read into.
+        """
+        fill = cls([place.owner for place in places])
+        for _, box, out in places:
+            if box.size:
+                fill._place(derivation, box, out)
+        fill._parts.clear()
+        return fill
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that are read. Equal boxes are counted once."""
+        return sum({(read.array, read.box): read.buffer.nbytes for read in self.reads}.values())
+
+    def compute(self) -> None:
+        """Run the steps, after all reads."""
+        steps, self.steps = self.steps, []
+        self._results.clear()
+        for step in steps:
+            step()
+
+    def _place(self, derivation: DerivedArray, box: Box, out: HostArray) -> None:
+        """Plan to put a box of an array into `out`."""
+        if isinstance(derivation, Stored):
+            if out.flags.c_contiguous:
+                self.reads.append(_StoredRead(derivation, box, out, self))
+            else:
+                # Read into memory of its own and copy: no layout reads into memory with gaps.
+                self.steps.append(functools.partial(copy_elements, out, self._made(derivation, box)))
+            return
+        if isinstance(derivation, WholeArray):
+            result = self._result(derivation)
+            self.steps.append(lambda: copy_elements(out, result[0][box.slices]))
+            return
+        needed, views = derivation.needed(box), derivation.views(box, out)
+        if views is not None:
+            for part, view in zip(needed, views, strict=True):
+                self._place(derivation.inputs[part.number], part.box, view)
+            return
+        parts = [self._made(derivation.inputs[part.number], part.box) for part in needed]
+        self.steps.append(functools.partial(derivation.make, box, parts, out))
+
+    def _result(self, derivation: WholeArray) -> list[HostArray]:
+        """Return the list that will have the whole array, which is computed once."""
+        if (result := self._results.get(derivation)) is None:
+            result = self._results[derivation] = []
+            whole = Box.whole(derivation.spec.shape)
+            parts = [self._made(derivation.inputs[part.number], part.box) for part in derivation.needed(whole)]
+            self.held_bytes += derivation.spec.nbytes
+            self.steps.append(lambda: result.append(derivation.compute(parts)))
+        return result
+
+    def _made(self, derivation: DerivedArray, box: Box) -> HostArray:
+        """Return new memory that will have a box of an array; the same memory for the same box."""
+        if (out := self._parts.get((derivation, box))) is None:
+            out = self._parts[derivation, box] = allocate(ArraySpec(box.shape, derivation.spec.dtype))
+            self.held_bytes += out.nbytes
+            self._place(derivation, box, out)
+        return out
+
+
+def _read_fills(fills: list[_Fill], read: _ReadAll) -> Iterator[_Fill]:
+    """Read for several fills together: a box that several of them need is read once.
+
+    Args:
+        fills: the fills; the list is emptied, so that their memory is released one by one.
+        read: reads boxes.
+
+    Yields:
+        Each fill once its reads are complete. The caller computes it.
+    """
+    same: dict[tuple[Stored, Box], list[_StoredRead]] = {}
+    ready = [fill for fill in fills if not fill.reads]
+    for fill in fills:
+        fill.waiting = len(fill.reads)
+        for one in fill.reads:
+            same.setdefault((one.array, one.box), []).append(one)
+        fill.reads = []
+    fills.clear()
+    yield from ready
+    wanted = list(same.values())
+    del same
+    for number in read([first for first, *_ in wanted]):
+        first, *others = wanted[number]
+        wanted[number] = []  # release memory as soon as its fill is complete
+        for other in others:
+            copy_elements(other.buffer, first.buffer)
+        for one in (first, *others):
+            one.fill.waiting -= 1
+            if not one.fill.waiting:
+                yield one.fill

@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 import ckptcore
 from ckptcore.context import Context, MemoryOptions
 from ckptcore.derivations import Stored, cast, concatenate, constant, cut, pad, pieces, reshape
-from ckptcore.derivations.batches import Place
 from ckptcore.errors import TransformError
 from ckptcore.loading.checkpoint import Checkpoint
-from ckptcore.loading.derived import Derived, derive
+from ckptcore.loading.derived import Derived, Place, derive
 from ckptcore.loading.opening import open_checkpoint
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, HostArray, Node, TreeMetadata
 from ckptcore.planning import plan_read

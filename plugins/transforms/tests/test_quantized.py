@@ -23,9 +23,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import ckptcore
 from ckptcore.derivations import Stored, concatenate, constant
-from ckptcore.derivations.batches import Place
 from ckptcore.loading.checkpoint import Checkpoint
-from ckptcore.loading.derived import Derived, derive
+from ckptcore.loading.derived import Derived, Place, derive
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, HostArray, Node, TreeMetadata, dtype_from_name
 from ckptcore.planning import plan_read
 from ckptcore.protocols import DerivedArray
