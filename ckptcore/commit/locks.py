@@ -402,7 +402,7 @@ class DirectoryLocks(Locks):
                     raise SaveLostError(
                         f"the directory {self._display} no longer belongs to this process: its record {_OWNER_RECORD} "
                         f"was removed or replaced; it is held by {self._recorded_owner()}. Nothing in "
-                        f"{ADMINISTRATION}/ is to be changed by hand; open the directory again when nobody else "
+                        f"{ADMINISTRATION}/ is to be changed by hand; open the directory again when no other process "
                         "writes there"
                     )
 

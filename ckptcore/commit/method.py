@@ -268,7 +268,7 @@ def expect_no_checkpoint(location: Location, partial: PartialSave | None = None)
 
     Args:
         location: the location of the partial save.
-        partial: the session table; None if there is none. Where it is in the place of the root, there is no checkpoint.
+        partial: the session table; None if there is none. A table in the place of the root excludes a checkpoint.
 
     Raises:
         CheckpointExistsError

@@ -1,4 +1,4 @@
-"""References to bases: the arrays that a checkpoint does not store itself, and the tree of those that it stores. Pure."""
+"""References to bases, which store arrays of other checkpoints, and the tree that a checkpoint stores itself. Pure."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class References:
 
 
 def stored_leaves(tree: TreeMetadata, references: References) -> list[int]:
-    """Return the numbers of the leaves that a checkpoint stores itself: all but those in bases and leaves tied to them."""
+    """Return the numbers of the leaves that a checkpoint stores itself: all but arrays in bases and their aliases."""
     referred = frozenset(references.leaf)
     return [leaf for leaf in range(len(tree.leaves)) if tree.aliases.get(leaf, leaf) not in referred]
 

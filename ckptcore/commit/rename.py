@@ -141,7 +141,7 @@ class RenameTransaction:
         except (CheckpointExistsError, SaveLostError, AtomicityError):
             raise
         except BaseException as error:
-            # What is under the hidden name may be the old checkpoint by now: nothing may be deleted on a guess.
+            # The hidden directory may be the old checkpoint now, so it is not deleted.
             if _holds_other_root(self._location, root):
                 raise
             self.leave()

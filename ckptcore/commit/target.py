@@ -186,7 +186,7 @@ def parse_root(store: StorageBackend, data: bytes, display: str = "") -> Root | 
         display: the location, for errors; empty if the caller adds it to them.
 
     Raises:
-        What `read_root` does.
+        CorruptCheckpointError, UnsupportedVersionError: see `read_root`.
     """
 
     def read_part(key: str, size: int) -> bytes:

@@ -126,9 +126,9 @@ def _look_for(look: Callable[[], bool], place: str, leader_place: str) -> None:
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
     raise NotSharedError(
         f"{place} on {_host()} is not what rank 0 has in {leader_place}: this process did not see what rank 0 created "
-        f"there (waited {_PATIENCE_SECONDS:g} s). All processes of a job must share one directory: use a file system that "
-        "all hosts mount, or an object store. Or let each process save alone, into a directory of its own, with a Context "
-        "whose coordinator has one rank"
+        f"there (waited {_PATIENCE_SECONDS:g} s). All processes of a job must share one directory: use a file system "
+        "that all hosts mount, or an object store. Or let each process save alone, into a directory of its own, with "
+        "a Context whose coordinator has one rank"
     )
 
 

@@ -262,7 +262,7 @@ class StepDeleter:
                 if step in self._written or not self._is_claimed(step):
                     continue  # a save began or ended there meanwhile
                 logger.info(
-                    "removing what a dead save or deletion left: %s in %s",
+                    "removing what a failed save or deletion left: %s in %s",
                     self._steps.name(step),
                     self._steps.display,
                 )
