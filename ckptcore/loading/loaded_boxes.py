@@ -17,9 +17,9 @@ from ckptcore.loading.load import LoadAccount
 from ckptcore.loading.load_requests import LoadRequest
 from ckptcore.loading.matching import Matched
 from ckptcore.loading.open_sessions import Session
-from ckptcore.loading.reading import allocate_for, check_sizes, unread
+from ckptcore.loading.reading import abstract_leaves, allocate_for, check_sizes, unread
 from ckptcore.loading.stored_pieces import BatchSizes, ChunkLookup, StoredPiece, batches_of, pieces_of
-from ckptcore.loading.stored_trees import abstract_leaves, chosen_leaves, transformed
+from ckptcore.loading.stored_trees import chosen_leaves, transformed
 from ckptcore.model import BLOCK_BYTES
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord

@@ -18,9 +18,8 @@ from ckptcore.loading.load_requests import LoadRequest
 from ckptcore.loading.loaded_boxes import LoadedBox, iter_boxes
 from ckptcore.loading.open_sessions import Session
 from ckptcore.loading.opening import open_tree
-from ckptcore.loading.reading import read_leaves
+from ckptcore.loading.reading import abstract_leaves, read_leaves
 from ckptcore.loading.stored_arrays import StoredArray
-from ckptcore.loading.stored_trees import abstract_leaves
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.tree import LEAF, Attribute, Key, Node, TreePath, format_path, leaf_count
 from ckptcore.runtime import runtime_of

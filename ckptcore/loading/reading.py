@@ -12,10 +12,11 @@ from ckptcore.errors import CorruptCheckpointError, PluginError, UnsupportedLeaf
 from ckptcore.io.memory import allocate
 from ckptcore.loading.checkpoint import Checkpoint, naming_further
 from ckptcore.loading.matching import Matched
-from ckptcore.model.arrays import ArraySpec, Box, HostArray, name_of_dtype
+from ckptcore.model.arrays import AbstractArray, ArraySpec, Box, HostArray, name_of_dtype
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata, ValueRecord
 from ckptcore.model.tree import format_path
 from ckptcore.planning import plan_read
+from ckptcore.plugins import Plugins
 from ckptcore.protocols import Executor, LeafHandler, WantedLeaf
 from ckptcore.runtime import runtime_of
 from ckptcore.tree.flattening import PLACEHOLDER
@@ -23,6 +24,7 @@ from ckptcore.tree.flattening import PLACEHOLDER
 __all__ = [
     "LeafRead",
     "Reading",
+    "abstract_leaves",
     "allocate_for",
     "check_sizes",
     "perform",
@@ -58,6 +60,14 @@ class LeafRead:
     nbytes: int
     array: HostArray | None = None
     at_workers: bool = False
+
+
+def abstract_leaves(registry: Plugins) -> tuple[LeafHandler, LeafHandler]:
+    """Return the handlers that build arrays and values if no abstract tree is given."""
+    array, value = registry.dispatch(AbstractArray((), "bool")).leaf, registry.dispatch("").leaf
+    if array is None or value is None:
+        raise PluginError("no plugin builds NumPy arrays and values; the built-in plugin is missing")
+    return array, value
 
 
 def read_leaves(

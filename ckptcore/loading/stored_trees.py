@@ -8,28 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 from ckptcore.builtin.host_leaves import abstract_of_stored
 from ckptcore.context import Context
-from ckptcore.errors import PluginError, TreeMismatchError
+from ckptcore.errors import TreeMismatchError
 from ckptcore.loading.checkpoint import Checkpoint
-from ckptcore.model.arrays import AbstractArray
+from ckptcore.loading.reading import abstract_leaves
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.tree import LEAF, Attribute, Key, Node, Skeleton, TreePath
 from ckptcore.plugins import Plugins
-from ckptcore.protocols import LeafHandler, Transforms
+from ckptcore.protocols import Transforms
 from ckptcore.runtime import runtime_of
 from ckptcore.tree.flattening import rebuild
 
 if TYPE_CHECKING:
     from ckptcore.select import Selection
 
-__all__ = ["abstract_leaves", "abstract_tree", "chosen_leaves", "files_instead", "prune", "stored_at", "transformed"]
-
-
-def abstract_leaves(registry: Plugins) -> tuple[LeafHandler, LeafHandler]:
-    """Return the handlers that build arrays and values if no abstract tree is given."""
-    array, value = registry.dispatch(AbstractArray((), "bool")).leaf, registry.dispatch("").leaf
-    if array is None or value is None:
-        raise PluginError("no plugin builds NumPy arrays and values; the built-in plugin is missing")
-    return array, value
+__all__ = ["abstract_tree", "chosen_leaves", "files_instead", "prune", "stored_at", "transformed"]
 
 
 def abstract_tree(tree: TreeMetadata, registry: Plugins) -> Any:

@@ -21,9 +21,8 @@ from ckptcore.loading.checkpoint import Checkpoint, Source, file_pieces
 from ckptcore.loading.load import Load
 from ckptcore.loading.load_requests import AS_IT_IS, LoadRequest
 from ckptcore.loading.matching import Matched, match_leaves
-from ckptcore.loading.reading import Reading
+from ckptcore.loading.reading import Reading, abstract_leaves
 from ckptcore.loading.stored_trees import (
-    abstract_leaves,
     chosen_leaves,
     files_instead,
     prune,

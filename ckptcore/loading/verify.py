@@ -32,8 +32,7 @@ from ckptcore.loading.opening import (
     open_tree,
     present_members,
 )
-from ckptcore.loading.reading import allocate_for, check_sizes, read_leaves, unread
-from ckptcore.loading.stored_trees import abstract_leaves
+from ckptcore.loading.reading import abstract_leaves, allocate_for, check_sizes, read_leaves, unread
 from ckptcore.model.arrays import ArraySpec
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord
