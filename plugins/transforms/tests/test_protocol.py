@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +45,7 @@ class Negate:
 
     def apply(self, tree: TransformedTree) -> TransformedTree:
         before = tree.finish()
-        return replace(before, arrays={number: Negated(array) for number, array in before.arrays.items()})
+        return before._replace(arrays={number: Negated(array) for number, array in before.arrays.items()})
 
     def describe(self) -> str:
         return "negate all arrays"
