@@ -183,7 +183,7 @@ def tree_digest(description: TreeDescription) -> str:
 
     Notes may differ.
     """
-    return _digest([_without_notes(description.tree.to_json()), sorted(description.elsewhere)])
+    return _digest([_without_notes(description.tree.to_json()), sorted(description.held.elsewhere)])
 
 
 def _digest(document: JSON) -> str:
@@ -232,8 +232,8 @@ def _decide(payloads: Sequence[Any], descriptions: _Descriptions) -> dict[str, A
 
 def _refuse_what_nobody_holds(description: TreeDescription) -> None:
     """Refuse arrays that the leader only knows of, if all ranks have the same tree."""
-    if description.elsewhere:
-        paths = [format_path(description.tree.paths[leaf]) for leaf in sorted(description.elsewhere)]
+    if description.held.elsewhere:
+        paths = [format_path(description.tree.paths[leaf]) for leaf in sorted(description.held.elsewhere)]
         more = f" and {len(paths) - 20} more" if len(paths) > 20 else ""
         raise UnsupportedLeafError(
             f"no rank holds any of {', '.join(paths[:20])}{more}: expected some of its devices, or processes of its mesh, to be in the "
@@ -264,7 +264,7 @@ def _unite(
         stage.payload = {
             name: [
                 own[name].tree.to_json(),
-                sorted(own[name].elsewhere),
+                sorted(own[name].held.elsewhere),
                 sorted(leaves_of_each_process(own[name].flat)),
             ]
             for name, ranks in senders.items()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 from ckptcore.commit.root import Member
 from ckptcore.errors import UnsupportedLeafError
@@ -24,7 +25,36 @@ from ckptcore.protocols import (
 )
 from ckptcore.tree.flattening import Flat, flatten, leaves_of_each_process
 
-__all__ = ["TreeDescription", "describe_tree"]
+__all__ = ["HeldBoxes", "Placeholders", "TreeDescription", "describe_tree"]
+
+
+class HeldBoxes(NamedTuple):
+    """Where the elements of a tree are.
+
+    Attributes:
+        here: by leaf, the boxes that this process holds; not of aliases.
+        elsewhere: the leaves of which only other processes hold elements, and the leaves that are tied to them.
+        at_workers: by worker of this controller and by leaf, the boxes that the worker holds; empty if no worker holds any.
+    """
+
+    here: Mapping[int, Sequence[Shard]]
+    elsewhere: frozenset[int]
+    at_workers: Sequence[Mapping[int, Sequence[Shard]]] = ()
+
+
+class Placeholders(NamedTuple):
+    """The placeholders of a tree, which stand for leaves of the base of an update.
+
+    Attributes:
+        paths: their paths.
+        containers: by path, the given containers that have placeholders.
+    """
+
+    paths: Sequence[TreePath] = ()
+    containers: Mapping[TreePath, Node] = MappingProxyType({})
+
+
+_NO_PLACEHOLDERS: Final = Placeholders()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,31 +65,25 @@ class TreeDescription:
         name: the name of the checkpointable; empty if it is the whole checkpoint.
         layout: stores it.
         tree: its records. In a job, the union of the trees of all ranks.
-        shards: by leaf, the boxes that this process holds; not of aliases.
-        elsewhere: the leaves of which only other processes hold elements, and the leaves that are tied to them.
+        held: where its elements are.
         flat: its leaves.
         own: True if every process saves a tree of its own.
         places: by leaf of the tree, its place in `flat`; None if they are the same.
         pieces: by array whose boxes replicas share, how the boxes are cut; None if replica 0 writes all.
         replicas: by array whose handler knows it, how many processes hold each box.
-        at_workers: by worker of this controller and by leaf, the boxes that the worker holds; empty if no worker holds any.
-        left: the paths of placeholders, which stand for leaves of the base of an update.
-        cut: by path, the given containers that have placeholders.
+        placeholders: the placeholders that were among its leaves.
     """
 
     name: str
     layout: Layout
     tree: TreeMetadata
-    shards: Mapping[int, Sequence[Shard]]
-    elsewhere: frozenset[int]
+    held: HeldBoxes
     flat: Flat
     own: bool
     places: Mapping[int, int] | None = None
     pieces: Mapping[int, Pieces] | None = None
-    at_workers: Sequence[Mapping[int, Sequence[Shard]]] = ()
     replicas: Mapping[int, int] = field(default_factory=dict)
-    left: Sequence[TreePath] = ()
-    cut: Mapping[TreePath, Node] = field(default_factory=dict)
+    placeholders: Placeholders = _NO_PLACEHOLDERS
 
     def within(self, union: TreeMetadata, *, rank: int, size: int) -> TreeDescription:
         """Return the same leaves as a part of the tree that all processes save together.
@@ -81,11 +105,11 @@ class TreeDescription:
         for leaf, place in places.items():
             if leaf in union.aliases or not isinstance(union.leaves[leaf], ArrayRecord):
                 continue
-            if place in self.elsewhere or not isinstance(self.tree.leaves[place], ArrayRecord):
+            if place in self.held.elsewhere or not isinstance(self.tree.leaves[place], ArrayRecord):
                 continue
             holders = union.held_by.get(leaf)
-            if holders is None and place in self.shards:
-                shards[leaf] = self.shards[place]
+            if holders is None and place in self.held.here:
+                shards[leaf] = self.held.here[place]
                 continue
             position, count = (rank, size) if holders is None else (holders.index(rank), len(holders))
             handler = self.flat.handlers[place]
@@ -99,7 +123,8 @@ class TreeDescription:
                 replicas[leaf] = handler.replicas(self.flat.leaves[place], count) or 1
         cut = self.pieces
         pieces = None if cut is None else {leaf: cut[place] for leaf, place in places.items() if place in cut}
-        return replace(self, tree=union, shards=shards, places=places, pieces=pieces, replicas=replicas)
+        held = self.held._replace(here=shards)
+        return replace(self, tree=union, held=held, places=places, pieces=pieces, replicas=replicas)
 
     def leaf(self, number: int) -> tuple[object, LeafHandler]:
         """Return a leaf and its handler, by its number in the tree."""
@@ -122,14 +147,15 @@ class TreeDescription:
     def plans(self, rank: int, size: int, save_id: str) -> tuple[WritePlan, ...]:
         """Plan what this process writes, and then what each of its workers does. A controller is rank 0 of its workers."""
         save = functools.partial(plan_write, self.tree, save_id=save_id, name=self.name)
-        if not self.at_workers:
+        here, _, at_workers = self.held
+        if not at_workers:
             owners = self.owners(rank, size)
             rank, size = (0, 1) if self.own else (rank, size)
-            return (save(self.shards, rank=rank, size=size, owners=owners),)
-        workers = len(self.at_workers)
+            return (save(here, rank=rank, size=size, owners=owners),)
+        workers = len(at_workers)
         shares = None if self.pieces is None else Shares(self.tree, self.pieces)
-        plans = [save(self.shards, rank=0, size=1 + workers)]
-        for worker, shards in enumerate(self.at_workers):
+        plans = [save(here, rank=0, size=1 + workers)]
+        for worker, shards in enumerate(at_workers):
             owners = None if shares is None else owners_of(shares, rank=worker, size=workers)
             plans.append(save(shards, rank=1 + worker, size=1 + workers, owners=owners))
         return tuple(plans)
@@ -170,14 +196,14 @@ def describe_tree(
     """
     rank, size = (0, 1) if own else (rank, size)
     flat = flatten(value, plugins, placeholders=placeholders)
-    left: Sequence[TreePath] = ()
-    cut: Mapping[TreePath, Node] = {}
+    found = _NO_PLACEHOLDERS
     if placeholders:
-        flat, left, cut = _without_placeholders(flat)
+        flat, found = _without_placeholders(flat)
     at_workers: Sequence[dict[int, Sequence[Shard]]] = [{} for _ in executor.workers] if executor is not None else ()
     tree, shards, elsewhere = _describe_leaves(flat, rank, size, executor, at_workers)
     if not any(at_workers):
         at_workers = ()
+    held = HeldBoxes(shards, elsewhere, at_workers)
     sharing = len(at_workers) or size
     pieces, counts = None, dict[int, int]()
     if replicas is not None and sharing > 1:
@@ -188,33 +214,20 @@ def describe_tree(
         shares = cut_for_replicas(tree, replicas, size=sharing, replicas=counts)
         tree, pieces = shares.tree, shares.pieces
     layout.check(tree, size + len(at_workers))
-    return TreeDescription(
-        name,
-        layout,
-        tree,
-        shards,
-        elsewhere,
-        flat,
-        own,
-        pieces=pieces,
-        at_workers=at_workers,
-        replicas=counts,
-        left=left,
-        cut=cut,
-    )
+    return TreeDescription(name, layout, tree, held, flat, own, None, pieces, counts, found)
 
 
-def _without_placeholders(flat: Flat) -> tuple[Flat, Sequence[TreePath], Mapping[TreePath, Node]]:
-    """Return the leaves without placeholders, the paths of the placeholders, and by path the containers that have them."""
+def _without_placeholders(flat: Flat) -> tuple[Flat, Placeholders]:
+    """Return the leaves without placeholders, and the placeholders."""
     kept = [number for number, handler in enumerate(flat.handlers) if handler is not None]
     left = [path for path, handler in zip(flat.paths(), flat.handlers, strict=True) if handler is None]
     if not left:
-        return flat, (), {}
+        return flat, _NO_PLACEHOLDERS
     from ckptcore.commit.references import cut_containers, pruned  # only updates need it
 
     leaves, handlers = [flat.leaves[number] for number in kept], [flat.handlers[number] for number in kept]
     given = flat._replace(skeleton=pruned(flat.skeleton, set(kept)), leaves=leaves, handlers=handlers)
-    return given, left, cut_containers(flat.skeleton, set(kept))
+    return given, Placeholders(left, cut_containers(flat.skeleton, set(kept)))
 
 
 def _count_replicas(flat: Flat, tree: TreeMetadata, size: int) -> dict[int, int]:

@@ -241,7 +241,7 @@ def _plan_session(draft: SaveDraft) -> _SessionPlace:
     def look() -> dict[str, Any]:
         layout = description.layout
         expect_sessions(layout)
-        if description.at_workers:
+        if description.held.at_workers:
             raise UnsupportedLeafError(
                 "arrays that the workers of a controller hold cannot be saved in sessions: expected arrays of this "
                 "process; save them with ckptcore.save. Nothing was written"

@@ -28,7 +28,7 @@ from ckptcore.loading.opening import open_checkpoint
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.protocols import SaveCommit
 from ckptcore.saving.requests import Save, SaveDraft
-from ckptcore.saving.tree_descriptions import TreeDescription
+from ckptcore.saving.tree_descriptions import HeldBoxes, TreeDescription
 from ckptcore.saving.writing import PlainCommit, PlainSave
 from ckptcore_incremental.overlays import overlay
 
@@ -201,7 +201,7 @@ def _plan_update(draft: SaveDraft, base: Place) -> tuple[_References, TreeDescri
         root = _expect_own(opened)
         update = _planned(draft.save.target.location, opened, root, description, context)
         written = _placed_in(description, stored_tree(update.tree, update.references))
-        written.layout.check(written.tree, agreement.size + len(written.at_workers))
+        written.layout.check(written.tree, agreement.size + len(written.held.at_workers))
         stage.payload = root.save_id
     saves: Sequence[Any] = stage.payloads
 
@@ -223,15 +223,19 @@ def _placed_in(description: TreeDescription, tree: TreeMetadata) -> TreeDescript
     stored = [tree.aliases.get(number, number) for number in own]
     places = description.places if description.places is not None else {leaf: leaf for leaf in range(len(own))}
     pieces = None if description.pieces is None else {stored[leaf]: of for leaf, of in description.pieces.items()}
+    here, elsewhere, at_workers = description.held
+    held = HeldBoxes(
+        {stored[leaf]: of for leaf, of in here.items()},
+        frozenset([own[leaf] for leaf in elsewhere]),
+        tuple([{stored[leaf]: of for leaf, of in one.items()} for one in at_workers]),
+    )
     return replace(
         description,
         tree=tree,
-        shards={stored[leaf]: of for leaf, of in description.shards.items()},
-        elsewhere=frozenset([own[leaf] for leaf in description.elsewhere]),
+        held=held,
         places={own[leaf]: place for leaf, place in places.items()},
         pieces=pieces,
         replicas={stored[leaf]: count for leaf, count in description.replicas.items()},
-        at_workers=tuple([{stored[leaf]: of for leaf, of in one.items()} for one in description.at_workers]),
     )
 
 
@@ -256,7 +260,7 @@ def _planned(
         Base(base_path(location, base_location(opened.location, first, context)), first.save_id)
         for first in root.references.bases
     ]
-    over = overlay(root.tree, description.tree, description.left, description.cut)
+    over = overlay(root.tree, description.tree, *description.placeholders)
     known = {
         leaf: (base, stored)
         for leaf, base, stored in zip(root.references.leaf, root.references.base, root.references.stored, strict=True)

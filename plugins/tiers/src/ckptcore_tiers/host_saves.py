@@ -179,7 +179,7 @@ def copied_boxes(
 
 def _replicated(description: TreeDescription) -> Held:
     shared = {
-        leaf: tuple([shard for shard in shards if shard.replicas > 1]) for leaf, shards in description.shards.items()
+        leaf: tuple([shard for shard in shards if shard.replicas > 1]) for leaf, shards in description.held.here.items()
     }
     return {leaf: shards for leaf, shards in shared.items() if shards}
 

@@ -344,7 +344,7 @@ def _plan_export(
         )
     subtree = find_subtree(description.tree, keys)
     layout = runtime_of(context).registry.layout(export.layout)
-    layout.check(subtree.tree, size + len(description.at_workers))
+    layout.check(subtree.tree, size + len(description.held.at_workers))
     location = resolve_location(
         export.location, runtime_of(context).registry, durable=context.durability == "full", config=context.storage
     )
