@@ -19,6 +19,7 @@ EXTRA_DEPENDENCIES = {
 
 PUBLIC = {
     "ckptcore",
+    "ckptcore.context",
     "ckptcore.errors",
     "ckptcore.events",
     "ckptcore.handlers",
@@ -48,7 +49,6 @@ FEATURES = {
 SHARED = {
     "ckptcore.builtin",
     "ckptcore.commit",
-    "ckptcore.context",
     "ckptcore.derivations",
     "ckptcore.distributions",
     "ckptcore.io",

@@ -26,6 +26,7 @@ __all__ = ["PUBLIC_MODULES", "PluginTests", "internal_imports"]
 
 PUBLIC_MODULES: Final = (
     "ckptcore",
+    "ckptcore.context",
     "ckptcore.errors",
     "ckptcore.events",
     "ckptcore.handlers",

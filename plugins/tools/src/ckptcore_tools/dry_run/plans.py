@@ -22,10 +22,9 @@ class ObjectPlan:
         key: its name within the checkpoint. Names that hold the id of a save, or a hash of it, are others in the save
             itself.
         nbytes: its size in bytes.
-        certainty: whether that is its size. ``at most``: what is in it is compressed, and it may not be written at all.
-            ``about``: it describes the checkpoint, as an index or the root does: its size may depend on when the save
-                is, how long it takes, and
-            names of objects. The root may be some kilobytes off.
+        certainty: how exact that is. ``at most``: the content is compressed, and the object may not be written at all.
+            ``about``: it describes the checkpoint, as an index or the root does: its size may depend on the time and the
+            duration of the save, and on names of objects. The root may be some kilobytes off.
     """
 
     key: str
