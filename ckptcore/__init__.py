@@ -7,10 +7,10 @@ it; `CheckpointReader` reads the steps of another job.
 Inspect and manage: `open` reads parts of arrays on demand, `metadata` describes a checkpoint, `verify` checks every
 byte, `copy` and `delete` do what they say, and `plan` predicts a save.
 
-Options are in `Context`. Modules with more: `ckptcore.policies`, `select`, `transforms`, `step_names`, `errors`, `events`,
-`results`, `handlers`, `context`; for authors of plugins `protocols`, `hookspecs`, `model`, `planning`. `Update`, `copy`,
-`partial`, `plan`, exports, `tiers` and `transforms` are in distributions of their own, and an error names the command that
-installs them.
+Options are in `Context`. Modules with more: `ckptcore.policies`, `select`, `transforms`, `step_names`, `errors`,
+`events`, `results`, `handlers`, `context`; for authors of plugins `protocols`, `hookspecs`, `model`, `planning`.
+`Update`, `copy`, `partial`, `plan`, exports, `tiers` and `transforms` are in distributions of their own, and an error
+names the command that installs them.
 """
 
 import importlib

@@ -42,8 +42,8 @@ class IOOptions:
             ``"refuse"``: raise AtomicityError. ``"marker"``: read before and after each put instead, which keeps
             checkpoints whole as long as one process at a time saves to a location.
         bases: checkpoints that an updated copy may refer to, in a save and in a load. ``"beside"``: those in the same
-            directory. ``"anywhere"``: those in the same storage. Checkpoints from untrusted sources can then make a load
-            read other objects of that storage, but cannot run code.
+            directory. ``"anywhere"``: those in the same storage. Checkpoints from untrusted sources can then make a
+            load read other objects of that storage, but cannot run code.
     """
 
     checksums: bool = True
@@ -66,8 +66,10 @@ class MemoryOptions:
     Attributes:
         save_bytes: the most that an asynchronous save holds copied and not yet written; None: the whole state. With a
             bound, `save_async` blocks while it writes all but the last such part. One array may exceed it, alone.
-        load_bytes: the most that a load reads ahead of the arrays it has built; None: all of it. One array may exceed it.
-        exchange_bytes: the most that a load which is shared holds of what is on its way between processes; one element may exceed it.
+        load_bytes: the most that a load reads ahead of the arrays it has built; None: all of it. One array may exceed
+            it.
+        exchange_bytes: the most that a load which is shared holds of what is on its way between processes; one element
+            may exceed it.
         keep_staging: whether the memory that an asynchronous save copied into is kept for the next one.
     """
 

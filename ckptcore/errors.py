@@ -29,10 +29,10 @@
     │   ├── ObjectNotFoundError        (FileNotFoundError)  ... because the object is not there
     │   ├── BucketNotFoundError        (FileNotFoundError)  ... because the bucket is not there
     │   ├── ConditionFailedError                            ... because a conditional put lost
-    │   ├── StorageCredentialsError                         ... because there are no credentials, or the service does not know them
-    │   ├── StoragePermissionError     (PermissionError)    ... because the credentials do not allow it
-    │   ├── StorageThrottledError                           ... because the service asked to come slower, again and again
-    │   ├── StorageTimeoutError        (TimeoutError)       ... because no answer came in time
+    │   ├── StorageCredentialsError                         ... because there are no credentials, or the service does
+    not know them │   ├── StoragePermissionError     (PermissionError)    ... because the credentials do not allow it
+    │   ├── StorageThrottledError                           ... because the service asked to come slower, again and
+    again │   ├── StorageTimeoutError        (TimeoutError)       ... because no answer came in time
     │   ├── WrongRegionError                                ... because the bucket is in another region
     │   └── ClockSkewError                                  ... because the clock of this machine is wrong
     ├── NotSharedError                 (RuntimeError)       processes of a job do not see the same directory
@@ -168,8 +168,8 @@ class CorruptCheckpointError(CheckpointError, ValueError):
 class ChecksumError(CorruptCheckpointError):
     """A checksum is not the one that was recorded when the bytes were written.
 
-    It is that of a block, which ``checkpoint.json`` has, or one that a format keeps in its own files: of a read chunk of an
-    array, of an index of chunks, of a node of a database.
+    It is that of a block, which ``checkpoint.json`` has, or one that a format keeps in its own files: of a read chunk
+    of an array, of an index of chunks, of a node of a database.
     """
 
 

@@ -26,14 +26,20 @@ thread that it ends on. Phases may contain others, may overlap where threads wor
 
 - ``blocking`` is all the time that the caller of a save could not train. In an asynchronous save it contains
   ``wait_for_previous``, ``describe`` and ``copy``; with a bound on memory the copying goes on while earlier parts are
-  written. A save that blocks until its commit has it too: it does all on the caller's thread, and the caller waits for all.
-- ``save``, ``load``, ``delete`` and ``upload`` stand for the whole operation. Their phases may come in another order than
+  written. A save that blocks until its commit has it too: it does all on the caller's thread, and the caller waits for
+  all.
+- ``save``, ``load``, ``delete`` and ``upload`` stand for the whole operation. Their phases may come in another order
+than
   here.
-- A ``Checkpointer`` deletes, and cleans: when it is opened it removes what the dead left, and after each save what its policy
-  gives up. A ``clean`` is about the directory as a whole. It is an operation by itself, and so is each ``delete`` in it.
-- A ``Checkpointer`` with a near tier uploads steps from it. Each ``upload`` is an operation by itself, also one of a step that is not
+- A ``Checkpointer`` deletes, and cleans: when it is opened it removes what the dead left, and after each save what its
+policy
+  gives up. A ``clean`` is about the directory as a whole. It is an operation by itself, and so is each ``delete`` in
+  it.
+- A ``Checkpointer`` with a near tier uploads steps from it. Each ``upload`` is an operation by itself, also one of a
+step that is not
   uploaded after all: its error says why.
-- ``exchange`` is in ``describe``, and after ``claim``, ``write`` and ``commit`` it stands beside them: a long one means that
+- ``exchange`` is in ``describe``, and after ``claim``, ``write`` and ``commit`` it stands beside them: a long one means
+that
   this rank waited for a slower one. A process alone has none. The caller waits where it waits for that stage.
 - ``load_async`` has the phases of ``load``, on a background thread.
 - Bytes are those of arrays and files that the phase moved on this rank; None where it moves none or they are not known.
@@ -93,12 +99,14 @@ class Event:
     """A phase that is over.
 
     Attributes:
-        phase: its name, a `Phase`; in a timeline that a newer version stored, possibly one that this version does not know.
+        phase: its name, a `Phase`; in a timeline that a newer version stored, possibly one that this version does not
+            know.
         operation: the operation that it is part of.
         location: what is saved, loaded or deleted, as a path or URL without its secrets.
         step: the training step, or None outside a `Checkpointer`.
         rank: the process of the job.
-        began: when, in seconds since the epoch, UTC. Within one operation the differences are those of a monotonic clock.
+        began: when, in seconds since the epoch, UTC. Within one operation the differences are those of a monotonic
+            clock.
         seconds: how long it took, by a monotonic clock.
         nbytes: bytes that it moved, or None.
         error: why it failed, as ``Type: text`` of at most `ERROR_CHARACTERS`; None if it did not.
@@ -199,8 +207,8 @@ class Recording:
     def finish(self, nbytes: int | None = None, error: BaseException | None = None) -> None:
         """Say that the operation is over: the event that spans it, from when this recording was made until now.
 
-        Only the first call counts, so that each thread that may be the one to end the operation can say so. Phases after it
-        are still recorded.
+        Only the first call counts, so that each thread that may be the one to end the operation can say so. Phases
+        after it are still recorded.
 
         Args:
             nbytes: bytes that the operation moved on this rank.
@@ -234,8 +242,8 @@ class Recording:
             if position not in self._failing:
                 self._failing.add(position)
                 _LOGGER.warning(
-                    "the observer %r failed at the phase %s of the %s of %s; the %s goes on, and further errors of this "
-                    "observer in it are not logged",
+                    "the observer %r failed at the phase %s of the %s of %s; the %s goes on, and further errors of "
+                    "this observer in it are not logged",
                     observer, event.phase, event.operation, event.location, event.operation,
                     exc_info=True,
                 )  # fmt: skip
@@ -289,8 +297,8 @@ _MOST: Final = (1 << 63) - 1
 def timeline_to_json(events: Sequence[Event]) -> dict[str, JSON]:
     """Events of one operation, perhaps of several ranks, as columns of JSON; times in whole microseconds.
 
-    The location is left out: a checkpoint can be moved, and where it was written does not concern those who get a copy. So is
-    the operation's id. Of more than `MAX_EVENTS` events the longest are kept.
+    The location is left out: a checkpoint can be moved, and where it was written does not concern those who get a copy.
+    So is the operation's id. Of more than `MAX_EVENTS` events the longest are kept.
 
     Raises:
         ValueError: if there is no event, or they are of several operations.

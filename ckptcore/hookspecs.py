@@ -77,8 +77,8 @@ class HookSpecs:
     def ckpt_storage_for(self, scheme: str) -> StorageOpener | None:
         """What opens URLs of a scheme that no plugin names in `ckpt_storages`; None for schemes that this plugin cannot open.
 
-        For a plugin that opens what a library opens whose schemes it does not know before it imports it. Asked with the scheme
-        in lower case, without ``://``; answers of two plugins for one scheme are an error.
+        For a plugin that opens what a library opens whose schemes it does not know before it imports it. Asked with the
+        scheme in lower case, without ``://``; answers of two plugins for one scheme are an error.
         """
 
     @_hookspec

@@ -232,8 +232,8 @@ class Plugins:
             return _make(factory)
         except Exception as error:
             raise PluginError(
-                f"the plugin {plugin_name} cannot make its layout {layout!r}: {_reason(error)}; install what it needs, or "
-                "another version of it"
+                f"the plugin {plugin_name} cannot make its layout {layout!r}: {_reason(error)}; install what it "
+                "needs, or another version of it"
             ) from error
 
     def layouts(self) -> Sequence[Layout]:
@@ -274,8 +274,8 @@ class Plugins:
         if not found:
             raise UnknownPluginError(
                 f"no installed plugin opens {scheme}:// locations{_brought_by(scheme=scheme)}; there are "
-                f"{', '.join(f'{known}://' for known in sorted(openers))}. `{install_hint(scheme='az')}` brings those that "
-                f"fsspec opens, such as az:// and https://{self._failures()}"
+                f"{', '.join(f'{known}://' for known in sorted(openers))}. `{install_hint(scheme='az')}` brings "
+                f"those that fsspec opens, such as az:// and https://{self._failures()}"
             )
         return cast(StorageOpener, found[0][1])
 
@@ -416,8 +416,8 @@ def expect_inherits(offered_type: type, protocol: type) -> None:
     """
     if protocol not in offered_type.__mro__:
         raise PluginError(
-            f"{_type_name(offered_type)} must inherit from ckptcore.protocols.{protocol.__name__}, which has the defaults of "
-            "optional methods"
+            f"{_type_name(offered_type)} must inherit from ckptcore.protocols.{protocol.__name__}, which has the "
+            "defaults of optional methods"
         )
 
 

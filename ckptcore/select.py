@@ -1,7 +1,8 @@
 """Selections: which leaves of a checkpoint a load reads; the others are left out before any array is.
 
-A leaf has the path that its keys make, joined by ``/``: ``params/layers/0/kernel``. What selects by path selects what is at a path that
-fits and everything below it. Selections combine: ``a | b`` is what either selects, ``a & b`` what both do, ``~a`` everything else.
+A leaf has the path that its keys make, joined by ``/``: ``params/layers/0/kernel``. What selects by path selects what
+is at a path that fits and everything below it. Selections combine: ``a | b`` is what either selects, ``a & b`` what
+both do, ``~a`` everything else.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class LeafTable:
 
     Attributes:
         paths: of each leaf.
-        describe: gives what ``metadata(location).abstract`` has in the place of each leaf; asked for only where it matters.
+        describe: gives what ``metadata(location).abstract`` has in the place of each leaf; asked for only where it
+            matters.
     """
 
     paths: Sequence[TreePath]
@@ -81,7 +83,8 @@ def names(*paths: str | Sequence[Key]) -> Selection:
     """What is at these paths, and everything below them. Each must be there.
 
     Args:
-        paths: as text, ``"params/dense"``, or as keys, ``("layers", 0)``. A key that has a ``/`` in it is part of the text, or a key.
+        paths: as text, ``"params/dense"``, or as keys, ``("layers", 0)``. A key that has a ``/`` in it is part of the
+            text, or a key.
 
     Raises:
         TypeError: for what is no path.
@@ -92,8 +95,8 @@ def names(*paths: str | Sequence[Key]) -> Selection:
 def glob(*patterns: str) -> Selection:
     """What is at a path that fits one of the patterns, and everything below it.
 
-    ``*`` stands for any text within one key, ``?`` for one character of it, ``[0-7]`` for one of several, and ``**`` between two
-    ``/`` for any number of keys. Letters are matched by case.
+    ``*`` stands for any text within one key, ``?`` for one character of it, ``[0-7]`` for one of several, and ``**``
+    between two ``/`` for any number of keys. Letters are matched by case.
 
     Raises:
         ValueError: for a pattern that is none.

@@ -22,10 +22,10 @@ class StepNameFormat:
     """One way to name steps: a prefix and then the number in decimal digits.
 
     Attributes:
-        prefix: what stands before the number. It may be empty. It has no ``/``, does not begin with ``.`` (such names are
-            hidden) and does not end in a digit.
-        width: how many digits are written at least, with zeros in front. 0 writes no zeros. None writes none either, and reads
-            names with any number of them.
+        prefix: what stands before the number. It may be empty. It has no ``/``, does not begin with ``.`` (such names
+            are hidden) and does not end in a digit.
+        width: how many digits are written at least, with zeros in front. 0 writes no zeros. None writes none either,
+            and reads names with any number of them.
 
     Raises:
         ValueError: for another prefix or width.
@@ -45,8 +45,8 @@ class StepNameFormat:
             or prefix.endswith(tuple(_DIGITS))
         ):
             raise ValueError(
-                f"StepNameFormat(prefix={prefix!r}): give printable text without '/' and '\\' that neither begins with '.' "
-                "nor ends in a digit, such as 'step_'"
+                f"StepNameFormat(prefix={prefix!r}): give printable text without '/' and '\\' that neither begins "
+                "with '.' nor ends in a digit, such as 'step_'"
             )
         if width is not None and (
             isinstance(width, bool) or not isinstance(width, int) or not 0 <= width <= _MOST_WIDTH
@@ -112,8 +112,9 @@ class StepNames:
 
     Attributes:
         write: the format of new steps; it is read too.
-        read: further formats that are read, the preferred ones first. By default those of Orbax, Hugging Face, Flax, DeepSpeed,
-            Megatron-LM, torchtitan and OLMo, with ``_``, ``-`` or nothing before the number. A name of none of them, such as ``10.orbax-checkpoint-tmp-1``, is no step.
+        read: further formats that are read, the preferred ones first. By default those of Orbax, Hugging Face, Flax,
+            DeepSpeed, Megatron-LM, torchtitan and OLMo, with ``_``, ``-`` or nothing before the number. A name of none
+            of them, such as ``10.orbax-checkpoint-tmp-1``, is no step.
 
     Raises:
         TypeError: if one of them is no `StepNameFormat`.
@@ -156,8 +157,8 @@ class StepNames:
     def find(self, names: Iterable[str]) -> Mapping[int, str]:
         """The steps among the names, ascending, each with its name.
 
-        Where several names stand for one step, that in the written format is found, then that of the first format in `read`,
-        then the shortest.
+        Where several names stand for one step, that in the written format is found, then that of the first format in
+        `read`, then the shortest.
         """
         formats: dict[str, list[tuple[int, int | None]]] = {}
         for rank, one in enumerate((self.write, *self.read)):

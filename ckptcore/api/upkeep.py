@@ -36,7 +36,8 @@ def delete(location: LocationLike, *, context: Context | None = None) -> None:
         CheckpointNotFoundError: if there is nothing.
         CheckpointExistsError: if the location holds no checkpoint of ckptcore, or if another checkpoint is inside its
             directory. Nothing is deleted.
-        CheckpointReferredError: if checkpoints beside it have arrays in it; names them. Those elsewhere cannot be known.
+        CheckpointReferredError: if checkpoints beside it have arrays in it; names them. Those elsewhere cannot be
+            known.
     """
     chosen = context or default_context()
     runtime = runtime_of(chosen)

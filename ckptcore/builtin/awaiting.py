@@ -138,8 +138,9 @@ class _Loop:
         if left := _where_no_loop_runs(self._stop):
             more = f" and {len(left) - _TASKS_TOLD} more" if len(left) > _TASKS_TOLD else ""
             raise PluginError(
-                f"tasks were still running when the object said that it was done: {', '.join(left[:_TASKS_TOLD])}{more}; what "
-                "they do would be lost, so they were cancelled. Await them, or return from the first phase a coroutine that does"
+                "tasks were still running when the object said that it was done: "
+                f"{', '.join(left[:_TASKS_TOLD])}{more}; what they do would be lost, so they were cancelled. Await "
+                "them, or return from the first phase a coroutine that does"
             )
 
     def drop(self) -> None:

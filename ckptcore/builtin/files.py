@@ -161,7 +161,8 @@ class SavesToDirectoryAsyncHandler:
         Both run in one event loop, which stands still between them.
 
         Raises:
-            PluginError: if it returns nothing to await and leaves tasks running; the continuation raises it for its tasks.
+            PluginError: if it returns nothing to await and leaves tasks running; the continuation raises it for its
+                tasks.
         """
         from ckptcore.builtin.awaiting import DirectoryToAwait, path_for_others, run_first_phase  # imports asyncio
 

@@ -271,7 +271,8 @@ def _refuse_subclass(array_type: type) -> None:
     if not issubclass(array_type, np.memmap):
         raise UnsupportedLeafError(
             f"a {array_type.__module__}.{array_type.__qualname__} is more than its elements, and only the elements "
-            "would be stored: save np.asarray(value) and its other data, or give Context(plugins=PluginOptions(handlers=...)) a handler for it"
+            "would be stored: save np.asarray(value) and its other data, or give "
+            "Context(plugins=PluginOptions(handlers=...)) a handler for it"
         )
 
 

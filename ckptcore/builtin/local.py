@@ -512,7 +512,8 @@ class LocalWriter:
         """Remove the file, once no thread writes to it; nothing after a `finish` that succeeded."""
         with self._lock:
             self._wait_for_writes()
-            # What cannot be removed is found again with the directory it is in; an abort follows an error that says more.
+            # What cannot be removed is found again with the directory it is in; an abort follows an error that says
+            # more.
             with suppress(OSError):
                 self._close()
             if not self._complete:

@@ -79,7 +79,8 @@ def open_without_links(path: str, flags: int) -> int | None:
         flags: as for `os.open`; not to create it.
 
     Returns:
-        A descriptor. None where the system cannot, where a link is on the path, and where the file cannot be opened: `os.open` says why.
+        A descriptor. None where the system cannot, where a link is on the path, and where the file cannot be opened:
+        `os.open` says why.
     """
     opener = _opener(flags)
     return None if opener is None else opener(path)

@@ -164,7 +164,8 @@ class LocalDirectories:
         except FileNotFoundError:
             return
         except FileExistsError as error:
-            # Another thread or process was faster, or it is no directory. It may be gone again by now: one look, not two.
+            # Another thread or process was faster, or it is no directory. It may be gone again by now: one look, not
+            # two.
             with suppress(FileNotFoundError):
                 if not stat.S_ISDIR(os.lstat(directory).st_mode) and not os.path.isdir(directory):
                     raise self._not_a_directory(error, directory) from error

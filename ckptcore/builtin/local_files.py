@@ -1,8 +1,8 @@
 """Reads of local files: plain, past the page cache, and of files kept open.
 
 A buffered read of cold data pays for new pages and a copy, and pushes out what others use. So a page of each window of
-a file is asked for without waiting; where it is not in memory, that window is read with O_DIRECT. Both ways give the same
-bytes, a wrong guess costs time only.
+a file is asked for without waiting; where it is not in memory, that window is read with O_DIRECT. Both ways give the
+same bytes, a wrong guess costs time only.
 """
 
 from __future__ import annotations
@@ -319,7 +319,8 @@ class HeldFile:
     def memory(self) -> memoryview | None:
         """The file mapped; None where it is empty, cannot be mapped, or is not known to be on this machine.
 
-        A server takes pages away when it deletes a file or is gone, and a process that touches them is killed; a read gives an error.
+        A server takes pages away when it deletes a file or is gone, and a process that touches them is killed; a read
+        gives an error.
         """
         try:
             return memoryview(self._file.map()) if is_of_this_machine(self._descriptor) else None

@@ -161,8 +161,8 @@ class _Store:
         with self.lock:
             if writer not in self._writers:
                 raise StorageError(
-                    f"cannot complete {writer.key!r}: what was written of it was given up from elsewhere, as what dead saves "
-                    "left is; save again"
+                    f"cannot complete {writer.key!r}: what was written of it was given up from elsewhere, as what "
+                    "dead saves left is; save again"
                 )
             self._replace(writer.key, data, condition)
             self._writers.discard(writer)

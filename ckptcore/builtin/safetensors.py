@@ -1,13 +1,13 @@
 """The layout safetensors.
 
-The format (https://github.com/huggingface/safetensors): 8 bytes of little-endian length, a JSON header of that many bytes
-``{name: {"dtype", "shape", "data_offsets"}, "__metadata__": {str: str}}``, then the elements, little endian, in C order,
-without gaps. A checkpoint above a size is split into ``model-00001-of-00002.safetensors`` and so on, which
-``model.safetensors.index.json`` lists: ``{"metadata": {"total_size": bytes}, "weight_map": {name: file}}``. Arrays that no
-process holds whole are in slices (see `safetensors_writing`).
+The format (https://github.com/huggingface/safetensors): 8 bytes of little-endian length, a JSON header of that many
+bytes ``{name: {"dtype", "shape", "data_offsets"}, "__metadata__": {str: str}}``, then the elements, little endian, in C
+order, without gaps. A checkpoint above a size is split into ``model-00001-of-00002.safetensors`` and so on, which
+``model.safetensors.index.json`` lists: ``{"metadata": {"total_size": bytes}, "weight_map": {name: file}}``. Arrays that
+no process holds whole are in slices (see `safetensors_writing`).
 
-Files of a session are named by the number of its first process, such as ``model-session-00001.safetensors``, because the
-number of files is not known while they are written. Readers that use the index accept any names.
+Files of a session are named by the number of its first process, such as ``model-session-00001.safetensors``, because
+the number of files is not known while they are written. Readers that use the index accept any names.
 """
 
 from __future__ import annotations
@@ -56,12 +56,13 @@ class SafetensorsLayout(Layout):
 
     What safetensors cannot name (complex128, int4, some float8) is stored as U8 with the bytes of an element as a last
     axis (none for one byte); times are stored as I64. Their dtype is in the root of the checkpoint.
-    Tied arrays are stored under the first name; the header's metadata tells the others, as `safetensors.torch.save_model` does.
+    Tied arrays are stored under the first name; the header's metadata tells the others, as
+    `safetensors.torch.save_model` does.
 
     Attributes:
         max_file_bytes: the most elements a file holds, in bytes, unless one array is larger.
-        stem: what the names of files begin with, for software that looks for another one than ``model``: ``adapter_model`` for
-            PEFT, ``diffusion_pytorch_model`` for diffusers.
+        stem: what the names of files begin with, for software that looks for another one than ``model``:
+            ``adapter_model`` for PEFT, ``diffusion_pytorch_model`` for diffusers.
         metadata: entries to add to the ``__metadata__`` of every file, names and values as str. A ``format`` among them
             replaces ``"format": "pt"``.
 
@@ -82,12 +83,13 @@ class SafetensorsLayout(Layout):
             or stem[0] in ".-"
         ):
             raise ValueError(
-                f"SafetensorsLayout(stem={self.stem!r}): give ASCII letters, digits, '_', '-' and '.', the first of them neither "
-                "'.' nor '-', such as 'model' or 'adapter_model'"
+                f"SafetensorsLayout(stem={self.stem!r}): give ASCII letters, digits, '_', '-' and '.', the first of "
+                "them neither '.' nor '-', such as 'model' or 'adapter_model'"
             )
         if self.stem.startswith("checkpoint."):
             raise ValueError(
-                f"SafetensorsLayout(stem={self.stem!r}): names that begin with 'checkpoint.' are ckptcore's own; give another stem"
+                f"SafetensorsLayout(stem={self.stem!r}): names that begin with 'checkpoint.' are ckptcore's own; "
+                "give another stem"
             )
         object.__setattr__(self, "metadata", dict(self.metadata))  # the caller may change its mapping while a save runs
         for name, text in self.metadata.items():
@@ -309,8 +311,8 @@ def _items_by_leaf(plan: WritePlan) -> dict[int, list[int]]:
             extent = run_extent(item.spec.shape, item.boxes[0]) if len(item.boxes) == 1 else None
             if extent is None or extent[0] != stop:
                 raise PluginError(
-                    f"{format_path(plan.tree.paths[leaf])} is given in {len(numbers)} pieces; expected runs of its elements, one "
-                    f"behind the other, found {item.boxes[:3]} after element {stop}"
+                    f"{format_path(plan.tree.paths[leaf])} is given in {len(numbers)} pieces; expected runs of its "
+                    f"elements, one behind the other, found {item.boxes[:3]} after element {stop}"
                 )
             stop = extent[1]
     return items
@@ -370,6 +372,6 @@ def _expect_files(names: Sequence[str], files: Sequence[Sequence[int]], receipts
         for leaf, number in zip(state["leaf"], state["file"], strict=True):
             if number != file_of[leaf] or names[number] not in written:
                 raise CheckpointError(
-                    f"process {receipt.rank} wrote {', '.join(sorted(written))}, where the leader expects its arrays in "
-                    f"{names[file_of[leaf]]}: give SafetensorsLayout the same options in every process"
+                    f"process {receipt.rank} wrote {', '.join(sorted(written))}, where the leader expects its arrays "
+                    f"in {names[file_of[leaf]]}: give SafetensorsLayout the same options in every process"
                 )

@@ -134,8 +134,8 @@ def _find_tensors(store: ReadStore, entry: str | None) -> _Found | None:
     stem = _stem_meant(indexes, files)
     if stem is None:
         raise CheckpointNotFoundError(
-            f"there are several safetensors files and nothing says which belong together: {', '.join([*indexes, *files])}; "
-            "name one of them as the location"
+            "there are several safetensors files and nothing says which belong together: "
+            f"{', '.join([*indexes, *files])}; name one of them as the location"
         )
     entries, metadata = _read_stem(store, stem, indexes, files)
     return _with_config(store, entries, metadata) if stem == _ADAPTER else (entries, metadata)
@@ -162,8 +162,8 @@ def _read_stem(
     counts = sorted({int(shard[3]) for shard in shards})
     if counts != [len(shards)]:
         raise CorruptCheckpointError(
-            f"{counts[0] if len(counts) == 1 else counts} safetensors shards belong together and {len(shards)} are there: "
-            f"{[shard[0] for shard in shards]}"
+            f"{counts[0] if len(counts) == 1 else counts} safetensors shards belong together and {len(shards)} are "
+            f"there: {[shard[0] for shard in shards]}"
         )
     return _unite(store, [shard[0] for shard in shards])
 
@@ -171,8 +171,8 @@ def _read_stem(
 def _stem_meant(indexes: Sequence[str], files: Sequence[str]) -> str | None:
     """What the names of the files that are meant begin with; None if nothing tells.
 
-    Where there are several checkpoints it is that of the library whose directory it is: a model that was trained with an adapter
-    has files of it beside its own.
+    Where there are several checkpoints it is that of the library whose directory it is: a model that was trained with
+    an adapter has files of it beside its own.
     """
     indexed = {name.removesuffix(_INDEX) for name in indexes}
     stems = {shard[1] if (shard := _SHARD.fullmatch(name)) else name.removesuffix(_FILE) for name in files}
@@ -241,7 +241,8 @@ def _read_header(store: ReadStore, key: str) -> tuple[Sequence[_TensorEntry], Ma
     header_bytes = int.from_bytes(store.get(key, 0, 8), "little")
     if not _fits(header_bytes, file_bytes):
         raise CorruptCheckpointError(
-            f"{key} is no safetensors file, or is cut off: it has {file_bytes} bytes and states a header of {header_bytes}",
+            f"{key} is no safetensors file, or is cut off: it has {file_bytes} bytes and states a header of "
+            f"{header_bytes}",
             key=key,
         )
     header = _parse_json_object(store.get(key, 8, 8 + header_bytes), key)
@@ -314,7 +315,8 @@ def read_json_object(store: ReadStore, key: str, *, constants: Constants = "refu
     nbytes = store.size(key)
     if nbytes > _MOST_JSON_BYTES:
         raise CorruptCheckpointError(
-            f"{key} has {nbytes} bytes, where at most {_MOST_JSON_BYTES} are expected; name a file of tensors to load it alone",
+            f"{key} has {nbytes} bytes, where at most {_MOST_JSON_BYTES} are expected; name a file of tensors to "
+            "load it alone",
             key=key,
         )
     config: dict[str, JSON] = _parse_json_object(store.get(key), key, constants=constants)

@@ -1,13 +1,13 @@
 """Writing of safetensors files: their headers, and slices of arrays that no process holds whole.
 
-The names of dtypes are those of safetensors 0.8 (``safetensors/src/tensor.rs``). Shapes in headers are in elements, also for
-dtypes smaller than a byte. Their elements are packed; the library refuses a tensor that does not end at a byte
+The names of dtypes are those of safetensors 0.8 (``safetensors/src/tensor.rs``). Shapes in headers are in elements,
+also for dtypes smaller than a byte. Their elements are packed; the library refuses a tensor that does not end at a byte
 boundary.
 
-Slices are in the files of torch.distributed.checkpoint's ``HuggingFaceStorageWriter(save_distributed=True)``, so that it loads
-them (torch 2.13.0, hf_storage.py): ``shard-<process, from 1>-<stem>-<number>-of-<files of the process>.safetensors``, each a
-plain safetensors file in which a tensor is a box of the array with that name. ``DCP_SHARDING_INFO`` in its metadata is the JSON
-``{name: {"saved_offsets": [...]}}``: where the box begins.
+Slices are in the files of torch.distributed.checkpoint's ``HuggingFaceStorageWriter(save_distributed=True)``, so that
+it loads them (torch 2.13.0, hf_storage.py): ``shard-<process, from 1>-<stem>-<number>-of-<files of the
+process>.safetensors``, each a plain safetensors file in which a tensor is a box of the array with that name.
+``DCP_SHARDING_INFO`` in its metadata is the JSON ``{name: {"saved_offsets": [...]}}``: where the box begins.
 """
 
 from __future__ import annotations

@@ -40,14 +40,15 @@ class ShardedArray:
     """An array of which this process holds boxes, and others of the job hold the rest.
 
     In a save every process gives the same shape and dtype, and the different boxes of all make up the array. In a load
-    a process asks for the boxes that it needs, whichever were saved; what is loaded is a `ShardedArray` with the elements of these.
+    a process asks for the boxes that it needs, whichever were saved; what is loaded is a `ShardedArray` with the
+    elements of these.
 
     Attributes:
         shape: of the whole array, elements along each axis.
         dtype: of the elements.
         shards: what this process holds; their boxes do not overlap.
-        cuts: per axis, the inner boundaries at which shards of any process meet, in elements. Layouts that store a regular grid of
-            chunks (zarr, OCDBT) need them; None where nothing is known.
+        cuts: per axis, the inner boundaries at which shards of any process meet, in elements. Layouts that store a
+            regular grid of chunks (zarr, OCDBT) need them; None where nothing is known.
     """
 
     shape: tuple[int, ...]

@@ -44,8 +44,8 @@ class StagingDirectory:
         except OSError as error:
             raise StorageError(
                 error.errno,
-                f"cannot create a temporary directory for the files of an object: {error}; set TMPDIR to a directory of a "
-                "local disk that can be written to and locked",
+                f"cannot create a temporary directory for the files of an object: {error}; set TMPDIR to a directory "
+                "of a local disk that can be written to and locked",
             ) from error
 
     def close(self) -> None:

@@ -99,8 +99,8 @@ def state_to_load(own: object, stored: Any, *, array: Callable[[AbstractArray], 
     """An abstract state with the structure of `stored`, whatever structure the object's own state has.
 
     For `CheckpointableHandler.flatten_to_load`. A checkpoint does not tell all types. Where the own state has
-    something at the same place, it does: the array of which framework, which subclass of dict. Shapes and dtypes are those that
-    are stored. Where it has nothing, arrays come back as `array` asks, and containers as Python's.
+    something at the same place, it does: the array of which framework, which subclass of dict. Shapes and dtypes are
+    those that are stored. Where it has nothing, arrays come back as `array` asks, and containers as Python's.
 
     Args:
         own: the state of the object now.
@@ -123,8 +123,8 @@ def _array(own: object, stored: AbstractArray, array: Callable[[AbstractArray], 
         return stored
     if not _is_array(own):
         return array(stored)
-    # The object's own arrays are left to its setter: they may be the arrays of other objects too. Those that cannot make
-    # others like themselves are asked for as they are.
+    # The object's own arrays are left to its setter: they may be the arrays of other objects too. Those that cannot
+    # make others like themselves are asked for as they are.
     make = getattr(own, "new_empty", None)
     if make is not None:
         name = _element_name(own)
@@ -157,7 +157,8 @@ def _of_namespace(own: Any, stored: AbstractArray) -> object:
     try:
         return own.__array_namespace__().empty(stored.shape, dtype=stored.dtype, device=own.device)
     except (AttributeError, TypeError, ValueError, RuntimeError):
-        # No such framework; or it has no such dtype, cannot divide this shape over the devices, or has let go of the array.
+        # No such framework; or it has no such dtype, cannot divide this shape over the devices, or has let go of the
+        # array.
         return own
 
 
@@ -199,8 +200,8 @@ def _sequence(own: object, stored: list[Any] | tuple[Any, ...], array: Callable[
 class StateDictHandler(CheckpointableHandler):
     """Objects with ``state_dict()`` and ``load_state_dict(state)``: data loaders, schedulers, metrics.
 
-    Each process has a state of its own. What is loaded has the structure that was saved, also where the object is new and
-    has another state as yet. ``load(location, obj)`` gives the state; ``load_into`` gives it to the object.
+    Each process has a state of its own. What is loaded has the structure that was saved, also where the object is new
+    and has another state as yet. ``load(location, obj)`` gives the state; ``load_into`` gives it to the object.
     """
 
     priority = Priority.PROTOCOL
@@ -252,9 +253,9 @@ class GetStateHandler(CheckpointableHandler):
 class StateTreeHandler(CheckpointableHandler):
     """Objects with ``get_state_tree()`` and ``set_state_tree(tree)``: models with their optimizer and metrics.
 
-    These setters pass over what they do not know, without a word. So a load asks for exactly the variables that the object
-    has, and the difference is told. Two may be there later: variables of an optimizer that made no step, which is built;
-    and metrics, which are started anew where the object has none yet.
+    These setters pass over what they do not know, without a word. So a load asks for exactly the variables that the
+    object has, and the difference is told. Two may be there later: variables of an optimizer that made no step, which
+    is built; and metrics, which are started anew where the object has none yet.
 
     Every process is taken to hold the same arrays, or shards of them.
     """
@@ -269,7 +270,8 @@ class StateTreeHandler(CheckpointableHandler):
         """
         if getattr(value, "optimizer", value) is None:
             raise UnsupportedLeafError(
-                f"a {type(value).__qualname__} without an optimizer gives no state tree; compile it first, or save its weights"
+                f"a {type(value).__qualname__} without an optimizer gives no state tree; compile it first, or save "
+                "its weights"
             )
         return value.get_state_tree()
 

@@ -117,8 +117,8 @@ class RecordedChecksums:
         count = -(-record.size // block_bytes)
         if len(record.checksums) != count * CHECKSUM_BYTES:
             raise CorruptCheckpointError(
-                f"the checksums of {record.key!r} are damaged: expected {count * CHECKSUM_BYTES} bytes for an object of "
-                f"{record.size} bytes, found {len(record.checksums)}; restore the checkpoint from a copy",
+                f"the checksums of {record.key!r} are damaged: expected {count * CHECKSUM_BYTES} bytes for an object "
+                f"of {record.size} bytes, found {len(record.checksums)}; restore the checkpoint from a copy",
                 key=record.key,
             )
         self._key = record.key
@@ -174,9 +174,9 @@ class RecordedChecksums:
 
 def _difference(key: str, start: int, nbytes: int, expected: int, found: int) -> ChecksumError:
     return ChecksumError(
-        f"{key!r} is damaged in bytes {start} to {start + nbytes}: expected {CHECKSUM_ALGORITHM}:{expected:016x}, found "
-        f"{CHECKSUM_ALGORITHM}:{found:016x}; it changed after it was written, or the storage returned wrong bytes: "
-        "restore it from a copy, or load another checkpoint",
+        f"{key!r} is damaged in bytes {start} to {start + nbytes}: expected {CHECKSUM_ALGORITHM}:{expected:016x}, "
+        f"found {CHECKSUM_ALGORITHM}:{found:016x}; it changed after it was written, or the storage returned wrong "
+        "bytes: restore it from a copy, or load another checkpoint",
         key=key,
         start=start,
         stop=start + nbytes,
@@ -232,8 +232,8 @@ def encoded(checksum: Checksum, value: int) -> bytes:
     data = checksum.encode(value)
     if len(data) != checksum.nbytes:
         raise PluginError(
-            f"the checksum {checksum.name} says that it takes {checksum.nbytes} bytes, and {len(data)} bytes were found; "
-            "the layout that gave it is wrong"
+            f"the checksum {checksum.name} says that it takes {checksum.nbytes} bytes, and {len(data)} bytes were "
+            "found; the layout that gave it is wrong"
         )
     return data
 
@@ -249,8 +249,8 @@ def first_covered(segments: Sequence[Segment], number: int, segment: ChecksumSeg
     first = number - segment.segments
     if not before < first < number:
         raise PluginError(
-            f"segment {number} of {len(segments)} is the checksum of {segment.segments} segments before it: expected 1 to "
-            f"{number - before - 1}, because it may not be of another checksum; the layout is wrong"
+            f"segment {number} of {len(segments)} is the checksum of {segment.segments} segments before it: expected "
+            f"1 to {number - before - 1}, because it may not be of another checksum; the layout is wrong"
         )
     return first
 

@@ -132,8 +132,8 @@ def read_boxes(
             wanted.targets.append(target)
         if missing:
             raise CorruptCheckpointError(
-                f"{missing} of the {size} elements of a box of leaf {item.leaf} are in no chunk; restore the checkpoint "
-                "from a copy, or load another one"
+                f"{missing} of the {size} elements of a box of leaf {item.leaf} are in no chunk; restore the "
+                "checkpoint from a copy, or load another one"
             )
     if by_itself and native is not None:
         part = [ReadItem(items[number].leaf, box) for number, box, _ in by_itself]
@@ -315,8 +315,8 @@ def _elements(wanted: _Wanted, data: bytes, start: int, checksum: Checksum | Non
         end = start + nbytes
         if checksum.encode(checksum.of(elements)) != data[end : end + checksum.nbytes]:
             raise ChecksumError(
-                f"a chunk of leaf {wanted.chunk.leaf} is not what was written: its {checksum.name} differs; restore the "
-                "checkpoint from a copy, or load another one"
+                f"a chunk of leaf {wanted.chunk.leaf} is not what was written: its {checksum.name} differs; restore "
+                "the checkpoint from a copy, or load another one"
             )
     return np.frombuffer(elements, little_dtype(dtype)).reshape(box.shape)
 
@@ -353,8 +353,8 @@ def _fetched_together(group: Sequence[_Encoded], store: ReadStore) -> Iterator[t
         raise CorruptCheckpointError(f"a chunk is missing: {error}", key=first.key) from error
     if stop is not None and len(data) != stop - first.start:
         raise CorruptCheckpointError(
-            f"{first.key} ends at byte {first.start + len(data)}, where {stop} are expected; it was cut off: restore it "
-            "from a copy, or load another checkpoint",
+            f"{first.key} ends at byte {first.start + len(data)}, where {stop} are expected; it was cut off: restore "
+            "it from a copy, or load another checkpoint",
             key=first.key, start=first.start + len(data), stop=stop,
         )  # fmt: skip
     for one in group:

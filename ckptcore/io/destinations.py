@@ -198,9 +198,9 @@ def destinations_of(shape: ObjectShape, read: ChunkRead, base: int = 0) -> Itera
     if offset < 0 or itemsize <= 0 or end > shape.size or (chunk_shape and min(chunk_shape) < 0):
         checksum = "" if read.checksum is None else " and its checksum"
         raise CorruptCheckpointError(
-            f"{read.key!r} does not hold what the checkpoint says: expected bytes {offset} to {end} for an "
-            f"array of shape {list(chunk_shape)}{checksum}, found {shape.size} bytes; it was cut off, or what describes "
-            "it is damaged: restore it from a copy, or load another checkpoint",
+            f"{read.key!r} does not hold what the checkpoint says: expected bytes {offset} to {end} for an array of "
+            f"shape {list(chunk_shape)}{checksum}, found {shape.size} bytes; it was cut off, or what describes it is "
+            "damaged: restore it from a copy, or load another checkpoint",
             key=read.key,
             start=offset,
             stop=end,

@@ -189,9 +189,9 @@ def _refuse_overlap(key: str, chunks: Sequence[_CheckedChunk]) -> None:
     for chunk in chunks:
         if chunk.start < stop:
             raise CorruptCheckpointError(
-                f"what describes {key!r} is damaged: expected chunks of bytes that do not overlap, found one at bytes "
-                f"{chunk.start} to {chunk.end} and another that ends at {stop}; restore it from a copy, or load another "
-                "checkpoint",
+                f"what describes {key!r} is damaged: expected chunks of bytes that do not overlap, found one at "
+                f"bytes {chunk.start} to {chunk.end} and another that ends at {stop}; restore it from a copy, or "
+                "load another checkpoint",
                 key=key,
                 start=chunk.start,
                 stop=stop,

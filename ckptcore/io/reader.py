@@ -150,9 +150,9 @@ class ObjectReader:
         record = self.objects.get(key)
         if record is None and self._strict:
             raise CorruptCheckpointError(
-                f"{key!r} is asked for, but the root does not list this object: expected one of the {len(self.objects)} "
-                "that it lists, found a name that it does not know, so what describes the arrays is damaged: restore the "
-                "checkpoint from a copy, or load another one",
+                f"{key!r} is asked for, but the root does not list this object: expected one of the "
+                f"{len(self.objects)} that it lists, found a name that it does not know, so what describes the "
+                "arrays is damaged: restore the checkpoint from a copy, or load another one",
                 key=key,
             )
         return record

@@ -26,7 +26,8 @@ class Indexed:
     """An index of an array, by axis.
 
     Attributes:
-        starts, steps, counts: the wanted indices of each axis, the lowest first; `counts` of them, `steps` (above 0) apart.
+        starts, steps, counts: the wanted indices of each axis, the lowest first; `counts` of them, `steps` (above 0)
+            apart.
         local: the index of an array of just the wanted elements, whose shape is `counts`, that gives the result.
         shape: of the result.
     """

@@ -80,8 +80,8 @@ class StoredTree(Mapping[Any, Any]):
         """Return what is at a path: a `StoredTree`, a `StoredArray`, or a small value. Reads no array, but long text.
 
         Args:
-            path: keys, or one text with ``/`` between them: ``"params/dense"``, ``("layers", 0)``. A key that is the whole
-                text comes first. A text also matches the name of an attribute, and the digits of an index.
+            path: keys, or one text with ``/`` between them: ``"params/dense"``, ``("layers", 0)``. A key that is the
+                whole text comes first. A text also matches the name of an attribute, and the digits of an index.
 
         Raises:
             UnknownPathError: if nothing is there; names what is.
@@ -153,7 +153,8 @@ class StoredTree(Mapping[Any, Any]):
         shown = ", ".join(map(repr, there[:20])) + (", ..." if len(there) > 20 else "")
         hint = f"; did you mean {near!r}?" if near is not None and near != asked.split("/")[0] else ""
         return UnknownPathError(
-            f"{asked!r} is not in {format_path(self.path)} of {self._session.opened.location.display}, which has {shown or 'nothing'}{hint}"
+            f"{asked!r} is not in {format_path(self.path)} of {self._session.opened.location.display}, which has "
+            f"{shown or 'nothing'}{hint}"
         )
 
 

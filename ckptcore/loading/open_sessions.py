@@ -159,8 +159,8 @@ class Session:
 
 def _replaced(opened: Checkpoint) -> CheckpointNotFoundError:
     return CheckpointNotFoundError(
-        f"{opened.location.display} was replaced or deleted after it was opened, and what is there now is another checkpoint or none; "
-        "open it again"
+        f"{opened.location.display} was replaced or deleted after it was opened, and what is there now is another "
+        "checkpoint or none; open it again"
     )
 
 
@@ -233,15 +233,16 @@ def map_array(opened: Checkpoint, leaf: int, spec: ArraySpec, name: str) -> Host
         raise _refusal(
             opened,
             name,
-            f"does not stand in one file as it is in memory: the layout {opened.layout.name} has it compressed, or in pieces",
+            f"does not stand in one file as it is in memory: the layout {opened.layout.name} has it compressed, or "
+            "in pieces",
         )
     root = unquote(address.url.removeprefix(_FILE), errors="surrogateescape").rstrip("/") or "/"
     file = LocalFile(place.key, f"{root}/{place.key}", os.path.dirname(root))
     stop = place.offset + spec.nbytes
     if stop > file.status.st_size:
         raise CorruptCheckpointError(
-            f"{place.key!r} is too short: expected bytes {place.offset} to {stop}, found {file.status.st_size} bytes in all; it was cut "
-            "off, restore it from a copy, or load another checkpoint",
+            f"{place.key!r} is too short: expected bytes {place.offset} to {stop}, found {file.status.st_size} bytes "
+            "in all; it was cut off, restore it from a copy, or load another checkpoint",
             key=place.key, start=min(place.offset, file.status.st_size), stop=stop,
         )  # fmt: skip
     return np.ndarray(spec.shape, spec.numpy_dtype, file.map(), place.offset)
@@ -249,6 +250,6 @@ def map_array(opened: Checkpoint, leaf: int, spec: ArraySpec, name: str) -> Host
 
 def _refusal(opened: Checkpoint, name: str, reason: str) -> NotMappableError:
     return NotMappableError(
-        f"{name} of {opened.location.display} cannot be mapped into memory: it {reason}; read it by indexing, as array[...], or convert "
-        "the checkpoint to safetensors on a local disk"
+        f"{name} of {opened.location.display} cannot be mapped into memory: it {reason}; read it by indexing, as "
+        "array[...], or convert the checkpoint to safetensors on a local disk"
     )

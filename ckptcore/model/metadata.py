@@ -31,8 +31,8 @@ class ArrayRecord(NamedTuple):
         kind: what the array stands for: `PLAIN_ARRAY`, or a name its leaf handler owns (``numpy.scalar``, ``jax.key``).
             A handler that does not know the kind treats the leaf as a plain array.
         cuts: per axis the sorted inner boundaries at which shards meet, in elements; None where nothing is cut.
-        notes: JSON that its leaf handler owns (how it was sharded, what was converted); never needed to get the elements.
-            Several records may have one object: it is not to be changed.
+        notes: JSON that its leaf handler owns (how it was sharded, what was converted); never needed to get the
+            elements. Several records may have one object: it is not to be changed.
     """
 
     spec: ArraySpec
@@ -65,8 +65,9 @@ class TreeMetadata:
         skeleton: the containers.
         leaves: a record per leaf, in the order of the skeleton.
         aliases: for a leaf that shares its bytes with an earlier one: its number -> the number of the earlier one.
-        held_by: for a leaf that not every process of the job held which saved: its number -> the ranks that did, ascending.
-            A rank that only knew of an array, which was spread over others, did not hold it. A process may load the tree without it. Several leaves may have one object.
+        held_by: for a leaf that not every process of the job held which saved: its number -> the ranks that did,
+            ascending. A rank that only knew of an array, which was spread over others, did not hold it. A process may
+            load the tree without it. Several leaves may have one object.
     """
 
     skeleton: Skeleton
@@ -91,8 +92,8 @@ class TreeMetadata:
     def to_json(self) -> dict[str, JSON]:
         """Return the tree as columns with one entry per leaf, so that it stays small and parses fast.
 
-        Distinct notes are stored once in ``notes``, and the column ``note`` has their indices, because thousands of arrays
-        have the same few shardings.
+        Distinct notes are stored once in ``notes``, and the column ``note`` has their indices, because thousands of
+        arrays have the same few shardings.
         """
         arrays: list[JSON] = []
         values: list[JSON] = []
@@ -165,7 +166,8 @@ class _NoteTable:
         self._seen: dict[int, int] = {}
 
     def number(self, notes: Mapping[str, JSON]) -> int:
-        # By identity first: most records share the object, and a sharding over many devices is long. The records keep it alive.
+        # By identity first: most records share the object, and a sharding over many devices is long. The records keep
+        # it alive.
         known = self._seen.get(id(notes))
         if known is None:
             known = self._numbers.setdefault(json.dumps(dict(notes)), len(self.table))

@@ -83,9 +83,9 @@ class WritePlan(NamedTuple):
         rank, size: which process of how many this is.
         save_id: the save; goes into the names of objects whose names no format fixes.
         name: of the checkpointable that the tree is; empty where the tree is the whole checkpoint.
-        session: where a checkpoint is filled in several sessions, which one this is: the rank of its first process among those of all
-            sessions. The tree is that of the session then, and `rank` this process's among those of all. See
-            `ckptcore.protocols.LayoutCapabilities.sessions`.
+        session: where a checkpoint is filled in several sessions, which one this is: the rank of its first process
+            among those of all sessions. The tree is that of the session then, and `rank` this process's among those of
+            all. See `ckptcore.protocols.LayoutCapabilities.sessions`.
     """
 
     tree: TreeMetadata
@@ -103,8 +103,9 @@ class Receipt(NamedTuple):
     Attributes:
         rank: the process.
         items: what it wrote, as its plan said. Of another process they may be an `ItemColumns`.
-        state: JSON that the layout owns: where things went. Where it comes from another process, lists of whole numbers in it may be of
-            another type: an `IntegerColumn`, over which one iterates as over a list, and which NumPy takes as it is.
+        state: JSON that the layout owns: where things went. Where it comes from another process, lists of whole numbers
+            in it may be of another type: an `IntegerColumn`, over which one iterates as over a list, and which NumPy
+            takes as it is.
         objects: every object written, with its checksums.
     """
 
@@ -208,8 +209,8 @@ class ChecksumSegment(NamedTuple):
 
     Attributes:
         checksum: which one.
-        segments: how many segments before this one it is of, at least one. None of them may be a `ChecksumSegment`: what
-            is written first would have to wait for it.
+        segments: how many segments before this one it is of, at least one. None of them may be a `ChecksumSegment`:
+            what is written first would have to wait for it.
     """
 
     checksum: Checksum

@@ -202,8 +202,8 @@ def float_from_json(value: JSON) -> float:
 def skeleton_to_json(skeleton: Skeleton) -> JSON:
     """A skeleton as JSON: 0 for a leaf, else ``[kind, keys, children]`` with the type as a fourth where it is noted.
 
-    An attribute key is ``{"attr": name}``; int and str keys are themselves (text with surrogates: see `text_to_json`). `children` is the number of leaves
-    where every child is one.
+    An attribute key is ``{"attr": name}``; int and str keys are themselves (text with surrogates: see `text_to_json`).
+    `children` is the number of leaves where every child is one.
     """
     if not isinstance(skeleton, Node):
         return 0

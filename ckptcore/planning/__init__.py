@@ -45,7 +45,8 @@ def plan_write(
         rank, size: which process of how many this is.
         save_id: the save.
         name: of the checkpointable; empty where the tree is the whole checkpoint.
-        owners: where replicas share, by leaf the rule which of them writes which cells, as `ckptcore.planning.replicas` gives them.
+        owners: where replicas share, by leaf the rule which of them writes which cells, as `ckptcore.planning.replicas`
+            gives them.
     """
     items = []
     for leaf, record in enumerate(tree.leaves):

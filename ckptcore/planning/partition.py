@@ -41,8 +41,8 @@ def cut_runs(spec: ArraySpec, bands: Collection[int], *, most_bytes: int, band_b
 
     Args:
         spec: the array.
-        bands: boundaries along the first axis at which it is best cut, in elements: what is between two of them is stored together.
-            In any order; those outside of the array count for nothing.
+        bands: boundaries along the first axis at which it is best cut, in elements: what is between two of them is
+            stored together. In any order; those outside of the array count for nothing.
         most_bytes: of one run, unless it is one element, or a band.
         band_bytes: a band is not cut up to here.
 
@@ -144,8 +144,8 @@ def cells_of_wants(wants: Mapping[Box, Wanting]) -> list[tuple[Box, Wanting]]:
 def cut_box(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:
     """Pieces of a box in C order, each of at most so many bytes and at least one element.
 
-    They are cut along the first axis that is long enough, so that the bytes of a piece follow each other as far as they do in the
-    box, and are about equally large.
+    They are cut along the first axis that is long enough, so that the bytes of a piece follow each other as far as they
+    do in the box, and are about equally large.
 
     Args:
         box: what to cut.
@@ -210,7 +210,8 @@ _SPARE_CELLS: Final = 1 << 12
 def makes_up(shape: Sequence[int], starts: HostArray, stops: HostArray) -> bool:
     """Whether boxes make up an array: no gap, no overlap. False also where it would take too long to find out here.
 
-    Takes about ``n log n`` for n boxes, however they are cut, if the grid of all their bounds has not many more cells than that.
+    Takes about ``n log n`` for n boxes, however they are cut, if the grid of all their bounds has not many more cells
+    than that.
 
     Args:
         shape: of the array, in elements.

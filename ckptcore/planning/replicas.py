@@ -138,8 +138,8 @@ class Owners(NamedTuple):
     """Which replicas write the cells of an array: a rule, so that nothing is listed that other processes hold.
 
     Attributes:
-        numbers: by piece of a box, the number of the replica that writes it of the first box; of each following box, the next one. A
-            number is to be taken modulo how many replicas there are.
+        numbers: by piece of a box, the number of the replica that writes it of the first box; of each following box,
+            the next one. A number is to be taken modulo how many replicas there are.
         axis: the axis along which the pieces of a box follow each other.
     """
 
@@ -163,9 +163,9 @@ def cut_for_replicas(
 ) -> Shares:
     """Cut large boxes that several processes hold, so that each can write a piece.
 
-    Every process cuts alike, and so goes by what is the same on each. Of an array that does not say how many processes hold its boxes, those
-    between its cuts are taken to be held by equally many, if their number divides that of all processes. Where that is not so an array
-    has a few more chunks, and the elements that are written are the same.
+    Every process cuts alike, and so goes by what is the same on each. Of an array that does not say how many processes
+    hold its boxes, those between its cuts are taken to be held by equally many, if their number divides that of all
+    processes. Where that is not so an array has a few more chunks, and the elements that are written are the same.
 
     Args:
         tree: as leaf handlers describe it.
@@ -198,11 +198,13 @@ def cut_for_replicas(
 def owners_of(shares: Shares, *, rank: int, size: int) -> Mapping[int, Owners]:
     """By array, which replica writes each of the cells between its cuts.
 
-    The largest pieces come first, and each goes to the replica that has the fewest bytes so far, as if there were one box of each
-    array: processes that hold one box of each of several arrays share these evenly, whichever boxes they are. That is done for
-    arrays by themselves that are cut into equally many boxes along each axis: the boxes of a process stand in one place then, and from
-    place to place the replicas take turns. What every process works out is the same and grows with the number of arrays, neither with
-    that of their cells nor with that of processes.
+    The largest pieces come first, and each goes to the replica that has the fewest bytes so far, as if there were one
+    box of each
+    array: processes that hold one box of each of several arrays share these evenly, whichever boxes they are. That is
+        done for
+    arrays by themselves that are cut into equally many boxes along each axis: the boxes of a process stand in one place
+    then, and from place to place the replicas take turns. What every process works out is the same and grows with the
+    number of arrays, neither with that of their cells nor with that of processes.
 
     Args:
         shares: the tree of the job, and the pieces of the arrays that this process holds.
@@ -265,8 +267,8 @@ def cells_of(record: ArrayRecord) -> Sequence[Box]:
 def written_boxes(record: ArrayRecord, shards: Sequence[Shard], owners: Owners | None) -> tuple[Box, ...]:
     """The boxes that a process writes of those that it holds.
 
-    A box that nobody else holds is written whole, and so is one that the cuts go around: its handler has not said where it lies. Of any
-    other, each replica writes the cells that it owns.
+    A box that nobody else holds is written whole, and so is one that the cuts go around: its handler has not said where
+    it lies. Of any other, each replica writes the cells that it owns.
 
     Args:
         record: the array.

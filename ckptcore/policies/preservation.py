@@ -205,7 +205,8 @@ class EveryNSeconds:
         """Return steps that are at least the interval apart."""
         kept: list[StepInfo] = []
         for info in steps:
-            # The absolute difference counts: after a clock is set back, the next step is kept, not none for a long time.
+            # The absolute difference counts: after a clock is set back, the next step is kept, not none for a long
+            # time.
             if not kept or abs(info.created - kept[-1].created) >= self.seconds:
                 kept.append(info)
         return frozenset([info.step for info in kept])

@@ -53,8 +53,8 @@ class Coordinator(Protocol):
 class Rejoinable(Protocol):
     """A `Coordinator` of one incarnation of its job. If a rank is restarted, all ranks join again.
 
-    The hook `ckpt_coordinator` returns the same object within an incarnation, and another one after the process has joined
-    again. Operations are counted from 0 for each object, so that restarted processes and the others count alike.
+    The hook `ckpt_coordinator` returns the same object within an incarnation, and another one after the process has
+    joined again. Operations are counted from 0 for each object, so that restarted processes and the others count alike.
     """
 
     @property
@@ -70,8 +70,8 @@ class GathersInGroups(Protocol):
     def within(self, ranks: Sequence[int], *, deadlines: int = 1) -> Coordinator:
         """Return the coordinator of a group. Does not wait, and sends nothing.
 
-        In the group, processes have the ranks 0, 1, ... in the given order, also in errors. The first one is the leader. Keys
-        are unique among all exchanges of the job, in all groups.
+        In the group, processes have the ranks 0, 1, ... in the given order, also in errors. The first one is the
+        leader. Keys are unique among all exchanges of the job, in all groups.
 
         Args:
             ranks: the ranks of the group in this coordinator, each once, with that of this process.
@@ -98,9 +98,9 @@ class Channels(Protocol):
     def broadcast(self, group: int, sender: int, data: HostArray) -> Pending[None]:
         """Begin to send `data` from one member of a group to all others.
 
-        All members of a group call this in the same order, with the same sender and number of bytes; processes with several
-        groups in common also have the same order between these. `data` is part of `memory`, and must not be used before the
-        result. Results are waited for in the order of the calls.
+        All members of a group call this in the same order, with the same sender and number of bytes; processes with
+        several groups in common also have the same order between these. `data` is part of `memory`, and must not be
+        used before the result. Results are waited for in the order of the calls.
 
         Args:
             group: the index of the group among those that were connected.
@@ -143,8 +143,8 @@ class Collectives(Protocol):
 
         Args:
             key: equal on all ranks that connect now, and never used again, so that other messages do not mix in.
-            groups: the groups of this process, each sorted, with two members or more. Processes with several groups in common
-                give these in the same order.
+            groups: the groups of this process, each sorted, with two members or more. Processes with several groups in
+                common give these in the same order.
 
         Raises:
             RankFailedError: another process is gone, or is late.
@@ -184,8 +184,8 @@ class HeldWork(Protocol[SaveT_contra]):
             save: the save that `Executor.hold` got, or a further save of the same boxes.
 
         Returns:
-            The receipts of the workers, by part of the save. A result or an error comes only once no worker writes any more,
-            because the objects of a failed save are removed then.
+            The receipts of the workers, by part of the save. A result or an error comes only once no worker writes any
+            more, because the objects of a failed save are removed then.
         """
         ...
 
@@ -197,11 +197,12 @@ class HeldWork(Protocol[SaveT_contra]):
 class Executor(Protocol[SaveT_contra, OpenedT_contra]):
     """Copies, writes and reads elements on the workers of a single controller. Any thread.
 
-    The controller plans and commits; no elements pass through it. In a checkpoint the controller is rank 0 and worker `n` is
-    rank ``n + 1``, as if each were a process of a job.
+    The controller plans and commits; no elements pass through it. In a checkpoint the controller is rank 0 and worker
+    `n` is rank ``n + 1``, as if each were a process of a job.
 
-    `SaveT_contra` is ``ckptcore.saving.Save`` and `OpenedT_contra` an open checkpoint, ``ckptcore.loading.Checkpoint``. Derive
-    an executor from ``ckptcore_jax.staged_executor.StagedExecutor``, which writes and reads them with pickled stages.
+    `SaveT_contra` is ``ckptcore.saving.Save`` and `OpenedT_contra` an open checkpoint, ``ckptcore.loading.Checkpoint``.
+    Derive an executor from ``ckptcore_jax.staged_executor.StagedExecutor``, which writes and reads them with pickled
+    stages.
 
     Every method that calls a worker raises `RankFailedError` with the name of the worker if the worker is gone.
     """
@@ -236,8 +237,8 @@ class Executor(Protocol[SaveT_contra, OpenedT_contra]):
 
         Args:
             save: its parts have the plans of the workers.
-            copied: True to copy the boxes, at the workers, to memory that nobody changes or frees. False if the leaves do not
-                change until the save is committed.
+            copied: True to copy the boxes, at the workers, to memory that nobody changes or frees. False if the leaves
+                do not change until the save is committed.
         """
         ...
 

@@ -63,8 +63,8 @@ class WriteStore(Protocol):
     def write(self, key: str, segments: Sequence[Segment]) -> None:
         """Write an object made of these segments, in this order, over the core's I/O threads.
 
-        Segments are opened one after the other as writing proceeds, and closed as their bytes are written. Checksums that
-        stand in the object are computed on the way, by the threads that write what they are of.
+        Segments are opened one after the other as writing proceeds, and closed as their bytes are written. Checksums
+        that stand in the object are computed on the way, by the threads that write what they are of.
 
         Raises:
             PluginError: the arrays of a segment do not make up its box, or a checksum is of another one.
@@ -74,8 +74,8 @@ class WriteStore(Protocol):
     def write_many(self, objects: Iterable[tuple[str, Sequence[Segment]]]) -> None:
         """Write objects, each as `write` does; several at once where the storage gains by it. Returns when all are complete.
 
-        They are asked for one by one, by one thread at a time, which need not be this one, and begun in that order; which is
-        complete first is not told. After the first error no other is asked for.
+        They are asked for one by one, by one thread at a time, which need not be this one, and begun in that order;
+        which is complete first is not told. After the first error no other is asked for.
         """
         ...
 
@@ -99,8 +99,8 @@ class ReadStore(Protocol):
     def get_many(self, ranges: Sequence[tuple[str, int, int | None]]) -> Sequence[bytes | None]:
         """What `get` gives of each (key, start, stop), in order; None where there is no such object.
 
-        Ranges that are near each other are asked for together, and many at once where the storage gains by it: the way to read what
-        is small and in many places. All of it is in memory at once.
+        Ranges that are near each other are asked for together, and many at once where the storage gains by it: the way
+        to read what is small and in many places. All of it is in memory at once.
 
         Raises:
             ChecksumError
@@ -176,9 +176,10 @@ class InspectedComposite:
     """A checkpoint of several checkpointables that other software wrote.
 
     Attributes:
-        members: what each is, by name, in order. Each is a directory of that name, or a file of it that holds a tree. A tree may be
-            of any layout that is installed.
-            What is no checkpointable (a directory of metadata) is left out; what was saved and is not there may be listed.
+        members: what each is, by name, in order. Each is a directory of that name, or a file of it that holds a tree. A
+            tree may be of any layout that is installed.
+            What is no checkpointable (a directory of metadata) is left out; what was saved and is not there may be
+            listed.
         writer, custom, metrics, created: as of an `Inspection`, of the checkpoint as a whole.
     """
 
@@ -197,8 +198,8 @@ class CheckpointInfo:
         created: when the save began, ISO 8601 in UTC.
         custom: metadata of the user.
         metrics: measurements of the user; may be non-finite numbers.
-        members: the kind of each checkpointable, by its directory. A checkpointable that every process saved for itself has
-            several (``data.rank_0``). Empty if the checkpoint is one tree.
+        members: the kind of each checkpointable, by its directory. A checkpointable that every process saved for itself
+            has several (``data.rank_0``). Empty if the checkpoint is one tree.
     """
 
     created: str
@@ -305,9 +306,9 @@ class LayoutCapabilities(NamedTuple):
     """What saves a layout supports, with the options that it has.
 
     Attributes:
-        any_replica_writes: True if any of the processes that hold the same elements may write them, each a part. Boxes of
-            one array then come from several processes, between the cuts of its record. If False, replica 0 writes all of
-            them, as needed by software that reads whole arrays.
+        any_replica_writes: True if any of the processes that hold the same elements may write them, each a part. Boxes
+            of one array then come from several processes, between the cuts of its record. If False, replica 0 writes
+            all of them, as needed by software that reads whole arrays.
         sessions: True if several saves can fill one checkpoint, one after the other. See `Layout.renumbered`.
     """
 
@@ -370,10 +371,10 @@ class Layout(Protocol):
     def write_metadata_files(self, info: CheckpointInfo, store: WriteStore) -> None:
         """Write the files that foreign readers need besides the arrays. By default none.
 
-        Called on the leader, after `finish` and right before the commit: once for a checkpoint that is one tree, and once for
-        one of several checkpointables, with a store at the directory that contains them. It may not write an object
-        again, nor into the directory of a checkpointable, and no name may begin with ``checkpoint.``, which is reserved for
-        the core.
+        Called on the leader, after `finish` and right before the commit: once for a checkpoint that is one tree, and
+        once for one of several checkpointables, with a store at the directory that contains them. It may not write an
+        object again, nor into the directory of a checkpointable, and no name may begin with ``checkpoint.``, which is
+        reserved for the core.
         """
         return
 
@@ -402,7 +403,8 @@ class Layout(Protocol):
             entry: the one file that the user named as the location, or None for a directory.
 
         Raises:
-            CompositeCheckpointError: if it holds several checkpointables, and its software's plain load returns none of them.
+            CompositeCheckpointError: if it holds several checkpointables, and its software's plain load returns none of
+                them.
             CorruptCheckpointError: if it cannot be read.
         """
         return None
@@ -410,8 +412,8 @@ class Layout(Protocol):
     def inspect_composite(self, store: ReadStore) -> InspectedComposite | None:
         """Find a checkpoint of several checkpointables that other software wrote; None, the default, if there is none.
 
-        Also None if it is one tree. One tree that its software also knows by a name may be returned as the only member. If
-        `inspect` finds a tree there too, the members are for loads by name only.
+        Also None if it is one tree. One tree that its software also knows by a name may be returned as the only member.
+        If `inspect` finds a tree there too, the members are for loads by name only.
 
         Args:
             store: where to look; everything in it may be hostile, and it may be empty.
@@ -427,21 +429,21 @@ class Layout(Protocol):
     def arrays_by_object(self, tree: TreeMetadata) -> Sequence[Sequence[int]] | None:
         """Return the leaves in each object, without aliases, in the order in which `write` takes them.
 
-        None, the default, if `write` takes whole arrays only. Otherwise several items of a plan may be of one array, so that
-        it need not be in memory whole: each is one box, whose elements are one run in C order, and the runs
+        None, the default, if `write` takes whole arrays only. Otherwise several items of a plan may be of one array, so
+        that it need not be in memory whole: each is one box, whose elements are one run in C order, and the runs
         follow each other without gaps. What is written does not depend on how arrays were cut.
 
-        Depends on the tree alone, so that processes agree without communication. One process writes all of an object, and
-        different ones different objects. The leader writes an object without arrays.
+        Depends on the tree alone, so that processes agree without communication. One process writes all of an object,
+        and different ones different objects. The leader writes an object without arrays.
         """
         return None
 
     # --- sessions: needed if `capabilities.sessions`
     #
-    # In a session the plan has ``session``, a tree with the leaves of the session only, and a rank that no other process
-    # of any session has: names of objects may depend on that rank, on the session, and on names of arrays. A session writes
-    # nothing that describes the whole checkpoint. `finish` receives the tree with its values, and the receipts of
-    # the processes of all sessions, by rank; ranks may be missing.
+    # In a session the plan has ``session``, a tree with the leaves of the session only, and a rank that no other
+    # process of any session has: names of objects may depend on that rank, on the session, and on names of arrays. A
+    # session writes nothing that describes the whole checkpoint. `finish` receives the tree with its values, and the
+    # receipts of the processes of all sessions, by rank; ranks may be missing.
 
     @property
     def session_options(self) -> str:
@@ -451,8 +453,8 @@ class Layout(Protocol):
     def names_written(self, tree: TreeMetadata) -> Mapping[int, str]:
         """Return, by leaf, the names of arrays that a session stores in objects or in names of objects; by default none.
 
-        An array must have the same name in the tree of its session and in the whole tree. Names that only `finish` writes
-        are left out.
+        An array must have the same name in the tree of its session and in the whole tree. Names that only `finish`
+        writes are left out.
 
         Raises:
             NameCollisionError
@@ -477,8 +479,8 @@ class Layout(Protocol):
     def forecast(self, snapshot: Snapshot, store: WriteStore) -> WriteForecast | None:
         """Write what `write` would to a store that only counts, with the largest sizes, without asking for elements.
 
-        None, the default, if `write` itself can be called for that: segments have a length before they are opened. A layout
-        that encodes elements before it passes objects to the store implements it.
+        None, the default, if `write` itself can be called for that: segments have a length before they are opened. A
+        layout that encodes elements before it passes objects to the store implements it.
 
         Args:
             snapshot: has a plan. Taking elements from it fails.

@@ -41,10 +41,10 @@ class StorageAddress:
 
     Attributes:
         url: the directory, ending in ``/``; what no URL has is escaped with ``%`` in it, and so is ``%``.
-        options: what else native I/O needs, without secrets: ``endpoint`` (a URL), ``region``, ``credentials`` (where they come from:
-            ``anonymous``, ``environment``, ``profile`` with the name in ``profile``, ``default`` for what the cloud's own libraries
-            find, ``given`` where only this process has them), and what else the storage was opened with. Who does not know an
-            option leaves native I/O be.
+        options: what else native I/O needs, without secrets: ``endpoint`` (a URL), ``region``, ``credentials`` (where
+            they come from: ``anonymous``, ``environment``, ``profile`` with the name in ``profile``, ``default`` for
+            what the cloud's own libraries find, ``given`` where only this process has them), and what else the storage
+            was opened with. Who does not know an option leaves native I/O be.
     """
 
     url: str
@@ -116,8 +116,8 @@ class HeldReader(RangeReader, Protocol):
     def stamp(self) -> Hashable | None:
         """Return a value that is another one after the bytes of the object changed; None while a change could go unseen.
 
-        Bytes that were verified after this returned a stamp need not be verified again while it returns the same one. Called
-        for each read.
+        Bytes that were verified after this returned a stamp need not be verified again while it returns the same one.
+        Called for each read.
 
         Raises:
             StorageError
@@ -145,12 +145,12 @@ class StorageCapabilities(NamedTuple):
 
     Attributes:
         request_bytes: bytes that one read should ask for to be efficient.
-        concurrency: requests worth having under way at once. An object store, where each request takes long and many take
-            no longer, has more than 1: the core then uses that many threads, within its own bounds. 1: a thread for each
-            processor is as good.
+        concurrency: requests worth having under way at once. An object store, where each request takes long and many
+            take no longer, has more than 1: the core then uses that many threads, within its own bounds. 1: a thread
+            for each processor is as good.
         part_bytes: bytes that one request carries to an object that is written in pieces: a multiple of 1 MiB, or 1 if
-            pieces of any size are as good. Multiples of it that `ObjectWriter.write_at` gets at multiples of it are sent
-            without a copy before the call returns.
+            pieces of any size are as good. Multiples of it that `ObjectWriter.write_at` gets at multiples of it are
+            sent without a copy before the call returns.
     """
 
     request_bytes: int = 1 << 20
@@ -161,9 +161,9 @@ class StorageCapabilities(NamedTuple):
 class StorageBackend(Protocol):
     """Objects by key. No arrays, no retries of the caller's, no state that matters. Any thread.
 
-    A key is relative, with ``/`` between directories; it has no empty, ``.`` or ``..`` part. A storage inherits from this
-    class, which has defaults for all that is optional. One that stands before another storage must forward all methods, or
-    what that can do is lost.
+    A key is relative, with ``/`` between directories; it has no empty, ``.`` or ``..`` part. A storage inherits from
+    this class, which has defaults for all that is optional. One that stands before another storage must forward all
+    methods, or what that can do is lost.
     """
 
     @property
@@ -218,8 +218,8 @@ class StorageBackend(Protocol):
     def open_reader(self, key: str) -> RangeReader:
         """Open an object for several reads: they read the object that was there then, or fail.
 
-        By default each read finds the object again by its key. A storage where finding an object costs something implements
-        it.
+        By default each read finds the object again by its key. A storage where finding an object costs something
+        implements it.
 
         Raises:
             ObjectNotFoundError: now, or by the first read.
@@ -245,7 +245,8 @@ class StorageBackend(Protocol):
         Raises:
             ConditionFailedError: nothing was changed.
             AtomicityError: the storage has no conditional puts; nothing was changed.
-            StorageFullError, or a StorageError that is a PermissionError: nothing was changed, and nothing will be: not where an
+            StorageFullError, or a StorageError that is a PermissionError: nothing was changed, and nothing will be: not
+            where an
                 earlier try of the same put may have been done, or be on its way.
         """
         ...
@@ -259,8 +260,8 @@ class StorageBackend(Protocol):
         """Begin an object as `open_writer` does, but replace nothing.
 
         The writer's `finish` raises `ConditionFailedError` if the object is there by then, and leaves it as it is. A
-        `finish` that is repeated because its answer was lost finds what it wrote itself, and raises too: the caller looks.
-        Pieces are kept, so that `finish` can be called again once the object in its way is gone.
+        `finish` that is repeated because its answer was lost finds what it wrote itself, and raises too: the caller
+        looks. Pieces are kept, so that `finish` can be called again once the object in its way is gone.
 
         Called only where checkpoints are committed with conditional puts. By default the writer looks right before it
         completes the object, which is not one step, and needs a writer that shows nothing before. A storage whose
@@ -271,8 +272,8 @@ class StorageBackend(Protocol):
     def abort_uploads(self, prefix: str = "") -> int:
         """Abort every unfinished object below a directory, whoever writes it; returns how many there were.
 
-        Their writers cannot finish them any more: `finish` raises `StorageError`. Finished objects stay. By default nothing
-        and 0, for a storage that keeps no pieces of unfinished objects.
+        Their writers cannot finish them any more: `finish` raises `StorageError`. Finished objects stay. By default
+        nothing and 0, for a storage that keeps no pieces of unfinished objects.
         """
         return 0
 
@@ -301,8 +302,8 @@ class StorageBackend(Protocol):
     def delete_while(self, keys: Sequence[str], check: Callable[[], None]) -> None:
         """Delete objects as `delete` does, and call `check` right before each request, including repeated ones.
 
-        What `check` raises ends the deletion; it may use the storage. By default it is called once. A storage that repeats
-        failed deletions by itself must implement it: another save may have written there meanwhile.
+        What `check` raises ends the deletion; it may use the storage. By default it is called once. A storage that
+        repeats failed deletions by itself must implement it: another save may have written there meanwhile.
         """
         check()
         self.delete(keys)

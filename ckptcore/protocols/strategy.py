@@ -1,7 +1,8 @@
 """Strategies of saves: what a save writes of the parts that were given, and how it claims and commits its target.
 
-A caller passes a strategy to `ckptcore.save`. `prepare` returns the save, `begin` returns the commit of that save, and the
-core runs its stages: claim, write, commit. Every stage ends with an exchange of errors between the processes of the job.
+A caller passes a strategy to `ckptcore.save`. `prepare` returns the save, `begin` returns the commit of that save, and
+the core runs its stages: claim, write, commit. Every stage ends with an exchange of errors between the processes of the
+job.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class SaveCommit(Protocol):
         """Commit what all processes wrote.
 
         Args:
-            payloads: on the leader one for each rank: its encoded receipts in a job, None without other processes. Empty on
-                other ranks.
+            payloads: on the leader one for each rank: its encoded receipts in a job, None without other processes.
+                Empty on other ranks.
         """
         ...
 
@@ -58,7 +59,8 @@ class SaveCommit(Protocol):
         """End a save whose commit may have happened.
 
         Args:
-            error: None if every rank has committed. Otherwise what failed in the exchange after this process had done its work.
+            error: None if every rank has committed. Otherwise what failed in the exchange after this process had done
+                its work.
 
         Raises:
             CommitUnknownError: if the target does not have the save.
@@ -73,11 +75,13 @@ class SaveCommit(Protocol):
 class SaveStrategy(Protocol[DraftT_contra, SaveT]):
     """What a save writes and commits. Immutable, so that several saves may share one.
 
-    Derive a strategy from `ckptcore.PlainSave`, and override `begin` to return a `SaveCommit` around that of `PlainSave`.
+    Derive a strategy from `ckptcore.PlainSave`, and override `begin` to return a `SaveCommit` around that of
+    `PlainSave`.
 
     Attributes:
         takes_placeholders: whether the state may have placeholders for what the strategy finds elsewhere.
-        checks_target: whether `prepare` checks what is at the location. Otherwise the core refuses what ``overwrite=`` does not allow.
+        checks_target: whether `prepare` checks what is at the location. Otherwise the core refuses what ``overwrite=``
+            does not allow.
     """
 
     @property

@@ -167,8 +167,8 @@ class FilesHandler(Protocol):
 
         Args:
             value: the object.
-            directory: a directory of this process alone, there and empty. Everything in it, also in directories below it, is
-                stored once the continuation is done.
+            directory: a directory of this process alone, there and empty. Everything in it, also in directories below
+                it, is stored once the continuation is done.
         """
         ...
 
@@ -184,8 +184,8 @@ class FilesHandler(Protocol):
 class StatefulCheckpointable(Protocol):
     """What an object has that saves itself to files: it needs nothing of ckptcore to have it.
 
-    Both methods are plain functions with one parameter ``directory``. What other objects have instead is found too: see the
-    guide on objects that save themselves.
+    Both methods are plain functions with one parameter ``directory``. What other objects have instead is found too: see
+    the guide on objects that save themselves.
     """
 
     def save(self, directory: Path) -> Continuation | None:
@@ -213,7 +213,8 @@ class HostBytes(NamedTuple):
     """Host memory that boxes of a leaf take in a save, beside the leaf itself, in bytes.
 
     Attributes:
-        viewed: in one that blocks, as `LeafHandler.view_on_host` gives them: zero where that gives the memory of the leaf.
+        viewed: in one that blocks, as `LeafHandler.view_on_host` gives them: zero where that gives the memory of the
+            leaf.
         copied: in an asynchronous one, as `LeafHandler.copy_to_host` gives them.
     """
 
@@ -247,9 +248,9 @@ class LeafHandler(Protocol):
     def abstract(self, leaf: Any) -> object:
         """The abstract leaf of a leaf: what asks a load for a leaf like it, of its type, shape, dtype, kind and placement.
 
-        It holds no elements: `shards` refuses it, `destination` has no memory of it and `fill` cannot change it. Touches none, copies
-        nothing and waits for nothing: also of a leaf that was deleted, or is still computed. An abstract leaf is its own, and so is a
-        small one that cannot be changed: a number, a str.
+        It holds no elements: `shards` refuses it, `destination` has no memory of it and `fill` cannot change it.
+        Touches none, copies nothing and waits for nothing: also of a leaf that was deleted, or is still computed. An
+        abstract leaf is its own, and so is a small one that cannot be changed: a number, a str.
 
         Raises:
             UnsupportedLeafError: as `describe`; also if nothing without elements can ask for a leaf like this.
@@ -264,18 +265,19 @@ class LeafHandler(Protocol):
     def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard] | None:
         """The boxes of the array that this process holds, of `size` processes; None where it only knows of the array.
 
-        None is for an array that is spread over other processes alone, as those of another stage of a pipeline may be: these share
-        it as if the job were theirs, and `rank` and `size` are the place among them and their number when they are asked again.
-        A process that is one of them and has nothing, because there were fewer rows than processes, gives no boxes.
+        None is for an array that is spread over other processes alone, as those of another stage of a pipeline may be:
+        these share it as if the job were theirs, and `rank` and `size` are the place among them and their number when
+        they are asked again. A process that is one of them and has nothing, because there were fewer rows than
+        processes, gives no boxes.
         """
         ...
 
     def replicas(self, leaf: Any, size: int) -> int | None:
         """Return how many of `size` processes hold each box of the array; None, the default, if the array does not know.
 
-        Processes share the work of writing by it. If it is not known it is estimated from where the array is cut. 1 if it
-        differs from box to box. Equal on every process that has the array in its tree, also on those that only know of it.
-        `size` is as in `shards`.
+        Processes share the work of writing by it. If it is not known it is estimated from where the array is cut. 1 if
+        it differs from box to box. Equal on every process that has the array in its tree, also on those that only know
+        of it. `size` is as in `shards`.
         """
         return None
 
@@ -295,8 +297,8 @@ class LeafHandler(Protocol):
         if process is None:
             return self.shards(leaf, rank, size)
         raise UnsupportedLeafError(
-            f"{type(self).__name__} does not know what another process holds of a {type(leaf).__name__}; call plan in the "
-            "processes of the job"
+            f"{type(self).__name__} does not know what another process holds of a {type(leaf).__name__}; call plan "
+            "in the processes of the job"
         )
 
     def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:

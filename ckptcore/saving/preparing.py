@@ -145,9 +145,9 @@ def _refuse_what_differs(description: TreeDescription, size: int) -> None:
         where = f"in {description.name!r}: " if description.name else ""
         more = f"; and {len(found) - 20} more" if len(found) > 20 else ""
         raise UnsupportedLeafError(
-            f"{where}{'; '.join(found[:20])}{more}: every process has one of its own, and of a tree that {size} processes "
-            "save together only one would be stored. To keep one for each rank, put it under a name of its own in "
-            "save_checkpointables. To store all shards and otherwise the lowest rank's state, as "
+            f"{where}{'; '.join(found[:20])}{more}: every process has one of its own, and of a tree that {size} "
+            "processes save together only one would be stored. To keep one for each rank, put it under a name of "
+            "its own in save_checkpointables. To store all shards and otherwise the lowest rank's state, as "
             "torch.distributed.checkpoint does, save with "
             'Context(job=JobOptions(replicas=ReplicaOptions(objects="lowest_rank"))). Nothing was written'
         )
@@ -218,8 +218,8 @@ def _decide(payloads: Sequence[Any], descriptions: _Descriptions) -> dict[str, A
         if others:
             found = f": {payloads[others[0]][same]!r} and {payloads[0][same]!r}" if same == "strategy" else ""
             raise CheckpointError(
-                f"the ranks {others} save other {kind} than rank 0{found}; every rank must give the same, and may give other trees "
-                "under them. Nothing was written"
+                f"the ranks {others} save other {kind} than rank 0{found}; every rank must give the same, and may "
+                "give other trees under them. Nothing was written"
             )
     for name, description in _common_trees(descriptions).items():
         groups = _groups(name, payloads)
@@ -236,8 +236,9 @@ def _refuse_what_nobody_holds(description: TreeDescription) -> None:
         paths = [format_path(description.tree.paths[leaf]) for leaf in sorted(description.held.elsewhere)]
         more = f" and {len(paths) - 20} more" if len(paths) > 20 else ""
         raise UnsupportedLeafError(
-            f"no rank holds any of {', '.join(paths[:20])}{more}: expected some of its devices, or processes of its mesh, to be in the "
-            "job that saves; let the processes that hold it take part, or leave it out. Nothing was written"
+            f"no rank holds any of {', '.join(paths[:20])}{more}: expected some of its devices, or processes of its "
+            "mesh, to be in the job that saves; let the processes that hold it take part, or leave it out. Nothing "
+            "was written"
         )
 
 

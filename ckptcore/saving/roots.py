@@ -64,8 +64,9 @@ class _MetadataStore:
         above = key.partition("/")[0]
         if above.startswith("checkpoint.") or key in self._taken or above in self._taken:
             raise PluginError(
-                f"the layout {self._layout} may not write the metadata file {key}: it must be a new object outside the directories of "
-                "checkpointables, and names that begin with 'checkpoint.' are reserved. The save is not committed"
+                f"the layout {self._layout} may not write the metadata file {key}: it must be a new object outside "
+                "the directories of checkpointables, and names that begin with 'checkpoint.' are reserved. The save "
+                "is not committed"
             )
         return key
 
@@ -146,7 +147,8 @@ def merge_objects(
     for record in chain(*[receipt.objects for receipt in receipts], finished):
         if objects.setdefault(record.key, record) is not record:
             raise PluginError(
-                f"the layout {layout} wrote {record.key} twice, perhaps from several processes; the save is not committed"
+                f"the layout {layout} wrote {record.key} twice, perhaps from several processes; the save is not "
+                "committed"
             )
     return objects
 

@@ -199,8 +199,8 @@ def _go_on(
         capture.close()
         memory.close()
         failed = CheckpointError(
-            f"cannot save to {save.target.location.display} in the background with MemoryOptions(save_bytes=...): {error}. Call "
-            f"save, or allow a copy of the whole state. {NOTHING_COMMITTED.capitalize()}"
+            f"cannot save to {save.target.location.display} in the background with MemoryOptions(save_bytes=...): "
+            f"{error}. Call save, or allow a copy of the whole state. {NOTHING_COMMITTED.capitalize()}"
         )
         failed.__cause__ = error
         fail_before_claim(save.agreement, failed)
@@ -232,7 +232,8 @@ class _Capture:
         Args:
             memory: the memory of the copies.
             limit: the most bytes that copies hold at a time; None: all of them. The bound is on this process: workers
-                copy all that they hold at once. With a bound, further saves copy again, because the first copy is gone by then.
+                copy all that they hold at once. With a bound, further saves copy again, because the first copy is gone
+                by then.
 
         Returns:
             The copies, for `_finish_copies`. Once they are finished, nothing of the state is needed.

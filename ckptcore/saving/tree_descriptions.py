@@ -34,7 +34,8 @@ class HeldBoxes(NamedTuple):
     Attributes:
         here: by leaf, the boxes that this process holds; not of aliases.
         elsewhere: the leaves of which only other processes hold elements, and the leaves that are tied to them.
-        at_workers: by worker of this controller and by leaf, the boxes that the worker holds; empty if no worker holds any.
+        at_workers: by worker of this controller and by leaf, the boxes that the worker holds; empty if no worker holds
+            any.
     """
 
     here: Mapping[int, Sequence[Shard]]
@@ -88,8 +89,8 @@ class TreeDescription:
     def within(self, union: TreeMetadata, *, rank: int, size: int) -> TreeDescription:
         """Return the same leaves as a part of the tree that all processes save together.
 
-        A leaf that only some processes have is divided among these: its handler gets their number, and the position of this
-        process among them.
+        A leaf that only some processes have is divided among these: its handler gets their number, and the position of
+        this process among them.
 
         Args:
             union: the tree of all processes, with every leaf of this tree.
@@ -281,8 +282,8 @@ def _describe_leaves(
                 elsewhere.add(number)
                 if size == 1:
                     raise UnsupportedLeafError(
-                        "the array is spread over other processes only, and this process saves alone: expected elements of it here; "
-                        "save together with the processes that hold it, or leave it out"
+                        "the array is spread over other processes only, and this process saves alone: expected "
+                        "elements of it here; save together with the processes that hold it, or leave it out"
                     )
         except UnsupportedLeafError as error:
             refused[number] = error

@@ -352,8 +352,8 @@ class Checkpointer(CheckpointReader):
         job = runtime_of(self._context).job()
         if job is not self._job and (isinstance(job, Rejoinable) or isinstance(self._job, Rejoinable)):
             raise CheckpointError(
-                f"the Checkpointer of {self.directory} belongs to a job that this process has left or joined again since; "
-                "close it, and make a new one in every process of the job"
+                f"the Checkpointer of {self.directory} belongs to a job that this process has left or joined again "
+                "since; close it, and make a new one in every process of the job"
             )
 
 

@@ -358,7 +358,8 @@ def restore(shape: Shape, leaves: Sequence[object], filled: Sequence[bool], path
     stuck = first_stuck(shape, [not done for done in filled])
     if stuck is not None:
         raise CheckpointError(
-            f"{format_path(paths[stuck])} can be changed neither in place nor in what holds it; use load() and keep its result"
+            f"{format_path(paths[stuck])} can be changed neither in place nor in what holds it; use load() and keep "
+            "its result"
         )
     objects: list[tuple[TreePath, _Checkpointable, Sequence[object]]] = []
     _restore(shape, leaves, filled, iter(range(len(leaves))), (), objects)

@@ -35,12 +35,14 @@ def unite_trees(
 ) -> TreeMetadata:
     """One tree with every leaf of all of them.
 
-    Mappings are united by key: first the keys of the first tree, in its order, then those that the second adds, and so on. All other
-    containers must have the same children in each tree that has them. A leaf must be the same in each: an array of the same
-    shape, dtype, kind and cuts, or the same value. Notes are those of the first tree that has a leaf.
+    Mappings are united by key: first the keys of the first tree, in its order, then those that the second adds, and so
+    on. All other containers must have the same children in each tree that has them. A leaf must be the same in each: an
+    array of the same shape, dtype, kind and cuts, or the same value. Notes are those of the first tree that has a leaf.
 
-    Leaves stay tied where no rank has any two of those that are tied, directly or through a third, apart; else all of them come
-    apart: each is stored then, which is larger and never wrong. A rank that only knows of arrays does not say whether they are tied.
+    Leaves stay tied where no rank has any two of those that are tied, directly or through a third, apart; else all of
+    them come
+    apart: each is stored then, which is larger and never wrong. A rank that only knows of arrays does not say whether
+        they are tied.
 
     Args:
         trees: all that are different.

@@ -26,8 +26,8 @@ _FEW: Final = 16
 class NearNames:
     """Finds names that are nearly those that are asked for, in time that is bounded however many there are of either.
 
-    What is compared letter by letter are only the few names that share the most runs of three letters with the one asked for.
-    Beyond a number of names, or of questions, it finds nothing.
+    What is compared letter by letter are only the few names that share the most runs of three letters with the one
+    asked for. Beyond a number of names, or of questions, it finds nothing.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
