@@ -326,7 +326,7 @@ class OnlyStepError(CheckpointError, ValueError):
 
 
 class CheckpointReferredError(CheckpointError, RuntimeError):
-    """Other checkpoints have arrays in the one that is to be deleted: they were saved with `ckptcore.Update`. Nothing was deleted."""
+    """Other checkpoints, saved with `ckptcore.Update`, refer to arrays in the one to delete. Nothing was deleted."""
 
 
 class StepPinnedError(CheckpointError, RuntimeError):

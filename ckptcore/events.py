@@ -133,8 +133,8 @@ class Event:
 
 
 Observer: TypeAlias = Callable[[Event], None]
-"""Is told each event, on the thread on which the phase ended, so perhaps on several threads at once. The operation waits for
-it, so it should be quick. An error of its own is logged and goes no further."""
+"""Called with each event, on the thread on which the phase ended, so perhaps on several threads at once. The operation
+waits for it, so it should be quick. Its errors are logged and go no further."""
 
 
 class RunningPhase:
@@ -219,7 +219,7 @@ class Recording:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """The phases that are over so far, in the order in which they ended; what a checkpoint stores as its timeline."""
+        """Return the phases that have ended, in that order: the timeline that a checkpoint stores."""
         return tuple([self._event(row) for row in list(self._rows)])
 
     def _add(self, name: Phase, began: float, nbytes: int | None, error: BaseException | None) -> None:

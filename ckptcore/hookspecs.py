@@ -75,7 +75,7 @@ class HookSpecs:
 
     @_hookspec
     def ckpt_storage_for(self, scheme: str) -> StorageOpener | None:
-        """What opens URLs of a scheme that no plugin names in `ckpt_storages`; None for schemes that this plugin cannot open.
+        """Return an opener for URLs of a scheme that no plugin names in `ckpt_storages`; None if it cannot open them.
 
         For a plugin that opens what a library opens whose schemes it does not know before it imports it. Asked with the
         scheme in lower case, without ``://``; answers of two plugins for one scheme are an error.

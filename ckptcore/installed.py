@@ -70,7 +70,7 @@ def version_of(distribution: str) -> str:
 
 
 def _are_directories() -> bool:
-    """Return whether distributions are only in directories of `sys.path`: not in archives or eggs, and of no import hook."""
+    """Return True if distributions are only in directories of `sys.path`: no archives, eggs or import hooks."""
     if any(path.endswith(".egg") or os.path.isfile(path) for path in _paths()):
         return False
     return not any(hasattr(finder, "find_distributions") for finder in sys.meta_path if finder is not PathFinder)

@@ -1,4 +1,4 @@
-"""Plugins: the handler of a type, the layout of a name, the storage of a URL scheme. The only module that uses pluggy's manager."""
+"""Plugins: the handler of a type, the layout of a name, the storage of a URL scheme. Only this module uses pluggy."""
 
 from __future__ import annotations
 
@@ -392,7 +392,7 @@ def _as_dispatch(handler: Handler) -> Dispatch:
 
 
 def _made(factories: Mapping[str, object]) -> Mapping[str, Layout | Exception]:
-    """Create the layouts of some factories, sorted by name. A layout that cannot be created is replaced by its error."""
+    """Create layouts, sorted by name; a layout that cannot be created is replaced by its error."""
     made: dict[str, Layout | Exception] = {}
     for name, factory in sorted(factories.items()):
         try:
@@ -426,7 +426,7 @@ def _failures_of(made: Mapping[str, Layout | Exception]) -> Mapping[str, str]:
 
 
 def _brought_by(*, layout: str = "", scheme: str = "") -> str:
-    """Return how to install a layout or a URL scheme of this project, as a part of a message; empty if it has no such."""
+    """Return how to install a layout or URL scheme, for an error message; empty if this project has no such."""
     hint = install_hint(layout=layout, scheme=scheme)
     return f"; install it with {hint}" if hint else ""
 
@@ -447,7 +447,7 @@ def _new_manager() -> pluggy.PluginManager:
 
 @functools.cache
 def installed_plugins() -> Plugins:
-    """Return the built-in plugin and all installed ones: entry points of the group ``ckptcore``. Found once per process."""
+    """Return the built-in plugin and the entry points of the group ``ckptcore``. Found once per process."""
     manager = _new_manager()
     manager.register(BuiltinPlugin(), "builtin")
     distributions = {"builtin": "ckptcore"}
@@ -460,7 +460,7 @@ def installed_plugins() -> Plugins:
                 )
             manager.register(found.load(), found.name)
             distributions[found.name] = found.distribution
-        except Exception as error:  # noqa: BLE001  # a broken plugin may raise anything, and must not disable the others
+        except Exception as error:  # noqa: BLE001  # a broken plugin must not disable the others
             failed.append(FailedPlugin(found.name, found.distribution, _reason(error)))
             logger.warning("the plugin %s of %s failed to load: %s", found.name, found.distribution, error)
     manager.check_pending()

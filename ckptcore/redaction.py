@@ -15,7 +15,10 @@ _URL: Final = r"([a-zA-Z][a-zA-Z0-9+.-]*)(:/{1,2})([^\s<>\"]+)"
 _LOCAL: Final = frozenset({"file", "local", "memory"})
 """Schemes whose names may contain any character, and no secrets."""
 
-_PARAMETER: Final = r"(?i)((?:[?&#]|%3F|%26|%23)[\w.-]{0,64}(?:auth|cred|key|passw|secret|sig|token)[\w.-]{0,64}(?:=|%3D))(?!\*\*\*)(?:(?!%26)[^&;#/\s'\"])+"
+_PARAMETER: Final = (
+    r"(?i)((?:[?&#]|%3F|%26|%23)[\w.-]{0,64}(?:auth|cred|key|passw|secret|sig|token)[\w.-]{0,64}(?:=|%3D))"
+    r"(?!\*\*\*)(?:(?!%26)[^&;#/\s'\"])+"
+)
 """A query parameter with the name of a secret, outside a URL, as in the key of an object; may be percent-encoded. Other
 parameters are kept, because local paths may contain them."""
 _TAIL: Final = "')],.;:"

@@ -112,7 +112,7 @@ class Runtime:
 
 
 def runtime_of(context: Context) -> Runtime:
-    """Return the Runtime of a Context. It is created with the first call and lives as long as the Context. Thread-safe."""
+    """Return the Runtime of a Context. The first call creates it; it lives as long as the Context. Any thread."""
     found: Runtime | None = context.__dict__.get(_ATTRIBUTE)
     if found is None:
         # `setdefault` is atomic: two threads that come first get the same one.

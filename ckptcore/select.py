@@ -22,7 +22,7 @@ from ckptcore.tree.suggestions import NearNames
 __all__ = ["LeafTable", "Predicate", "Selection", "experts", "glob", "names", "regex", "where"]
 
 Predicate: TypeAlias = Callable[[str, object], bool]
-"""Takes the path of a leaf, and what ``metadata(location).abstract`` has there: an `AbstractArray`, or a small value itself."""
+"""Takes the path of a leaf, and its leaf of ``metadata(location).abstract``: an `AbstractArray` or a small value."""
 
 _EXPERT: Final = "{expert}"
 
@@ -105,7 +105,7 @@ def glob(*patterns: str) -> Selection:
 
 
 def regex(*patterns: str) -> Selection:
-    """What is at a path that one of the regular expressions matches from its beginning to its end, and everything below it.
+    """Select paths that one of the regular expressions matches from beginning to end, and everything below them.
 
     Raises:
         ValueError: for a pattern that is none.
@@ -128,7 +128,7 @@ def where(predicate: Predicate) -> Selection:
 
 
 def experts(pattern: str, own: Collection[int]) -> Selection:
-    """All leaves but those of other processes' experts: what a process loads that has some experts of a mixture of them.
+    """Select all leaves but the experts of other processes, for a process with some experts of a mixture.
 
     Args:
         pattern: of the leaves of an expert, as for `glob`, with ``{expert}`` where its number is:
@@ -275,7 +275,7 @@ def _texts_above(path: TreePath) -> Iterator[str]:
 
 
 def _forms_above(path: TreePath) -> Iterator[str]:
-    """What patterns are compared with: the same, and once more with a ``/`` within a key as any other character of it."""
+    """Return the texts that patterns are compared with: with ``/`` inside keys as a separator, and as a character."""
     yield from _texts_above(path)
     if any("/" in str(key) for key in path):
         yield from _texts_above(tuple([str(key).replace("/", "\0") for key in path]))
@@ -291,7 +291,7 @@ def _leaves_below(table: LeafTable) -> Mapping[str, list[int]]:
 
 
 def _begins_with(path: TreePath, keys: TreePath) -> bool:
-    """Whether a path begins with these keys; the name of an attribute may be given as a str, and the digits of an index."""
+    """Return True if a path begins with keys. A str matches the name of an attribute or the digits of an index."""
     return len(path) >= len(keys) and all(
         stored == wanted if type(stored) is type(wanted) else isinstance(wanted, str) and str(stored) == wanted
         for stored, wanted in zip(path, keys, strict=False)

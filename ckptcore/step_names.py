@@ -1,4 +1,4 @@
-"""Names of steps: how the number of a step is written as the name of a directory, and found again in a list of names."""
+"""Names of steps: the number of a step as the name of a directory, and back."""
 
 from __future__ import annotations
 

@@ -1,11 +1,7 @@
-"""The functions that users call, by what they do; `ckptcore` has them all, and imports a module of these with its first use.
+"""The public functions of `ckptcore`: each module is imported with the first use of one of its functions.
 
-- `saves`: trees, and several objects in one checkpoint
-- `sessions`: a checkpoint that is filled in several sessions
-- `plans`: what a save would do
-- `loads`: values, whole or what is asked for
-- `parts`: parts of arrays
-- `descriptions`: what there is, without its arrays
-- `copies`: a checkpoint again, elsewhere or in another layout
-- `upkeep`: verifying and deleting
+- `saves`: save a tree, or several objects in one checkpoint
+- `loads`: load a tree, anew or into a target, or several objects
+- `descriptions`: open a checkpoint to read slices, and describe a checkpoint or a value
+- `upkeep`: verify and delete
 """

@@ -59,7 +59,7 @@ def metadata(
 
 
 def abstract(state: Any, *, context: Context | None = None) -> Any:
-    """The abstract tree of a value: given to `load`, it asks for a value like this one. Touches no elements and allocates none.
+    """Return the abstract tree of a value: passed to `load`, it requests a value like this one. Reads no elements.
 
     Containers are of the same types, and have for every leaf what says its type, shape, dtype and placement:
     `AbstractArray` for NumPy arrays, a `ShardedArray` without elements for one with, `jax.ShapeDtypeStruct` with its

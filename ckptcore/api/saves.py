@@ -27,7 +27,7 @@ def save(
     strategy: SaveStrategy[SaveDraft, Save] | None = None,
     context: Context | None = None,
 ) -> None:
-    """Save a tree, and return once it is committed. Arrays in host memory are copied block by block as they are written.
+    """Save a tree, and return once it is committed. Host arrays are copied block by block as they are written.
 
     Do not change arrays during the save. The checkpoint would mix old and new elements.
 

@@ -56,7 +56,7 @@ _SHARDED: Final = ShardedArrayHandler()
 
 
 class BuiltinPlugin:
-    """Containers, host leaves, objects that save themselves, the safetensors layout, local and memory storage, one process."""
+    """The plugin of the core: containers, host leaves, stateful objects, safetensors, local and memory storage."""
 
     def __init__(self) -> None:
         self._memory = MemoryStorages()

@@ -134,8 +134,8 @@ class SavesToDirectoryHandler:
             if inspect.iscoroutine(rest):
                 rest.close()
             raise PluginError(
-                f"{type(value).__qualname__}.save returned {type(rest).__name__}, expected None or a function that does the "
-                "rest; write it as `async def save` and load as `async def load`, or give "
+                f"{type(value).__qualname__}.save returned {type(rest).__name__}, expected None or a function that "
+                "does the rest; write it as `async def save` and load as `async def load`, or give "
                 "Context(plugins=PluginOptions(handlers={type: SavesToDirectoryAsyncHandler()}))"
             )
         return rest if callable(rest) else None
@@ -147,7 +147,7 @@ class SavesToDirectoryHandler:
 
 
 class SavesToDirectoryAsyncHandler:
-    """Objects with ``async save(directory)``, which returns what is to be awaited in the background, and ``async load``.
+    """Objects with ``async save(directory)``, which returns an awaitable for the background, and ``async load``.
 
     This is how objects save themselves with Orbax: its ``StatefulCheckpointable``. A `directory` to save to has
     ``await_creation()``, which gives the path; one to load from is a path.

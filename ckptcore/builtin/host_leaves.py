@@ -26,12 +26,12 @@ _INLINE_BYTES: Final = 1 << 14
 _SCALAR: Final = "numpy.scalar"
 
 _MOST_SCALAR_BYTES: Final = 1 << 12
-"""A scalar of text is as long as a checkpoint says, which may lie. A longer one is asked for as an array without axes, which has no
-elements until they are read."""
+"""Longest text scalar that is described by an element, in bytes. A checkpoint may state any length; a longer scalar is
+requested as an array without axes, which has no elements until they are read."""
 
 
 class HostArrayHandler(LeafHandler):
-    """`numpy.ndarray`, NumPy scalars, and `AbstractArray`. Also what every array leaf loads as without an abstract tree."""
+    """`numpy.ndarray`, NumPy scalars and `AbstractArray`. Without an abstract tree all array leaves load as these."""
 
     priority = Priority.EXACT
 
@@ -247,7 +247,7 @@ def leaf_handler(leaf_type: type) -> LeafHandler | None:
 
 
 def abstract_of_stored(record: ArrayRecord) -> object:
-    """What asks for a stored array as what it was saved as, where that was a leaf of this module: the others load as arrays."""
+    """Return the abstract leaf for a stored array: its saved type if that is one of this module, otherwise an array."""
     spec = record.spec
     if record.kind == _SCALAR and not spec.shape and spec.nbytes <= _MOST_SCALAR_BYTES:
         if spec.numpy_dtype.kind == "U":

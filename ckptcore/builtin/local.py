@@ -231,7 +231,7 @@ class LocalStorage(StorageBackend):
             self._directories.remove_empty(os.path.dirname(path))
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects; directories that become empty vanish, unless someone holds them, but never the storage's own."""
+        """Delete objects, and directories that become empty, except locked ones and the directory of the storage."""
         directories: set[str] = set()
         for path in [self._checked_path(key) for key in keys]:
             try:
@@ -280,7 +280,7 @@ class LocalStorage(StorageBackend):
     # --- AtomicDirectories --------------------------------------------------------------------------------------------
 
     def lock_directory(self, key: str) -> AbstractContextManager[None] | None:
-        """Create a directory where there is none and hold it until closed or this process dies; None: another has it."""
+        """Create a directory if needed, and lock it until closed or the process ends; None if it is locked."""
         path = self._path(key)
         while True:
             self._directories.ensure(path)

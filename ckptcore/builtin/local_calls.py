@@ -87,7 +87,7 @@ def open_without_links(path: str, flags: int) -> int | None:
 
 
 def real_path(path: str) -> str:
-    """What `os.path.realpath` gives, which looks at every directory on the way: where no link is on the path the system says so by one look."""
+    """Return `os.path.realpath` of a path. A path without links takes one system call, not one for each directory."""
     absolute = path if path.startswith("/") else f"{working_directory()}/{path}"
     # `link/..` is not where it stands, and two slashes in front mean something to some systems.
     if sys.platform == "linux" and ".." not in absolute.split("/") and not absolute.startswith("//"):

@@ -253,12 +253,11 @@ class LocalFiles:
 
 
 _TICK_NANOSECONDS: Final = 2_000_000_000
-"""Changes of a file that follow each other this fast may leave it with the same times: FAT counts in two seconds, others in
-milliseconds."""
+"""Changes within this time may leave a file with the same times: FAT counts in 2 s, others in ms."""
 
 
 class HeldFile:
-    """A local file of which parts are read many times, through the page cache. Any thread; closed when nobody refers to it any more."""
+    """A local file for many small reads through the page cache. Any thread; closed with its last reference."""
 
     __slots__ = ("_descriptor", "_file", "_settled")
 
@@ -285,7 +284,7 @@ class HeldFile:
                 self._file.read_into(offset + count, (buffer[count:],))
 
     def stamp(self) -> tuple[int, int] | None:
-        """When the file was changed last, and its bytes; None while that is so short ago that another change may not show.
+        """Return the times and the size of the file; None if it changed so recently that another change may not show.
 
         The time of change of the inode (``ctime``) cannot be set, other than that of the contents.
 

@@ -192,7 +192,7 @@ class SafetensorsLayout(Layout):
         return state
 
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
-        """Put together where the processes wrote arrays, and write the index where there are several files of whole arrays.
+        """Merge the places that all processes wrote to, and write the index if there are several files of whole arrays.
 
         Raises:
             CheckpointError: if a process wrote other files than these, because its layout has other options.

@@ -1,4 +1,4 @@
-"""Safetensors files of other software, and JSON files in their directories. Every byte of them is hostile until checked."""
+"""Safetensors files of other software, and JSON files in their directories. All content is hostile until checked."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _INDEX: Final = ".safetensors.index.json"
 _ADAPTER: Final = "adapter_model"
 _ADAPTER_CONFIG: Final = "adapter_config.json"
 _KNOWN_STEMS: Final = ("model", "diffusion_pytorch_model", _ADAPTER)
-"""What transformers, diffusers and PEFT look for (SAFE_WEIGHTS_NAME, SAFETENSORS_WEIGHTS_NAME of each), in the order of preference."""
+"""Names that transformers, diffusers and PEFT look for (their SAFE(TENSORS)_WEIGHTS_NAME), the preferred first."""
 
 _SHARD: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 
@@ -302,7 +302,7 @@ _MOST_JSON_DEPTH: Final = 64
 
 
 Constants: TypeAlias = Literal["refused", "kept"]
-"""What is done with ``NaN`` and ``Infinity``, which are no JSON. Python writes them, so that configurations of models have them."""
+"""Handling of ``NaN`` and ``Infinity``, which are not JSON, but which Python writes into configurations of models."""
 
 
 def read_json_object(store: ReadStore, key: str, *, constants: Constants = "refused") -> dict[str, JSON]:

@@ -148,7 +148,7 @@ SHARDING: Final = "DCP_SHARDING_INFO"
 """The entry in the metadata of a file that says where its boxes begin."""
 
 _TOGETHER_BYTES: Final = 256 << 20
-"""Arrays of which a process holds several boxes apart stay in memory until the last of them is written: so many bytes of them."""
+"""Most bytes of arrays with several separate boxes in one file: they stay in memory until the last is written."""
 
 
 class _Slice(NamedTuple):
@@ -223,7 +223,7 @@ def write_slices(
 
 
 def _files(plan: WritePlan, items: Sequence[int], max_file_bytes: int) -> list[list[_Slice]]:
-    """Slices per file: of each array at most one, wide elements first, so that every element lies aligned to its size."""
+    """Divide slices into files: at most one of each array, wide elements first, so that elements are aligned."""
     order = sorted(items, key=lambda number: -plan.items[number].spec.numpy_dtype.itemsize)
     cut = [_slices(plan, number) for number in order]
     files = _filled(plan, [slices[0] for slices in cut if len(slices) == 1], max_file_bytes)
@@ -261,7 +261,7 @@ def _nbytes(plan: WritePlan, part: _Slice) -> int:
 
 
 def _slices(plan: WritePlan, number: int) -> list[_Slice]:
-    """The boxes of an item; one where they make up a box together, as those of neighbouring devices do; none without elements."""
+    """Return the boxes of an item, merged into one if they form a box, without empty ones."""
     item = plan.items[number]
     held = [position for position, box in enumerate(item.boxes) if box.size]
     if not held:

@@ -92,7 +92,7 @@ _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes)
 """Values that say themselves what they are, and come back so."""
 
 _IN_BYTES: Final = r"u?int[1-7]|float4_.*"
-"""Elements of frameworks that are smaller than a byte, or several in one: stored as bytes, which does not tell the dtype."""
+"""Dtypes of frameworks with elements below one byte: their arrays are stored as bytes, without the dtype."""
 
 
 def state_to_load(own: object, stored: Any, *, array: Callable[[AbstractArray], object] = lambda stored: stored) -> Any:
@@ -153,7 +153,7 @@ def _is_like(own: Any, stored: AbstractArray) -> bool:
 
 
 def _of_namespace(own: Any, stored: AbstractArray) -> object:
-    """An array of the framework and at the place of another, by the array API standard; the other where there is none."""
+    """Convert to the framework and device of another array, by the array API standard, if it implements that."""
     try:
         return own.__array_namespace__().empty(stored.shape, dtype=stored.dtype, device=own.device)
     except (AttributeError, TypeError, ValueError, RuntimeError):

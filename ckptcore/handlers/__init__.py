@@ -1,4 +1,6 @@
-"""Handlers to choose by hand, where an object has the methods of several: ``Context(plugins=PluginOptions(handlers={type: handler}))``.
+"""Handlers to choose explicitly: ``Context(plugins=PluginOptions(handlers={type: handler}))``.
+
+An object may have the methods of several handlers.
 
 And what a handler of your own can use: `state_to_load`.
 """

@@ -71,7 +71,8 @@ def copy_elements(destination: HostArray, source: HostArray) -> None:
 
 def bytes_of(array: HostArray) -> memoryview:
     """Return the memory of a C-contiguous array, as bytes."""
-    return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]  # NumPy's stubs know it from Python 3.12 on
+    # The stubs of NumPy know the buffer protocol from Python 3.12 on.
+    return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 
 
 Extent: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]

@@ -66,7 +66,7 @@ class Indexed:
 
     @property
     def is_plain(self) -> bool:
-        """True if the array of wanted elements is the result: no axis is dropped, new or reversed, and it is no scalar."""
+        """True if the array that is read is the result: no axis is dropped, added or reversed, and it is no scalar."""
         return bool(self.local) and all(
             entry is ... or (isinstance(entry, slice) and entry.step is None) for entry in self.local
         )

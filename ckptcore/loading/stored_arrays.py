@@ -245,7 +245,8 @@ class StoredArray:
             return None if follow else self._pick(held, indexed, strides)
         if follow:
             return self._read_run(held, begin, indexed.counts)
-        memory = memoryview(np.empty(span, np.uint8))  # type: ignore[arg-type]  # NumPy's stubs know it from Python 3.12 on
+        # The stubs of NumPy know the buffer protocol from Python 3.12 on.
+        memory = memoryview(np.empty(span, np.uint8))  # type: ignore[arg-type]
         self._read_into(held, begin, memory)
         steps = [step * stride * itemsize for step, stride in zip(indexed.steps, strides, strict=True)]
         return self._copy(np.ndarray(indexed.counts, self._stored_dtype, memory, 0, steps))

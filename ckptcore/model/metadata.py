@@ -220,8 +220,13 @@ def _decode(encoded: JSON) -> TreeMetadata:
     aliases: dict[int, int] = {}
     for alias, target in _expect(table["aliases"], list):
         record, original = leaves[_natural(alias)], leaves[_natural(target)]
-        shared = isinstance(record, ArrayRecord) and isinstance(original, ArrayRecord)
-        if not shared or target >= alias or target in aliases or record.spec != original.spec:  # type: ignore[union-attr]  # both are arrays here
+        if (
+            not isinstance(record, ArrayRecord)
+            or not isinstance(original, ArrayRecord)
+            or record.spec != original.spec
+            or target >= alias
+            or target in aliases
+        ):
             raise CorruptCheckpointError(f"the saved tree cannot be read: leaf {alias} cannot share leaf {target}")
         aliases[alias] = target
     held_by = _held_by(table.get("held_by", []), count)
@@ -235,7 +240,7 @@ def _array_records(
     notes: list[Mapping[str, JSON]],
     dtypes: list[str],
 ) -> list[ArrayRecord]:
-    """A record for each row. Most arrays are as others are, and records are not changed: there is one for all that are alike."""
+    """Return a record for each row. Equal arrays, which are most, share one record: records do not change."""
     shapes = [*map(tuple, shape_column)]
     if not notes and len(set(dtype_column)) == 1:  # most often: then their shapes tell them apart
         of_shape = {shape: _plain_record(None, dtype_column[0], shape, notes, dtypes) for shape in set(shapes)}
@@ -259,7 +264,7 @@ def _plain_record(
 
 
 def _check_shapes(column: list[Any]) -> None:
-    """Refuse what are no lists of integers. Whole columns are looked at, for a checkpoint may have hundreds of thousands of arrays."""
+    """Refuse anything but lists of integers. Checks whole columns, for checkpoints with very many arrays."""
     if {*map(type, column)} - {list, tuple}:
         raise CorruptCheckpointError("the saved tree cannot be read: a shape is no list")
     kinds = {*map(type, itertools.chain.from_iterable(column))} - {int}

@@ -186,7 +186,7 @@ class Checksum(Protocol):
         ...
 
     def of(self, data: memoryview) -> int:
-        """The checksum of bytes: a view with format ``B``, that may be empty. Gives up the interpreter lock for many."""
+        """Return the checksum of a view with format ``B``, which may be empty. Releases the GIL for many bytes."""
         ...
 
     def join(self, first: int, second: int, second_bytes: int) -> int:

@@ -149,7 +149,7 @@ def leaf_count(skeleton: Skeleton) -> int:
 
 
 def text_to_json(text: str) -> JSON:
-    """Text that comes back from JSON as it was: ``{"utf8": base64}`` where it holds surrogates, which JSON joins or refuses."""
+    """Encode text so that JSON preserves it: ``{"utf8": base64}`` if it has surrogates, which JSON joins or refuses."""
     if text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text):
         return text
     return {"utf8": base64.b64encode(text.encode("utf-8", "surrogatepass")).decode("ascii")}

@@ -67,7 +67,7 @@ class ChunkColumns:
 
 
 class ChunkTable:
-    """A `ckptcore.protocols.ChunkIndex` of a layout whose chunks are raw: elements in C order, little endian, uncompressed. Any thread.
+    """A `ckptcore.protocols.ChunkIndex` of raw chunks: elements in C order, little endian, uncompressed. Any thread.
 
     The state has the columns of `ChunkColumns`. Without the column ``box`` each row is a whole array; such a state may
     have a second table, ``slices``, for the arrays that are stored in several boxes.

@@ -32,8 +32,8 @@ __all__ = [
 _MOST_RUNS: Final = 1 << 16
 """About how many runs an array is cut into at most, however large a hostile checkpoint says that it is."""
 _FEWEST: Final = 3
-"""Into so many runs a band is cut at least: a reader that has one checksum for all of a band compares it where half of that or more
-is wanted, and would read all of it for each half."""
+"""Fewest runs that a band is cut into. A reader that has one checksum for a band verifies it if half of the band or
+more is requested, and would read all of it for each half."""
 
 
 def cut_runs(spec: ArraySpec, bands: Collection[int], *, most_bytes: int, band_bytes: int) -> list[Box]:

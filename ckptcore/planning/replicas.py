@@ -32,7 +32,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class ReadGroups:
-    """Processes that read for each other in a load: in each group what several want is read by one of them and sent to the others.
+    """Groups of processes that read for each other: one process of a group reads what several request, and sends it.
 
     Attributes:
         groups: ranks, each in at most one group; who is in none reads for itself.
@@ -306,7 +306,7 @@ def owned_cells(record: ArrayRecord, shard: Shard, owners: Owners | None) -> Ite
 
 
 def _cells_within(record: ArrayRecord, box: Box) -> list[tuple[int, list[tuple[int, int]]]] | None:
-    """Along each axis the number of the first cell in a box and the bounds of those in it; None if they do not make it up."""
+    """Return, for each axis, the first cell in a box and the bounds of its cells; None if cells do not fill the box."""
     axes = record.cuts or ((),) * len(record.spec.shape)
     ranges = []
     for boundaries, extent, start, stop in zip(axes, record.spec.shape, box.start, box.stop, strict=True):
@@ -356,7 +356,7 @@ def _cut(record: ArrayRecord, options: ReplicaOptions, replicas: int) -> tuple[_
 
 
 def _finer(boundaries: Sequence[int], extent: int, wanted: int) -> tuple[int, tuple[int, ...]]:
-    """Cut an axis into up to `wanted` times as many pieces, all as long but the last: layouts of regular grids take these as they are."""
+    """Cut an axis into up to `wanted` times as many pieces, equal but for the last, as regular grids need."""
     if not boundaries:
         step = -(-extent // wanted)
         return -(-extent // step), tuple(range(step, extent, step))

@@ -45,7 +45,7 @@ class Coordinator(Protocol):
         ...
 
     def broadcast(self, key: str, payload: bytes | None) -> bytes:
-        """Return the payload of the leader; other ranks pass None. After a timeout, a rank may wait again with the same key."""
+        """Return the payload of the leader; other ranks pass None. After a timeout, a rank may repeat the call."""
         ...
 
 
@@ -59,7 +59,7 @@ class Rejoinable(Protocol):
 
     @property
     def incarnation(self) -> int:
-        """The number of the incarnation, for messages: that of the job, or of this process if the job does not count."""
+        """The number of the incarnation, for messages: of the job, or of this process if the job has none."""
         ...
 
 
@@ -113,7 +113,7 @@ class Channels(Protocol):
         ...
 
     def close(self) -> None:
-        """Release the memory. No broadcast may run, unless one failed: then the connections are dropped, and made again next time."""
+        """Release the memory. No broadcast may be running; after a failed one, the next use makes new connections."""
         ...
 
 
@@ -178,7 +178,7 @@ class HeldWork(Protocol[SaveT_contra]):
         ...
 
     def write(self, save: SaveT_contra) -> Pending[Sequence[Sequence[Receipt]]]:
-        """Begin to write what the workers hold into a location that the controller has claimed. All workers write at once.
+        """Begin to write what all workers hold into a location that the controller has claimed.
 
         Args:
             save: the save that `Executor.hold` got, or a further save of the same boxes.

@@ -72,7 +72,7 @@ class WriteStore(Protocol):
         ...
 
     def write_many(self, objects: Iterable[tuple[str, Sequence[Segment]]]) -> None:
-        """Write objects, each as `write` does; several at once where the storage gains by it. Returns when all are complete.
+        """Write objects as `write` does, several at once if that suits the storage. Returns when all are complete.
 
         They are asked for one by one, by one thread at a time, which need not be this one, and begun in that order;
         which is complete first is not told. After the first error no other is asked for.
@@ -231,7 +231,7 @@ class ChunkIndex(Protocol):
 
     @property
     def stored_specs(self) -> Mapping[int, ArraySpec]:
-        """By leaf, the shape and dtype that an array is stored as, if they differ from its own; chunks are boxes of that.
+        """By leaf, the stored shape and dtype of an array, if they differ from its own; chunks are boxes of these.
 
         Bytes are the same. The shape may have one more axis, of the bytes of an element.
         """
@@ -451,7 +451,7 @@ class Layout(Protocol):
         return ""
 
     def names_written(self, tree: TreeMetadata) -> Mapping[int, str]:
-        """Return, by leaf, the names of arrays that a session stores in objects or in names of objects; by default none.
+        """Return, by leaf, the names of arrays that a session stores in objects or keys; none by default.
 
         An array must have the same name in the tree of its session and in the whole tree. Names that only `finish`
         writes are left out.

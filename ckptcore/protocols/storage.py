@@ -114,7 +114,7 @@ class HeldReader(RangeReader, Protocol):
     """An object that is open for many small reads, and tells whether it changed. Any thread."""
 
     def stamp(self) -> Hashable | None:
-        """Return a value that is another one after the bytes of the object changed; None while a change could go unseen.
+        """Return a value that differs once the bytes of the object changed; None while a change could go unseen.
 
         Bytes that were verified after this returned a stamp need not be verified again while it returns the same one.
         Called for each read.
@@ -355,7 +355,7 @@ class AtomicDirectories(Protocol):
     """A storage with real directories that can be renamed atomically. Keys as in `StorageBackend`."""
 
     def lock_directory(self, key: str) -> AbstractContextManager[None] | None:
-        """Create a directory where there is none and hold it until closed or this process dies; None: another has it."""
+        """Create a directory if needed, and lock it until closed or the process ends; None if it is locked."""
         ...
 
     def rename(self, source: str, destination: str) -> None:

@@ -22,7 +22,7 @@ StrategyT = TypeVar("StrategyT")
 
 
 class SaveCommit(Protocol):
-    """The claim and the commit of one save, on one process of the job. The core calls its methods in this order, on every rank.
+    """The claim and the commit of one save. The core calls its methods in this order, on every rank.
 
     Errors: what a method raises fails the save on all ranks, because `claim` and `commit` run inside stages of the job.
     """
@@ -43,7 +43,7 @@ class SaveCommit(Protocol):
 
     @property
     def store(self) -> StorageBackend:
-        """The storage that this process writes to, opened at the root of the checkpoint. The core reads it first in the stage of writing."""
+        """The storage to write to, opened at the root of the checkpoint. First read in the stage "write"."""
         ...
 
     def commit(self, payloads: Sequence[object]) -> None:

@@ -117,7 +117,7 @@ class DerivedTree(NamedTuple):
 
 
 class TransformedTree(Protocol):
-    """A tree between transforms: `DerivedTree`, or an object that transforms of one package share to change it in place."""
+    """A tree between transforms: `DerivedTree`, or a mutable object that transforms of one package share."""
 
     @property
     def source(self) -> TransformSource:

@@ -246,7 +246,7 @@ class LeafHandler(Protocol):
 
     @abstractmethod
     def abstract(self, leaf: Any) -> object:
-        """The abstract leaf of a leaf: what asks a load for a leaf like it, of its type, shape, dtype, kind and placement.
+        """Return the abstract leaf, which requests a leaf of this type, shape, dtype, kind and placement from a load.
 
         It holds no elements: `shards` refuses it, `destination` has no memory of it and `fill` cannot change it.
         Touches none, copies nothing and waits for nothing: also of a leaf that was deleted, or is still computed. An
@@ -258,7 +258,7 @@ class LeafHandler(Protocol):
         ...
 
     def identity(self, leaf: Any) -> Hashable | None:
-        """Equal for two leaves exactly if they are the same elements in memory (tied); None, the default, if not known."""
+        """Return a value that is equal for leaves that share memory (tied) and for no others; None, the default: unknown."""
         return None
 
     @abstractmethod
@@ -273,7 +273,7 @@ class LeafHandler(Protocol):
         ...
 
     def replicas(self, leaf: Any, size: int) -> int | None:
-        """Return how many of `size` processes hold each box of the array; None, the default, if the array does not know.
+        """Return how many of `size` processes hold each box of the array; None, the default, if unknown.
 
         Processes share the work of writing by it. If it is not known it is estimated from where the array is cut. 1 if
         it differs from box to box. Equal on every process that has the array in its tree, also on those that only know

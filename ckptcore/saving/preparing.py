@@ -1,4 +1,4 @@
-"""Prepare a save: describe its values and its target, agree with the other ranks, and refuse what cannot be saved. Writes nothing."""
+"""Prepare a save: describe values and target, agree with other ranks, refuse what cannot be saved. Writes nothing."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def _refuse_what_differs(description: TreeDescription, size: int) -> None:
 
 
 def _share_replicas(layout: Layout, strategy: SaveStrategy[SaveDraft, Save], registry: Plugins) -> bool:
-    """Return whether processes may share what they all hold. Further saves have the boxes that each process writes for the save."""
+    """Return True if replicas may divide their boxes. Further saves write the boxes that each process has captured."""
     further = strategy.layouts if isinstance(strategy, FurtherSaves) else ()
     layouts = [layout, *map(registry.layout, further)]
     return all(one.capabilities.any_replica_writes for one in layouts)
@@ -191,7 +191,7 @@ def _digest(document: JSON) -> str:
 
 
 def _without_notes(tree: dict[str, JSON]) -> JSON:
-    """Return a tree without notes. Arrays refer to their cuts by number: few differ, and each is as long as a job has shards."""
+    """Return a tree without notes. Arrays refer to cuts by number: few differ, and each may be long."""
     extras: Any = tree["extras"]
     cuts: dict[Any, int] = {}
     kept = {}
@@ -204,7 +204,7 @@ def _without_notes(tree: dict[str, JSON]) -> JSON:
 
 
 def _decide(payloads: Sequence[Any], descriptions: _Descriptions) -> dict[str, Any]:
-    """Decide on the leader: the id and the time of the save, and by name of a tree that differs, the ranks that send theirs.
+    """Decide on the leader: the id and the time of the save, and for each tree that differs, the ranks that send it.
 
     Raises:
         CheckpointError: the ranks save different things.

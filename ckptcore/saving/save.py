@@ -207,7 +207,7 @@ def _go_on(
 
 
 class _Capture:
-    """What a save and its further saves hold of a state: copies, or views if the save blocks. Nothing else is kept of it.
+    """The copies of a state for a save and its further saves, or views if the save blocks.
 
     Attributes:
         at_workers: what workers of this controller hold; None if they write none of the save.

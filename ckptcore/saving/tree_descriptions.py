@@ -1,4 +1,4 @@
-"""TreeDescription: the leaves of a tree to save, the boxes that this process and its workers hold, and who writes them."""
+"""TreeDescription: the leaves of a tree to save, the boxes held here and at workers, and who writes them."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class TreeDescription:
         return owners_of(Shares(self.tree, self.pieces, self.replicas), rank=rank, size=size)
 
     def plans(self, rank: int, size: int, save_id: str) -> tuple[WritePlan, ...]:
-        """Plan what this process writes, and then what each of its workers does. A controller is rank 0 of its workers."""
+        """Return the plan of this process, then those of its workers. A controller is rank 0 of its workers."""
         save = functools.partial(plan_write, self.tree, save_id=save_id, name=self.name)
         here, _, at_workers = self.held
         if not at_workers:
@@ -249,7 +249,7 @@ def _describe_leaves(
     executor: Executor[Any, Any] | None,
     at_workers: Sequence[dict[int, Sequence[Shard]]],
 ) -> tuple[TreeMetadata, dict[int, Sequence[Shard]], frozenset[int]]:
-    """Return the tree, the boxes of this process, and the leaves that are elsewhere. Fills `at_workers` with the boxes of workers."""
+    """Return the tree, the boxes here, and the leaves elsewhere. Fills `at_workers` with the boxes of workers."""
     records: list[LeafRecord] = []
     refused: dict[int, UnsupportedLeafError] = {}
     aliases: dict[int, int] = {}

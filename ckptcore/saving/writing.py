@@ -1,4 +1,4 @@
-"""Writing: the stages of a save that claim its target, write every part and commit, and `PlainSave`, the usual strategy.
+"""The stages of a save that claim its target, write every part and commit, and `PlainSave`, the usual strategy.
 
 In a job of several processes every stage ends with an exchange: an error on one rank fails the save on all of them.
 """
@@ -88,7 +88,7 @@ def write_save(save: Save, handle: SaveHandle | None = None, at_workers: HeldWor
 def write_parts(
     save: Save, store: StorageBackend, handle: SaveHandle | None, at_workers: HeldWork[Save] | None
 ) -> None:
-    """Write what this process and its workers write of every part, and keep the receipts. Finish the parts of this process."""
+    """Write the plans of this process and its workers, keep the receipts, and finish the parts of this process."""
     if at_workers is None:
         _write_here(save, store, handle)
     else:

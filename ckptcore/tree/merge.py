@@ -1,4 +1,4 @@
-"""The union of trees: what the ranks of a job save together, where pipeline or expert parallelism gives them different parts."""
+"""The union of trees that ranks save together when pipeline or expert parallelism gives them different parts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ __all__ = ["unite_trees"]
 
 _MAPPINGS: Final = ("dict", "OrderedDict")
 _RULES: Final = {
-    "rank": "Ranks may have different keys, and a leaf must be the same on every rank that has it. What differs from process to process "
-    "goes under a name of its own, in PerProcess(...); what is not the same thing, under keys of its own",
-    "session": "Sessions may have different keys of mappings, and no others; a leaf must be the same in every session that has it",
+    "rank": "Ranks may have different keys, and a leaf must be the same on every rank that has it. What differs from "
+    "process to process goes under a name of its own, in PerProcess(...); what is not the same thing, under keys of "
+    "its own",
+    "session": "Sessions may have different keys of mappings, and no others; a leaf must be the same in every session "
+    "that has it",
 }
 
 _SHOWN: Final = 20
@@ -117,8 +119,8 @@ class _Uniting:
             shown = "".join(f"\n  {line}" for line in lines[:_SHOWN])
             more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
             raise TreeMismatchError(
-                f"the {self.savers}s save different trees, and they cannot be united:{shown}{more}\n{_RULES[self.savers]}. Nothing was "
-                "written",
+                f"the {self.savers}s save different trees, and they cannot be united:{shown}{more}\n"
+                f"{_RULES[self.savers]}. Nothing was written",
                 lines,
             )
 
