@@ -22,7 +22,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # gcsfs reads this when it is imported, and else asks servers for what none of the tests has, without an end.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 
-# Ray sends no statistics of its use. The token of its clusters is in the environment, or Ray would write one into the home directory.
+# Ray sends no statistics of its use. The token of its clusters is in the environment, or Ray would write one into the
+# home directory.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

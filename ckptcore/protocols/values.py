@@ -258,7 +258,7 @@ class LeafHandler(Protocol):
         ...
 
     def identity(self, leaf: Any) -> Hashable | None:
-        """Return a value that is equal for leaves that share memory (tied) and for no others; None, the default: unknown."""
+        """Return a value that is equal exactly for leaves that share memory (tied); None, the default, if unknown."""
         return None
 
     @abstractmethod

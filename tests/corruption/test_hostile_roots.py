@@ -358,7 +358,8 @@ def test_a_root_that_has_a_key_twice(tmp_path: Path) -> None:
     forgery.assert_refused()
 
 
-# --- files that are no files -------------------------------------------------------------------------------------------
+# --- files that are no files
+# -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["checkpoint.json", "model.safetensors"])

@@ -1,8 +1,8 @@
 """A model of a disk that forgets what was not synced, fed with the system calls that a real save made.
 
-Nothing is assumed of the order in which a file system writes what it was not told to sync: of the changes to the names in a
-directory, and of the bytes written to a file, any may have reached the disk and any other not. A rename within a directory
-happens whole or not at all.
+Nothing is assumed of the order in which a file system writes what it was not told to sync: of the changes to the names
+in a directory, and of the bytes written to a file, any may have reached the disk and any other not. A rename within a
+directory happens whole or not at all.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def calls_in(log: Path) -> Iterator[Call]:
 def _whole_lines(log: Path) -> Iterator[str]:
     """Each call on one line, where it ended; strace writes two where calls of several threads overlap.
 
-    A sync that overlaps with changes of what it syncs is left out: it need not cover those, and so it counts for nothing here.
+    A sync that overlaps with changes of what it syncs is left out: it need not cover those, and so it counts for
+    nothing here.
     """
     begun: dict[str, tuple[str, list[str]]] = {}
     for line in log.read_text().splitlines():

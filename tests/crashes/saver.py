@@ -1,8 +1,8 @@
 """A program that does what is to be killed: it is warm, and forks a child for each task.
 
-It reads lines of JSON, ``{"task": name, "location": path, "number": state}``, and writes the process id of the child that will
-do the task. On the next line, whatever it says, the child begins; when it has ended its exit status is written: negative for
-a signal, `LOST` where another save was faster.
+It reads lines of JSON, ``{"task": name, "location": path, "number": state}``, and writes the process id of the child
+that will do the task. On the next line, whatever it says, the child begins; when it has ended its exit status is
+written: negative for a signal, `LOST` where another save was faster.
 """
 
 from __future__ import annotations

@@ -191,7 +191,8 @@ def test_a_copy_that_was_killed_is_gone_on_with(warm: Saver, tmp_path: Path) -> 
     step = max(1, len(points) // _SAMPLE)
     others = [point for number, point in enumerate(points) if number % step]
     partial = 0
-    # Which threads have written what by a call differs from run to run: a kill between two objects is looked for until it is found.
+    # Which threads have written what by a call differs from run to run: a kill between two objects is looked for until
+    # it is found.
     for number, point in enumerate([*points[::step], *others]):
         if number >= len(points[::step]) and partial:
             break

@@ -34,7 +34,8 @@ def run_python(block: CodeBlock, page: Path, module: ModuleType) -> None:
 def run_program(blocks: Sequence[CodeBlock], directory: Path) -> None:
     """Execute the blocks of a page as one program, each on the lines on which it stands in the page.
 
-    For pages whose code starts processes that are to get classes of the page, which those of a program are sent by value.
+    For pages whose code starts processes that are to get classes of the page, which those of a program are sent by
+    value.
 
     Raises:
         AssertionError: if the program fails, with what it printed.

@@ -56,7 +56,8 @@ def commands(block: CodeBlock) -> Iterator[tuple[str, str]]:
 def run_console(block: CodeBlock, page: Path) -> None:
     """Run the commands of ours in a block, and compare what they print.
 
-    They run in this process: each of its own would take half a second to start (`tests/cli/test_process.py` starts some).
+    They run in this process: each of its own would take half a second to start (`tests/cli/test_process.py` starts
+    some).
     """
     for command, shown in commands(block):
         if command.startswith(NOT_RUN):

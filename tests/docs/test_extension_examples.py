@@ -26,7 +26,8 @@ def classes_of(page_name: str) -> dict[str, object]:
     return {name: value for name, value in vars(module).items() if name.startswith("Test") and isinstance(value, type)}
 
 
-# Pytest collects classes that are here when this module was imported. A page that fails must not take the others with it.
+# Pytest collects classes that are here when this module was imported. A page that fails must not take the others with
+# it.
 _FOUND: dict[str, dict[str, object] | Exception] = {}
 for _page in PAGES:
     try:

@@ -82,12 +82,12 @@ class Counting:
 def assert_frugal(found: Sequence[Any], layout: str, *, shared: bool) -> None:
     """Assert of what the processes of a job counted that every byte was written once, and read where it is needed.
 
-    A box that is read may begin and end within blocks of which the rest is read too: two blocks for each box that has one or more;
-    smaller ones lie side by side.
+    A box that is read may begin and end within blocks of which the rest is read too: two blocks for each box that has
+    one or more; smaller ones lie side by side.
 
     Args:
-        found: by rank, ``whole``, the bytes of all arrays, and by layout ``written`` and ``reads``, each with the sizes of the boxes
-            that are ``needed``, and what was ``read``.
+        found: by rank, ``whole``, the bytes of all arrays, and by layout ``written`` and ``reads``, each with the sizes
+            of the boxes that are ``needed``, and what was ``read``.
         layout: which.
         shared: whether replicas shared the work, so that each process writes as much.
     """

@@ -133,7 +133,8 @@ def submeshes(place: Place) -> Any:
 class Placements:
     """Notes where arrays are put, and whether anything is computed, while it is entered.
 
-    Every array that JAX makes of elements on the host goes through `batched_device_put` (jax 0.10.2), whoever asks for it.
+    Every array that JAX makes of elements on the host goes through `batched_device_put` (jax 0.10.2), whoever asks for
+    it.
     """
 
     def __init__(self) -> None:

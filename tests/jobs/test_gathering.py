@@ -169,7 +169,8 @@ def test_nothing_told_to_a_rank_grows_with_the_job() -> None:
     for rank in (1, 4, 5, 15):
         assert large.messages[rank] == small.messages[rank]
         assert large.received[rank] <= small.received[rank] + 8, "but for a digit of a rank"
-    # Of each stage: the others of its block, and the first of every other block; tokens to each block, and one verdict to all.
+    # Of each stage: the others of its block, and the first of every other block; tokens to each block, and one verdict
+    # to all.
     assert large.messages[0] == 2 * (3 + 15) + 16 + 1
     assert small.messages[0] == 2 * (3 + 3) + 4 + 1
 

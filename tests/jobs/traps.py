@@ -36,8 +36,8 @@ class TrappedError(RuntimeError):
 class Trap:
     """Lets this process raise, die or stand still when it comes to a point, once.
 
-    Points: ``describe``, ``copy``, ``build`` of a NumPy leaf; ``write``, ``written`` and ``finish`` of the layout; ``export``, which is
-    ``write`` of that of an export; the methods of storage; ``notice``; and ``after PHASE NUMBER``, which cannot raise.
+    Points: ``describe``, ``copy``, ``build`` of a NumPy leaf; ``write``, ``written`` and ``finish`` of the layout;
+    ``export``, which is ``write`` of that of an export; the methods of storage; ``notice``; and ``after PHASE NUMBER``, which cannot raise.
     """
 
     def __init__(self, point: str, action: Action) -> None:

@@ -40,7 +40,8 @@ def run_job(
 ) -> None:
     """Save in every layout, wait until all jobs have, and load what each saved in each.
 
-    ``sys.argv`` has the directory and the names of all jobs. What goes wrong is in ``NAME.failed`` there, and ends all jobs.
+    ``sys.argv`` has the directory and the names of all jobs. What goes wrong is in ``NAME.failed`` there, and ends all
+    jobs.
 
     Args:
         name: of this job.

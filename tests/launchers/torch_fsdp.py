@@ -55,6 +55,6 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
     run_job("torch_fsdp", dist.get_rank() == 0, save, load, dist.destroy_process_group)
-    # The interpreter is not ended: a thread of gloo that drops its last collective meanwhile needs its lock, gets none, and aborts the
-    # process (seen with torch 2.13.0: ~AsyncWork, ~ThreadLocalState).
+    # The interpreter is not ended: a thread of gloo that drops its last collective meanwhile needs its lock, gets none,
+    # and aborts the process (seen with torch 2.13.0: ~AsyncWork, ~ThreadLocalState).
     os._exit(0)

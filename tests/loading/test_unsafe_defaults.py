@@ -92,7 +92,8 @@ OTHER_SHAPE = {"w": np.zeros((4, 2), np.float32)}
 LIST = {"t": [np.zeros(2), np.zeros(2)]}
 
 UNASKED: list[tuple[Peer, dict[str, Any], Callable[[Any], bool], str, str]] = [
-    # Who does it, what it is asked for, how one sees that it did so, the difference that is listed, and the option that allows it.
+    # Who does it, what it is asked for, how one sees that it did so, the difference that is listed, and the option that
+    # allows it.
     (_orbax_1, WHOLE, _is_whole_numbers, "w: dtype: int8[2, 3] is asked for, float32[2, 3] is stored", ""),
     (_orbax_0, WHOLE, _is_whole_numbers, "w: dtype: int8[2, 3] is asked for, float32[2, 3] is stored", ""),
     (_distributed_checkpoint, WHOLE, _is_whole_numbers, "w: dtype: int8[2, 3] is asked for", ""),

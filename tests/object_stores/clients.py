@@ -1,7 +1,8 @@
 """A program that does what is to be killed at a request: it is warm, and forks a child for each task.
 
-It reads lines of JSON, a `Task` each, and writes the process id of the child that does it. When that has ended its exit status is
-written: negative for a signal. No storage is opened before the fork: clients of object stores do not survive one.
+It reads lines of JSON, a `Task` each, and writes the process id of the child that does it. When that has ended its exit
+status is written: negative for a signal. No storage is opened before the fork: clients of object stores do not survive
+one.
 """
 
 from __future__ import annotations

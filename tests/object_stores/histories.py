@@ -45,7 +45,8 @@ class History:
             version: the state it was to save.
             error: why.
             replacing: whether it was to replace what is there.
-            misread: whether answers had their content cut. A root that cannot be read is not replaced unless that is asked for.
+            misread: whether answers had their content cut. A root that cannot be read is not replaced unless that is
+                asked for.
         """
         self.told.append(f"did not save {version}: {type(error).__name__}: {error}")
         self._expect_clear(error)

@@ -1,7 +1,7 @@
 """``kill -9`` of the client at each request of a save: the old checkpoint or the new one, and the next save succeeds.
 
-Replacing a checkpoint is not atomic on an object store, and has to be asked for as that by name. There what counts is that
-nothing wrong is ever loaded.
+Replacing a checkpoint is not atomic on an object store, and has to be asked for as that by name. There what counts is
+that nothing wrong is ever loaded.
 """
 
 from __future__ import annotations

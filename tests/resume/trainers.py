@@ -117,7 +117,8 @@ class Trainer:
     def start_and_kill(self, chance: random.Random, text: str, arguments: Sequence[object]) -> tuple[Run, bool]:
         """Start a run and kill it at a moment that chance picks; the run, and whether that is what ended it.
 
-        The moment: a little after it has printed some lines with a text, or, once in a while, before it has printed any.
+        The moment: a little after it has printed some lines with a text, or, once in a while, before it has printed
+        any.
         """
         run = self.start(*arguments)
         if chance.random() < 0.2:

@@ -1,6 +1,7 @@
 """Data loaders with worker processes, and Keras with each of its backends: in programs of their own.
 
-Workers are forked, which a process must not do that runs JAX's threads, and Keras takes its backend when it is imported.
+Workers are forked, which a process must not do that runs JAX's threads, and Keras takes its backend when it is
+imported.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """What MaxText makes of Hugging Face's decoders, and what it computes with them, in NumPy and a layer at a time.
 
-Sources, all of AI-Hypercomputer/maxtext: ``checkpoint_conversion/utils/param_mapping.py`` (reshapes, the order of a head's elements, what queries are scaled
-by), ``checkpoint_conversion/to_maxtext.py`` (layers are stacked along ``param_scan_axis``, which is 1), ``checkpoint_conversion/standalone_scripts/
-llama_or_mistral_ckpt.py`` (only of Llama 3.1 are heads put in another order), ``layers/embeddings.py`` (both rotary embeddings), ``models/llama2.py``,
-``mistral.py``, ``qwen2.py`` and ``qwen3.py`` (only Qwen's divide queries as they run), ``common/checkpointing.py`` (``params/params`` on the disk).
+Sources, all of AI-Hypercomputer/maxtext: ``checkpoint_conversion/utils/param_mapping.py`` (reshapes, the order of a
+head's elements, what queries are scaled by), ``checkpoint_conversion/to_maxtext.py`` (layers are stacked along
+``param_scan_axis``, which is 1), ``checkpoint_conversion/standalone_scripts/ llama_or_mistral_ckpt.py`` (only of Llama
+3.1 are heads put in another order), ``layers/embeddings.py`` (both rotary embeddings), ``models/llama2.py``,
+``mistral.py``, ``qwen2.py`` and ``qwen3.py`` (only Qwen's divide queries as they run), ``common/checkpointing.py``
+(``params/params`` on the disk).
 """
 
 from __future__ import annotations

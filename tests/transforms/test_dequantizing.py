@@ -128,7 +128,8 @@ def test_compressed_tensors_and_fbgemm_have_a_scale_for_each_row(tmp_path: Path)
         loaded = ckptcore.load(tmp_path, transforms=[DequantizeAsConfigured()])
         assert loaded.keys() == expected.keys()
         assert all(_same(loaded[name], expected[name]) for name in expected)
-    # compressed-tensors computes in the dtype of its scales; of bfloat16 ones the products are exact in float32, and rounded as here
+    # compressed-tensors computes in the dtype of its scales; of bfloat16 ones the products are exact in float32, and
+    # rounded as here
     halved = {name: one.to(torch.bfloat16) if name.endswith("_scale") else one for name, one in stored.items()}
     publish(tmp_path, halved, None)
     loaded = ckptcore.load(tmp_path, transforms=[Dequantize("{name...}", "{name}_scale")])

@@ -134,7 +134,8 @@ def test_names_that_begin_with_something_are_of_a_part_of_another_model(name: st
 
 
 SHARDED = {
-    # By path the axis of which a process of tensor parallelism has a part: outputs of a kernel, which are rows of what is stored.
+    # By path the axis of which a process of tensor parallelism has a part: outputs of a kernel, which are rows of what
+    # is stored.
     "token_embedder/embedding": 0,
     "decoder/logits_dense/kernel": 1,
     "decoder/layers/self_attention/query/kernel": 2,

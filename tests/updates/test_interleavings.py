@@ -133,7 +133,8 @@ def _kill_a_deletion(run: str, begun: int, before: int, after: int) -> tuple[boo
         before, after: operations of the deletion.
 
     Returns:
-        Whether the deletion had ended, or waited for the update, before that ended; and whether it ended before it could be killed.
+        Whether the deletion had ended, or waited for the update, before that ended; and whether it ended before it
+        could be killed.
     """
     ckptcore.save(f"{run}/1", {"a": np.ones(4), "n": 1})
     deleting, updating = Actor("delete"), Actor("update")

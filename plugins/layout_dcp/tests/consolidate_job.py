@@ -2,7 +2,8 @@
 
 ``torchrun --nproc-per-node N consolidate_job.py save-torch|save-ckptcore DIRECTORY`` saves to ``DIRECTORY/torch`` or
 ``DIRECTORY/ckptcore``, and the whole tensors to ``DIRECTORY/expected.pt``;
-``... consolidate SOURCE DESTINATION`` writes the directory, and how many bytes each process wrote to ``DESTINATION.RANK.txt``.
+``... consolidate SOURCE DESTINATION`` writes the directory, and how many bytes each process wrote to
+``DESTINATION.RANK.txt``.
 """
 
 from __future__ import annotations

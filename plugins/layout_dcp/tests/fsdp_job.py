@@ -1,6 +1,7 @@
 """A job of one or more processes that trains a model under FSDP2, and saves or resumes by torch or by ckptcore.
 
-``torchrun --nproc-per-node N fsdp_job.py TASK DIRECTORY``: the losses after the save or load are in ``DIRECTORY/TASK.N.json``.
+``torchrun --nproc-per-node N fsdp_job.py TASK DIRECTORY``: the losses after the save or load are in
+``DIRECTORY/TASK.N.json``.
 """
 
 from __future__ import annotations
@@ -92,6 +93,6 @@ if __name__ == "__main__":
         main(sys.argv[1], Path(sys.argv[2]))
     finally:
         dist.destroy_process_group()
-    # The interpreter is not ended: a thread of gloo that drops its last collective meanwhile needs its lock, gets none, and aborts the
-    # process (seen with torch 2.13.0: ~AsyncWork, ~ThreadLocalState).
+    # The interpreter is not ended: a thread of gloo that drops its last collective meanwhile needs its lock, gets none,
+    # and aborts the process (seen with torch 2.13.0: ~AsyncWork, ~ThreadLocalState).
     os._exit(0)

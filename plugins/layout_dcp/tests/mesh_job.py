@@ -1,7 +1,8 @@
 """A job of 4, 2 or 1 processes whose state lies on a mesh of its own kind, saved or loaded by torch or by ckptcore.
 
-``torchrun --nproc-per-node N mesh_job.py TASK KIND DIRECTORY``. A save leaves the whole state in ``DIRECTORY/whole.pt``; after
-a load each process compares what all of them have together with it, and writes ``DIRECTORY/TASK.KIND.RANK``.
+``torchrun --nproc-per-node N mesh_job.py TASK KIND DIRECTORY``. A save leaves the whole state in
+``DIRECTORY/whole.pt``; after a load each process compares what all of them have together with it, and writes
+``DIRECTORY/TASK.KIND.RANK``.
 """
 
 from __future__ import annotations

@@ -286,7 +286,8 @@ def test_memo_entries_in_any_order() -> None:
 
 
 def test_shortcuts_give_what_single_opcodes_give() -> None:
-    # The machine reads `new object with attributes` and `call with a pair` at one go; POP between the opcodes prevents that.
+    # The machine reads `new object with attributes` and `call with a pair` at one go; POP between the opcodes prevents
+    # that.
     class_ = b"cm\nC\nq\x00"
     fused = class_ + b")\x81\x94}\x94(\x8c\x01a\x94h\x00K\x01K\x02\x86\x94\x85\x94R\x94ub."
     single = class_ + b")N0\x81\x94}\x94(\x8c\x01a\x94h\x00K\x01K\x02\x86N0\x94\x85\x94R\x94uN0b."

@@ -156,7 +156,8 @@ def test_values_that_are_not_there(tmp_path: Path) -> None:
     assert database.read(Value(None, "ocdbt.process_0/d/x", 2, 7)) == bytes(7)
 
 
-# --- what is made on purpose: the checksum is right ---------------------------------------------------------------------
+# --- what is made on purpose: the checksum is right
+# ---------------------------------------------------------------------
 
 
 def _change(body: bytes, chance: random.Random) -> bytes:

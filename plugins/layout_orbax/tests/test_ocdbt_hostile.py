@@ -52,7 +52,8 @@ def _little_memory(most: int) -> Iterator[None]:
     assert peak < most, f"{peak} bytes were taken at most"
 
 
-# --- trees --------------------------------------------------------------------------------------------------------------
+# --- trees
+# --------------------------------------------------------------------------------------------------------------
 
 
 def _write_tree(directory: Path, bodies: Sequence[bytes], num_keys: int, *, root_length: int | None = None) -> None:
@@ -140,7 +141,8 @@ def test_a_tree_of_more_keys_than_can_be_listed(tmp_path: Path) -> None:
     assert database.get(b"12" * 20 + b"ab") == Value(b"xyz", "", 0, 3)
 
 
-# --- manifests ----------------------------------------------------------------------------------------------------------
+# --- manifests
+# ----------------------------------------------------------------------------------------------------------
 
 
 def _manifest(

@@ -1,7 +1,7 @@
 """A program whose runs are killed and resumed with each sampler: prints what a resumed run does as one that was not killed.
 
-A line for each sampler and step of the kill: whether the batches are the same, whether the random numbers are, and how many
-warnings were logged.
+A line for each sampler and step of the kill: whether the batches are the same, whether the random numbers are, and how
+many warnings were logged.
 """
 
 from __future__ import annotations

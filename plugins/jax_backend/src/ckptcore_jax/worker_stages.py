@@ -1,7 +1,7 @@
 """Stages: what the workers of a single controller run to write a part of a save, and to read boxes of a checkpoint.
 
-Stages and their reports are pickled. They contain no arrays, threads or open storages. A stage raises nothing: its report
-has the error. Imports no JAX.
+Stages and their reports are pickled. They contain no arrays, threads or open storages. A stage raises nothing: its
+report has the error. Imports no JAX.
 """
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ class WriteParts:
         """Write.
 
         Args:
-            arrays: for each leaf that the worker holds, the elements of its boxes, with any strides. They do not change.
+            arrays: for each leaf that the worker holds, the elements of its boxes, with any strides. They do not
+                change.
 
         Returns:
             The report.
@@ -234,8 +235,8 @@ class ReadBoxes:
         """Read.
 
         Returns:
-            The report, and for each leaf the elements of its boxes: C-contiguous, of the stored dtype, in memory of their own.
-            No leaves after an error.
+            The report, and for each leaf the elements of its boxes: C-contiguous, of the stored dtype, in memory of
+            their own. No leaves after an error.
         """
         try:
             return _done(None), self._read()
@@ -253,8 +254,8 @@ class ReadBoxes:
                 found = "another tree"
         if found != self.save_id:
             raise CorruptCheckpointError(
-                f"{self.address.display} is not what the controller opened: expected the save {self.save_id}, found {found}; it was "
-                "replaced meanwhile, or this worker sees another storage"
+                f"{self.address.display} is not what the controller opened: expected the save {self.save_id}, found "
+                f"{found}; it was replaced meanwhile, or this worker sees another storage"
             )
         arrays = [[allocate(ArraySpec(box.shape, read.spec.dtype)) for box in read.boxes] for read in self.reads]
         buffers = [array for of_leaf in arrays for array in of_leaf]

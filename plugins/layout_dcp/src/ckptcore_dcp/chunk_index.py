@@ -131,9 +131,9 @@ class ItemIndex(ChunkTable):
         record = self._tree.leaves[leaf]
         if isinstance(record, ArrayRecord) and not self._chunks(leaf, record.spec):
             return UnsupportedLeafError(
-                f"{format_path(self._tree.paths[leaf])} ({record.spec}) cannot be located: it is in a tuple or another "
-                "value that torch.distributed.checkpoint stored whole and compressed, or the metadata names no file for "
-                "it; pass a PLACEHOLDER for it, or load it with torch"
+                f"{format_path(self._tree.paths[leaf])} ({record.spec}) cannot be located: it is in a tuple or "
+                "another value that torch.distributed.checkpoint stored whole and compressed, or the metadata names "
+                "no file for it; pass a PLACEHOLDER for it, or load it with torch"
             )
         return super().not_whole(leaf, reason)
 

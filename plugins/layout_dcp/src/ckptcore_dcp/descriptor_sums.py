@@ -14,7 +14,8 @@ class DescriptorSum:
     """What follows the bytes of a member and depends on their CRC-32: the data descriptor, or all up to the end. Any thread.
 
     Attributes:
-        parts: the bytes between which the checksum stands, little endian; it stands there once less than there are parts.
+        parts: the bytes between which the checksum stands, little endian; it stands there once less than there are
+            parts.
         nbytes: of all of it.
     """
 

@@ -1,8 +1,9 @@
 """Directories of training programs: one step as several checkpoints of torch.distributed.checkpoint, and files beside them.
 
 xorl, and others, save ``step_100/model``, ``step_100/optimizer`` and what each process has of its own in
-``step_100/extra_state/extra_state_rank_0.pt``. What stands beside the checkpoints counts if a tree can be in it: safetensors or
-files of torch.save. Everything else (tokenizers, logs) is left out. Nothing is read here but names, and the first bytes of files.
+``step_100/extra_state/extra_state_rank_0.pt``. What stands beside the checkpoints counts if a tree can be in it:
+safetensors or files of torch.save. Everything else (tokenizers, logs) is left out. Nothing is read here but names, and
+the first bytes of files.
 
 A directory of steps looks alike, and is told by the names in it.
 """
@@ -62,8 +63,8 @@ def inspect_step_directory(store: ReadStore) -> InspectedComposite | None:
         found, files = names_of_dcp(inside)
         if files and not found:
             raise UncommittedCheckpointError(
-                f"there are files of torch.distributed.checkpoint in {name} ({files[0]}), and no {_METADATA} says what is in them: the "
-                "save that wrote them never ended. Load another step"
+                f"there are files of torch.distributed.checkpoint in {name} ({files[0]}), and no {_METADATA} says "
+                "what is in them: the save that wrote them never ended. Load another step"
             )
         if found:
             checkpoints.append(name)
@@ -100,8 +101,8 @@ def files_of_ranks(names: Sequence[str]) -> Sequence[str] | None:
     if len(by_rank) <= last:
         absent = next(rank for rank in range(last) if rank not in by_rank)
         raise CorruptCheckpointError(
-            f"there are files of the ranks up to {last} ({by_rank[last]}), and none of rank {absent}; load single files by their own "
-            "location, or another step",
+            f"there are files of the ranks up to {last} ({by_rank[last]}), and none of rank {absent}; load single "
+            "files by their own location, or another step",
             key=by_rank[last],
         )
     return [by_rank[rank] for rank in sorted(by_rank)]

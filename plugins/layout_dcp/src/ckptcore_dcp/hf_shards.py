@@ -1,8 +1,9 @@
 """Safetensors in parts, as torch.distributed.checkpoint's HuggingFaceStorageWriter leaves them with ``save_distributed``.
 
-Each ``shard-00001-model-00001-of-00002.safetensors`` is a safetensors file with boxes of tensors, and says in its header where
-they begin: ``DCP_SHARDING_INFO`` is the JSON ``{name: {"saved_offsets": [...]}}``. Nothing lists the files, and how large a tensor
-is follows from its boxes (torch 2.13.0, hf_storage.py). Consolidated ones, ``model-*.safetensors``, are plain safetensors.
+Each ``shard-00001-model-00001-of-00002.safetensors`` is a safetensors file with boxes of tensors, and says in its
+header where they begin: ``DCP_SHARDING_INFO`` is the JSON ``{name: {"saved_offsets": [...]}}``. Nothing lists the
+files, and how large a tensor is follows from its boxes (torch 2.13.0, hf_storage.py). Consolidated ones,
+``model-*.safetensors``, are plain safetensors.
 """
 
 from __future__ import annotations
@@ -116,7 +117,8 @@ def _read_parts(store: ReadStore, key: str) -> Sequence[_Part] | None:
     header_bytes = int.from_bytes(store.get(key, 0, 8), "little")
     if not 2 <= header_bytes <= min(_MOST_HEADER_BYTES, file_bytes - 8):
         raise CorruptCheckpointError(
-            f"{key} is no safetensors file, or is cut off: it has {file_bytes} bytes and states a header of {header_bytes}",
+            f"{key} is no safetensors file, or is cut off: it has {file_bytes} bytes and states a header of "
+            f"{header_bytes}",
             key=key,
         )
     header = _parse(store.get(key, 8, 8 + header_bytes), key)

@@ -4,12 +4,13 @@ There are three forms of it (torch 2.13.0, filesystem.py and hf_storage.py): ``.
 ``__<rank>.metadata`` of each process, where they saved without talking to each other; and safetensors in parts
 (see `hf_shards`).
 
-Where the elements begin in an item is not read here: it would take a request for each. Where torch 2.13 wrote the item, of a
-tensor below 4 GiB, it follows from its length. The members are, all in ``archive/``: ``data.pkl`` and small constants, then ``data/0``
-with the elements, ``version`` and ``.data/serialization_id``; the bytes of each begin at a multiple of 64 in the item. So what stands
-behind the elements is of a length that depends on nothing but their number modulo 64: it is ``873 - nbytes % 64`` bytes, and the
-elements begin at ``offset + length - 873 - nbytes // 64 * 64``. Other versions have other tails, so whoever counts on it has to look
-there: the elements are followed by the data descriptor ``PK\\x07\\x08``, CRC-32, `nbytes`, `nbytes`, in fields of 4 bytes.
+Where the elements begin in an item is not read here: it would take a request for each. Where torch 2.13 wrote the item,
+of a tensor below 4 GiB, it follows from its length. The members are, all in ``archive/``: ``data.pkl`` and small
+constants, then ``data/0`` with the elements, ``version`` and ``.data/serialization_id``; the bytes of each begin at a
+multiple of 64 in the item. So what stands behind the elements is of a length that depends on nothing but their number
+modulo 64: it is ``873 - nbytes % 64`` bytes, and the elements begin at ``offset + length - 873 - nbytes // 64 * 64``.
+Other versions have other tails, so whoever counts on it has to look there: the elements are followed by the data
+descriptor ``PK\\x07\\x08``, CRC-32, `nbytes`, `nbytes`, in fields of 4 bytes.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def inspect_dcp(store: ReadStore, entry: str | None) -> Inspection | None:
     if not found:
         if files:
             raise UncommittedCheckpointError(
-                f"there are files of torch.distributed.checkpoint ({files[0]}), and no {_METADATA} says what is in them: the save "
-                "that wrote them never ended. Load another step"
+                f"there are files of torch.distributed.checkpoint ({files[0]}), and no {_METADATA} says what is in "
+                "them: the save that wrote them never ended. Load another step"
             )
         return inspect_shards(store, names)
     parts: list[DcpMetadata] = []

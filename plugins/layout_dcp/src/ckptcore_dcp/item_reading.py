@@ -1,7 +1,7 @@
 """Reading chunks that are items of torch.save: of checkpoints that torch wrote, or other software like it.
 
-An item is a zip file. Its directory says where the pickle and the elements are, the pickle how these lie. Elements that lie
-in C order are moved straight into place, and only those that are wanted; others are gathered.
+An item is a zip file. Its directory says where the pickle and the elements are, the pickle how these lie. Elements that
+lie in C order are moved straight into place, and only those that are wanted; others are gathered.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ def _window_bytes(window: Sequence[ItemTargets], store: ReadStore) -> memoryview
     data = store.get(key, start, there) if start < there else b""
     if len(data) != stop - start:
         raise CorruptCheckpointError(
-            f"{key!r} ends after {start + len(data)} bytes: expected items up to byte {stop}; restore it from a copy, or load "
-            "another checkpoint",
+            f"{key!r} ends after {start + len(data)} bytes: expected items up to byte {stop}; restore it from a "
+            "copy, or load another checkpoint",
             key=key,
             start=start,
             stop=stop,
@@ -226,14 +226,15 @@ def _place(
     if tensor is None or tensor.spec != expected:
         raise CorruptCheckpointError(
             f"{path}: expected {expected} at byte {found.chunk.offset} of {key!r}, found "
-            f"{'no tensor' if tensor is None else tensor.spec}; restore the file from a copy, or load another checkpoint",
+            f"{'no tensor' if tensor is None else tensor.spec}; restore the file from a copy, or load another "
+            "checkpoint",
             key=key,
         )
     member = members.get(f"data/{tensor.storage}")
     if member is None:
         raise CorruptCheckpointError(
-            f"{path}: the item at byte {found.chunk.offset} of {key!r} has no elements; restore the file from a copy, or load "
-            "another checkpoint",
+            f"{path}: the item at byte {found.chunk.offset} of {key!r} has no elements; restore the file from a "
+            "copy, or load another checkpoint",
             key=key,
         )
     check_bounds(tensor, member.size, key=key, path=path)

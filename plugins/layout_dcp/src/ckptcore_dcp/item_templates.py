@@ -1,10 +1,11 @@
 """Templates of items: what the items of one writer have in common, so that a thousand of them are read like one.
 
-The first item of a kind is read as any zip is. It then is the template of those that follow: an item of the same length that has the
-same bytes wherever nothing may differ is laid out like it. What may differ is the content of one member, which is looked at and
-whose CRC-32 is compared, and that of `_UNREAD`, which no reader of items reads; and the checksums of both. All else, every header,
-the directory and each other member, has been compared with what the general reader has accepted. An item that differs in anything
-is none of the template's, and is read as any zip is, which also says what is wrong with it.
+The first item of a kind is read as any zip is. It then is the template of those that follow: an item of the same length
+that has the same bytes wherever nothing may differ is laid out like it. What may differ is the content of one member,
+which is looked at and whose CRC-32 is compared, and that of `_UNREAD`, which no reader of items reads; and the
+checksums of both. All else, every header, the directory and each other member, has been compared with what the general
+reader has accepted. An item that differs in anything is none of the template's, and is read as any zip is, which also
+says what is wrong with it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Items, of which the files of torch.distributed.checkpoint are made: each is what ``torch.save`` writes of a tensor or a value.
 
 An item is a zip file whose members are not compressed: ``archive/data.pkl`` is the pickle, ``archive/data/0`` has the
-elements, ``archive/version`` and ``archive/byteorder`` are constants. The CRC-32 of the elements stands behind them, in what
-zip calls a data descriptor, and once more in the directory at the end. So all that follows the elements depends on their
-checksum, and is written as one: whoever moves the elements computes it on the way.
+elements, ``archive/version`` and ``archive/byteorder`` are constants. The CRC-32 of the elements stands behind them, in
+what zip calls a data descriptor, and once more in the directory at the end. So all that follows the elements depends on
+their checksum, and is written as one: whoever moves the elements computes it on the way.
 """
 
 from __future__ import annotations

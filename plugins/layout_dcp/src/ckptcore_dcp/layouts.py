@@ -38,13 +38,14 @@ _MANY_PROCESSES: Final = 1024
 class DcpLayout(Layout):
     """A file for each process, ``__0_0.distcp``, and ``.metadata``, which says what is where.
 
-    ``torch.distributed.checkpoint.load`` takes it, in any number of processes. What torch has no dtype for is stored as uint8
-    with the bytes of an element as a last axis, times as int64; their dtype is in the root of the checkpoint. Tied arrays are
-    stored once and listed under each of their names.
+    ``torch.distributed.checkpoint.load`` takes it, in any number of processes. What torch has no dtype for is stored as
+    uint8 with the bytes of an element as a last axis, times as int64; their dtype is in the root of the checkpoint.
+    Tied arrays are stored once and listed under each of their names.
 
     Attributes:
-        spread_from: in a job of so many processes or more the files lie in directories named by a hash, so that an object store, which
-            limits the requests to names that begin alike, takes them at once. 1: always; None: never.
+        spread_from: in a job of so many processes or more the files lie in directories named by a hash, so that an
+            object store, which limits the requests to names that begin alike, takes them at once. 1: always; None:
+            never.
     """
 
     capabilities = LayoutCapabilities(any_replica_writes=True, sessions=True)

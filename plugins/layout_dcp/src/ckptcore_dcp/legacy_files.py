@@ -1,8 +1,9 @@
 """Files of torch.save as they were before torch 1.6, and are with ``_use_new_zipfile_serialization=False``.
 
-Pickles one after the other (``torch/serialization.py``, `_legacy_save`): a magic number, the version 1001, a dict about the machine,
-the value, and a list of the keys of storages. Then come the storages in that order: each a count of elements in 8 bytes and
-the elements, all little endian whatever the machine was. How large an element is, only the pickle says.
+Pickles one after the other (``torch/serialization.py``, `_legacy_save`): a magic number, the version 1001, a dict about
+the machine, the value, and a list of the keys of storages. Then come the storages in that order: each a count of
+elements in 8 bytes and the elements, all little endian whatever the machine was. How large an element is, only the
+pickle says.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ def read_legacy(fetch: Fetch, size: int, *, key: str) -> tuple[Value, Mapping[st
         found[name] = StoredBytes(key, start, count * itemsize)
         position = stop
     if position != size:
-        # Each count tells where its storage ends. Only where the file goes on behind them, is there doubt about what the pickle says.
+        # Each count tells where its storage ends. Only where the file goes on behind them, is there doubt about what
+        # the pickle says.
         for (count, _), storage in zip((sizes[str(one)] for one in keys), found.values(), strict=True):
             if fetch(storage.start - _COUNT_BYTES, storage.start) != count.to_bytes(_COUNT_BYTES, "little"):
                 raise _corrupt(key, storage.start, size, "its storages are not as long as the pickle says")
@@ -125,8 +127,8 @@ def _storage_sizes(value: Value, key: str) -> Mapping[str, tuple[int, int]]:
 
 def _corrupt(key: str, start: int, stop: int, reason: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        f"{key!r} cannot be read as a file of torch.save from before torch 1.6: {reason}. Restore it from a copy, or load another "
-        "checkpoint",
+        f"{key!r} cannot be read as a file of torch.save from before torch 1.6: {reason}. Restore it from a copy, or "
+        "load another checkpoint",
         key=key,
         start=start,
         stop=max(start, stop),

@@ -1,11 +1,12 @@
 """Names of a tree as torch.distributed.checkpoint flattens state dicts, and the tree of such names.
 
-torch joins the keys that lead to an entry by dots, every key as text (torch 2.13.0, ``_traverse.py`` and ``_nested_dict.py``).
-What it takes apart: every mapping; a list that has a tensor or a mapping in it, or in lists in it. Anything else is one entry,
-a tuple or a list of plain values too. An empty mapping leaves nothing.
+torch joins the keys that lead to an entry by dots, every key as text (torch 2.13.0, ``_traverse.py`` and
+``_nested_dict.py``). What it takes apart: every mapping; a list that has a tensor or a mapping in it, or in lists in
+it. Anything else is one entry, a tuple or a list of plain values too. An empty mapping leaves nothing.
 
-Here it is the same, and two things more, because arrays cannot lie within a value: a tuple that has an array in it anywhere is
-taken apart as a list would be, and so is a list that has one within a tuple. Objects with named fields count as mappings.
+Here it is the same, and two things more, because arrays cannot lie within a value: a tuple that has an array in it
+anywhere is taken apart as a list would be, and so is a list that has one within a tuple. Objects with named fields
+count as mappings.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ class StoredNames:
 def fqns(tree: TreeMetadata) -> StoredNames:
     """The entries that torch would make of a tree.
 
-    Entries that would share a name get an escaped name each (see `ckptcore.planning.leaf_names`), with that as the only key of
-    their path: torch can load them, and gives them back under that name.
+    Entries that would share a name get an escaped name each (see `ckptcore.planning.leaf_names`), with that as the only
+    key of their path: torch can load them, and gives them back under that name.
 
     Raises:
         NameCollisionError: if escaping leaves two entries with one name, or two keys of a container within a value.
@@ -202,7 +203,8 @@ class _Walk:
         made: dict[Value, Value] = dict(zip(names, children, strict=True))
         if len(made) != len(names):
             raise NameCollisionError(
-                f"{format_path(keys)} has a field and a key of one name, and is stored as one dict; rename one. Nothing was written"
+                f"{format_path(keys)} has a field and a key of one name, and is stored as one dict; rename one. "
+                "Nothing was written"
             )
         return Call(_ORDERED, (), pairs=tuple(made.items())) if node.kind == "OrderedDict" else made
 
@@ -274,8 +276,8 @@ def tree_of_names(
 ) -> tuple[Skeleton, Sequence[str]]:
     """The tree that entries make up, and their names in the order in which their leaves stand in it.
 
-    Without paths, or where they contradict each other (torch itself writes such of ``{1: [x], "1": {"y": z}}``), it is one dict
-    of names. A list of which some indices are missing is a dict of those that are there.
+    Without paths, or where they contradict each other (torch itself writes such of ``{1: [x], "1": {"y": z}}``), it is
+    one dict of names. A list of which some indices are missing is a dict of those that are there.
 
     Args:
         entries: by name, the part of the tree that it is: a leaf, or a container where a value is one.

@@ -20,8 +20,8 @@ _CODES: Final = frozenset(
 def scalar_value(call: Call) -> bool | int | float | complex | None:
     """The number that a scalar of NumPy is; None for all else.
 
-    ``scalar(dtype, bytes)``, where the dtype is ``dtype("f8", False, True)`` with a state that begins with a version and ``<``,
-    ``>`` or ``|`` (NumPy's `generic.__reduce__` and `dtype.__reduce__`).
+    ``scalar(dtype, bytes)``, where the dtype is ``dtype("f8", False, True)`` with a state that begins with a version
+    and ``<``, ``>`` or ``|`` (NumPy's `generic.__reduce__` and `dtype.__reduce__`).
     """
     if call.function not in _MAKERS or len(call.arguments) != 2:
         return None

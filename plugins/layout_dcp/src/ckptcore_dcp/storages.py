@@ -123,8 +123,8 @@ def storage_of(tensor: StoredTensor, storages: Mapping[str, StoredBytes], *, key
     if storage is None:
         if 0 not in tensor.shape:
             raise CorruptCheckpointError(
-                f"{path} in {key!r} has no elements: the storage {tensor.storage[:80]!r} is not there; restore the file from a copy, or "
-                "load another checkpoint",
+                f"{path} in {key!r} has no elements: the storage {tensor.storage[:80]!r} is not there; restore the "
+                "file from a copy, or load another checkpoint",
                 key=key,
             )
         storage = StoredBytes(key, 0, 0)
@@ -271,8 +271,9 @@ def read_places(
 ) -> Iterator[int]:
     """Fill ``buffers[i]`` with the box of ``items[i]``; yields `i` once it is there.
 
-    What lies in C order goes straight to where it is wanted. Of a storage that is asked for whole the checksum behind it is
-    compared. Other arrays are gathered in the calling thread, from at most 64 MiB of their bytes at a time where no elements overlap.
+    What lies in C order goes straight to where it is wanted. Of a storage that is asked for whole the checksum behind
+    it is compared. Other arrays are gathered in the calling thread, from at most 64 MiB of their bytes at a time where
+    no elements overlap.
 
     Raises:
         CorruptCheckpointError: bytes are missing or wrong.
@@ -371,8 +372,8 @@ def _gather(place: Place, box: Box, buffer: HostArray, store: ReadStore | None, 
             data, offset = store.get(storage.key, start, stop), 0
             if len(data) != stop - start:
                 raise CorruptCheckpointError(
-                    f"{storage.key!r} is cut off: {len(data)} of the {stop - start} bytes from byte {start} on are there; restore it "
-                    "from a copy, or load another checkpoint",
+                    f"{storage.key!r} is cut off: {len(data)} of the {stop - start} bytes from byte {start} on are "
+                    "there; restore it from a copy, or load another checkpoint",
                     key=storage.key,
                     start=start,
                     stop=stop,

@@ -234,8 +234,8 @@ def _whole_storage(value: Persistent, key: str, path: str) -> StoredTensor | Non
 def _storage(value: Persistent, key: str, path: str) -> tuple[str, str, int, int]:
     """The key of a storage, the dtype of its elements, how many it has, and at which of them a view begins.
 
-    ``("storage", type, key, location, elements)``; in the format before torch 1.6 with a sixth, None or ``(key, offset, elements)``
-    (``torch/serialization.py``).
+    ``("storage", type, key, location, elements)``; in the format before torch 1.6 with a sixth, None or ``(key, offset,
+    elements)`` (``torch/serialization.py``).
     """
     parts = value.id
     if not isinstance(parts, tuple) or not 5 <= len(parts) <= 6 or parts[0] not in ("storage", b"storage"):

@@ -44,14 +44,15 @@ _MAKERS: Final = frozenset([Global("copyreg", "_reconstructor"), Global("copy_re
 def tree_of(value: Value, *, key: str, limit: int = 1 << 20) -> tuple[Skeleton, Sequence[Leaf]]:
     """The skeleton and the leaves of a value of `read_pickle`.
 
-    Of a class that is not known, what the pickle holds of its object comes as a node ``object`` with the name of the class: its
-    attributes, and ``__arguments__``, ``__state__``, ``__items__`` and ``__pairs__`` where there are such. A function or class is a text.
+    Of a class that is not known, what the pickle holds of its object comes as a node ``object`` with the name of the
+    class: its attributes, and ``__arguments__``, ``__state__``, ``__items__`` and ``__pairs__`` where there are such. A
+        function or class is a text.
 
     Args:
         value: what was pickled.
         key: the object that the pickle is in, for errors.
-        limit: how many containers and leaves there may be. A pickle of a few bytes can name one container any number of times; one that
-            does not, has a byte for each at least.
+        limit: how many containers and leaves there may be. A pickle of a few bytes can name one container any number of
+            times; one that does not, has a byte for each at least.
 
     Raises:
         CorruptCheckpointError: it is deeper or larger than a tree can be, or a tensor in it cannot be.
@@ -94,8 +95,8 @@ class _Walk:
         self._left -= 1
         if self._left < 0 or depth > _MOST_DEPTH:
             raise CorruptCheckpointError(
-                f"the pickle in {self._key!r} cannot be read: at {format_path(path)[:200]} it is deeper than {_MOST_DEPTH} containers, or "
-                "has far more leaves than bytes; that is not a checkpoint",
+                f"the pickle in {self._key!r} cannot be read: at {format_path(path)[:200]} it is deeper than "
+                f"{_MOST_DEPTH} containers, or has far more leaves than bytes; that is not a checkpoint",
                 key=self._key,
             )
         if value is None or isinstance(value, bool | int | float | complex | str | bytes):

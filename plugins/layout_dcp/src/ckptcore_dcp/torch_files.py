@@ -1,8 +1,8 @@
 """The layout torch: files of ``torch.save``, of which only data is taken; no code in them runs.
 
-Formats (``torch/serialization.py``): since torch 1.6 a zip with the pickle ``data.pkl`` and a member ``data/<key>`` for each
-storage; before that pickles one after the other, and storages behind them (see `legacy_files`). Several files belong together
-where ``pytorch_model.bin.index.json`` lists them, as Hugging Face's transformers write it.
+Formats (``torch/serialization.py``): since torch 1.6 a zip with the pickle ``data.pkl`` and a member ``data/<key>`` for
+each storage; before that pickles one after the other, and storages behind them (see `legacy_files`). Several files
+belong together where ``pytorch_model.bin.index.json`` lists them, as Hugging Face's transformers write it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class TorchLayout(Layout):
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
         """A file of torch.save, whatever its name; an index of several; a directory with ``pytorch_model.bin`` or an index.
 
-        Also a directory of nothing but a file of each process, such as ``extra_state_rank_0.pt``: a mapping from their names.
+        Also a directory of nothing but a file of each process, such as ``extra_state_rank_0.pt``: a mapping from their
+        names.
         """
         if entry is not None:
             return _inspect_index(store, entry) if entry.endswith(_INDEX) else _inspect_file(store, entry)

@@ -34,8 +34,8 @@ def undone(item: bytes | memoryview, transforms: Sequence[str], *, what: str, ke
     for transform in transforms:
         if transform != _KNOWN:
             raise UnsupportedLeafError(
-                f"{what} was stored through {transform[:80]!r}, which only the software knows that wrote it; expected no "
-                f"transform, or {_KNOWN!r}; load it with that software and save it again without"
+                f"{what} was stored through {transform[:80]!r}, which only the software knows that wrote it; "
+                f"expected no transform, or {_KNOWN!r}; load it with that software and save it again without"
             )
         pieces: list[bytes] = []
         left = limit
@@ -46,13 +46,14 @@ def undone(item: bytes | memoryview, transforms: Sequence[str], *, what: str, ke
                     left -= len(piece)
         except zstandard.ZstdError as error:
             raise CorruptCheckpointError(
-                f"{what} in {key!r} cannot be decompressed: {error}; restore the file from a copy, or load another checkpoint",
+                f"{what} in {key!r} cannot be decompressed: {error}; restore the file from a copy, or load another "
+                "checkpoint",
                 key=key,
             ) from error
         if left < 0:
             raise CorruptCheckpointError(
-                f"{what} in {key!r} has more than {limit} bytes once decompressed; restore the file from a copy, or load "
-                "another checkpoint",
+                f"{what} in {key!r} has more than {limit} bytes once decompressed; restore the file from a copy, or "
+                "load another checkpoint",
                 key=key,
             )
         item = b"".join(pieces)

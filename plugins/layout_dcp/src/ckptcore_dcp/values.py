@@ -69,8 +69,8 @@ def read_values(values: Mapping[str, DcpValue], store: ReadStore) -> Mapping[str
             data = store.get(path, start, min(stop, most))
         except ObjectNotFoundError as error:
             raise CorruptCheckpointError(
-                f"the file {path!r}, which has the value {window[0]!r}, is not there: {error}; restore it from a copy, or load "
-                "another checkpoint",
+                f"the file {path!r}, which has the value {window[0]!r}, is not there: {error}; restore it from a "
+                "copy, or load another checkpoint",
                 key=path,
             ) from error
         for name in window:
@@ -79,8 +79,8 @@ def read_values(values: Mapping[str, DcpValue], store: ReadStore) -> Mapping[str
             item = data[first : first + value.length]
             if len(item) != value.length:
                 raise CorruptCheckpointError(
-                    f"{path!r} is cut off: {len(item)} of the {value.length} bytes of the value {name!r} are there; restore it from "
-                    "a copy, or load another checkpoint",
+                    f"{path!r} is cut off: {len(item)} of the {value.length} bytes of the value {name!r} are there; "
+                    "restore it from a copy, or load another checkpoint",
                     key=path,
                     start=value.offset,
                     stop=value.offset + value.length,

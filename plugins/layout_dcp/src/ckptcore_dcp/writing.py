@@ -68,8 +68,9 @@ class WrittenItems:
 def file_of(rank: int, *, spread: bool) -> str:
     """The file of a process, named as torch names the first of its files; where they are spread, in one of 256 directories.
 
-    An object store limits the requests to names that begin alike, and divides them by what follows: with a hash first, as much
-    goes to each part. Whoever reads the format takes any relative path (torch 2.13.0, filesystem.py: ``concat_path``).
+    An object store limits the requests to names that begin alike, and divides them by what follows: with a hash first,
+    as much goes to each part. Whoever reads the format takes any relative path (torch 2.13.0, filesystem.py:
+    ``concat_path``).
     """
     name = f"__{rank}_0.distcp"
     return f"{hashlib.blake2b(name.encode(), digest_size=1).hexdigest()}/{name}" if spread else name

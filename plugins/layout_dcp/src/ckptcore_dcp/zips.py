@@ -1,9 +1,9 @@
 """Zip directories, read in a few ranges of an object: where the bytes of each member are.
 
-The format is PKWARE's APPNOTE 6.3.10: local headers (4.3.7) with members behind them, data descriptors behind those whose header
-does not tell their size (4.3.9), the directory (4.3.12), and its end (4.3.14 to 4.3.16). ``torch.save`` writes members
-that are not compressed, aligned to 64 bytes by an extra field of the local header, with a data descriptor behind each.
-Every number in a zip is hostile until it is compared with the bytes that there are.
+The format is PKWARE's APPNOTE 6.3.10: local headers (4.3.7) with members behind them, data descriptors behind those
+whose header does not tell their size (4.3.9), the directory (4.3.12), and its end (4.3.14 to 4.3.16). ``torch.save``
+writes members that are not compressed, aligned to 64 bytes by an extra field of the local header, with a data
+descriptor behind each. Every number in a zip is hostile until it is compared with the bytes that there are.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ class ZipMember:
         start: where its bytes begin in the object, in bytes.
         nbytes: how many bytes it takes in the object.
         size: how many it has, once inflated.
-        crc: the CRC-32 of those; zero where the writer did not compute it (``torch.serialization.set_crc32_options(False)``).
+        crc: the CRC-32 of those; zero where the writer did not compute it
+            (``torch.serialization.set_crc32_options(False)``).
         compression: `STORED` or `DEFLATED`.
-        descriptor: bytes of the data descriptor right behind its bytes: the signature, the CRC-32 and both sizes, 16 or 24
-            bytes. Zero: none is known to be there.
+        descriptor: bytes of the data descriptor right behind its bytes: the signature, the CRC-32 and both sizes, 16 or
+            24 bytes. Zero: none is known to be there.
     """
 
     name: str
@@ -58,12 +59,12 @@ class ZipMember:
 def read_zip(fetch: Fetch, start: int, stop: int, *, key: str) -> Mapping[str, ZipMember]:
     """The members of the zip in bytes `start` to `stop` of an object, by name, in the order of its directory.
 
-    Takes one request for a short zip. Of a longer one the end and the directory are read, and where the bytes of members that
-    torch did not write begin, is read of their headers, near ones together.
+    Takes one request for a short zip. Of a longer one the end and the directory are read, and where the bytes of
+    members that torch did not write begin, is read of their headers, near ones together.
 
     Raises:
-        CorruptCheckpointError: it is no zip, or one that is damaged, encrypted, in several parts, or compressed by anything but
-            deflate.
+        CorruptCheckpointError: it is no zip, or one that is damaged, encrypted, in several parts, or compressed by
+            anything but deflate.
     """
     if not 0 <= start <= stop:
         raise corrupt_zip(key, start, start, f"a zip cannot be in bytes {start} to {stop}")
@@ -122,7 +123,8 @@ def most_pickle_bytes(stored: int) -> int:
 def torch_members(members: Mapping[str, ZipMember]) -> Mapping[str, ZipMember]:
     """The members of a file of torch.save by the names that torch knows them by: ``data.pkl``, ``byteorder``, ``data/0``.
 
-    All of them are in one folder, that of ``data.pkl``; it is called ``archive``, or as the file was. Empty where there is none.
+    All of them are in one folder, that of ``data.pkl``; it is called ``archive``, or as the file was. Empty where there
+    is none.
     """
     folders = [name.removesuffix("data.pkl") for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(folders) != 1:
@@ -182,9 +184,9 @@ def _located(entries: Sequence[Entry], window: Window, directory: int) -> Mappin
 def _derived(entry: Entry, following: int, zip_start: int) -> int | None:
     """Where the bytes of a member begin, where that is sure without a look at its local header; else None.
 
-    What torch writes is known from both sides. Members lie without gaps, so a data descriptor of 16 or 24 bytes ends where the
-    next one begins; and an extra field of 4 bytes and as few more as it takes aligns the bytes to 64 in the zip, or more.
-    A zip of another writer has no such field. To fit, it would have to differ in both by the same.
+    What torch writes is known from both sides. Members lie without gaps, so a data descriptor of 16 or 24 bytes ends
+    where the next one begins; and an extra field of 4 bytes and as few more as it takes aligns the bytes to 64 in the
+    zip, or more. A zip of another writer has no such field. To fit, it would have to differ in both by the same.
     """
     if not entry.flags & DESCRIPTOR_FOLLOWS or entry.compression != STORED:
         return None

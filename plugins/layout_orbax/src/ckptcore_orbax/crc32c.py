@@ -48,8 +48,8 @@ class _Crc32c:
 
         Takes a few microseconds.
         """
-        # What a checksum begins and ends with cancels out, so appending bytes multiplies by x^(8 n), and adds theirs. Byte by
-        # byte of the length, of which there are few: a table is 100 times dearer to make than to use.
+        # What a checksum begins and ends with cancels out, so appending bytes multiplies by x^(8 n), and adds theirs.
+        # Byte by byte of the length, of which there are few: a table is 100 times dearer to make than to use.
         shift = 0
         while second_bytes >> shift:
             if part := second_bytes >> shift & 0xFF:

@@ -1,7 +1,7 @@
 """Conditions: what must be true of an object for a request to be done.
 
-The rules are those of https://cloud.google.com/storage/docs/request-preconditions: generation 0 is that of an object that
-is not there; a read whose "not match" fails is answered 304, everything else that fails 412.
+The rules are those of https://cloud.google.com/storage/docs/request-preconditions: generation 0 is that of an object
+that is not there; a read whose "not match" fails is answered 304, everything else that fails 412.
 """
 
 from __future__ import annotations

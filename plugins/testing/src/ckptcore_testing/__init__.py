@@ -1,7 +1,7 @@
 """What plugin authors test their plugins with: conformance classes to inherit, fakes, Hypothesis strategies.
 
-Needs pytest and Hypothesis (``pip install ckptcore[testing]``); ``import ckptcore`` does not import it. Inherit a class,
-give it what its docstring asks for, and pytest collects its tests::
+Needs pytest and Hypothesis (``pip install ckptcore[testing]``); ``import ckptcore`` does not import it. Inherit a
+class, give it what its docstring asks for, and pytest collects its tests::
 
     class TestTensors(ckptcore_testing.LeafHandlerTests):
         handler = TensorHandler()

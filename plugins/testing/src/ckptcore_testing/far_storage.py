@@ -41,14 +41,15 @@ class FarRequest:
 class FarStorage(StorageBackend):
     """A storage that behaves as the client of an object store does. Any thread.
 
-    An object in pieces is uploaded in parts: what comes in whole parts is sent as it is, before `write_at` returns; everything
-    else is held until a part is complete. One that is no larger than a part is put with `finish`.
+    An object in pieces is uploaded in parts: what comes in whole parts is sent as it is, before `write_at` returns;
+    everything else is held until a part is complete. One that is no larger than a part is put with `finish`.
 
     Attributes:
         concurrency, part_bytes, request_bytes: its capabilities.
         latency: seconds until a request is answered.
         bytes_per_second: of one request; None: no limit.
-        most_at_once: requests that are answered at once; more are refused, and made again after a while, as clients do. None: all.
+        most_at_once: requests that are answered at once; more are refused, and made again after a while, as clients do.
+            None: all.
         requests: those that were made, in the order in which they began.
         refused: how many answers were that there are too many.
         peak_at_once: the most requests that were under way together.

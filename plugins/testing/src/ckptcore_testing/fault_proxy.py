@@ -83,8 +83,9 @@ class _Broken(Exception):
 class FaultProxy:
     """A proxy on 127.0.0.1 that passes requests on to one store, over HTTP/1.1 without encryption, and lets them meet faults.
 
-    Each connection of a client has a thread and a connection to the store, and nothing in a message is changed: a signature, which
-    covers the host that the client knows, stays true. Bodies are held in memory whole. Use it as a context manager.
+    Each connection of a client has a thread and a connection to the store, and nothing in a message is changed: a
+    signature, which covers the host that the client knows, stays true. Bodies are held in memory whole. Use it as a
+    context manager.
     """
 
     def __init__(self, upstream: str, plan: RequestPlan | None = None, *, dialect: StoreDialect = PLAIN_HTTP) -> None:
@@ -137,7 +138,8 @@ class FaultProxy:
     def settle(self) -> None:
         """Hang up on every client, and let the store get what is under way or is to arrive later; then nothing more arrives.
 
-        A request that came whole is passed on, as a network does with what a dead client sent. New connections are taken afterwards.
+        A request that came whole is passed on, as a network does with what a dead client sent. New connections are
+        taken afterwards.
         """
         # Connections are accepted in their order: once this one is, so are those of clients that have died since.
         with socket.create_connection(self._listener.getsockname(), _SECONDS) as last, self._lock:

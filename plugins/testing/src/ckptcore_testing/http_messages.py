@@ -1,7 +1,8 @@
 """HTTP/1.1 messages as they are on a connection: read whole or in part, kept byte for byte, and sent on.
 
-Only what a proxy between a client and a store needs, from RFC 9112: nothing is decoded that is not needed to know where a message
-ends, and every header is passed on as it came, so that signatures over headers stay true. Bodies are held in memory.
+Only what a proxy between a client and a store needs, from RFC 9112: nothing is decoded that is not needed to know where
+a message ends, and every header is passed on as it came, so that signatures over headers stay true. Bodies are held in
+memory.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ def _samples() -> Samples:
 class StorageMatrixTests:
     """Inherit, and pytest collects the tests: combinations of frameworks, layouts and storages.
 
-    Frameworks and storages are found by their samples (see `ckptcore_testing.samples`), layouts by their names. Override
-    the three methods to test fewer.
+    Frameworks and storages are found by their samples (see `ckptcore_testing.samples`), layouts by their names.
+    Override the three methods to test fewer.
     """
 
     def frameworks(self) -> Mapping[str, FrameworkSample]:

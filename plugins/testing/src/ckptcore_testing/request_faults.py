@@ -120,8 +120,8 @@ class TruncateAnswer:
 class CutContent:
     """So many bytes are missing at the end of an answer, and its Content-Length says the shorter length.
 
-    No network does this, since TCP loses nothing silently: it is what a cache or a proxy with a defect does. Only who knows how
-    much there must be, or has a checksum, notices. Answers in chunks, or without a body, are passed on whole.
+    No network does this, since TCP loses nothing silently: it is what a cache or a proxy with a defect does. Only who
+    knows how much there must be, or has a checksum, notices. Answers in chunks, or without a body, are passed on whole.
     """
 
     nbytes: int = 1
@@ -211,8 +211,9 @@ _OF_LISTS: Final = (*_OF_READS, StaleList, StaleList)
 class SeededFaults:
     """Faults drawn by a seed: the same for the same requests, whatever the order in which threads send them.
 
-    What a request meets depends on the seed, on its method and path (ids that differ from run to run left out), on the names of its
-    parameters, and on how often that was asked before. A throttled request begins a burst: some that follow are throttled too.
+    What a request meets depends on the seed, on its method and path (ids that differ from run to run left out), on the
+    names of its parameters, and on how often that was asked before. A throttled request begins a burst: some that
+    follow are throttled too.
     """
 
     def __init__(

@@ -86,7 +86,8 @@ class StorageSample:
         scheme: its URL scheme; unique.
         open: given an empty directory for what it needs, gives for a while a location at which nothing stands. It may
             start a server and stop it again.
-        costly: whether a request costs so much that of its combinations only those of the first framework are quick tests.
+        costly: whether a request costs so much that of its combinations only those of the first framework are quick
+            tests.
         aliases: other schemes that name the same, and are not tried beside it.
         without_conditions: what is saved there is saved with this in its `Context`; ``"marker"`` where puts cannot be
             conditional.

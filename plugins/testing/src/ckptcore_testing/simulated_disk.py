@@ -1,8 +1,8 @@
 """A disk in memory that knows what survives a loss of power: only what was synced, and any part of the rest.
 
 It is as unkind as file systems may be, and no more: data of a file survives up to its last sync, later data survives by
-pages in any mix; each change of names (create, remove, rename, exchange) survives whole or not at all once its directory
-was not synced after it, in any combination, also a rename without the bytes of the file that was renamed.
+pages in any mix; each change of names (create, remove, rename, exchange) survives whole or not at all once its
+directory was not synced after it, in any combination, also a rename without the bytes of the file that was renamed.
 """
 
 from __future__ import annotations
@@ -63,8 +63,9 @@ class _Change:
 class SimulatedDisk:
     """A file system in memory, and the machine that writes to it.
 
-    `ckptcore_testing.open_simulated` opens storages on it. Each step that a real one takes (create, write, sync, rename, ...) is counted. Run the code once and look at `steps`;
-    then run it again on fresh disks with ``crash_at`` from 0 on, and load from each of `after_power_loss`.
+    `ckptcore_testing.open_simulated` opens storages on it. Each step that a real one takes (create, write, sync,
+    rename, ...) is counted. Run the code once and look at `steps`; then run it again on fresh disks with ``crash_at``
+    from 0 on, and load from each of `after_power_loss`.
 
     Attributes:
         steps: what was done, in words: one entry per step.
@@ -154,8 +155,8 @@ class SimulatedDisk:
     def after_power_loss(self, chance: random.Random, count: int = 8) -> Iterator[SimulatedDisk]:
         """Disks that may be found when power is back, with all on them durable.
 
-        First the one where nothing survived that was not synced, then one with all of it, then one with all names and no
-        bytes that were not synced, then `count` with parts of both.
+        First the one where nothing survived that was not synced, then one with all of it, then one with all names and
+        no bytes that were not synced, then `count` with parts of both.
         """
         yield self._survivor(chance, names=0.0, data="none")
         yield self._survivor(chance, names=1.0, data="all")

@@ -53,8 +53,8 @@ class ThreadNetwork:
             found, given = self._given[place]
         if found != sender or len(given) != data.nbytes:
             raise PluginError(
-                f"{place} is one of {len(given)} bytes from rank {found}: expected {data.nbytes} bytes from rank {sender}; all members "
-                "give the same"
+                f"{place} is one of {len(given)} bytes from rank {found}: expected {data.nbytes} bytes from rank "
+                f"{sender}; all members give the same"
             )
         data[:] = np.frombuffer(given, np.uint8)
 

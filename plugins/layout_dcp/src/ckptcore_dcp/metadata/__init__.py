@@ -1,16 +1,17 @@
 """The file ``.metadata`` of torch.distributed.checkpoint: which tensors and values there are, and where their parts lie.
 
-It is a pickle of protocol 4 of ``torch.distributed.checkpoint.metadata.Metadata`` (torch 2.13.0, metadata.py and filesystem.py)::
+It is a pickle of protocol 4 of ``torch.distributed.checkpoint.metadata.Metadata`` (torch 2.13.0, metadata.py and
+filesystem.py)::
 
     state_dict_metadata  {name: TensorStorageMetadata(properties, size, chunks[ChunkStorageMetadata(offsets, sizes)])
                                 or BytesStorageMetadata()}
     planner_data         {name: path}, or None
-    storage_data         {MetadataIndex(fqn, offset, index): _StorageInfo(relative_path, offset, length, transform_descriptors)}
-    storage_meta         StorageMeta(checkpoint_id, save_id, load_id, modules), or None
+    storage_data         {MetadataIndex(fqn, offset, index): _StorageInfo(relative_path, offset, length,
+    transform_descriptors)} storage_meta         StorageMeta(checkpoint_id, save_id, load_id, modules), or None
     version              "1.0.0", or None
 
-Classes are known by their names, and those that moved between versions of torch by any of them. What other software adds
-(Megatron-LM: ``mcore_data``) is passed over.
+Classes are known by their names, and those that moved between versions of torch by any of them. What other software
+adds (Megatron-LM: ``mcore_data``) is passed over.
 
 - `entries`: what it says, as data
 - `chunk_rows`: the chunks of all tensors as columns

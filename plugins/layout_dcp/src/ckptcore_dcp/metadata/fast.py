@@ -1,12 +1,12 @@
 """Fast reading of the objects that fill a large ``.metadata``, each by one regular expression.
 
-torch's pickler writes chunks (`ChunkStorageMetadata`), their places (`MetadataIndex` and `_StorageInfo`) and tensors of one chunk
-(`TensorStorageMetadata`) with the same opcodes every time, once the pickle has named the classes and attributes. An object of
-that form becomes a `Compact` value in one step instead of some thirty. An expression contains whole opcodes only, so where it
-matches, the machine would read the same bytes in the same way.
+torch's pickler writes chunks (`ChunkStorageMetadata`), their places (`MetadataIndex` and `_StorageInfo`) and tensors of
+one chunk (`TensorStorageMetadata`) with the same opcodes every time, once the pickle has named the classes and
+attributes. An object of that form becomes a `Compact` value in one step instead of some thirty. An expression contains
+whole opcodes only, so where it matches, the machine would read the same bytes in the same way.
 
-A `Compact` value has no entries in the memo, and only `PickledMetadata` can use it. A pickle that uses the objects in another
-way is refused, and read again without this module (see `read_metadata`).
+A `Compact` value has no entries in the memo, and only `PickledMetadata` can use it. A pickle that uses the objects in
+another way is refused, and read again without this module (see `read_metadata`).
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class FastObjects:
         self._data = data
         self._check_size = check_size
         self._sizes: dict[bytes, tuple[int, ...]] = {}
-        # The references that were looked up last, by the first value they are to. The memo only grows, so they stay right.
+        # The references that were looked up last, by the first value they are to. The memo only grows, so they stay
+        # right.
         self._checked: dict[object, tuple[bytes, ...]] = {}
         self._properties: dict[tuple[bytes, bytes], tuple[Global, tuple[Value, ...]]] = {}
         # By identity of the class in the pickle, which is held, so that no other gets its identity.

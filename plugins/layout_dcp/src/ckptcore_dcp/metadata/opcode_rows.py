@@ -1,8 +1,8 @@
 """Opcodes of many rows at once: each row of a table is the same opcodes around other numbers.
 
-A row is a template: opcodes that stand in all of them, and columns of numbers in between. All rows are laid out as a matrix of bytes
-in which every field has the room of its longest, and a mask says which of them count; the bytes under it, row after row, are the pickle.
-Numbers are encoded as `pickle` does it, in 2, 3, 5 or 10 bytes.
+A row is a template: opcodes that stand in all of them, and columns of numbers in between. All rows are laid out as a
+matrix of bytes in which every field has the room of its longest, and a mask says which of them count; the bytes under
+it, row after row, are the pickle. Numbers are encoded as `pickle` does it, in 2, 3, 5 or 10 bytes.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ class PickledMetadata:
 
     Attributes:
         key: the file.
-        left: how many chunks and transforms may still come: a pickle can name one list of them any number of times, and one
-            that torch wrote has many bytes for each.
+        left: how many chunks and transforms may still come: a pickle can name one list of them any number of times, and
+            one that torch wrote has many bytes for each.
         classes: by ``id()`` of a `Global` of the pickle, the name of the class of torch that it is, or nothing.
         size_class: the `Global` of the pickle that is ``torch.Size``, once one was seen.
     """
@@ -72,7 +72,8 @@ class PickledMetadata:
                 place = places.get((name, None))
                 if place is None:
                     self.refuse(
-                        f"nothing says where the value {name!r} is stored; its save was not finished. Load another checkpoint"
+                        f"nothing says where the value {name!r} is stored; its save was not finished. Load another "
+                        "checkpoint"
                     )
                 values[name] = DcpValue(*place)
             else:

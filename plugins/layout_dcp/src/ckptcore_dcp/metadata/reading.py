@@ -14,15 +14,16 @@ __all__ = ["read_fast", "read_metadata", "read_plainly"]
 def read_metadata(data: bytes, *, key: str) -> DcpMetadata:
     """Read a ``.metadata``, every byte of which may be hostile.
 
-    A chunk without a place is left out: a save whose writer failed leaves such chunks (pytorch issue 191391), and the other tensors
-    can be loaded. A load checks that the chunks make up a tensor.
+    A chunk without a place is left out: a save whose writer failed leaves such chunks (pytorch issue 191391), and the
+    other tensors can be loaded. A load checks that the chunks make up a tensor.
 
     Args:
         data: the file.
         key: its name, for errors.
 
     Raises:
-        CorruptCheckpointError: if it is not one, a part lies outside of its tensor, or a file outside of the checkpoint.
+        CorruptCheckpointError: if it is not one, a part lies outside of its tensor, or a file outside of the
+            checkpoint.
         UnsupportedLeafError: if a tensor has a dtype that no array has.
     """
     try:

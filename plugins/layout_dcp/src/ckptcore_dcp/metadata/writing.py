@@ -36,8 +36,9 @@ _SMALL: Final = tuple([b"K" + bytes([number]) for number in range(256)])
 def write_metadata(metadata: DcpMetadata) -> bytes:
     """The bytes of a ``.metadata`` that torch loads as if it had written it.
 
-    Chunks are written as rows of opcodes, all at once: the texts of tensors take longer than them. Texts and classes stand once and are referred to; nothing else that torch gives a number
-    needs one. It is one frame: reading it moves all of it into memory anyway.
+    Chunks are written as rows of opcodes, all at once: the texts of tensors take longer than them. Texts and classes
+    stand once and are referred to; nothing else that torch gives a number needs one. It is one frame: reading it moves
+    all of it into memory anyway.
     """
     pickle = _Pickle()
     out = pickle.out

@@ -1,7 +1,7 @@
 """Pickles as data: a machine that builds inert values from one, and an encoder that writes one.
 
-No object of a pickle is ever imported or called. What a class or a function would have made stands as a `Call` that says what
-was asked for, and whoever reads it decides what that means.
+No object of a pickle is ever imported or called. What a class or a function would have made stands as a `Call` that
+says what was asked for, and whoever reads it decides what that means.
 
 - `values`: what a pickle can hold, and how to look at it without a recursion that the file chooses
 - `machine`: opcodes of the protocols 0 to 5 to a value

@@ -23,8 +23,9 @@ _BUILTINS: Final = ("builtins", "__builtin__")
 def builtin_value(call: Call) -> Value:
     """What a call of a few builtins makes, or the call itself if it is none of these. No class of a file is asked.
 
-    bytes (which the protocols 0 to 2 hold as ``_codecs.encode(text, "latin1")``), set, frozenset and complex; a bytearray is
-    given as bytes. Items of sets are given as they are, except bytes. A set of what must not be hashed stays a call.
+    bytes (which the protocols 0 to 2 hold as ``_codecs.encode(text, "latin1")``), set, frozenset and complex; a
+    bytearray is given as bytes. Items of sets are given as they are, except bytes. A set of what must not be hashed
+    stays a call.
     """
     function, arguments = call.function, call.arguments
     if (

@@ -1,8 +1,8 @@
 """The encoder: a value to a pickle of protocol 2 or 4, the same bytes for the same value in every process.
 
-Opcodes are those that ``Lib/pickletools.py`` of CPython tells. Of protocol 2 only those are used that ``torch.load`` takes with
-``weights_only=True``; `pickle.dumps` writes the same bytes for plain values whose equal texts are one object. The work stands on
-a list and not on the stack of the interpreter, so no value is nested too deep.
+Opcodes are those that ``Lib/pickletools.py`` of CPython tells. Of protocol 2 only those are used that ``torch.load``
+takes with ``weights_only=True``; `pickle.dumps` writes the same bytes for plain values whose equal texts are one
+object. The work stands on a list and not on the stack of the interpreter, so no value is nested too deep.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ _TUPLES: Final = (b")", b"\x85", b"\x86", b"\x87")
 def write_pickle(value: Value, *, protocol: int) -> bytes:
     """The pickle of a value, of protocol 2 (what ``torch.save`` writes) or 4 (``.metadata``).
 
-    A list, dict, tuple, set or `Call` that stands in several places is written once and is one object again for who reads it;
-    texts, bytes and globals are shared where they are equal. Sets of texts, of bytes or of numbers are written in order, other
-    sets in that of their iteration. A `bytearray` is a `Call`, as `read_pickle` gives it.
+    A list, dict, tuple, set or `Call` that stands in several places is written once and is one object again for who
+    reads it; texts, bytes and globals are shared where they are equal. Sets of texts, of bytes or of numbers are
+    written in order, other sets in that of their iteration. A `bytearray` is a `Call`, as `read_pickle` gives it.
 
     Raises:
-        UnsupportedLeafError: if the value holds something else than a `Value`, or a tuple or `Call` that is made of itself.
+        UnsupportedLeafError: if the value holds something else than a `Value`, or a tuple or `Call` that is made of
+            itself.
         ValueError: if it is another protocol.
     """
     if protocol not in (2, 4):
@@ -94,9 +95,9 @@ class _Encoder:
                 writer = writers.get(kind)
                 if writer is None:
                     raise UnsupportedLeafError(
-                        f"a value of {kind.__module__}.{kind.__qualname__} cannot be written to a pickle of data; expected None, "
-                        "bool, int, float, complex, str, bytes, list, tuple, dict, set or what stands for a class of torch; "
-                        "convert it first"
+                        f"a value of {kind.__module__}.{kind.__qualname__} cannot be written to a pickle of data; "
+                        "expected None, bool, int, float, complex, str, bytes, list, tuple, dict, set or what "
+                        "stands for a class of torch; convert it first"
                     )
                 writer(item)
             count += 1
@@ -137,7 +138,8 @@ class _Encoder:
     def _enter(self, value: Any) -> None:
         """Note that the parts of a value come before itself, and refuse one that is a part of itself.
 
-        One that comes to itself through a list, dict or call that is made before it ends well: that is in the memo by then.
+        One that comes to itself through a list, dict or call that is made before it ends well: that is in the memo by
+        then.
         """
         size = len(self._memo)
         if self._open.get(id(value)) == size:
@@ -191,7 +193,8 @@ class _Encoder:
             return opcode + len(body).to_bytes(4, "little") + body
         if self._protocol < 4:
             raise UnsupportedLeafError(
-                f"a text of {len(body)} bytes cannot be written to a pickle of protocol 2; expected less than 4 GiB; store an array"
+                f"a text of {len(body)} bytes cannot be written to a pickle of protocol 2; expected less than 4 GiB; "
+                "store an array"
             )
         return long_opcode + len(body).to_bytes(8, "little") + body
 
@@ -335,7 +338,8 @@ class _Encoder:
         if value.keywords:
             if not value.new or self._protocol < 4:
                 raise UnsupportedLeafError(
-                    f"a {brief(value)} has keywords, which only NEWOBJ_EX of protocol 4 can hold; give them as arguments"
+                    f"a {brief(value)} has keywords, which only NEWOBJ_EX of protocol 4 can hold; give them as "
+                    "arguments"
                 )
             todo.append(Made(value, b"\x92", b"000"))
             keywords = dict(value.keywords)

@@ -1,8 +1,8 @@
 """Which values may be keys of a dict or items of a set, and what it may cost to hash them.
 
-A file chooses its keys. Python hashes a tuple by recursion, and a shared one as often as it stands inside itself; integers,
-floats and tuples can be chosen such that thousands have one hash, which makes a dict of them quadratic. Both are bounded here.
-Strings and bytes are safe: Python hashes them with a secret.
+A file chooses its keys. Python hashes a tuple by recursion, and a shared one as often as it stands inside itself;
+integers, floats and tuples can be chosen such that thousands have one hash, which makes a dict of them quadratic. Both
+are bounded here. Strings and bytes are safe: Python hashes them with a secret.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The opcodes that hold a value in their own bytes: numbers, texts and bytes of the protocols 0 to 5.
 
-What each means is told by ``Lib/pickletools.py`` of CPython. Each reader takes the bytes, where the opcode's argument begins and
-the object's key, and gives the value and where the argument ends. No length is believed before it is compared with the bytes
-that are there, and numbers have a bound of their own: to turn long decimal text into a number takes quadratic time.
+What each means is told by ``Lib/pickletools.py`` of CPython. Each reader takes the bytes, where the opcode's argument
+begins and the object's key, and gives the value and where the argument ends. No length is believed before it is
+compared with the bytes that are there, and numbers have a bound of their own: to turn long decimal text into a number
+takes quadratic time.
 """
 
 from __future__ import annotations

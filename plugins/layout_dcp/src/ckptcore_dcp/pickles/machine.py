@@ -1,8 +1,8 @@
 """The machine that reads a pickle as data: it imports nothing and calls nothing.
 
-A pickle is a program for a stack machine; its opcodes are told by ``Lib/pickletools.py`` of CPython. Those of the protocols 0 to
-5 that data needs are carried out here. GLOBAL leaves a `Global`, and REDUCE, NEWOBJ and BUILD leave a `Call`. INST, OBJ,
-the extension registry and buffers outside the pickle are refused: no checkpoint has them.
+A pickle is a program for a stack machine; its opcodes are told by ``Lib/pickletools.py`` of CPython. Those of the
+protocols 0 to 5 that data needs are carried out here. GLOBAL leaves a `Global`, and REDUCE, NEWOBJ and BUILD leave a
+`Call`. INST, OBJ, the extension registry and buffers outside the pickle are refused: no checkpoint has them.
 
 It works in a loop, without recursion, in memory bounded by a multiple of the pickle's bytes.
 """
@@ -31,9 +31,9 @@ UNSET: Final = _Unset()
 ObjectReader: TypeAlias = Callable[[Global, int, list[Any]], tuple[list[Any], int] | None]
 """Reads an object in one step, and adds to the memo as many entries as its opcodes put; None: the machine reads it.
 
-It gets the class of the object, where EMPTY_TUPLE, NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK begin in the pickle, and the memo,
-in which no entry was ever replaced. It returns the object and where it ends. Entries of the memo for which it has no value are
-`UNSET`: a pickle that refers to one is refused.
+It gets the class of the object, where EMPTY_TUPLE, NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK begin in the pickle, and
+the memo, in which no entry was ever replaced. It returns the object and where it ends. Entries of the memo for which it
+has no value are `UNSET`: a pickle that refers to one is refused.
 """
 _REFUSED: Final = {
     ord("i"): "INST",
@@ -61,8 +61,8 @@ def read_pickle(
 ) -> tuple[Value, int]:
     """The value of the pickle that begins at byte ``start``, and where the pickle ends, in bytes.
 
-    Several may follow one another. Values that the pickle shares are shared, and may stand inside themselves (`check_walk`).
-    Texts may hold lone surrogates. A text of Python 2 that is not UTF-8 is given as bytes.
+    Several may follow one another. Values that the pickle shares are shared, and may stand inside themselves
+    (`check_walk`). Texts may hold lone surrogates. A text of Python 2 that is not UTF-8 is given as bytes.
 
     Args:
         data: what the pickle lies in; a memoryview is copied from ``start`` on.
@@ -70,8 +70,8 @@ def read_pickle(
         objects: reads objects of ``data`` in one step, where it can; ``data`` is bytes.
 
     Raises:
-        CorruptCheckpointError: if it is not a pickle of data, or is larger in some number than any is that torch writes. Its
-            ``stop`` is beyond ``data`` where the pickle goes on after what was given.
+        CorruptCheckpointError: if it is not a pickle of data, or is larger in some number than any is that torch
+            writes. Its ``stop`` is beyond ``data`` where the pickle goes on after what was given.
     """
     if not 0 <= start <= len(data):
         raise cut_short(key, len(data), start)
@@ -82,8 +82,8 @@ def read_pickle(
 
 
 def _run(data: bytes, position: int, key: str, objects: ObjectReader | None) -> tuple[Value, int]:
-    # One loop with local variables only, and the opcodes that are frequent in a `.metadata` first: it has some 65 per chunk.
-    # Values are Any here: what is on the stack is known only once it is looked at.
+    # One loop with local variables only, and the opcodes that are frequent in a `.metadata` first: it has some 65 per
+    # chunk. Values are Any here: what is on the stack is known only once it is looked at.
     begin = position
     stack: list[Any] = []
     outer: list[list[Any]] = []  # a stack per MARK, so that no opcode reaches below a mark

@@ -33,7 +33,8 @@ def _integer(value: int) -> bytes:
         body = body[:-1]
     if len(body) > 255:
         raise UnsupportedLeafError(
-            f"{brief(value)} cannot be written to a pickle that torch reads; expected at most 255 bytes; store it as a text"
+            f"{brief(value)} cannot be written to a pickle that torch reads; expected at most 255 bytes; store it as "
+            "a text"
         )
     return b"\x8a%c" % len(body) + body
 

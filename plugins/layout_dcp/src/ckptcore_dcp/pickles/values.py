@@ -1,8 +1,8 @@
 """What a pickle can hold: plain values, and inert records of what it would have imported and called.
 
-A pickle says with a few bytes that one object stands in many places, or inside itself. So a small file can hold a value that a
-walk never gets to the end of, and one nested deeper than any stack. Reading makes such values in bounded memory; whoever walks
-them calls `check_walk` first, or goes no further than the places that it knows.
+A pickle says with a few bytes that one object stands in many places, or inside itself. So a small file can hold a value
+that a walk never gets to the end of, and one nested deeper than any stack. Reading makes such values in bounded memory;
+whoever walks them calls `check_walk` first, or goes no further than the places that it knows.
 ``repr`` of a list or tuple walks too: messages show a value with `brief`.
 """
 
@@ -18,8 +18,8 @@ from ckptcore.errors import CorruptCheckpointError
 __all__ = ["Call", "Compact", "Global", "Persistent", "Value", "brief", "check_walk"]
 
 Value: TypeAlias = (
-    "None | bool | int | float | complex | str | bytes | list[Value] | tuple[Value, ...] | dict[Value, Value] | set[Value] "
-    "| frozenset[Value] | Global | Call | Compact | Persistent"
+    "None | bool | int | float | complex | str | bytes | list[Value] | tuple[Value, ...] | dict[Value, Value] | "
+    "set[Value] | frozenset[Value] | Global | Call | Compact | Persistent"
 )
 
 _NO_KEYWORDS: Final[Mapping[str, Value]] = MappingProxyType({})
@@ -72,8 +72,8 @@ class Call:
         keywords: Mapping[str, Value] = _NO_KEYWORDS,
         new: bool = False,
     ) -> None:
-        # Written out, because a `.metadata` makes millions of these: most have neither items nor keywords, and share the
-        # empty ones.
+        # Written out, because a `.metadata` makes millions of these: most have neither items nor keywords, and share
+        # the empty ones.
         self.function = function
         self.arguments = arguments
         self.state = state
@@ -170,16 +170,16 @@ def check_walk(value: Value, *, key: str, visits: int, depth: int) -> None:
             _add_parts(inner, each)
         if met + len(inner) > visits:
             raise CorruptCheckpointError(
-                f"{key} holds a pickle whose value unfolds to more than {visits} values; one that was saved from memory shares "
-                "less; save the checkpoint again",
+                f"{key} holds a pickle whose value unfolds to more than {visits} values; one that was saved from "
+                "memory shares less; save the checkpoint again",
                 key=key,
             )
         if not inner:
             return
         level = inner
     raise CorruptCheckpointError(
-        f"{key} holds a pickle whose values stand more than {depth} deep inside each other; expected a state that can be walked; "
-        "save the checkpoint again",
+        f"{key} holds a pickle whose values stand more than {depth} deep inside each other; expected a state that "
+        "can be walked; save the checkpoint again",
         key=key,
     )
 

@@ -1,7 +1,7 @@
 """OCDBT, the key-value database of TensorStore: finds the location of each value, and encodes new databases.
 
-The format: https://google.github.io/tensorstore/kvstore/ocdbt/index.html, and TensorStore's code where it differs from that
-page (`manifest` and `node` say where). This package imports neither `zarr` nor `orbax`, and knows no arrays.
+The format: https://google.github.io/tensorstore/kvstore/ocdbt/index.html, and TensorStore's code where it differs from
+that page (`manifest` and `node` say where). This package imports neither `zarr` nor `orbax`, and knows no arrays.
 
     frame      what manifests and nodes have in common: magic, length, compression, checksum
     cursor     a position in the body of one; varints its numbers

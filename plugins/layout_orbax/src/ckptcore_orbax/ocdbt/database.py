@@ -39,8 +39,8 @@ keys than can be listed."""
 class Database:
     """The newest version that a database had when it was opened. Any thread.
 
-    Nodes are read when they are needed. Whether the file of a value has the bytes that the tree tells is found out when they
-    are read.
+    Nodes are read when they are needed. Whether the file of a value has the bytes that the tree tells is found out when
+    they are read.
     """
 
     def __init__(self, store: ReadStore, version: Version) -> None:
@@ -194,8 +194,8 @@ def _read(store: ReadStore, place: Place) -> bytes:
         data = store.get(place.key, place.start, place.stop)
     except ObjectNotFoundError as error:
         raise CorruptCheckpointError(
-            f"the OCDBT {place.noun} at bytes {place.start} to {place.stop} of {place.key} cannot be read: there is no such "
-            "object; restore the checkpoint from a copy, or load another one",
+            f"the OCDBT {place.noun} at bytes {place.start} to {place.stop} of {place.key} cannot be read: there is "
+            "no such object; restore the checkpoint from a copy, or load another one",
             key=place.key,
         ) from error
     if len(data) != place.stop - place.start:
@@ -235,7 +235,7 @@ def _read_numbered(store: ReadStore, base: str, manifest: Manifest) -> Version:
             )
         return numbered.newest
     raise CorruptCheckpointError(
-        f"the OCDBT manifest {base}{_MANIFEST} refers to numbered manifests and none is there, expected {base}manifest.<16 hex "
-        "digits>; restore the checkpoint from a copy, or load another one",
+        f"the OCDBT manifest {base}{_MANIFEST} refers to numbered manifests and none is there, expected "
+        f"{base}manifest.<16 hex digits>; restore the checkpoint from a copy, or load another one",
         key=base + _MANIFEST,
     )

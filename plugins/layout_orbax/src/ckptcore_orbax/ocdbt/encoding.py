@@ -48,8 +48,8 @@ def encode_database(
 ) -> EncodedDatabase:
     """Encode a database of one version.
 
-    Nodes are not compressed: every reader takes those, and they are encoded and decoded faster. The manifest states what Orbax
-    configures, so that tensorstore can write later versions as Orbax has it.
+    Nodes are not compressed: every reader takes those, and they are encoded and decoded faster. The manifest states
+    what Orbax configures, so that tensorstore can write later versions as Orbax has it.
 
     Args:
         entries: keys and where their values are, in any order. Files are relative to the directory of the database.

@@ -1,6 +1,7 @@
 """Frames: what stands around the body of each manifest and node of a database.
 
-``magic u32 big endian | length u64 LE, of all | version varint 0 | compression varint | body | crc32c u32 LE of all before``.
+``magic u32 big endian | length u64 LE, of all | version varint 0 | compression varint | body | crc32c u32 LE of all
+before``.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ def decode_frame(data: bytes, magic: bytes, place: Place) -> bytes:
     found = crc32c_of(view[:-_FOOT_BYTES])
     if found != stored:
         raise ChecksumError(
-            f"the OCDBT {place.noun} at bytes {place.start} to {place.stop} of {place.key} has the checksum {found:08x}, "
-            f"expected {stored:08x}; restore the checkpoint from a copy, or load another one",
+            f"the OCDBT {place.noun} at bytes {place.start} to {place.stop} of {place.key} has the checksum "
+            f"{found:08x}, expected {stored:08x}; restore the checkpoint from a copy, or load another one",
             key=place.key,
             start=place.start,
             stop=place.stop,

@@ -1,10 +1,10 @@
 """Manifests: the configuration and the versions of a database.
 
-Body: ``uuid[16] | manifest_kind u8 | max_inline_value_bytes | max_decoded_node_bytes | version_tree_arity_log2 u8 | compression |
-its level i32 LE if it is zstd``; a manifest of kind 0 (single) goes on with the table of files, the newest versions and references
-to nodes with older ones, columns of varints but for heights (u8) and times (u64 LE, ns). The documentation has manifest_kind as a
-varint; tensorstore writes a byte. One of kind 1 (numbered) ends there: the newest ``manifest.<16 hex digits>``, itself of kind 0,
-has the rest.
+Body: ``uuid[16] | manifest_kind u8 | max_inline_value_bytes | max_decoded_node_bytes | version_tree_arity_log2 u8 |
+compression | its level i32 LE if it is zstd``; a manifest of kind 0 (single) goes on with the table of files, the
+newest versions and references to nodes with older ones, columns of varints but for heights (u8) and times (u64 LE, ns).
+The documentation has manifest_kind as a varint; tensorstore writes a byte. One of kind 1 (numbered) ends there: the
+newest ``manifest.<16 hex digits>``, itself of kind 0, has the rest.
 """
 
 from __future__ import annotations

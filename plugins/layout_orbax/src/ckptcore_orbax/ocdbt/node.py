@@ -1,11 +1,11 @@
 """Nodes of the B+tree: leaves, that tell where values are, and interior nodes, that tell where other nodes are.
 
-Body, column-wise: ``height u8 | table of files | n | prefix_len[n-1] | suffix_len[n] | subtree_common_prefix_len[n] (interior
-only) | suffixes``; then of a leaf ``value_len[n] | kind u8[n] (0 inline, 1 indirect) | file_id[] | offset[] (both of the indirect
-ones only) | inline values``, of an interior node ``file_id[n] | offset[n] | length[n] | num_keys[n] | tree_bytes[n] |
-indirect_bytes[n]``. The documentation has the kind of a value as a varint; tensorstore writes a byte. Keys ascend strictly,
-bytewise. They lack what all keys of the subtree share: of a child, that is ``key[: what its parent's lack + subtree_common_prefix_len]``,
-of the root nothing.
+Body, column-wise: ``height u8 | table of files | n | prefix_len[n-1] | suffix_len[n] | subtree_common_prefix_len[n]
+(interior only) | suffixes``; then of a leaf ``value_len[n] | kind u8[n] (0 inline, 1 indirect) | file_id[] | offset[]
+(both of the indirect ones only) | inline values``, of an interior node ``file_id[n] | offset[n] | length[n] |
+num_keys[n] | tree_bytes[n] | indirect_bytes[n]``. The documentation has the kind of a value as a varint; tensorstore
+writes a byte. Keys ascend strictly, bytewise. They lack what all keys of the subtree share: of a child, that is ``key[:
+what its parent's lack + subtree_common_prefix_len]``, of the root nothing.
 """
 
 from __future__ import annotations

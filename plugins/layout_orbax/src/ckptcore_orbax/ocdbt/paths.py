@@ -1,9 +1,9 @@
 """Paths: the table of files that each manifest and node carries, and what a path in it may be.
 
-A file is ``transitive + base + relative``, bytes that are put together without a separator. What a table holds is base and
-relative in one, and how long the base is; the transitive path is the base of the file that the node itself lies in, which its
-parent told, and nothing in a manifest. Orbax's merged databases have the base ``ocdbt.process_0/`` and the relative path
-``d/<32 hex digits>``.
+A file is ``transitive + base + relative``, bytes that are put together without a separator. What a table holds is base
+and relative in one, and how long the base is; the transitive path is the base of the file that the node itself lies in,
+which its parent told, and nothing in a manifest. Orbax's merged databases have the base ``ocdbt.process_0/`` and the
+relative path ``d/<32 hex digits>``.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ def decode_files(cursor: Cursor, transitive: str) -> list[DataFile]:
             continue
         if (wrong := check_path(transitive + relative)) is not None:
             raise place.damaged(
-                f"the path of a file has {wrong}: {(transitive + relative)[:200]!r}, expected a relative one such as 'd/name'"
+                f"the path of a file has {wrong}: {(transitive + relative)[:200]!r}, expected a relative one such as "
+                "'d/name'"
             )
         files.append(DataFile(transitive + relative, transitive + own_base))
     return files
@@ -99,7 +100,8 @@ def decode_files(cursor: Cursor, transitive: str) -> list[DataFile]:
 def encode_files(paths: Sequence[str]) -> bytes:
     """A table of these paths, relative to the database; sorted ones take less.
 
-    The base of each ends before its ``d/<name>``, as in Orbax's databases. In nodes that lie in the base of the database itself.
+    The base of each ends before its ``d/<name>``, as in Orbax's databases. In nodes that lie in the base of the
+    database itself.
 
     Raises:
         InvalidLocationError: a path that no reader would take.
@@ -111,7 +113,8 @@ def encode_files(paths: Sequence[str]) -> bytes:
         data = path.encode()
         if (wrong := check_path(path) or ("too many bytes" if len(data) > _MOST_PATH_BYTES else None)) is not None:
             raise InvalidLocationError(
-                f"the path {path[:200]!r} of a file has {wrong}: expected a relative one such as 'ocdbt.process_0/d/name'"
+                f"the path {path[:200]!r} of a file has {wrong}: expected a relative one such as "
+                "'ocdbt.process_0/d/name'"
             )
         encoded.append(data)
     shared = [len(commonprefix(pair)) for pair in pairwise(encoded)]

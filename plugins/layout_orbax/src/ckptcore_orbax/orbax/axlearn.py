@@ -31,8 +31,8 @@ class AxlearnStep:
 
     Attributes:
         tree: dicts by the parts of each path, and the number of the step as ``step``. An array's `TreeLeaf.name` is its
-            directory, its `TreeLeaf.spec` what the index says, which the array's own metadata must confirm. The state of an
-            iterator is a tree of values; where several processes saved theirs, a dict of them by number.
+            directory, its `TreeLeaf.spec` what the index says, which the array's own metadata must confirm. The state
+            of an iterator is a tree of values; where several processes saved theirs, a dict of them by number.
         custom: ``not_readable``: what only TensorFlow reads, by path, with its type. Absent where there is nothing.
         writer: says so too, so that nobody takes it for loaded.
     """
@@ -58,8 +58,8 @@ def find_axlearn(store: ReadStore) -> AxlearnStep | None:
         return None
     if _INDEX not in names:
         raise UncommittedCheckpointError(
-            f"the directory has arrays of AXLearn in {_ARRAYS}/ and no {_INDEX}, which is written last: the save never ended. "
-            "Load another step"
+            f"the directory has arrays of AXLearn in {_ARRAYS}/ and no {_INDEX}, which is written last: the save "
+            "never ended. Load another step"
         )
     entries = _entries(store.get(_INDEX))
     states = _state_files(store, names, {path for path, value in entries if _is_iterator(value)})

@@ -32,8 +32,8 @@ class Composite:
     """A checkpoint of several items.
 
     Attributes:
-        members: what each is, by its name, which is that of its directory; ``other`` for what only the software that saved
-            it can read. Sorted.
+        members: what each is, by its name, which is that of its directory; ``other`` for what only the software that
+            saved it can read. Sorted.
         sole: the member that a plain load means; None where none is meant.
         writer: who wrote it.
         custom: metadata of the user's.
@@ -52,8 +52,8 @@ class Composite:
 def find_composite(store: ReadStore) -> Composite | None:
     """The items of the checkpoint in the store's directory; None if it is no checkpoint of Orbax or one item itself.
 
-    Everything in it may be hostile. A directory of steps is none. Members whose deletion began are not there any more, as
-    for Orbax. A directory in which nothing of Orbax is, and which no file names, is no member.
+    Everything in it may be hostile. A directory of steps is none. Members whose deletion began are not there any more,
+    as for Orbax. A directory in which nothing of Orbax is, and which no file names, is no member.
 
     Raises:
         CorruptCheckpointError, UncommittedCheckpointError

@@ -85,8 +85,8 @@ def inspect_tree(store: ReadStore, layout: str, databases: Databases) -> Inspect
     if composite is not None and composite.sole is None:
         names = list(composite.members)
         raise CompositeCheckpointError(
-            f"the checkpoint holds several items ({', '.join(names)}), and none is its only tree: use load_checkpointables, or load "
-            "one by its own location",
+            f"the checkpoint holds several items ({', '.join(names)}), and none is its only tree: use "
+            "load_checkpointables, or load one by its own location",
             names,
         )
     directory = composite.sole if composite is not None and composite.sole is not None else ""
@@ -150,7 +150,8 @@ def _inspection(found: _Found, store: ReadStore, databases: Databases) -> Inspec
         form = arrays[number].form
         if leaf.spec is not None and leaf.spec != form.spec:
             raise CorruptCheckpointError(
-                f"{leaf.name!r} is said to be {leaf.spec}, and is stored as {form.spec}; the checkpoint is damaged: load another one"
+                f"{leaf.name!r} is said to be {leaf.spec}, and is stored as {form.spec}; the checkpoint is damaged: "
+                "load another one"
             )
         records.append(_record(item, leaf, form))
         if leaf.value_type == "scalar":
@@ -212,8 +213,8 @@ def _stored_arrays(found: _Found, store: ReadStore, databases: Databases) -> Map
         if form is None:
             paths = TreeMetadata(found.tree.skeleton, (ValueRecord("none", None),) * len(found.tree.leaves)).paths
             raise CorruptCheckpointError(
-                f"{format_path(paths[number])} is in the tree, and there is no array {name!r}; the checkpoint is not whole: restore "
-                "it from a copy, or load another one"
+                f"{format_path(paths[number])} is in the tree, and there is no array {name!r}; the checkpoint is not "
+                "whole: restore it from a copy, or load another one"
             )
         made[number] = StoredName(name, form)
     return made
@@ -243,8 +244,8 @@ def _in_database(
         data = next(read) if value.inline is None else value.inline
         if data is None:
             raise CorruptCheckpointError(
-                f"the description of {name!r} is missing: there is no object {value.file!r}; restore the checkpoint from a copy, or "
-                "load another one",
+                f"the description of {name!r} is missing: there is no object {value.file!r}; restore the checkpoint "
+                "from a copy, or load another one",
                 key=value.file,
             )
         forms.append(_PARSERS[document](data, f"{name}/{document}"))
@@ -273,8 +274,8 @@ def _scalars(
     for number, spec in zip(numbers, specs, strict=True):
         if spec.shape:
             raise CorruptCheckpointError(
-                f"{format_path(tree.paths[number])} is a number in the tree, and is stored as {spec}; the checkpoint is damaged: load "
-                "another one"
+                f"{format_path(tree.paths[number])} is a number in the tree, and is stored as {spec}; the checkpoint "
+                "is damaged: load another one"
             )
     buffers = [np.empty((), spec.numpy_dtype) for spec in specs]
     items = [ReadItem(number, Box((), ())) for number in numbers]

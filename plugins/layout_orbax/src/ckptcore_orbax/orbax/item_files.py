@@ -129,8 +129,8 @@ class Strings:
 def encode_strings(strings: Mapping[str, str]) -> bytes:
     """The file of strings by name.
 
-    A name that is no JSON pointer (it has a ``~`` that escapes nothing), or one that goes on with ``/`` from the name of
-    another string, is left out: Orbax finds nothing there.
+    A name that is no JSON pointer (it has a ``~`` that escapes nothing), or one that goes on with ``/`` from the name
+    of another string, is left out: Orbax finds nothing there.
     """
     document: dict[str, Any] = {}
     addressed = {name: tokens for name in strings if (tokens := _tokens(name)) is not None}
@@ -161,11 +161,13 @@ def item_files(
 ) -> dict[str, bytes]:
     """The files beside the arrays of a tree, by their names in the directory of the item.
 
-    What Orbax finds by a name is left out where several leaves have that name: it finds nothing, and never another leaf.
+    What Orbax finds by a name is left out where several leaves have that name: it finds nothing, and never another
+    leaf.
 
     Args:
         tree: what is saved.
-        shapes: of each leaf that is an array, by its number: what one process writes at once, and what can be read at once.
+        shapes: of each leaf that is an array, by its number: what one process writes at once, and what can be read at
+            once.
         use_ocdbt, use_zarr3: how arrays are stored.
         custom: metadata of the user's for this tree.
     """

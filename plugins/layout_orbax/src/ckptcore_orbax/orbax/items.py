@@ -40,10 +40,12 @@ class Item:
     Attributes:
         kind: what it is.
         directory: of the arrays, below the store; empty for the store's own.
-        tree: what is known of it; None where only a database is there, which has the names of the arrays (`tree_of_names`).
+        tree: what is known of it; None where only a database is there, which has the names of the arrays
+            (`tree_of_names`).
         database: whether arrays are in an OCDBT database there; else each is a directory of its own.
         zarr_format: of the arrays; None where it is not said.
-        missing: what a chunk that is not there means. Before Orbax stored chunks of nothing but the fill value too, those.
+        missing: what a chunk that is not there means. Before Orbax stored chunks of nothing but the fill value too,
+            those.
         shardings: notes of arrays of JAX, by name.
         random_keys: the implementation of the arrays that are data of random keys, by name.
         custom: metadata of the user's.
@@ -91,8 +93,8 @@ def names_in(store: ReadStore, directory: str) -> frozenset[str]:
     url = store.address.url if store.address is not None else ""
     if TEMPORARY in directory or TEMPORARY in url.rstrip("/").rpartition("/")[2]:
         raise UncommittedCheckpointError(
-            f"{url or directory} is a temporary directory of Orbax: the save that wrote it never ended. Load another step; "
-            "if you know that it is complete, rename it"
+            f"{url or directory} is a temporary directory of Orbax: the save that wrote it never ended. Load another "
+            "step; if you know that it is complete, rename it"
         )
     return names
 
@@ -106,8 +108,8 @@ def expect_commit(store: ReadStore, names: frozenset[str]) -> None:
     url = store.address.url if store.address is not None else ""
     if url.startswith(("gs://", "gcs://")) and names and COMMIT_FILE not in names and not _is_within(names):
         raise UncommittedCheckpointError(
-            f"{url} has no {COMMIT_FILE}, with which Orbax says on GCS that a save is complete. Load another step; if it "
-            f"is a copy of a complete checkpoint that lost the file, put an empty {COMMIT_FILE} there"
+            f"{url} has no {COMMIT_FILE}, with which Orbax says on GCS that a save is complete. Load another step; "
+            f"if it is a copy of a complete checkpoint that lost the file, put an empty {COMMIT_FILE} there"
         )
 
 
@@ -191,8 +193,8 @@ def _tree_item(store: ReadStore, directory: str, names: frozenset[str]) -> Item:
     database = _MANIFEST in names
     if not database and tree is not None and any(name.startswith(_PROCESSES) for name in names):
         raise UncommittedCheckpointError(
-            f"{directory or 'the directory'} has databases of processes and no {_MANIFEST}: the save that wrote them ended "
-            "before it joined them. Load another step"
+            f"{directory or 'the directory'} has databases of processes and no {_MANIFEST}: the save that wrote them "
+            "ended before it joined them. Load another step"
         )
     shardings: Mapping[str, Mapping[str, JSON]] = {}
     if SHARDING_FILE in names:
@@ -248,8 +250,8 @@ def _with_strings(store: ReadStore, directory: str, names: frozenset[str], tree:
 def _random_keys(store: ReadStore, directory: str, tree: StoredTree | None) -> dict[str, str]:
     """The implementations of random keys, by the names of their arrays.
 
-    Every process writes a file about the arrays that it holds, which is all of them as a rule: others than the first are
-    read only where an array is missing.
+    Every process writes a file about the arrays that it holds, which is all of them as a rule: others than the first
+    are read only where an array is missing.
     """
     missing = {leaf.name for leaf in tree.leaves if leaf.value_type == "jax.Array"} if tree is not None else None
     found: dict[str, str] = {}

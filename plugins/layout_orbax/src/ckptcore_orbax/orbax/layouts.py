@@ -45,12 +45,13 @@ class _OrbaxLayout(Layout):
     """What the three layouts share. Any thread.
 
     Attributes:
-        chunk_bytes: what a read chunk aims at, in bytes, by dividing what one process writes of an array; None: not divided.
+        chunk_bytes: what a read chunk aims at, in bytes, by dividing what one process writes of an array; None: not
+            divided.
         compression: of every read chunk: ``zstd``, ``zstd:3`` (with a level), ``blosc``, or None.
         rules: other options for the arrays that they name, applied in order.
-        item: the directory of a tree that is the whole checkpoint, which is its name in Orbax: ``state`` is what version 1 of
-            Orbax and its `training.Checkpointer` look for, ``default`` what `CheckpointManager` of version 0 does. Empty: none,
-            as the `StandardCheckpointer` and the `PyTreeCheckpointer` of version 0 have it.
+        item: the directory of a tree that is the whole checkpoint, which is its name in Orbax: ``state`` is what
+            version 1 of Orbax and its `training.Checkpointer` look for, ``default`` what `CheckpointManager` of version
+            0 does. Empty: none, as the `StandardCheckpointer` and the `PyTreeCheckpointer` of version 0 have it.
     """
 
     capabilities = LayoutCapabilities(any_replica_writes=True, sessions=True)
@@ -169,7 +170,8 @@ class _OrbaxLayout(Layout):
 class ZarrLayout(_OrbaxLayout):
     """Each array a zarr v2 array, each chunk a file: what Orbax v0 writes with ``use_ocdbt=False``.
 
-    Zarr v2 has no checksums: those in the root of the checkpoint are what a load verifies. Tied arrays are stored once for each name.
+    Zarr v2 has no checksums: those in the root of the checkpoint are what a load verifies. Tied arrays are stored once
+    for each name.
     """
 
     @property

@@ -59,8 +59,8 @@ class CheckpointFile:
     """What `_CHECKPOINT_METADATA` says.
 
     Attributes:
-        handlers: the class that took each member, by name; a single name where the checkpoint is one tree, lying in this
-            directory itself; None where nothing is said.
+        handlers: the class that took each member, by name; a single name where the checkpoint is one tree, lying in
+            this directory itself; None where nothing is said.
         metrics: the user's, as they are.
         created: when the save began, ISO 8601 in UTC, or None.
         custom: metadata of the user's.

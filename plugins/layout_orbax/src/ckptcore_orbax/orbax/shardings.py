@@ -40,8 +40,8 @@ def parse_shardings(data: bytes, key: str) -> dict[str, Mapping[str, JSON]]:
     The file is an object from names, in URL-safe base64 of UTF-8, to JSON in a string. The notes:
 
     - ``{"type": "NamedSharding", "mesh": {axis: size}, "spec": [None | axis | [axes]], "devices": [ids],
-      "axis_types": ["Auto" | "Explicit" | "Manual"]}``, the last two where they are said, the ids in the order of the mesh,
-      and the types only where some are not ``Auto``, which is what they are where nothing is said;
+      "axis_types": ["Auto" | "Explicit" | "Manual"]}``, the last two where they are said, the ids in the order of the
+      mesh, and the types only where some are not ``Auto``, which is what they are where nothing is said;
     - ``{"type": "SingleDeviceSharding", "device": "cpu:0"}``, the device as JAX prints it;
     - ``{"type": the name of any other class}``.
 

@@ -28,9 +28,9 @@ _ENTRY: Final = "ValueMetadataEntry"
 def _parse_containers(text: str, key: str) -> dict[tuple[str, ...], Container]:
     """The tuples and named tuples of a ``value_metadata_tree``, by the way to them.
 
-    It is JSON in a string: objects and arrays as they are; ``{"category": "custom", "clazz": "tuple", "entries": [..]}``;
-    ``{"category": "namedtuple", "module": .., "clazz": .., "entries": [{"key": .., "value": ..}, ..]}``; a leaf is
-    ``{"category": "custom", "clazz": "ValueMetadataEntry", ..}``.
+    It is JSON in a string: objects and arrays as they are; ``{"category": "custom", "clazz": "tuple", "entries":
+    [..]}``; ``{"category": "namedtuple", "module": .., "clazz": .., "entries": [{"key": .., "value": ..}, ..]}``; a
+    leaf is ``{"category": "custom", "clazz": "ValueMetadataEntry", ..}``.
 
     Raises:
         CorruptCheckpointError
@@ -86,7 +86,8 @@ class TreeFile:
         tree: its strings have no value yet.
         use_ocdbt: whether arrays are in a database; None where it is not said. Orbax looks for the database instead.
         use_zarr3: whether they are zarr 3, not 2.
-        stores_fill_value: whether chunks of nothing but the fill value are stored too, so that a missing one is an error.
+        stores_fill_value: whether chunks of nothing but the fill value are stored too, so that a missing one is an
+            error.
         custom: what the user of Orbax gave with the tree; None for nothing.
     """
 
@@ -163,8 +164,8 @@ def encode_tree(
 ) -> bytes:
     """The file `_METADATA` of a tree.
 
-    Orbax has no int keys and no names of attributes: both are text there. An empty object is None there, as an empty named
-    tuple of JAX is. Of leaves whose keys are the same as text the first is described.
+    Orbax has no int keys and no names of attributes: both are text there. An empty object is None there, as an empty
+    named tuple of JAX is. Of leaves whose keys are the same as text the first is described.
 
     Args:
         tree: what is saved.

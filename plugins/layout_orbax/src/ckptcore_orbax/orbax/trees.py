@@ -74,7 +74,8 @@ def build_tree(
 ) -> StoredTree:
     """The tree of leaves, and of empty containers, that are given with the way to each.
 
-    A container whose keys are the indices from 0 on is a list, in whatever order they come; with gaps it is a dict of ints.
+    A container whose keys are the indices from 0 on is a list, in whatever order they come; with gaps it is a dict of
+    ints.
 
     Args:
         entries: may be hostile.

@@ -165,8 +165,8 @@ class ZarrIndex(ChunkIndex):
             found.append((f"{self._prefix}{columns.files[columns.file[row]]}", start, stop))
         if state.source == "ckptcore" and form.direct and room < form.spec.nbytes:
             raise CorruptCheckpointError(
-                f"{format_path(self._tree.paths[leaf])} is {form.spec}, {form.spec.nbytes} bytes, and the root gives it "
-                f"{room}; what describes the arrays is damaged: load another checkpoint"
+                f"{format_path(self._tree.paths[leaf])} is {form.spec}, {form.spec.nbytes} bytes, and the root gives "
+                f"it {room}; what describes the arrays is damaged: load another checkpoint"
             )
         return found
 
@@ -246,8 +246,8 @@ class ZarrIndex(ChunkIndex):
         form = stored.form
         if self._state.missing == "error" or form.fill is None:
             raise CorruptCheckpointError(
-                f"the chunk {list(index)} of {stored.name!r} is missing; the checkpoint is not whole: restore it from a "
-                "copy, or load another one"
+                f"the chunk {list(index)} of {stored.name!r} is missing; the checkpoint is not whole: restore it "
+                "from a copy, or load another one"
             )
         return np.frombuffer(form.fill, form.spec.numpy_dtype)[:1].reshape(())
 

@@ -153,8 +153,8 @@ def expect_length(stored: StoredName, index: tuple[int, ...], place: ChunkPlace)
     expected = stored.form.chunk_bytes
     if place.nbytes is not None and place.nbytes != expected:
         raise CorruptCheckpointError(
-            f"the chunk {list(index)} of {stored.name!r} has {place.nbytes} bytes, where {expected} are expected; it was cut off "
-            "or what describes it is damaged: restore it from a copy, or load another checkpoint",
+            f"the chunk {list(index)} of {stored.name!r} has {place.nbytes} bytes, where {expected} are expected; it "
+            "was cut off or what describes it is damaged: restore it from a copy, or load another checkpoint",
             key=place.key or None,
             start=place.offset,
             stop=place.offset + place.nbytes,

@@ -52,7 +52,8 @@ class ChunkSource:
         chunk = self.form.chunk
         if self._boxes == [self._whole]:
             return list(chunks_of(chunk, self._whole))
-        # A process may hold hundreds of boxes of an array: each chunk is compared with those that it touches, not with all.
+        # A process may hold hundreds of boxes of an array: each chunk is compared with those that it touches, not with
+        # all.
         touched: dict[tuple[int, ...], Box] = {}
         for number, box in enumerate(self._boxes):
             for index, outer in chunks_of(chunk, box):
@@ -65,8 +66,9 @@ class ChunkSource:
             parts = [common.size for common in held if common is not None]
             if wanted is None or sum(parts) != wanted.size:
                 raise AtomicityError(
-                    f"{self.name}: this process holds a part only of the chunk {list(index)} of {list(chunk)} elements, and no two "
-                    "processes can write one chunk: the cuts that its leaf handler describes are not those of its shards"
+                    f"{self.name}: this process holds a part only of the chunk {list(index)} of {list(chunk)} "
+                    "elements, and no two processes can write one chunk: the cuts that its leaf handler describes "
+                    "are not those of its shards"
                 )
             found.append((index, outer))
         return found

@@ -39,8 +39,8 @@ def expect_countable(box: Box, step: Sequence[int], name: str) -> None:
     )
     if cells > MOST_CELLS:
         raise CorruptCheckpointError(
-            f"{name!r} is said to have {cells} chunks where at most {MOST_CELLS} are expected; what describes the arrays is "
-            "damaged: restore it from a copy, or load another checkpoint"
+            f"{name!r} is said to have {cells} chunks where at most {MOST_CELLS} are expected; what describes the "
+            "arrays is damaged: restore it from a copy, or load another checkpoint"
         )
 
 
@@ -69,9 +69,9 @@ def write_chunk(spec: ArraySpec, cuts: Sequence[Sequence[int]] | None, size: int
     """The regular grid of chunks in which no two processes write one chunk; at least 1 along each axis.
 
     Where all shards are as long along an axis (the last may be shorter), a chunk is as long as a shard. Where they are
-    not and there is one process, chunks are as long as the longest shard and cross the boundaries of shards. Where there
-    are several, chunks are as long as the greatest common divisor of all boundaries. That may be 1: ten rows cut at 3, 5
-    and 8 become ten chunks of a row each, and a leaf costs an object, or a key of a few dozen bytes, for each.
+    not and there is one process, chunks are as long as the longest shard and cross the boundaries of shards. Where
+    there are several, chunks are as long as the greatest common divisor of all boundaries. That may be 1: ten rows cut
+    at 3, 5 and 8 become ten chunks of a row each, and a leaf costs an object, or a key of a few dozen bytes, for each.
 
     Args:
         spec: the array.
@@ -98,11 +98,11 @@ def read_chunk(
 ) -> tuple[int, ...]:
     """The chunks into which a write chunk is subdivided, so that a reader of other boxes needs few bytes beside its own.
 
-    A write chunk of up to `chunk_bytes` stays whole. A longer one is divided along the axis that is cut most often, into
-    up to 64 pieces: that is the axis along which another mesh is most likely to cut it further. Then along the other axes
-    that are cut, then along any, the leading one first, so that rows stay contiguous. Pieces get at most `chunk_bytes`,
-    and more than half of that where the factors of the extents allow; their number is a multiple of a high power of
-    two, since meshes double.
+    A write chunk of up to `chunk_bytes` stays whole. A longer one is divided along the axis that is cut most often,
+    into up to 64 pieces: that is the axis along which another mesh is most likely to cut it further. Then along the
+    other axes that are cut, then along any, the leading one first, so that rows stay contiguous. Pieces get at most
+    `chunk_bytes`, and more than half of that where the factors of the extents allow; their number is a multiple of a
+    high power of two, since meshes double.
 
     Args:
         spec: the array.

@@ -206,6 +206,6 @@ def expect_blosc_size(inner: ArrayFormat, data: bytes, name: str) -> None:
     found = int.from_bytes(data[_SIZE], "little")
     if found > inner.inner_bytes:
         raise CorruptCheckpointError(
-            f"{name!r} cannot be decoded: a chunk says that it has {found} bytes, where {inner.inner_bytes} are expected; restore the "
-            "checkpoint from a copy, or load another one"
+            f"{name!r} cannot be decoded: a chunk says that it has {found} bytes, where {inner.inner_bytes} are "
+            "expected; restore the checkpoint from a copy, or load another one"
         )

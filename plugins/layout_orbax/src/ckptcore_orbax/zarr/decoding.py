@@ -130,8 +130,9 @@ def expect_reasonable(stored: StoredName) -> None:
     form = stored.form
     if form.inner_bytes > max(_MOST_CHUNK_BYTES, 4 * form.spec.nbytes):
         raise CorruptCheckpointError(
-            f"{stored.name!r} is {form.spec} and states read chunks of {list(form.inner)} elements, {form.inner_bytes} bytes; what "
-            "describes it is damaged: restore it from a copy, or load another checkpoint"
+            f"{stored.name!r} is {form.spec} and states read chunks of {list(form.inner)} elements, "
+            f"{form.inner_bytes} bytes; what describes it is damaged: restore it from a copy, or load another "
+            "checkpoint"
         )
 
 

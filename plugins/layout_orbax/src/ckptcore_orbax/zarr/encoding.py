@@ -129,8 +129,9 @@ def encode_buffer_bytes(sources: Sequence[ChunkSource]) -> int:
 def _most_bytes(form: ArrayFormat) -> int:
     """The most bytes of an encoded read chunk.
 
-    zstd grows what it cannot compress by a 256th, and small inputs by up to 64 bytes (``ZSTD_COMPRESSBOUND``), and blosc by 16
-    (``BLOSC_MAX_OVERHEAD``); a frame has a header of up to 18 bytes and each block of 128 KiB one of 3. A checksum behind it has 4.
+    zstd grows what it cannot compress by a 256th, and small inputs by up to 64 bytes (``ZSTD_COMPRESSBOUND``), and
+    blosc by 16 (``BLOSC_MAX_OVERHEAD``); a frame has a header of up to 18 bytes and each block of 128 KiB one of 3. A
+    checksum behind it has 4.
     """
     return form.inner_bytes + form.inner_bytes // 256 + 128
 

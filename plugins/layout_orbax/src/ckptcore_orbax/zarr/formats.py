@@ -40,7 +40,8 @@ class Compression:
             raise ValueError(f"Compression(name={self.name!r}): give one of {', '.join(_LEVELS)}")
         if self.level is not None and (type(self.level) is not int or not lowest <= self.level <= highest):
             raise ValueError(
-                f"Compression({self.name!r}, level={self.level!r}): give a whole number from {lowest} to {highest}, or None"
+                f"Compression({self.name!r}, level={self.level!r}): give a whole number from {lowest} to {highest}, "
+                "or None"
             )
 
 

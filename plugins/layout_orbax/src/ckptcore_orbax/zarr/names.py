@@ -28,8 +28,8 @@ _MOST_BYTES: Final = 200
 def key_names(paths: Mapping[int, TreePath]) -> dict[int, str]:
     """The name of each leaf among the keys of a database, where any text can be one.
 
-    Where the joined keys of several leaves are one text, no leaf has it as its name: who looks for it finds nothing, and
-    never the elements of another array.
+    Where the joined keys of several leaves are one text, no leaf has it as its name: who looks for it finds nothing,
+    and never the elements of another array.
 
     Raises:
         NameCollisionError

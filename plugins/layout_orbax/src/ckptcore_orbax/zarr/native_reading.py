@@ -28,7 +28,8 @@ _GOOGLE: Final = "https://storage.googleapis.com"
 def native_base(address: StorageAddress) -> Mapping[str, Any] | None:
     """The spec of tensorstore's key-value store for a directory; None where it knows no such storage, or not all its options.
 
-    What is None is read by ckptcore itself: a storage may need secrets that no address holds, or options that tensorstore lacks.
+    What is None is read by ckptcore itself: a storage may need secrets that no address holds, or options that
+    tensorstore lacks.
     """
     options = _OPTIONS.get(address.url.partition("://")[0])
     found = options(address.options) if options is not None else None

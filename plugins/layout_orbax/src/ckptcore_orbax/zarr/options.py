@@ -109,7 +109,8 @@ def parse_compression(name: str | None) -> Compression | None:
     kind, _, level = name.partition(":")
     if kind not in get_args(CompressionName) or (level and not level.lstrip("-").isdigit()):
         raise ValueError(
-            f"compression={name!r}: expected one of {', '.join(get_args(CompressionName))}, or one with a level such as 'zstd:3'"
+            f"compression={name!r}: expected one of {', '.join(get_args(CompressionName))}, or one with a level such "
+            "as 'zstd:3'"
         )
     return Compression(cast("CompressionName", kind), int(level) if level else None)
 

@@ -68,8 +68,8 @@ class ArraysState:
             in C order; or other software.
         arrays: by leaf.
         extents: where those of this layout lie.
-        digests: by leaf, the xxh3_64 of the elements of each read chunk, where tensorstore decodes them: in C order of the
-            chunks, and within one of its read chunks.
+        digests: by leaf, the xxh3_64 of the elements of each read chunk, where tensorstore decodes them: in C order of
+            the chunks, and within one of its read chunks.
         embedded: by leaf, the elements of arrays that stand in a file which was read.
     """
 
@@ -160,8 +160,8 @@ def _decode(encoded: Any, tree: TreeMetadata) -> ArraysState:
             raise TypeError(f"leaf {leaf} is no array")
         if form.spec != record.spec and form.spec != stored_spec(record.spec, form.zarr_format):
             raise CorruptCheckpointError(
-                f"{format_path(tree.paths[leaf])} is {record.spec}, and is stored as {form.spec}: what describes the arrays is "
-                "damaged: load another checkpoint"
+                f"{format_path(tree.paths[leaf])} is {record.spec}, and is stored as {form.spec}: what describes the "
+                "arrays is damaged: load another checkpoint"
             )
         arrays[leaf] = StoredName(_expect_text(name), form)
     extents = Extents()

@@ -52,8 +52,8 @@ def array_names(tree: TreeMetadata, form: Form) -> dict[int, str]:
     for leaf, name in names.items():
         if len(name) > _MOST_NAME_BYTES // 4 and len(name.encode()) > _MOST_NAME_BYTES:
             raise UnsupportedKeyError(
-                f"{format_path(paths[leaf])[:200]}... has a name of {len(name.encode())} bytes, and an OCDBT database takes "
-                f"{_MOST_NAME_BYTES}: shorten the keys. Nothing was written"
+                f"{format_path(paths[leaf])[:200]}... has a name of {len(name.encode())} bytes, and an OCDBT "
+                f"database takes {_MOST_NAME_BYTES}: shorten the keys. Nothing was written"
             )
     return names
 
@@ -121,8 +121,8 @@ def _format_of(
     cells = prod([-(-extent // step) for extent, step in zip(stored.shape, inner, strict=True)])
     if cells > MOST_CELLS:
         raise UnsupportedLeafError(
-            f"it would fall into {cells} chunks of {list(inner)} elements, and at most {MOST_CELLS} are read; give a larger "
-            "chunk_bytes, or cut it into shards that begin at multiples of a larger number"
+            f"it would fall into {cells} chunks of {list(inner)} elements, and at most {MOST_CELLS} are read; give a "
+            "larger chunk_bytes, or cut it into shards that begin at multiples of a larger number"
         )
     return made
 

@@ -1,8 +1,8 @@
 """Who may use tensorstore: not a forked child of a process that did, and no daemon thread once the interpreter is going down.
 
-Both end the process instead of raising an error: tensorstore 0.1.86 aborts in a child, since its threads did not follow it there;
-and the interpreter, up to 3.13, takes a daemon thread down where it waits for the interpreter's lock, which nothing within C++
-survives. Whoever has tensorstore work uses this module first, which does not import it.
+Both end the process instead of raising an error: tensorstore 0.1.86 aborts in a child, since its threads did not follow
+it there; and the interpreter, up to 3.13, takes a daemon thread down where it waits for the interpreter's lock, which
+nothing within C++ survives. Whoever has tensorstore work uses this module first, which does not import it.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ class _Uses:
     def expect_usable(self) -> None:
         if os.getpid() != self._process:  # before any lock: another thread of the parent may have held it
             raise CheckpointError(
-                f"arrays are compressed here, and process {os.getpid()} was forked from process {self._process} after that had used "
-                "TensorStore, whose threads are not in the child; start processes with 'spawn' or 'forkserver', or load and save "
-                "compressed arrays only after forking"
+                f"arrays are compressed here, and process {os.getpid()} was forked from process {self._process} "
+                "after that had used TensorStore, whose threads are not in the child; start processes with 'spawn' "
+                "or 'forkserver', or load and save compressed arrays only after forking"
             )
         if self._ending and threading.current_thread().daemon:
             raise CheckpointError(
-                "the program is ending, and a daemon thread was still loading or saving compressed arrays; join the thread first"
+                "the program is ending, and a daemon thread was still loading or saving compressed arrays; join the "
+                "thread first"
             )
 
     def begin(self) -> bool:

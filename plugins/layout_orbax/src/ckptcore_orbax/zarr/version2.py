@@ -20,8 +20,8 @@ _CACHED_BYTES: Final = 2048
 def parse_zarr2(data: bytes, key: str) -> ArrayFormat:
     """What the ``.zarray`` of an array says; its bytes may be hostile.
 
-    Follows the zarr 2 specification and takes what TensorStore 0.1.86 takes; of uncompressed chunks also the dtypes that
-    only NumPy has. What equal bytes said is remembered.
+    Follows the zarr 2 specification and takes what TensorStore 0.1.86 takes; of uncompressed chunks also the dtypes
+    that only NumPy has. What equal bytes said is remembered.
 
     Args:
         data: the whole file.

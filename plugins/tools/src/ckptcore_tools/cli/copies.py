@@ -252,8 +252,8 @@ def convert_command(
     several checkpointables each is converted; files that objects wrote are copied.
 
     Maps: bert-to-scanned, llama-to-scanned (layers in one array, as Flax runs them by a scan), llama-to-maxtext and
-        qwen-to-maxtext, from
-    Hugging Face's names; scanned-to-bert, scanned-to-llama, maxtext-to-llama and maxtext-to-qwen back to these.
+    qwen-to-maxtext, from Hugging Face's names; scanned-to-bert, scanned-to-llama, maxtext-to-llama and maxtext-to-qwen
+    back to these.
 
     Quantised weights of Hugging Face models are made numbers by what the config.json beside them says, before they are
     mapped.

@@ -1,8 +1,8 @@
 """The scroll layout.
 
-A scroll is one box of one array: the line ``SCROLL <dtype> <start,...> <stop,...>``, padded with spaces to a multiple of
-64 bytes, then the elements, little endian, in C order. ``index.scroll.json`` tells the name, dtype, shape and scrolls of
-each array.
+A scroll is one box of one array: the line ``SCROLL <dtype> <start,...> <stop,...>``, padded with spaces to a multiple
+of 64 bytes, then the elements, little endian, in C order. ``index.scroll.json`` tells the name, dtype, shape and
+scrolls of each array.
 """
 
 from __future__ import annotations
