@@ -76,7 +76,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_pycollect_makeitem(
     collector: pytest.Module | pytest.Class, name: str, obj: object
 ) -> list[pytest.Item | pytest.Collector] | None:
-    """Without `--slow` generate no tests of functions, classes and modules that are marked slow: there are thousands."""
+    """Without `--slow`, generate no tests of functions, classes and modules marked slow: there are thousands."""
     if collector.config.getoption("slow") or not (inspect.isfunction(obj) or inspect.isclass(obj)):
         return None
     marks = getattr(obj, "pytestmark", [])

@@ -85,7 +85,7 @@ def _lines(node: ast.expr | ast.stmt) -> range:
 
 
 def count_packages(root: Path) -> Mapping[str, Count]:
-    """Count a worktree: each package of the core, the source and the tests of each plugin, and the other directories."""
+    """Count a worktree: packages of the core, sources and tests of plugins, and the other directories."""
     counts: dict[str, Count] = {}
     for name, path in _named_files(root):
         counts[name] = counts.get(name, Count()) + count_source(path.read_text(encoding="utf-8"))

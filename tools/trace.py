@@ -26,7 +26,7 @@ __all__ = ["Trace", "listing", "main", "trace", "trace_plain_load", "trace_plain
 _CORE: Final = Path(ckptcore.__file__).parent
 
 Trace = Mapping[str, list[str]]
-"""By file of the core, relative to its package: the names of the functions that ran. Both in the order of first calls."""
+"""By file of the core, relative to its package: the functions that ran. Both in the order of first calls."""
 
 
 def trace(run: Callable[[], object]) -> Trace:
