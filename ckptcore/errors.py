@@ -29,10 +29,10 @@
     │   ├── ObjectNotFoundError        (FileNotFoundError)  ... because the object is not there
     │   ├── BucketNotFoundError        (FileNotFoundError)  ... because the bucket is not there
     │   ├── ConditionFailedError                            ... because a conditional put lost
-    │   ├── StorageCredentialsError                         ... because there are no credentials, or the service does
-    not know them │   ├── StoragePermissionError     (PermissionError)    ... because the credentials do not allow it
-    │   ├── StorageThrottledError                           ... because the service asked to come slower, again and
-    again │   ├── StorageTimeoutError        (TimeoutError)       ... because no answer came in time
+    │   ├── StorageCredentialsError                         ... because the service knows no such credentials
+    │   ├── StoragePermissionError     (PermissionError)    ... because the credentials do not allow it
+    │   ├── StorageThrottledError                           ... because the service keeps asking to send less
+    │   ├── StorageTimeoutError        (TimeoutError)       ... because no answer came in time
     │   ├── WrongRegionError                                ... because the bucket is in another region
     │   └── ClockSkewError                                  ... because the clock of this machine is wrong
     ├── NotSharedError                 (RuntimeError)       processes of a job do not see the same directory

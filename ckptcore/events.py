@@ -1,7 +1,7 @@
-"""Events: what a save, a load or a delete is doing, told phase by phase to whoever asked.
+"""Events: the phases of saves, loads and deletions, reported to observers.
 
-A phase is a stretch of one operation on one rank. Its event is made when it ends, also when it ends by an error, on the
-thread that it ends on. Phases may contain others, may overlap where threads work at once, and may come several times.
+A phase is a part of one operation on one rank. Its event is created when it ends, with or without an error, on the
+thread that it ends on. Phases may contain others, overlap on several threads, and occur several times.
 
 ::
 
@@ -24,25 +24,19 @@ thread that it ends on. Phases may contain others, may overlap where threads wor
       clean              what must go is looked for  what is found is gone     background  goes on    deletes
     upload               a step is about to be sent  the far tier has it       background  goes on
 
-- ``blocking`` is all the time that the caller of a save could not train. In an asynchronous save it contains
-  ``wait_for_previous``, ``describe`` and ``copy``; with a bound on memory the copying goes on while earlier parts are
-  written. A save that blocks until its commit has it too: it does all on the caller's thread, and the caller waits for
-  all.
-- ``save``, ``load``, ``delete`` and ``upload`` stand for the whole operation. Their phases may come in another order
-than
-  here.
-- A ``Checkpointer`` deletes, and cleans: when it is opened it removes what the dead left, and after each save what its
-policy
-  gives up. A ``clean`` is about the directory as a whole. It is an operation by itself, and so is each ``delete`` in
-  it.
-- A ``Checkpointer`` with a near tier uploads steps from it. Each ``upload`` is an operation by itself, also one of a
-step that is not
-  uploaded after all: its error says why.
-- ``exchange`` is in ``describe``, and after ``claim``, ``write`` and ``commit`` it stands beside them: a long one means
-that
-  this rank waited for a slower one. A process alone has none. The caller waits where it waits for that stage.
+- ``blocking`` is the time for which the caller of a save cannot train. In an asynchronous save it contains
+  ``wait_for_previous``, ``describe`` and ``copy``; with a limit of memory, copying continues while earlier parts are
+  written. In a blocking save it contains all phases.
+- ``save``, ``load``, ``delete`` and ``upload`` are whole operations. Their phases may occur in another order than here.
+- A ``Checkpointer`` deletes and cleans: when it opens, it removes what interrupted saves left, and after each save the
+  steps that its policy does not keep. A ``clean`` is an operation of its own, and so is each ``delete`` in it.
+- A ``Checkpointer`` with a near tier uploads steps. Each ``upload`` is an operation of its own, even if the step is not
+  uploaded: its error says why.
+- ``exchange`` is in ``describe``, and follows ``claim``, ``write`` and ``commit``. If it is long, this rank waited for
+a
+  slower one. A process without others has none. The caller waits for it if it waits for that stage.
 - ``load_async`` has the phases of ``load``, on a background thread.
-- Bytes are those of arrays and files that the phase moved on this rank; None where it moves none or they are not known.
+- Bytes are those of arrays and files that the phase moved on this rank; None if it moves none or they are unknown.
 
 Every event is also logged at DEBUG by the logger ``ckptcore.events``, with the event itself as the attribute
 ``ckptcore_event`` of the log record.
@@ -167,7 +161,7 @@ class Recording:
 
     Attributes:
         operation, location, step, rank: as given, for every event; the location without secrets.
-        save_id: to be set once it is known; events told before say None, those of `events` all have it.
+        save_id: set once it is known. Events reported before have None; those of `events` all have it.
     """
 
     def __init__(

@@ -47,9 +47,9 @@ def entry_points(group: str) -> list[EntryPoint]:
             for found in metadata.entry_points(group=group)
         ]
     return [
-        EntryPoint(key, value, f"{name} {version}".rstrip())
-        for name, version, directory in _distributions()
-        for key, value in _points(os.path.join(directory, "entry_points.txt"), group)
+        EntryPoint(name, value, " ".join(_name_and_version(directory)))
+        for directory in _metadata_directories().values()
+        for name, value in _points(os.path.join(directory, "entry_points.txt"), group)
     ]
 
 
@@ -59,11 +59,8 @@ def version_of(distribution: str) -> str:
     Raises:
         importlib.metadata.PackageNotFoundError: it is not installed.
     """
-    for name, _, directory in _distributions() if _are_directories() else ():
-        if name == distribution:
-            for line in _lines(os.path.join(directory, "METADATA")) or _lines(os.path.join(directory, "PKG-INFO")):
-                if line.startswith("Version:"):
-                    return line.removeprefix("Version:").strip()
+    if _are_directories() and (directory := _metadata_directories().get(distribution)) is not None:
+        return _name_and_version(directory)[1]
     from importlib import metadata  # see above
 
     return metadata.version(distribution)
@@ -80,23 +77,27 @@ def _paths() -> list[str]:
     return [path for path in sys.path if isinstance(path, str)]  # Python ignores others
 
 
-def _distributions() -> Iterator[tuple[str, str, str]]:
-    """Yield the name, the version if known, and the directory of the metadata of each distribution."""
-    seen: set[str] = set()
+def _metadata_directories() -> dict[str, str]:
+    """Return the directory with the metadata of each distribution, by normalized name."""
+    found: dict[str, str] = {}
     for path in _paths():
         try:
             names = os.listdir(path or ".")
         except OSError:  # not there, or not readable: nothing can be imported from it
             continue
-        for found in names:
-            stem, suffix = os.path.splitext(found)
+        for name in names:
+            stem, suffix = os.path.splitext(name)
             if suffix.lower() in (".dist-info", ".egg-info"):
-                name, _, version = stem.partition("-")
-                name = name.replace("_", "-")
-                normalized = name.replace(".", "-").lower()
-                if normalized not in seen:
-                    seen.add(normalized)
-                    yield name, version, os.path.join(path, found)
+                normalized = stem.partition("-")[0].replace("_", "-").replace(".", "-").lower()
+                found.setdefault(normalized, os.path.join(path, name))
+    return found
+
+
+def _name_and_version(directory: str) -> tuple[str, str]:
+    """Read the name and the version of a distribution; empty texts for missing ones."""
+    lines = _lines(os.path.join(directory, "METADATA")) or _lines(os.path.join(directory, "PKG-INFO"))
+    head = dict(line.split(": ", 1) for line in lines[: lines.index("") if "" in lines else None] if ": " in line)
+    return head.get("Name", "").strip(), head.get("Version", "").strip()
 
 
 def _lines(path: str) -> list[str]:

@@ -90,7 +90,7 @@ def header_entry(record: ArrayRecord) -> tuple[str, Sequence[int]]:
 
 
 def _raw_entry(record: ArrayRecord) -> tuple[str, Sequence[int]] | None:
-    """Return the dtype and shape from which `record_of` made a record of bytes; None for other records."""
+    """Return the dtype and shape in the file of an array that is loaded as bytes; None for other records."""
     name = record.kind.removeprefix(RAW)
     bits, shape = BITS.get(name), record.notes.get("shape")
     if bits is None or not isinstance(shape, list) or not all(type(extent) is int for extent in shape):

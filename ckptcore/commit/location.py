@@ -88,7 +88,7 @@ class LocationAddress:
     Attributes:
         display: the location as the user knows it, without secrets.
         scheme: the scheme of the storage.
-        parent: the address that the storage opens: an absolute path, or the URL without its scheme.
+        parent: the address that the storage opens: an absolute path, or the whole URL.
         name: the name of the checkpoint in it.
     """
 

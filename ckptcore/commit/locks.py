@@ -55,7 +55,7 @@ from ckptcore.errors import (
     SaveLostError,
     StorageError,
 )
-from ckptcore.io.threads import renew_in_children
+from ckptcore.io.threads import reset_in_children
 from ckptcore.protocols import IF_ABSENT, AtomicDirectories, IfTag, StorageBackend
 
 __all__ = ["DirectoryLocks", "IfInUse", "LeasedLocks", "Lock", "Locks", "Purpose", "SeenOwner"]
@@ -88,9 +88,9 @@ class Lock:
         self._check = check
         self._release = release
         self._state: Literal["held", "closed", "parent's"] = "held"
-        renew_in_children(self)
+        reset_in_children(self)
 
-    def renew(self) -> None:
+    def reset_after_fork(self) -> None:
         """Release nothing: in a forked child, the lock is that of the parent."""
         self._state = "parent's"
 

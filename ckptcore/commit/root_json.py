@@ -68,8 +68,10 @@ _INLINE_BYTES: Final = 1 << 18
 """A table up to this size is in the root itself; a larger one is a part, an object of its own."""
 
 _MAX_PART_BYTES: Final = 1 << 32
-_CHECKSUM: Final = re.compile(rb',"checksum":"xxh3_64:([0-9a-f]{16})"\}\n')
-_CHECKSUM_TAIL_BYTES: Final = len(b',"checksum":"xxh3_64:0123456789abcdef"}\n')
+_SEAL: Final = "xxh3_64"
+"""The algorithm of the checksum of a root and of its parts."""
+_CHECKSUM: Final = re.compile(rf',"checksum":"{_SEAL}:([0-9a-f]{{16}})"\}}\n'.encode())
+_CHECKSUM_TAIL_BYTES: Final = len(f',"checksum":"{_SEAL}:0123456789abcdef"}}\n')
 _MAX_PROCESSES: Final = 1 << 24
 _NOT_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -223,7 +225,7 @@ def _dump(document: JSON) -> bytes:
 
 
 def _checksum(data: bytes) -> str:
-    return f"{CHECKSUM_ALGORITHM}:{xxhash.xxh3_64_hexdigest(data)}"
+    return f"{_SEAL}:{xxhash.xxh3_64_hexdigest(data)}"
 
 
 # --- decoding ---------------------------------------------------------------------------------------------------------
@@ -360,7 +362,7 @@ def _sealed(data: bytes) -> bytes:
             key=ROOT_KEY, start=0, stop=len(data),
         )  # fmt: skip
     body = data[:-_CHECKSUM_TAIL_BYTES]
-    expected = "xxh3_64:" + tail[1].decode("ascii")
+    expected = f"{_SEAL}:{tail[1].decode('ascii')}"
     if _checksum(body) != expected:
         raise CorruptCheckpointError(
             f"{ROOT_KEY} is damaged: its checksum is {_checksum(body)} and was {expected}; {_REPAIR}",

@@ -193,12 +193,16 @@ class BlockCache:
         self._read_verified(start, stop, memory)
 
     def _read_verified(self, start: int, stop: int, memory: memoryview) -> None:
-        """Fill memory with bytes that are verified now; whole blocks straight into it."""
+        """Fill memory with bytes that are verified now; whole blocks straight into it.
+
+        If the object is not held open, a single block goes through the recent blocks, because each read is a request.
+        """
         position = start
         while position < stop:
             begin = position - position % self._block_bytes
             end = min(begin + self._block_bytes, self._size)
-            if position == begin and end <= stop:
+            is_single = self._held is None and stop - position <= self._block_bytes
+            if position == begin and end <= stop and not is_single:
                 end = stop if stop == self._size else stop - stop % self._block_bytes
                 self._verify(begin, memory[position - start : end - start], self._stamp())
             else:

@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from ckptcore.io.elements import copy_elements, plain
-from ckptcore.io.threads import IOThreads, renew_in_children
+from ckptcore.io.threads import IOThreads, reset_in_children
 from ckptcore.model import ArraySpec, HostArray, Pending, Ready
 
 __all__ = [
@@ -133,10 +133,10 @@ class StagingPool:
 
     def __init__(self) -> None:
         """Begin with nothing; memory is taken from the system as saves need it."""
-        self.renew()
-        renew_in_children(self)
+        self.reset_after_fork()
+        reset_in_children(self)
 
-    def renew(self) -> None:
+    def reset_after_fork(self) -> None:
         """Forget all memory: in a forked child, where the saves that used it are not."""
         self._lock = threading.Lock()
         self._free: list[tuple[int, int, Pages]] = []

@@ -17,8 +17,8 @@ from ckptcore.model import Checksum, ChunkRead
 __all__ = ["ReadPart", "ReadTask", "plan_object"]
 
 _SPARE_BLOCKS: Final = 2
-"""Blocks that are read in vain before chunks are verified by their own checksums. Only the checksums of blocks, in the
-root, tell the bytes of this save from those of another one."""
+"""Most needless blocks of an object that are read rather than using the checksums behind its chunks: only the checksums
+of blocks, in the root, prove that bytes are of this save."""
 
 
 _FIRST: Final = itemgetter(0)
@@ -30,28 +30,28 @@ class ReadPart:
 
     Attributes:
         destinations: arrays that take some of them, and the range of the object that each takes.
-        holes: ranges that are read straight into the one array that wants them, in order; other ranges are not.
+        direct: ranges that are read straight into the only array that needs them, in order.
         checks: chunks to compare with the checksums behind them, of which all or some bytes are in the part.
     """
 
-    __slots__ = ("checks", "destinations", "holes", "start", "stop")
+    __slots__ = ("checks", "destinations", "direct", "start", "stop")
 
     def __init__(self, start: int, stop: int) -> None:
         self.start = start
         self.stop = stop
         self.destinations: list[tuple[Destination, int, int]] = []
-        self.holes: list[tuple[RunDestination, int, int]] = []
+        self.direct: list[tuple[RunDestination, int, int]] = []
         self.checks: list[ChunkCheck] = []
 
     def memory(self) -> memoryview | None:
         """Return the memory of the one array that all bytes are read straight into; None if there is none."""
-        if len(self.holes) == 1 and not self.checks:
-            destination, start, stop = self.holes[0]
+        if len(self.direct) == 1 and not self.checks:
+            destination, start, stop = self.direct[0]
             if start == self.start and stop == self.stop:
                 return destination.memory(start, stop)
         return None
 
-    def cut_holes(self, least: int) -> None:
+    def choose_direct(self, least: int) -> None:
         """Read straight into arrays that want `least` bytes or more, if no two arrays want the same bytes."""
         for _, start, stop in self.destinations:
             if stop - start >= least:
@@ -67,13 +67,13 @@ class ReadPart:
         if any(after[0] < before[1] for before, after in itertools.pairwise(wanted)):
             return
         self.destinations = [(taker, start, stop) for start, stop, taker in wanted if stop - start < least]
-        self.holes = [(taker, start, stop) for start, stop, taker in wanted if stop - start >= least]
+        self.direct = [(taker, start, stop) for start, stop, taker in wanted if stop - start >= least]
 
     def buffers(self, spare: memoryview) -> list[tuple[int, memoryview]]:
-        """Return the memory to read the bytes into: `spare`, which is as long as the part, except for the holes."""
+        """Return the memory to read the bytes into: `spare`, which is as long as the part, except for `direct`."""
         found: list[tuple[int, memoryview]] = []
         position = self.start
-        for destination, start, stop in self.holes:
+        for destination, start, stop in self.direct:
             if position < start:
                 found.append((position, spare[position - self.start : start - self.start]))
             found.append((start, destination.memory(start, stop)))
@@ -113,7 +113,7 @@ class ReadTask:
         for part in parts:
             for destination, _, _ in part.destinations:
                 numbers.add(destination.number)
-            for run, _, _ in part.holes:
+            for run, _, _ in part.direct:
                 numbers.add(run.number)
             for check in part.checks:
                 if check.end <= part.stop:
@@ -303,7 +303,7 @@ def _plan_destinations(shape: ObjectShape, destinations: Iterable[Destination]) 
             continue
         for begin, end in _cut(first, last, shape.task_bytes):
             part = ReadPart(begin, end)
-            part.holes.append((destination, begin, end))
+            part.direct.append((destination, begin, end))
             parts.append(part)
         if start < first:
             ranges.append((first - step, first, destination))
@@ -378,4 +378,4 @@ def _share(shape: ObjectShape, windows: Sequence[ReadPart], ranges: Iterable[tup
             start = end
             place += 1
     for window in windows:
-        window.cut_holes(shape.sizes.direct)
+        window.choose_direct(shape.sizes.direct)

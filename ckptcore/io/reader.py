@@ -34,8 +34,8 @@ _RECENT_BYTES: Final = 32 << 20
 """Verified blocks that are kept: small reads beside each other, of slices or encoded chunks, need the rest of them."""
 
 _SUPPOSED_BYTES: Final = 1 << 30
-"""Recorded bytes for which memory may be taken before any of them was seen: not touched, and given back with the first
-object that is missing or ends too early."""
+"""Most bytes that are allocated because the root states them, before the storage has confirmed them. The memory is not
+touched, and is released if an object is missing or too short."""
 
 
 class ObjectReader:
@@ -452,7 +452,7 @@ class _Reading:
         for part in parts:
             for destination, low, high in part.destinations:
                 taken += destination.take(spare, start, low, high)
-            for _, low, high in part.holes:
+            for _, low, high in part.direct:
                 taken += high - low
         return taken
 

@@ -17,7 +17,7 @@ __all__ = [
     "IOThreads",
     "WorkerPool",
     "ask_each",
-    "renew_in_children",
+    "reset_in_children",
     "run_each",
 ]
 
@@ -46,10 +46,10 @@ class IOThreads:
             raise ValueError(f"expected at least one thread, found {count}")
         self.count: Final = count if count is not None else min(_MOST_THREADS, max(2, os.cpu_count() or 2))
         self._most: Final = count
-        self.renew()
-        renew_in_children(self)
+        self.reset_after_fork()
+        reset_in_children(self)
 
-    def renew(self) -> None:
+    def reset_after_fork(self) -> None:
         """Forget threads and work, in a forked child, which has none."""
         self._near = _Group(None)
         self._far = _Group(_IDLE_SECONDS)
@@ -221,25 +221,25 @@ class WorkerPool:
             raise interruption
 
 
-class _Renewable(Protocol):
-    """An object that can begin anew."""
+class _Resettable(Protocol):
+    """An object that can be reset."""
 
-    def renew(self) -> None:
-        """Start over, without using a lock: a lock that another thread of the parent held stays locked for ever."""
+    def reset_after_fork(self) -> None:
+        """Return to the initial state without a lock: another thread of the parent may have held it."""
         ...
 
 
-def renew_in_children(thing: _Renewable) -> None:
-    """Renew `thing` in every child that is forked while it exists. Does not keep it alive."""
-    _RENEWABLES.add(thing)
+def reset_in_children(thing: _Resettable) -> None:
+    """Call `reset_after_fork` of an object in every child forked during its lifetime. Keeps a weak reference."""
+    _RESETTABLE.add(thing)
 
 
-_RENEWABLES: Final[weakref.WeakSet[_Renewable]] = weakref.WeakSet()
+_RESETTABLE: Final[weakref.WeakSet[_Resettable]] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    for thing in _RENEWABLES:
-        thing.renew()
+    for thing in _RESETTABLE:
+        thing.reset_after_fork()
 
 
 if hasattr(os, "register_at_fork"):

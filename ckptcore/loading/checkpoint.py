@@ -82,7 +82,8 @@ class Checkpoint:
         tree: its tree.
         store: reads its objects.
         foreign: what it states about itself, if other software wrote it.
-        reads: reads its boxes in place of `store`: from copies on this host, by a strategy, or by deriving them.
+        read_instead: reads its boxes in place of `store`: from copies on this host, by a strategy, or, if `derived` is
+            set, by computing them.
         derived: computes its arrays from those of other checkpoints; None if they are stored as they are in the tree.
             `stored` and `store` are then those of the checkpoint that is read.
     """
@@ -94,7 +95,7 @@ class Checkpoint:
     tree: TreeMetadata
     store: ObjectReader
     foreign: Origin = Origin()  # immutable
-    reads: ReadBoxes | None = None
+    read_instead: ReadBoxes | None = None
     derived: Derived | None = None
 
     @classmethod
@@ -150,8 +151,8 @@ class Checkpoint:
 
     def read(self, plan: ReadPlan, buffers: Sequence[HostArray]) -> Iterable[int]:
         """Fill buffers with the boxes of a plan. Yields the number of each box once it is complete."""
-        if self.reads is not None:
-            return self.reads(plan, buffers)
+        if self.read_instead is not None:
+            return self.read_instead(plan, buffers)
         return self.store.read_boxes(self.index, plan.items, buffers)
 
     def reading_through(self, read_through: ReadThrough) -> Checkpoint:
@@ -159,7 +160,7 @@ class Checkpoint:
         root = self.mark.root
         # The members of a composite have one save id, but each has a root of its own.
         content_id = xxhash.xxh3_128_hexdigest(root) if isinstance(root, bytes) else None
-        return replace(self, reads=lambda plan, buffers: read_through(content_id, plan, buffers, self.read))
+        return replace(self, read_instead=lambda plan, buffers: read_through(content_id, plan, buffers, self.read))
 
 
 def stored_format(root: Root, context: Context) -> StoredFormat:

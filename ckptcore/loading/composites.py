@@ -37,7 +37,7 @@ from ckptcore.tree.suggestions import NearNames
 
 __all__ = ["Abstracts", "CompositeLoad", "Request", "Wanted"]
 
-logger = logging.getLogger("ckptcore.wanted")
+logger = logging.getLogger("ckptcore.loading")
 
 Abstracts: TypeAlias = Mapping[str, object] | Sequence[str] | None
 """Objects to build anew: abstract trees by name, names alone, or None."""

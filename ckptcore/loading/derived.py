@@ -289,7 +289,7 @@ def derive(
         description = f"{opened.derived.description}\n{description}"
     limit = most_bytes or _USUAL_BYTES
     derived = Derived(tree, (opened, *beside), derivations, values, limit, description, changes or {}, is_builtin)
-    return dataclasses.replace(opened, tree=tree, derived=derived, reads=derived.read)
+    return dataclasses.replace(opened, tree=tree, derived=derived, read_instead=derived.read)
 
 
 def check_beside(opened: Checkpoint) -> None:

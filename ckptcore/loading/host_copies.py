@@ -23,7 +23,7 @@ from ckptcore.planning.partition import without
 
 __all__ = ["with_copies"]
 
-logger = logging.getLogger("ckptcore.training")
+logger = logging.getLogger("ckptcore.loading")
 
 
 class _Copy(NamedTuple):
@@ -153,7 +153,7 @@ def with_copies(opened: Checkpoint, root: Root, context: Context) -> Checkpoint:
         sources.append((display, source))
         for leaf, copy in of_source:
             copies.setdefault(leaf, []).append(copy)
-    return replace(opened, reads=_HostCopies(opened, sources, copies).read) if copies else opened
+    return replace(opened, read_instead=_HostCopies(opened, sources, copies).read) if copies else opened
 
 
 def _copy_of(record: object, tree: TreeMetadata, source: int, number: int) -> tuple[int, _Copy]:

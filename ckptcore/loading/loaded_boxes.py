@@ -16,7 +16,7 @@ from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.load import LoadAccount
 from ckptcore.loading.load_requests import LoadRequest
 from ckptcore.loading.matching import Matched
-from ckptcore.loading.open_sessions import Session
+from ckptcore.loading.open_state import OpenState
 from ckptcore.loading.reading import abstract_leaves, allocate_for, check_sizes, unread
 from ckptcore.loading.stored_pieces import BatchSizes, ChunkLookup, StoredPiece, batches_of, pieces_of
 from ckptcore.loading.stored_trees import chosen_leaves, transformed
@@ -68,13 +68,11 @@ class LoadedBox:
 
 
 def iter_boxes(
-    session: Session, request: LoadRequest, first: Selection | Sequence[Selection]
+    state: OpenState, request: LoadRequest, first: Selection | Sequence[Selection]
 ) -> Generator[LoadedBox, None, None]:
     """Plan the reads of an open checkpoint; the generator performs them. See `OpenCheckpoint.iter_boxes`."""
-    context = session.context
-    recording = Recording(
-        "load", session.opened.location.display, context.observers, rank=runtime_of(context).job().rank
-    )
+    context = state.context
+    recording = Recording("load", state.opened.location.display, context.observers, rank=runtime_of(context).job().rank)
     try:
         account = LoadAccount(request.report)
         selections = [first] if isinstance(first, Selection) else first
@@ -89,13 +87,13 @@ def iter_boxes(
             return made, classes
 
         with recording.phase("open"):
-            opened, classes = session.attempt(plan)
+            opened, classes = state.attempt(plan)
         batch_bytes = max(1, (context.memory.load_bytes or _BUDGET_BYTES) // _BATCHES)
         batches = (batch for leaves in classes for batch in _batches(opened, leaves, batch_bytes))
     except BaseException as error:
         recording.finish(error=error)
         raise
-    return _boxes(session, opened, batches, recording, account)
+    return _boxes(state, opened, batches, recording, account)
 
 
 def _matched(opened: Checkpoint, chosen: Container[int], context: Context) -> Matched:
@@ -155,7 +153,7 @@ def _pieces(opened: Checkpoint, leaf: int, most_bytes: int) -> Iterable[StoredPi
 
 
 def _boxes(
-    session: Session,
+    state: OpenState,
     opened: Checkpoint,
     batches: Iterable[Sequence[StoredPiece]],
     recording: Recording,
@@ -167,7 +165,7 @@ def _boxes(
 
     def read(batch: Sequence[StoredPiece]) -> list[LoadedBox]:
         with recording.phase("read", sum([piece.box.size * piece.itemsize for piece in batch])):
-            return session.guard(lambda _: _read(opened, batch, tied))
+            return state.guard(lambda _: _read(opened, batch, tied))
 
     given = 0
     try:
@@ -175,8 +173,8 @@ def _boxes(
             while parts:
                 given += parts[0].elements.nbytes
                 yield parts.pop(0)
-        session.attempt(lambda _: _check_beside(opened))
-        session.expect_there()
+        state.attempt(lambda _: _check_beside(opened))
+        state.expect_there()
     except GeneratorExit:  # the caller closed the iterator
         recording.finish(given)
         raise

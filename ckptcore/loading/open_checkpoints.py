@@ -16,7 +16,7 @@ from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.describe import CheckpointMetadata, describe_opened
 from ckptcore.loading.load_requests import LoadRequest
 from ckptcore.loading.loaded_boxes import LoadedBox, iter_boxes
-from ckptcore.loading.open_sessions import Session
+from ckptcore.loading.open_state import OpenState
 from ckptcore.loading.opening import open_tree
 from ckptcore.loading.reading import abstract_leaves, read_leaves
 from ckptcore.loading.stored_arrays import StoredArray
@@ -46,10 +46,10 @@ class StoredTree(Mapping[Any, Any]):
         path: its keys, from the root of the tree.
     """
 
-    def __init__(self, session: Session, node: Node, path: TreePath, first: int) -> None:
-        """A container of a session; `first` is the number of the first leaf in it."""
+    def __init__(self, state: OpenState, node: Node, path: TreePath, first: int) -> None:
+        """Show a container of an open checkpoint; `first` is the number of its first leaf."""
         self.path = path
-        self._session = session
+        self._state = state
         self._node = node
         self._first = first
         self._numbers: Mapping[Key, int] | None = None
@@ -94,7 +94,7 @@ class StoredTree(Mapping[Any, Any]):
             found = None
         if found is not None:
             return found
-        _ = self._session.opened  # refused if it is closed
+        _ = self._state.opened  # refused if it is closed
         keys = (path,) if isinstance(path, str | int | Attribute) else tuple(path)
         place = _descend(self, keys)
         if place is None:
@@ -106,13 +106,13 @@ class StoredTree(Mapping[Any, Any]):
 
     def _value(self, place: _LeafPlace) -> Any:
         """Return a `StoredArray`, or a small value, which is read."""
-        session, leaf = self._session, place.leaf
-        record = session.opened.tree.leaves[leaf]
+        state, leaf = self._state, place.leaf
+        record = state.opened.tree.leaves[leaf]
         if isinstance(record, ArrayRecord) and record.kind not in _TEXT_KINDS:
-            return StoredArray(session, leaf, place.path, record.spec)
-        array, value = abstract_leaves(runtime_of(session.context).registry)
+            return StoredArray(state, leaf, place.path, record.spec)
+        array, value = abstract_leaves(runtime_of(state.context).registry)
         handler = array if isinstance(record, ArrayRecord) else value
-        (found,) = session.guard(lambda opened: read_leaves(opened, [leaf], [handler], [None], session.context))
+        (found,) = state.guard(lambda opened: read_leaves(opened, [leaf], [handler], [None], state.context))
         return found
 
     def _child(self, key: Key) -> StoredTree | _LeafPlace | None:
@@ -129,7 +129,7 @@ class StoredTree(Mapping[Any, Any]):
         if number is None or isinstance(key, bool):
             return None
         child, path, first = node.children[number], (*self.path, node.keys[number]), self._first_of(number)
-        return StoredTree(self._session, child, path, first) if isinstance(child, Node) else _LeafPlace(path, first)
+        return StoredTree(self._state, child, path, first) if isinstance(child, Node) else _LeafPlace(path, first)
 
     def _first_of(self, number: int) -> int:
         if self._firsts is None:
@@ -153,7 +153,7 @@ class StoredTree(Mapping[Any, Any]):
         shown = ", ".join(map(repr, there[:20])) + (", ..." if len(there) > 20 else "")
         hint = f"; did you mean {near!r}?" if near is not None and near != asked.split("/")[0] else ""
         return UnknownPathError(
-            f"{asked!r} is not in {format_path(self.path)} of {self._session.opened.location.display}, which has "
+            f"{asked!r} is not in {format_path(self.path)} of {self._state.opened.location.display}, which has "
             f"{shown or 'nothing'}{hint}"
         )
 
@@ -168,8 +168,8 @@ class _LeafPlace:
 
 def _descend(tree: StoredTree, keys: Sequence[Key]) -> StoredTree | _LeafPlace | None:
     """Follow keys. A text that is no key is taken apart at its slashes."""
-    if not keys:
-        return tree
+    if not keys:  # a tree of its own: the open checkpoint must not be in its own cache, or nothing closes it
+        return StoredTree(tree._state, tree._node, tree.path, tree._first)
     key, rest = keys[0], keys[1:]
     child = tree._child(key)
     if isinstance(child, StoredTree):
@@ -198,8 +198,8 @@ class OpenCheckpoint(StoredTree):
 
     def __init__(self, location: LocationLike, context: Context) -> None:
         """Open a checkpoint; what `ckptcore.open` does."""
-        session = Session(location, context)
-        opened = session.opened
+        state = OpenState(location, context)
+        opened = state.opened
         if opened.layout.name == FilesLayout.name:
             raise TreeMismatchError(
                 f"{opened.location.display} holds files that an object wrote, and no tree: load() gives them as bytes",
@@ -207,10 +207,10 @@ class OpenCheckpoint(StoredTree):
             )
         skeleton = opened.tree.skeleton
         self._leaf = None if isinstance(skeleton, Node) else _LeafPlace((), 0)
-        super().__init__(session, skeleton if isinstance(skeleton, Node) else Node("dict", (), ()), (), 0)
+        super().__init__(state, skeleton if isinstance(skeleton, Node) else Node("dict", (), ()), (), 0)
 
     def __repr__(self) -> str:
-        state = "closed" if self._session.is_closed else f"{self._node.kind} of {len(self)}"
+        state = "closed" if self._state.is_closed else f"{self._node.kind} of {len(self)}"
         return f"<OpenCheckpoint: {state}>"
 
     def __enter__(self) -> Self:
@@ -236,7 +236,7 @@ class OpenCheckpoint(StoredTree):
         Raises:
             ValueError: if it was closed.
         """
-        store = self._session.opened.store
+        store = self._state.opened.store
         return store.bytes_read + store.bytes_got
 
     @cached_property
@@ -250,10 +250,10 @@ class OpenCheckpoint(StoredTree):
 
         def describe(opened: Checkpoint) -> CheckpointMetadata:
             # The root of an open checkpoint is shared with others that open it; callers may change what they get.
-            own = opened if opened.root is None else open_tree(opened.location, opened.mark, self._session.context)
-            return describe_opened(own, self._session.context)
+            own = opened if opened.root is None else open_tree(opened.location, opened.mark, self._state.context)
+            return describe_opened(own, self._state.context)
 
-        return self._session.attempt(describe)
+        return self._state.attempt(describe)
 
     def iter_boxes(
         self,
@@ -283,8 +283,8 @@ class OpenCheckpoint(StoredTree):
                 of another save.
         """
         request = LoadRequest(select=select, transforms=transforms, report=report)
-        return iter_boxes(self._session, request, first)
+        return iter_boxes(self._state, request, first)
 
     def close(self) -> None:
         """Close its files. Arrays that were read, and maps, stay valid. Closing again does nothing."""
-        self._session.close()
+        self._state.close()

@@ -14,7 +14,7 @@ from ckptcore.io.block_cache import BlockCache
 from ckptcore.io.elements import bytes_of, c_strides, copy_elements, is_little, little_dtype
 from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.indexing import BasicIndex, Indexed, index_box, rows_of
-from ckptcore.loading.open_sessions import Session, find_plain_place, map_array
+from ckptcore.loading.open_state import OpenState, find_plain_place, map_array
 from ckptcore.loading.reading import allocate_for, check_sizes
 from ckptcore.model.arrays import ArraySpec, HostArray
 from ckptcore.model.objects import BLOCK_BYTES
@@ -56,8 +56,8 @@ class StoredArray:
         "_leaf",
         "_offset",
         "_row",
-        "_session",
         "_spec",
+        "_state",
         "_stored_dtype",
         "_view",
         "dtype",
@@ -65,8 +65,8 @@ class StoredArray:
         "shape",
     )
 
-    def __init__(self, session: Session, leaf: int, path: TreePath, spec: ArraySpec) -> None:
-        """An array of a session, by the number of its leaf; reads nothing."""
+    def __init__(self, state: OpenState, leaf: int, path: TreePath, spec: ArraySpec) -> None:
+        """An array of a state, by the number of its leaf; reads nothing."""
         self.path = path
         self.shape = spec.shape
         self.dtype = dtype = spec.numpy_dtype
@@ -74,7 +74,7 @@ class StoredArray:
         self._is_plain = little == dtype
         self._is_little = is_little(dtype)
         self._stored_dtype = dtype if self._is_plain else little
-        self._session = session
+        self._state = state
         self._leaf = leaf
         self._spec = spec
         self._extent = spec.shape[0] if spec.shape else 0
@@ -137,7 +137,7 @@ class StoredArray:
                 held
                 and view is not None
                 and held.is_at_hand(self._offset + start * self._row, self._offset + stop * self._row)
-                and not self._session.is_closed
+                and not self._state.is_closed
                 and self._is_little
             ):
                 # Fast path: adds no cost to reads that need no verification.
@@ -154,9 +154,9 @@ class StoredArray:
 
     def _read_rows(self, start: int, stop: int) -> HostArray | None:
         """Return a range of the first axis; None if it is not in one object, or large."""
-        session = self._session
-        if session.is_closed:
-            _ = session.opened  # says so
+        state = self._state
+        if state.is_closed:
+            _ = state.opened  # says so
         held = self._held
         if held is None:
             held = self._find()
@@ -182,7 +182,7 @@ class StoredArray:
         try:
             held.read_into(first, memory)
         except CheckpointError as error:
-            self._session.explain(error)
+            self._state.explain(error)
 
     def memory_map(self) -> HostArray:
         """Return a read-only view of the elements in their file, which the operating system reads as they are touched.
@@ -198,7 +198,7 @@ class StoredArray:
         def map_opened(opened: Checkpoint) -> HostArray:
             return map_array(opened, self._leaf, self._spec, format_path(self.path))
 
-        return self._session.guard(map_opened)
+        return self._state.guard(map_opened)
 
     def _copy(self, view: HostArray) -> HostArray:
         """Return stored elements as an array of its own."""
@@ -210,16 +210,16 @@ class StoredArray:
 
     def _read(self, indexed: Indexed) -> HostArray:
         """Return an array of just the wanted elements."""
-        _ = self._session.opened  # a closed one gives nothing
+        _ = self._state.opened  # a closed one gives nothing
         if 0 in indexed.counts:
             return np.empty(indexed.counts, self.dtype)
         near = self._read_near(indexed)
         if near is not None:
             return near
-        self._session.guard(lambda opened: check_sizes(opened, {self._leaf}))
-        array = allocate_for(self._session.opened, self._leaf, ArraySpec(indexed.counts, self._spec.dtype))
+        self._state.guard(lambda opened: check_sizes(opened, {self._leaf}))
+        array = allocate_for(self._state.opened, self._leaf, ArraySpec(indexed.counts, self._spec.dtype))
         if indexed.is_box:
-            self._session.read(self._leaf, (indexed.box,), (array,))
+            self._state.read(self._leaf, (indexed.box,), (array,))
             return array
         self._read_parts(indexed, array)
         return array
@@ -259,7 +259,7 @@ class StoredArray:
         view = self._mapped(held) if self._view is None else self._view
         if view is None:
             return None
-        threads, itemsize = runtime_of(self._session.context).io_threads, self.dtype.itemsize
+        threads, itemsize = runtime_of(self._state.context).io_threads, self.dtype.itemsize
         array = np.empty(indexed.counts, self._stored_dtype)
         whole = _Part(indexed, tuple([slice(0, count) for count in indexed.counts]))
         for part in _far_parts(whole, tuple([stride * itemsize for stride in strides])):
@@ -268,7 +268,7 @@ class StoredArray:
                 if not held.bring(self._offset + begin * itemsize, self._offset + end * itemsize, threads):
                     return None
             except CheckpointError as error:
-                self._session.explain(error)
+                self._state.explain(error)
             copy_elements(array[part.place], view[part.indexed.elements])
         if self._is_plain:
             return array
@@ -276,10 +276,10 @@ class StoredArray:
 
     def _find(self) -> BlockCache | Literal[False]:
         """Return the object that contains it; False if it is read as loads read it."""
-        session = self._session
-        place = session.attempt(lambda opened: find_plain_place(opened, self._leaf))  # what is held is looked at below
-        held = None if place is None else session.hold(place.key)
-        if place is None or held is None or (place.is_sealed and session.context.io.verify and not held.is_verified):
+        state = self._state
+        place = state.attempt(lambda opened: find_plain_place(opened, self._leaf))  # what is held is looked at below
+        held = None if place is None else state.hold(place.key)
+        if place is None or held is None or (place.is_sealed and state.context.io.verify and not held.is_verified):
             self._held = False
             return False
         self._offset = place.offset
@@ -311,7 +311,7 @@ class StoredArray:
     def _read_batch(self, batch: list[tuple[Indexed, HostArray]]) -> None:
         boxes = [part.box for part, _ in batch]
         buffers = [np.empty(box.shape, self.dtype) for box in boxes]
-        self._session.read(self._leaf, boxes, buffers)
+        self._state.read(self._leaf, boxes, buffers)
         for (part, target), buffer in zip(batch, buffers, strict=True):
             copy_elements(target, buffer[tuple([slice(None, None, step) for step in part.steps])])
 

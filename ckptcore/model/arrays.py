@@ -130,12 +130,12 @@ class Box(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """Elements along each axis."""
-        return tuple(map(operator.sub, self.stop, self.start))
+        return tuple([stop - start for start, stop in zip(self.start, self.stop, strict=True)])
 
     @property
     def size(self) -> int:
         """Elements in all; 1 for a box without axes."""
-        return math.prod(map(operator.sub, self.stop, self.start))
+        return math.prod(self.shape)
 
     @property
     def slices(self) -> tuple[slice, ...]:

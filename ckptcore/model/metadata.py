@@ -65,9 +65,9 @@ class TreeMetadata:
         skeleton: the containers.
         leaves: a record per leaf, in the order of the skeleton.
         aliases: for a leaf that shares its bytes with an earlier one: its number -> the number of the earlier one.
-        held_by: for a leaf that not every process of the job held which saved: its number -> the ranks that did,
-            ascending. A rank that only knew of an array, which was spread over others, did not hold it. A process may
-            load the tree without it. Several leaves may have one object.
+        held_by: for a leaf that only some of the saving processes held: its number -> the ranks that did, ascending.
+            A rank that only knew of an array, which was spread over others, did not hold it. A process may load the
+            tree without it. Several leaves may share one tuple.
     """
 
     skeleton: Skeleton

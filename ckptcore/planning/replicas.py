@@ -138,8 +138,8 @@ class Owners(NamedTuple):
     """Which replicas write the cells of an array: a rule, so that nothing is listed that other processes hold.
 
     Attributes:
-        numbers: by piece of a box, the number of the replica that writes it of the first box; of each following box,
-            the next one. A number is to be taken modulo how many replicas there are.
+        numbers: by piece of a box, the replica that writes this piece of the first box. For another box, add its
+            position among the boxes, and take the sum modulo the number of replicas.
         axis: the axis along which the pieces of a box follow each other.
     """
 

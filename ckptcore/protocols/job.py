@@ -200,9 +200,9 @@ class Executor(Protocol[SaveT_contra, OpenedT_contra]):
     The controller plans and commits; no elements pass through it. In a checkpoint the controller is rank 0 and worker
     `n` is rank ``n + 1``, as if each were a process of a job.
 
-    `SaveT_contra` is ``ckptcore.saving.Save`` and `OpenedT_contra` an open checkpoint, ``ckptcore.loading.Checkpoint``.
-    Derive an executor from ``ckptcore_jax.staged_executor.StagedExecutor``, which writes and reads them with pickled
-    stages.
+    `SaveT_contra` is ``ckptcore.saving.requests.Save``, and `OpenedT_contra` is an open checkpoint,
+    ``ckptcore.loading.checkpoint.Checkpoint``. Derive an executor from
+    ``ckptcore_jax.staged_executor.StagedExecutor``, which writes and reads them with pickled stages.
 
     Every method that calls a worker raises `RankFailedError` with the name of the worker if the worker is gone.
     """

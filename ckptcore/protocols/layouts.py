@@ -221,7 +221,8 @@ class ChunkIndex(Protocol):
     def boxes(self, leaf: int, box: Box) -> Iterable[Chunk]:
         """Return the chunks that hold elements of a box of an array. Reads nothing; equal on every process.
 
-        Chunks do not overlap. Work is divided by these: a wrong place costs reads, never elements.
+        Chunks do not overlap. Processes divide reads by these places. If a place is inexact, more bytes are read, but
+        elements are right.
 
         Raises:
             CorruptCheckpointError: the array is not stored whole.

@@ -145,12 +145,11 @@ class StorageCapabilities(NamedTuple):
 
     Attributes:
         request_bytes: bytes that one read should ask for to be efficient.
-        concurrency: requests worth having under way at once. An object store, where each request takes long and many
-            take no longer, has more than 1: the core then uses that many threads, within its own bounds. 1: a thread
-            for each processor is as good.
-        part_bytes: bytes that one request carries to an object that is written in pieces: a multiple of 1 MiB, or 1 if
-            pieces of any size are as good. Multiples of it that `ObjectWriter.write_at` gets at multiples of it are
-            sent without a copy before the call returns.
+        concurrency: requests to have in flight at once. Object stores, whose latency is high, have more than 1: the
+            core then uses that many threads, within its own bounds. 1: one thread for each processor.
+        part_bytes: bytes of one part of an object that is written in pieces: a multiple of 1 MiB, or 1 if parts may
+            have any size. An `ObjectWriter.write_at` whose offset and length are multiples of it is sent without a copy
+            before it returns.
     """
 
     request_bytes: int = 1 << 20
@@ -168,7 +167,7 @@ class StorageBackend(Protocol):
 
     @property
     def capabilities(self) -> StorageCapabilities:
-        """The requests that suit it; a class attribute will do."""
+        """The requests that suit it: a class attribute or a property."""
         return StorageCapabilities()
 
     @property
@@ -245,9 +244,8 @@ class StorageBackend(Protocol):
         Raises:
             ConditionFailedError: nothing was changed.
             AtomicityError: the storage has no conditional puts; nothing was changed.
-            StorageFullError, or a StorageError that is a PermissionError: nothing was changed, and nothing will be: not
-            where an
-                earlier try of the same put may have been done, or be on its way.
+            StorageFullError, or a StorageError that is a PermissionError: the put had no effect and will have none.
+                If an earlier attempt may have reached the storage, raise another StorageError.
         """
         ...
 

@@ -278,7 +278,7 @@ def fail_everywhere(agreement: Agreement, stage: str, error: BaseException) -> N
 
 def fail_before_claim(agreement: Agreement, error: BaseException) -> NoReturn:
     """Raise an error of this process after the save was prepared; the other ranks get it in the stage of the claim."""
-    with agreement.stage("claim"), seen_by_all(agreement, "claimed", "", bool):
+    with agreement.stage("claim"), seen_by_all(agreement, "claimed", "", bool):  # `bool` is never called
         raise error
     raise error  # the stage has raised it
 

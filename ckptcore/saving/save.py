@@ -85,18 +85,19 @@ def begin_save(
         handle = SaveHandle(save.target.location.display, save.nbytes)
         memory = StagingMemory(runtime.staging, runtime.io_threads)
         capture, limit = _Capture(save), context.memory.save_bytes
-        copied_early = limit is None and not _is_uploaded_early(save)
         try:
+            copies_first = limit is None and not _writes_while_copying(save)
             copies = capture.copy(memory, limit)
-            if copied_early:
+            if copies_first:
                 _finish_copies(copies, memory, recording)
         except BaseException as error:  # noqa: BLE001  # sent to the other ranks, then raised
             capture.close()
             memory.close()
             fail_before_claim(agreement, error)
-        # With a bound, the writer waits for copies that this thread makes: it cannot run on this thread, before them.
-        _go_on(save, capture, request.hooks.committed, memory, handle, inline=limit is None)
-        if not copied_early:
+        # This thread makes bounded copies while the writer waits for them: the writer cannot run on this thread.
+        is_bounded = any(isinstance(copy, BoundedSnapshot) for copy in copies)
+        _go_on(save, capture, request.hooks.committed, memory, handle, inline=not is_bounded)
+        if not copies_first:
             try:
                 _finish_copies(copies, memory, recording)
             except BaseException as error:
@@ -124,8 +125,8 @@ def _recorded(request: SaveRequest, context: Context, *, goes_on: bool = False) 
         recording.finish()
 
 
-def _is_uploaded_early(save: Save) -> bool:
-    """Return True if the copies are written while others are still being made.
+def _writes_while_copying(save: Save) -> bool:
+    """Return True if copies are written while others are still being made.
 
     A remote storage takes longer than the copies, and waits for requests rather than for memory. With a disk both would
     share the processors, and the caller would wait longer. Workers write only after all of them have copied.

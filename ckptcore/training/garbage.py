@@ -46,7 +46,7 @@ __all__ = [
     "readable_steps",
 ]
 
-logger = logging.getLogger("ckptcore.garbage")
+logger = logging.getLogger("ckptcore.training")
 
 _MOST_ERRORS: Final = 100
 """The most errors that are kept until they are taken; all are logged."""

@@ -13,7 +13,7 @@ from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, Self, TypeAlias
 
-from ckptcore.io.threads import renew_in_children
+from ckptcore.io.threads import reset_in_children
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.tree import JSON
 from ckptcore.policies import AnySave, PreemptionCheckpointing, SaveContext, SavePolicy
@@ -62,9 +62,9 @@ class TerminationSignal:
 
         self._handler = handle
         signal.signal(signal.SIGTERM, handle)
-        renew_in_children(self)
+        reset_in_children(self)
 
-    def renew(self) -> None:
+    def reset_after_fork(self) -> None:
         """Close it in a forked child: the training loop runs in the parent."""
         self.close()
 

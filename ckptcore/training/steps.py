@@ -33,7 +33,7 @@ from ckptcore.errors import (
     ObjectNotFoundError,
 )
 from ckptcore.io.requests import requests_of
-from ckptcore.io.threads import ask_each, renew_in_children
+from ckptcore.io.threads import ask_each, reset_in_children
 from ckptcore.job.agreement import Agreement
 from ckptcore.loading.opening import ConsistentRead, open_either
 from ckptcore.policies import StepInfo
@@ -93,10 +93,10 @@ class StepDirectory:
         self._leftovers: tuple[str, ...] = ()
         self._holds: Locks | None = None
         self.broken: set[int] = set()
-        self.renew()
-        renew_in_children(self)
+        self.reset_after_fork()
+        reset_in_children(self)
 
-    def renew(self) -> None:
+    def reset_after_fork(self) -> None:
         """Replace the lock in a forked child: a thread of the parent may hold the old one."""
         self._lock = threading.Lock()
 

@@ -173,7 +173,10 @@ class _Flattening:
 
     def _checkpointable(self, value: object, handler: CheckpointableHandler | None) -> tuple[Skeleton, Shape]:
         assert handler is not None  # one of the three is there
-        stored = None if self.stored_at is None else self.stored_at(tuple(self.path))
+        stored = None
+        # Most handlers do without the stored tree, which is built for this.
+        if self.stored_at is not None and type(handler).flatten_to_load is not CheckpointableHandler.flatten_to_load:
+            stored = self.stored_at(tuple(self.path))
         state = handler.flatten(value) if stored is None else handler.flatten_to_load(value, stored)
         before = len(self.leaves)
         skeleton, shape = self.node(state)

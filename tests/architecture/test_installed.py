@@ -21,8 +21,12 @@ def install(directory: Path, name: str, text: str) -> None:
 
 @pytest.mark.parametrize("group", ["ckptcore", "ckptcore.commands", "ckptcore_testing", "console_scripts", "pytest11"])
 def test_finds_those_of_importlib(group: str) -> None:
-    expected = [(found.name, found.value) for found in importlib.metadata.entry_points(group=group)]
-    assert sorted((found.name, found.value) for found in entry_points(group)) == sorted(expected)
+    expected = [
+        EntryPoint(found.name, found.value, f"{found.dist.name} {found.dist.version}")
+        for found in importlib.metadata.entry_points(group=group)
+        if found.dist is not None
+    ]
+    assert sorted(entry_points(group)) == sorted(expected)
 
 
 def test_finds_the_version_of_importlib() -> None:

@@ -115,6 +115,18 @@ def test_what_is_far_is_kept_where_it_was_verified() -> None:
     assert len(read(held(reader, FarObject(reader), verified=False), 340, 341)) == 1 and reader.reads[-1] == (340, 341)
 
 
+def test_a_far_object_of_one_block_is_requested_once() -> None:
+    reader = ChangingObject(data_of())
+    found = held(reader, FarObject(reader))
+    read(found, 110, 120)
+    for _ in range(5):
+        assert read(found, 100, 200) == reader.data[100:200]
+    assert reader.reads == [(100, 200)]
+    for _ in range(2):
+        read(found, 1000, SIZE)
+    assert reader.reads == [(100, 200), (1000, SIZE)]
+
+
 def test_blocks_are_brought_at_hand_once() -> None:
     reader = ChangingObject(data_of())
     found = held(reader)

@@ -37,7 +37,7 @@ __all__ = ["finalize_sessions"]
 
 _SHOWN = 20
 
-logger = logging.getLogger("ckptcore.finalizing")
+logger = logging.getLogger("ckptcore.saving")
 
 
 def finalize_sessions(

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
-from ckptcore_obstore.forks import renew_in_children
+from ckptcore_obstore.forks import reset_in_children
 
 if TYPE_CHECKING:
     from google.auth.exceptions import GoogleAuthError
@@ -70,10 +70,10 @@ class DefaultTokens:
     def __init__(self, file: str | None) -> None:
         """Do no I/O, and do not import google-auth."""
         self._file = file
-        self.renew()
-        renew_in_children(self)
+        self.reset_after_fork()
+        reset_in_children(self)
 
-    def renew(self) -> None:
+    def reset_after_fork(self) -> None:
         """Discard the credentials.
 
         Called in a forked child, because the parent may hold the lock.

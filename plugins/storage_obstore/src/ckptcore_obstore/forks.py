@@ -10,27 +10,27 @@ import os
 import weakref
 from typing import Protocol
 
-__all__ = ["renew_in_children"]
+__all__ = ["reset_in_children"]
 
 
-class _Renewable(Protocol):
+class _Resettable(Protocol):
     """An object that can be reset."""
 
-    def renew(self) -> None:
+    def reset_after_fork(self) -> None:
         """Return to the initial state without acquiring a lock: a parent's thread may have held it."""
         ...
 
 
-def renew_in_children(thing: _Renewable) -> None:
-    """Call `renew` of `thing` in every child forked during its lifetime.
+def reset_in_children(thing: _Resettable) -> None:
+    """Call `reset_after_fork` of `thing` in every child forked during its lifetime.
 
     Only a weak reference is kept. Callbacks are never unregistered, so use this for few objects.
     """
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=functools.partial(_renew, weakref.ref(thing)))
+        os.register_at_fork(after_in_child=functools.partial(_reset, weakref.ref(thing)))
 
 
-def _renew(found: weakref.ref[_Renewable]) -> None:
+def _reset(found: weakref.ref[_Resettable]) -> None:
     thing = found()
     if thing is not None:
-        thing.renew()
+        thing.reset_after_fork()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from ckptcore_obstore.forks import renew_in_children
+from ckptcore_obstore.forks import reset_in_children
 
 __all__ = ["AdaptiveLimit"]
 
@@ -37,10 +37,10 @@ class AdaptiveLimit:
         self._most = most
         self.name: Final = name
         self._clock = clock
-        self.renew()
-        renew_in_children(self)
+        self.reset_after_fork()
+        reset_in_children(self)
 
-    def renew(self) -> None:
+    def reset_after_fork(self) -> None:
         """Reset to the maximum. A forked child has none of its parent's requests."""
         self._allowed = float(self._most)
         self._under_way = 0

@@ -11,7 +11,7 @@ from urllib.parse import quote, urlsplit
 from ckptcore.protocols import Buffer
 from ckptcore.redaction import chainable
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_answer
-from ckptcore_obstore.forks import renew_in_children
+from ckptcore_obstore.forks import reset_in_children
 from ckptcore_obstore.services import Service
 
 if TYPE_CHECKING:
@@ -47,10 +47,10 @@ class PlainRequests:
     def __init__(self, service: Service) -> None:
         """Make no request."""
         self._service = service
-        self.renew()
-        renew_in_children(self)
+        self.reset_after_fork()
+        reset_in_children(self)
 
-    def renew(self) -> None:
+    def reset_after_fork(self) -> None:
         """Drop all connections. A forked child must not write to those of its parent."""
         self._lock = threading.Lock()
         self._pools: urllib3.PoolManager | None = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Protocol
 
-from ckptcore_obstore.forks import renew_in_children
+from ckptcore_obstore.forks import reset_in_children
 
 from ckptcore.errors import StorageCredentialsError
 
@@ -65,10 +65,10 @@ class ChainCredentials:
     def __init__(self, profile: str | None) -> None:
         """Do no I/O, and do not import boto3."""
         self._profile = profile
-        self.renew()
-        renew_in_children(self)
+        self.reset_after_fork()
+        reset_in_children(self)
 
-    def renew(self) -> None:
+    def reset_after_fork(self) -> None:
         """Discard the credentials.
 
         Called in a forked child, because the parent may hold the lock.

@@ -24,7 +24,7 @@ from ckptcore.errors import (
 )
 from ckptcore.events import Observer, Recording
 from ckptcore.io.background import Progress
-from ckptcore.io.threads import renew_in_children
+from ckptcore.io.threads import reset_in_children
 from ckptcore.policies import PreservationPolicy, SaveContext, StepInfo, what_to_delete
 from ckptcore.training.path_directory import OwnedDirectory
 from ckptcore.training.save_decisions import Past
@@ -88,9 +88,9 @@ class Uploader:
         self._is_clean = False
         self._at_exit = functools.partial(_stop_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
-        renew_in_children(self)
+        reset_in_children(self)
 
-    def renew(self) -> None:
+    def reset_after_fork(self) -> None:
         """Stop uploading: a forked child owns neither tier."""
         self._changed = threading.Condition()
         self._state = UploadState(stopped=True)

@@ -6,8 +6,9 @@ filesystem.py)::
     state_dict_metadata  {name: TensorStorageMetadata(properties, size, chunks[ChunkStorageMetadata(offsets, sizes)])
                                 or BytesStorageMetadata()}
     planner_data         {name: path}, or None
-    storage_data         {MetadataIndex(fqn, offset, index): _StorageInfo(relative_path, offset, length,
-    transform_descriptors)} storage_meta         StorageMeta(checkpoint_id, save_id, load_id, modules), or None
+    storage_data         {MetadataIndex(fqn, offset, index):
+                          _StorageInfo(relative_path, offset, length, transform_descriptors)}
+    storage_meta         StorageMeta(checkpoint_id, save_id, load_id, modules), or None
     version              "1.0.0", or None
 
 Classes are known by their names, and those that moved between versions of torch by any of them. What other software

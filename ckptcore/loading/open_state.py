@@ -1,4 +1,4 @@
-"""Sessions: a checkpoint that stays open for small reads and maps, and notices that it was replaced."""
+"""OpenState: a checkpoint that stays open for small reads and maps, and notices that it was replaced."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ckptcore.model.metadata import ArrayRecord
 from ckptcore.planning import plan_read
 from ckptcore.runtime import runtime_of
 
-__all__ = ["PlainPlace", "Session", "find_plain_place", "map_array"]
+__all__ = ["OpenState", "PlainPlace", "find_plain_place", "map_array"]
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ _MOST_HELD: Final = 150
 """Limit of open objects: each takes a file descriptor, or two if it is mapped. Many systems allow a process 1024."""
 
 
-class Session:
+class OpenState:
     """A checkpoint that stays open for reads of parts. Any thread.
 
     All bytes are of the save that was opened: objects that are held open belong to it, and after any other read the
@@ -186,7 +186,7 @@ def find_plain_place(opened: Checkpoint, leaf: int) -> PlainPlace | None:
         CorruptCheckpointError: the metadata that describes the place is damaged.
     """
     record = opened.tree.leaves[leaf]
-    if not isinstance(record, ArrayRecord) or not record.spec.size or opened.reads:
+    if not isinstance(record, ArrayRecord) or not record.spec.size or opened.read_instead:
         return None
     leaf = opened.tree.aliases.get(leaf, leaf)
     whole = Box.whole(record.spec.shape)
