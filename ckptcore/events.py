@@ -32,9 +32,8 @@ thread that it ends on. Phases may contain others, overlap on several threads, a
   steps that its policy does not keep. A ``clean`` is an operation of its own, and so is each ``delete`` in it.
 - A ``Checkpointer`` with a near tier uploads steps. Each ``upload`` is an operation of its own, even if the step is not
   uploaded: its error says why.
-- ``exchange`` is in ``describe``, and follows ``claim``, ``write`` and ``commit``. If it is long, this rank waited for
-a
-  slower one. A process without others has none. The caller waits for it if it waits for that stage.
+- ``exchange`` is in ``describe``, and follows ``claim``, ``write`` and ``commit``. If it is long, this rank waited
+  for a slower one. A process without others has none. The caller waits for it if it waits for that stage.
 - ``load_async`` has the phases of ``load``, on a background thread.
 - Bytes are those of arrays and files that the phase moved on this rank; None if it moves none or they are unknown.
 

@@ -61,17 +61,15 @@ def metadata(
 def abstract(state: Any, *, context: Context | None = None) -> Any:
     """Return the abstract tree of a value: passed to `load`, it requests a value like this one. Reads no elements.
 
-    Containers are of the same types, and have for every leaf what says its type, shape, dtype and placement:
-    `AbstractArray` for NumPy arrays, a `ShardedArray` without elements for one with, `jax.ShapeDtypeStruct` with its
-    sharding for arrays of JAX, tensors on the meta device and FakeTensors for those of PyTorch. Numbers, text and None
-    stay: they are what is asked for by their kind. What is tied stays tied. What is abstract already stays as it is,
-        and so does `PLACEHOLDER`.
+    Containers have the same types. Leaves state their type, shape, dtype and placement: `AbstractArray` for NumPy arrays,
+    a `ShardedArray` without elements for one with, `jax.ShapeDtypeStruct` with its sharding for arrays of JAX, and tensors
+    on the meta device or FakeTensors for those of PyTorch. Numbers, text, None, `PLACEHOLDER` and abstract leaves stay as
+    they are. Tied leaves stay tied.
 
-    An object that has a state of its own (a module, an optimizer) stands as its state, under the names that it is saved
-    by: what is loaded is such a state. It is the state that it has now: an optimizer that made no step has none. Where
-        it can have more, give
-    `load` the object itself. An object that writes files of its own has no abstract: give `load_checkpointables` that
-    object.
+    An object with a state of its own, such as a module or an optimizer, becomes this state, under the names that it is
+    saved by, and a load returns such a state. It is the current state: that of an optimizer which has made no step is
+    empty. If the saved state may have more, pass the object itself to `load`. An object that writes files of its own has
+    no abstract leaf: pass it to `load_checkpointables`.
 
     Args:
         state: a tree of containers and leaves that the installed plugins handle. Arrays in it may be deleted, donated,

@@ -46,7 +46,7 @@ def tree_of(value: Value, *, key: str, limit: int = 1 << 20) -> tuple[Skeleton, 
 
     Of a class that is not known, what the pickle holds of its object comes as a node ``object`` with the name of the
     class: its attributes, and ``__arguments__``, ``__state__``, ``__items__`` and ``__pairs__`` where there are such. A
-        function or class is a text.
+    function or class is a text.
 
     Args:
         value: what was pickled.

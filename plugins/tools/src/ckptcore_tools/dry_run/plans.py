@@ -23,9 +23,8 @@ class ObjectPlan:
             itself.
         nbytes: its size in bytes.
         certainty: how exact that is. ``at most``: the content is compressed, and the object may not be written at all.
-            ``about``: it describes the checkpoint, as an index or the root does: its size may depend on the time and
-                the
-            duration of the save, and on names of objects. The root may be some kilobytes off.
+            ``about``: it describes the checkpoint, as an index or the root does: its size may depend on the time
+            and the duration of the save, and on names of objects. The root may be some kilobytes off.
     """
 
     key: str
