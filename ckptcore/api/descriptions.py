@@ -61,15 +61,15 @@ def metadata(
 def abstract(state: Any, *, context: Context | None = None) -> Any:
     """Return the abstract tree of a value: passed to `load`, it requests a value like this one. Reads no elements.
 
-    Containers have the same types. Leaves state their type, shape, dtype and placement: `AbstractArray` for NumPy arrays,
-    a `ShardedArray` without elements for one with, `jax.ShapeDtypeStruct` with its sharding for arrays of JAX, and tensors
-    on the meta device or FakeTensors for those of PyTorch. Numbers, text, None, `PLACEHOLDER` and abstract leaves stay as
-    they are. Tied leaves stay tied.
+    Containers have the same types. Leaves state their type, shape, dtype and placement: `AbstractArray` for NumPy
+    arrays, a `ShardedArray` without elements for one with, `jax.ShapeDtypeStruct` with its sharding for arrays of JAX,
+    and tensors on the meta device or FakeTensors for those of PyTorch. Numbers, text, None, `PLACEHOLDER` and abstract
+    leaves stay as they are. Tied leaves stay tied.
 
     An object with a state of its own, such as a module or an optimizer, becomes this state, under the names that it is
     saved by, and a load returns such a state. It is the current state: that of an optimizer which has made no step is
-    empty. If the saved state may have more, pass the object itself to `load`. An object that writes files of its own has
-    no abstract leaf: pass it to `load_checkpointables`.
+    empty. If the saved state may have more, pass the object itself to `load`. An object that writes files of its own
+    has no abstract leaf: pass it to `load_checkpointables`.
 
     Args:
         state: a tree of containers and leaves that the installed plugins handle. Arrays in it may be deleted, donated,

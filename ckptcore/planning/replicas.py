@@ -198,11 +198,11 @@ def cut_for_replicas(
 def owners_of(shares: Shares, *, rank: int, size: int) -> Mapping[int, Owners]:
     """By array, which replica writes each of the cells between its cuts.
 
-    The largest pieces come first, and each goes to the replica that has the fewest bytes so far, as if each array had one
-    box. So processes that hold one box of each of several arrays share them evenly, whichever boxes they are. Arrays that
-    are cut into equally many boxes along each axis are divided together, because a process then holds boxes at one
-    position; from position to position the replicas take turns. Every process computes the same result, in time that grows
-    with the number of arrays, not with that of cells or processes.
+    The largest pieces come first, and each goes to the replica that has the fewest bytes so far, as if each array had
+    one box. So processes that hold one box of each of several arrays share them evenly, whichever boxes they are.
+    Arrays that are cut into equally many boxes along each axis are divided together, because a process then holds boxes
+    at one position; from position to position the replicas take turns. Every process computes the same result, in time
+    that grows with the number of arrays, not with that of cells or processes.
 
     Args:
         shares: the tree of the job, and the pieces of the arrays that this process holds.

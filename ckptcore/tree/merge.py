@@ -41,8 +41,9 @@ def unite_trees(
     on. All other containers must have the same children in each tree that has them. A leaf must be the same in each: an
     array of the same shape, dtype, kind and cuts, or the same value. Notes are those of the first tree that has a leaf.
 
-    Leaves stay tied unless a rank has two of them separately. Otherwise all of them are separated and stored one by one,
-    which takes more space and is never wrong. A rank that only knows of arrays does not know whether they are tied.
+    Leaves stay tied unless a rank has two of them separately. Otherwise all of them are separated and stored one by
+    one, which takes more space and is never wrong. A rank that only knows of arrays does not know whether they are
+    tied.
 
     Args:
         trees: all that are different.
