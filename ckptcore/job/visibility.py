@@ -127,8 +127,8 @@ def _look_for(look: Callable[[], bool], place: str, leader_place: str) -> None:
     raise NotSharedError(
         f"{place} on {_host()} is not what rank 0 has in {leader_place}: this process did not see what rank 0 created "
         f"there (waited {_PATIENCE_SECONDS:g} s). All processes of a job must share one directory: use a file system "
-        "that all hosts mount, or the URL of an object store. Or let each process save alone, into a directory of its own, with "
-        "a Context whose coordinator has one rank"
+        "that all hosts mount, or the URL of an object store. Or let each process save alone, into a directory of its "
+        "own, with a Context whose coordinator has one rank"
     )
 
 
