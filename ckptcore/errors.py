@@ -3,7 +3,7 @@
 ::
 
     CheckpointError
-    ├── CheckpointNotFoundError        (FileNotFoundError)  nothing that can be loaded stands at the location
+    ├── CheckpointNotFoundError        (FileNotFoundError)  nothing that can be loaded is at the location
     │   ├── UncommittedCheckpointError                      a save began there and never committed
     │   └── UnknownCheckpointableError                      the checkpoint was saved without this name
     ├── CheckpointExistsError          (FileExistsError)    a save would replace something and was not asked to
@@ -14,7 +14,7 @@
     ├── CompositeCheckpointError       (ValueError)         it holds several checkpointables, and one tree was asked for
     ├── TreeMismatchError              (ValueError)         the abstract tree and the stored one differ; lists it all
     ├── TransformError                 (ValueError)         a transform of a load does not fit what is stored, or failed
-    ├── UnknownPathError               (KeyError)           nothing stands at this path in an open checkpoint
+    ├── UnknownPathError               (KeyError)           nothing is at this path in an open checkpoint
     ├── NotMappableError               (ValueError)         a stored array cannot be mapped into memory; says why
     ├── UnsupportedLeafError           (TypeError)          no handler or no layout can store this leaf
     ├── UnsupportedKeyError            (TypeError)          a container key that is neither int nor str
@@ -124,7 +124,7 @@ class CheckpointError(Exception):
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """Nothing that can be loaded stands at the location."""
+    """Nothing that can be loaded is at the location."""
 
 
 class UncommittedCheckpointError(CheckpointNotFoundError):
@@ -136,7 +136,7 @@ class UnknownCheckpointableError(CheckpointNotFoundError):
 
 
 class CheckpointExistsError(CheckpointError, FileExistsError):
-    """A save would replace what stands at the location and was not asked to."""
+    """A save without ``overwrite`` would replace what is at the location."""
 
 
 class DirectoryInUseError(CheckpointError, BlockingIOError):
@@ -206,7 +206,7 @@ class TransformError(CheckpointError, ValueError):
 
 
 class UnknownPathError(CheckpointError, KeyError):
-    """Nothing stands at this path in an open checkpoint."""
+    """Nothing is at this path in an open checkpoint."""
 
     def __str__(self) -> str:
         """The message as it is; a `KeyError` would quote it."""
@@ -306,7 +306,7 @@ class AtomicityError(CheckpointError, RuntimeError):
 
 
 class BackgroundSaveError(CheckpointError, RuntimeError):
-    """An earlier asynchronous save failed and nobody asked for its result; its error is the cause."""
+    """An earlier asynchronous save failed, and no caller retrieved its error, which is the cause."""
 
 
 class UploadError(CheckpointError, RuntimeError):

@@ -181,15 +181,15 @@ class Recording:
         self._observers = tuple(observers)
         self._failing: set[int] = set()  # by position
         self._operation_id = os.urandom(8).hex()
-        # Tuples, because an Event costs more to make than the rest of a phase, and often nobody looks. Appending to a
-        # list and copying it are atomic, so no lock is needed.
+        # Tuples, because an Event costs more to make than the rest of a phase, and often there is no observer.
+        # Appending to a list and copying it are atomic, so no lock is needed.
         self._rows: list[_Row] = []
         self._unfinished = threading.Lock()  # taken for good by the first that finishes
         self._began = time.perf_counter()
         self._epoch = time.time() - self._began
 
     def phase(self, name: Phase, nbytes: int | None = None) -> RunningPhase:
-        """A phase, to be entered on the thread that does it. Costs about a microsecond if nobody observes.
+        """A phase, to be entered on the thread that does it. Costs about a microsecond without observers.
 
         Args:
             name: which.

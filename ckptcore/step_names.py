@@ -22,7 +22,7 @@ class StepNameFormat:
     """One way to name steps: a prefix and then the number in decimal digits.
 
     Attributes:
-        prefix: what stands before the number. It may be empty. It has no ``/``, does not begin with ``.`` (such names
+        prefix: the text before the number. It may be empty. It has no ``/``, does not begin with ``.`` (such names
             are hidden) and does not end in a digit.
         width: how many digits are written at least, with zeros in front. 0 writes no zeros. None writes none either,
             and reads names with any number of them.

@@ -46,7 +46,7 @@ _MOST_DEEP: Final = 200
 
 
 class FilesLayout(Layout):
-    """Stores no tree. The core chooses it for objects that write files of their own; nobody asks for it by name."""
+    """Stores no tree. The core chooses it for objects that write files of their own; it has no public name."""
 
     name = "files"
 
@@ -127,7 +127,7 @@ class SavesToDirectoryHandler:
         """Let it save itself; a function that it returns is the rest of its work.
 
         Raises:
-            PluginError: if it returns something to await, which nobody would.
+            PluginError: if it returns an awaitable, which this handler would not await.
         """
         rest = value.save(directory)
         if inspect.isawaitable(rest):
@@ -158,7 +158,7 @@ class SavesToDirectoryAsyncHandler:
     def save(self, value: Any, directory: Path) -> Continuation | None:
         """Run the first phase on the thread of the caller, and leave what it returns to the continuation.
 
-        Both run in one event loop, which stands still between them.
+        Both run in one event loop, which does not run between them.
 
         Raises:
             PluginError: if it returns nothing to await and leaves tasks running; the continuation raises it for its

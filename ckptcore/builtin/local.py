@@ -70,7 +70,7 @@ def open_local(url: str, options: StorageOptions) -> LocalStorage:
         path = "/" + unquote(rest, errors="surrogateescape")
     if not path or "\0" in path:
         raise InvalidLocationError(f"{url!r} is no path of a directory: it is empty or has a NUL character")
-    # Not abspath: `link/..` is not where it stands.
+    # Not abspath: `link/..` is not the directory of the link.
     path = path if path.startswith("/") else os.path.join(working_directory(), path)
     return LocalStorage(path if ".." not in path.split("/") else os.path.realpath(path), options)
 

@@ -89,7 +89,7 @@ def open_without_links(path: str, flags: int) -> int | None:
 def real_path(path: str) -> str:
     """Return `os.path.realpath` of a path. A path without links takes one system call, not one for each directory."""
     absolute = path if path.startswith("/") else f"{working_directory()}/{path}"
-    # `link/..` is not where it stands, and two slashes in front mean something to some systems.
+    # `link/..` is not the directory of the link, and two slashes in front mean something to some systems.
     if sys.platform == "linux" and ".." not in absolute.split("/") and not absolute.startswith("//"):
         descriptor = open_without_links(absolute, os.O_PATH | os.O_CLOEXEC)
         if descriptor is not None:
@@ -169,7 +169,7 @@ def _function(name: str, argument_types: tuple[type, ...]) -> Callable[..., int]
 
 
 ABSENT: Final = (errno.ENOENT, errno.ENOTDIR)
-"""What the system answers where there is nothing: also where a file stands in the place of a directory."""
+"""Errors of the system for missing files, including a file in the place of a directory."""
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
@@ -439,7 +439,7 @@ def rename_without_replacing(source: str, destination: str) -> None:
     """Rename a file or directory, atomically.
 
     Raises:
-        FileExistsError: something stands at the destination; nothing was changed.
+        FileExistsError: the destination exists; nothing was changed.
         AtomicityError: the file system cannot; nothing was changed.
         OSError
     """

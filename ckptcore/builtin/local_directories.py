@@ -123,7 +123,7 @@ class LocalDirectories:
 
         Raises:
             InvalidLocationError: a symbolic link leads out of the checkpoint.
-            StorageError: something else stands there.
+            StorageError: something else is there.
         """
         try:
             descriptor = self._open(directory)
@@ -236,7 +236,7 @@ class LocalDirectories:
             close_descriptor(descriptor, directory)
 
     def remove_empty(self, directory: str) -> None:
-        """Remove a directory if it is empty and nobody holds it, then those above it likewise; never the root.
+        """Remove a directory if it is empty and not locked, then those above it likewise; never the root.
 
         Raises:
             StorageError

@@ -40,7 +40,7 @@ _MOST_BYTES: Final = 1 << 30  # of one system call, below the 2 GiB that Linux m
 
 
 class LocalFile:
-    """A regular file that is open for reading; closed when nobody refers to it any more."""
+    """A regular file that is open for reading; closed with its last reference."""
 
     __slots__ = ("_descriptor", "cold", "key", "path", "status")
 
@@ -367,7 +367,7 @@ def open_cold_reader(path: str, status: os.stat_result) -> ColdReader | None:
 
 
 class ColdReader:
-    """A file of which cold parts can be read. Any thread; closed when nobody refers to it any more."""
+    """A file of which cold parts can be read. Any thread; closed with its last reference."""
 
     def __init__(self, probe: int, direct: int, size: int) -> None:
         self._probe = probe

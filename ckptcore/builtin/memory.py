@@ -149,7 +149,7 @@ class _Store:
     def __init__(self) -> None:
         self.objects: dict[str, _Object] = {}
         self.lock = threading.Lock()
-        # A writer that nobody holds can do no harm, and its memory is free.
+        # A writer without references is harmless, and its memory is freed.
         self._writers: weakref.WeakSet[_MemoryWriter] = weakref.WeakSet()
         self._generations = itertools.count(1)
 

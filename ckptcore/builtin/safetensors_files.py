@@ -122,7 +122,7 @@ def _find_tensors(store: ReadStore, entry: str | None) -> _Found | None:
             try:
                 return _with_config(store, *found)
             except CorruptCheckpointError:
-                return found  # who names the file can have its tensors whatever stands beside it
+                return found  # a file that is named is loaded whatever else is in its directory
         if entry.endswith(_INDEX):
             return _read_index(store, entry)
         return _read_header(store, entry) if entry.endswith(_FILE) or _has_header(store, entry) else None
@@ -306,7 +306,7 @@ Constants: TypeAlias = Literal["refused", "kept"]
 
 
 def read_json_object(store: ReadStore, key: str, *, constants: Constants = "refused") -> dict[str, JSON]:
-    """A JSON object that stands in a file beside tensors; no deeper and larger than metadata can be.
+    """Read a JSON object from a file beside tensors; limited in depth and size.
 
     Raises:
         ObjectNotFoundError: if there is no such file.

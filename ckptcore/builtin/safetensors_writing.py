@@ -101,7 +101,7 @@ def _raw_entry(record: ArrayRecord) -> tuple[str, Sequence[int]] | None:
 
 
 METADATA: Final = "__metadata__"
-"""The name in a header under which the metadata of the file stands."""
+"""The name in a header of the metadata of the file."""
 
 _ALIGNMENT: Final = 64
 _LARGE_ALIGNMENT: Final = 4096
@@ -109,7 +109,7 @@ _LARGE_ALIGNMENT: Final = 4096
 
 
 def encode_header(header: Mapping[str, JSON], data_bytes: int) -> bytes:
-    """What stands before the elements of a file.
+    """Return the bytes before the elements of a file.
 
     Args:
         header: by name, what each tensor is and where.

@@ -405,7 +405,7 @@ _RANDOM: Final = PythonRandomHandler()
 
 def random_state_handler(value_type: type) -> CheckpointableHandler | None:
     """The handler for generators of a type; None for other types, and for those without this state (`SystemRandom`)."""
-    # Both modules cost time to import, and nobody has a generator of theirs before.
+    # Both modules are slow to import, and no value is a generator of theirs before they are imported.
     if "numpy.random" in sys.modules:
         if issubclass(value_type, np.random.Generator):
             return _GENERATOR

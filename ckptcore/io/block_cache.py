@@ -7,10 +7,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Final, cast
 
-import numpy as np
-
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.io.checksums import RecordedChecksums
+from ckptcore.io.elements import new_bytes
 from ckptcore.io.requests import is_held_reader
 from ckptcore.io.threads import IOThreads, run_each
 from ckptcore.protocols import Buffer, HeldReader, RangeReader
@@ -36,7 +35,7 @@ class _Spare(threading.local):
         """Return memory to fill. Mapping and touching a MiB takes longer than verifying one."""
         self.block = None
         if self.memory is None or len(self.memory) < nbytes:
-            self.memory = _new_memory(nbytes)
+            self.memory = new_bytes(nbytes)
         return self.memory[:nbytes]
 
 
@@ -216,7 +215,7 @@ class BlockCache:
         if self._held is None:
             kept = self._recent.find(self._key, begin)
             if kept is None:
-                kept = _new_memory(nbytes)
+                kept = new_bytes(nbytes)
                 self._verify(begin, kept, None)
                 self._recent.keep(self._key, begin, kept)
             return kept
@@ -273,7 +272,3 @@ class BlockCache:
                 start=start,
                 stop=stop,
             )
-
-
-def _new_memory(nbytes: int) -> memoryview:
-    return memoryview(np.empty(nbytes, np.uint8))  # type: ignore[arg-type]  # NumPy's stubs know it from Python 3.12 on

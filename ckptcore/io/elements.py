@@ -22,6 +22,7 @@ __all__ = [
     "intersect",
     "is_little",
     "little_dtype",
+    "new_bytes",
     "plain",
     "run_axis",
     "runs",
@@ -67,6 +68,12 @@ def plain(array: HostArray) -> HostArray:
 def copy_elements(destination: HostArray, source: HostArray) -> None:
     """Copy between arrays of one shape and any strides and byte orders; without the interpreter lock if large."""
     np.copyto(plain(destination), plain(source))
+
+
+def new_bytes(nbytes: int) -> memoryview:
+    """Return new memory of so many bytes, which is not initialised."""
+    # The stubs of NumPy know the buffer protocol from Python 3.12 on.
+    return memoryview(np.empty(nbytes, np.uint8))  # type: ignore[arg-type]
 
 
 def bytes_of(array: HostArray) -> memoryview:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ckptcore.errors import CheckpointError
 from ckptcore.io.block_cache import BlockCache
-from ckptcore.io.elements import bytes_of, c_strides, copy_elements, is_little, little_dtype
+from ckptcore.io.elements import bytes_of, c_strides, copy_elements, is_little, little_dtype, new_bytes
 from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.indexing import BasicIndex, Indexed, index_box, rows_of
 from ckptcore.loading.open_state import OpenState, find_plain_place, map_array
@@ -245,8 +245,7 @@ class StoredArray:
             return None if follow else self._pick(held, indexed, strides)
         if follow:
             return self._read_run(held, begin, indexed.counts)
-        # The stubs of NumPy know the buffer protocol from Python 3.12 on.
-        memory = memoryview(np.empty(span, np.uint8))  # type: ignore[arg-type]
+        memory = new_bytes(span)
         self._read_into(held, begin, memory)
         steps = [step * stride * itemsize for step, stride in zip(indexed.steps, strides, strict=True)]
         return self._copy(np.ndarray(indexed.counts, self._stored_dtype, memory, 0, steps))

@@ -158,7 +158,7 @@ class TreeMetadata:
 
 
 class _NoteTable:
-    """Notes that are equal get one number, and stand once in `table`."""
+    """Equal notes get one number, and are in `table` once."""
 
     def __init__(self) -> None:
         self.table: list[JSON] = []

@@ -173,7 +173,7 @@ class ArraySegment(NamedTuple):
 
 
 class Checksum(Protocol):
-    """A checksum that stands in an object, right behind the bytes it is of, as a format says. Any thread."""
+    """A checksum that a format stores in an object, right after the bytes that it covers. Any thread."""
 
     @property
     def name(self) -> str:
@@ -200,7 +200,7 @@ class Checksum(Protocol):
         ...
 
     def encode(self, value: int) -> bytes:
-        """A checksum as it stands in an object: `nbytes` bytes."""
+        """Encode a checksum for an object, as `nbytes` bytes."""
         ...
 
 

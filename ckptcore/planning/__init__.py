@@ -84,7 +84,7 @@ def leaf_names(
     """A name for each leaf, as foreign readers of a flat layout expect it: its keys joined by a separator.
 
     Leaves that would share a name, or have a reserved one, get an escaped name each: a separator within a key gets a
-    backslash before it, a str key that looks like an int stands in quotes, an attribute begins with ``\\@``.
+    backslash before it, a str key that looks like an int is in quotes, an attribute begins with ``\\@``.
 
     Args:
         paths: by number of the leaf.

@@ -237,8 +237,8 @@ class Executor(Protocol[SaveT_contra, OpenedT_contra]):
 
         Args:
             save: its parts have the plans of the workers.
-            copied: True to copy the boxes, at the workers, to memory that nobody changes or frees. False if the leaves
-                do not change until the save is committed.
+            copied: True to copy the boxes, at the workers, to memory that no other code changes or frees. False if
+                the leaves do not change until the save is committed.
         """
         ...
 

@@ -64,7 +64,7 @@ class WriteStore(Protocol):
         """Write an object made of these segments, in this order, over the core's I/O threads.
 
         Segments are opened one after the other as writing proceeds, and closed as their bytes are written. Checksums
-        that stand in the object are computed on the way, by the threads that write what they are of.
+        inside the object are computed by the threads that write the bytes they cover.
 
         Raises:
             PluginError: the arrays of a segment do not make up its box, or a checksum is of another one.

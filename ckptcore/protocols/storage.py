@@ -161,7 +161,7 @@ class StorageBackend(Protocol):
     """Objects by key. No arrays, no retries of the caller's, no state that matters. Any thread.
 
     A key is relative, with ``/`` between directories; it has no empty, ``.`` or ``..`` part. A storage inherits from
-    this class, which has defaults for all that is optional. One that stands before another storage must forward all
+    this class, which has defaults for all that is optional. One that wraps another storage must forward all
     methods, or what that can do is lost.
     """
 
@@ -360,7 +360,7 @@ class AtomicDirectories(Protocol):
         """Rename a directory; atomic, and durable where the storage was opened so.
 
         Raises:
-            ConditionFailedError: something stands at the destination (an empty directory is replaced).
+            ConditionFailedError: the destination exists (an empty directory is replaced).
         """
         ...
 

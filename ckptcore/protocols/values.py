@@ -310,7 +310,7 @@ class LeafHandler(Protocol):
 
     @abstractmethod
     def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
-        """For asynchronous saves: the elements of each box, in memory that nobody can change or free.
+        """For asynchronous saves: the elements of each box, in memory that no other code changes or frees.
 
         Memory that cannot change needs no copy. An immutable array is not enough: other objects may share its memory,
         and change it. Starts the copies and does not wait for them.
@@ -336,7 +336,7 @@ class LeafHandler(Protocol):
 
     @abstractmethod
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
-        """The leaf that `abstract` asks for. May keep and alias the arrays: they are nobody else's.
+        """Build the leaf that `abstract` requests. May keep and alias the arrays: they belong to it.
 
         Of a `ValueRecord`, `boxes` is empty.
         """

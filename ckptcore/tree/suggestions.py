@@ -14,7 +14,7 @@ _LONGEST: Final = 300
 """In characters. What is longer than any name a person wrote is not compared."""
 
 _COMMON: Final = 64
-"""Three letters that stand in more names than this do not tell names apart."""
+"""Groups of three letters that are in more names than this are ignored."""
 
 _COMPARED: Final = 4
 """How many names that have the most in common are compared letter by letter, which takes longest."""
@@ -68,6 +68,6 @@ class NearNames:
 
 
 def _runs(name: str) -> set[str]:
-    """All three letters that stand side by side, and what its ends are."""
+    """Return all groups of three adjacent letters, and those at both ends."""
     padded = f" {name} "
     return {padded[start : start + 3] for start in range(len(padded) - 2)}
