@@ -1,6 +1,6 @@
 """The table and the plot of the documentation, of rows of `benchmarks.scale`: ``python -m benchmarks.scale_report DIRECTORY FILE...``.
 
-Writes ``025-scale.svg`` and ``025-scale.json`` into the directory, and prints the table.
+Writes ``large-jobs.svg`` and ``large-jobs.json`` into the directory, and prints the table.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _SIZES: Final = (64, 256, 1024, 4096, 16384)
 def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """The lines of the table, in Markdown."""
     yield (
-        "| layout | processes | chunks | a process: CPU s | sent, KB | told, KB | peak, MB | "
+        "| layout | processes | chunks | a process: CPU s | sent, KB | received, KB | peak, MB | "
         + " | ".join(f"leader: {phase}, s" for phase in _PHASES)
-        + " | in all, s | received, MB | messages | peak, GB |"
+        + " | total, s | received, MB | messages | peak, GB |"
     )
     yield "|---" + "|--:" * (6 + len(_PHASES) + 4) + "|"
     for row in rows:
@@ -91,8 +91,8 @@ def main(arguments: Sequence[str]) -> None:
     rows = [json.loads(Path(file).read_text(encoding="utf-8")) for file in files]
     rows.sort(key=lambda row: (list(_COLORS).index(row["layout"]), row["size"]))
     lines = ",\n".join(json.dumps(row) for row in rows)
-    (Path(directory) / "025-scale.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-    (Path(directory) / "025-scale.svg").write_text(plot(rows), encoding="utf-8")
+    (Path(directory) / "large-jobs.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    (Path(directory) / "large-jobs.svg").write_text(plot(rows), encoding="utf-8")
     print("\n".join(table(rows)))
 
 

@@ -44,7 +44,7 @@ class FencedStore(Subdirectory):
     one took the location over and committed. So every object is written on the condition that it does not exist. If it
     exists, the claim decides. Without the claim the save is lost. With it the object is its own (a lost answer), or was
     left by a failed save and not listed, and is replaced. No storage checks the claim and deletes in one step: see
-    ``docs/design/030``.
+    ``docs/design/commits-on-object-stores.md``.
     """
 
     def __init__(
