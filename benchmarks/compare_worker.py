@@ -75,7 +75,9 @@ class Worker:
             # One for each round: contenders are repeated differently within a round.
             times[contender.name].seconds.append(reply["seconds"])
             self._send(reply)
-        return alternating.timed_rows(case, times)
+        # Contenders that the other worktree lacks have not run.
+        run = [contender for contender in ours if times[contender.name].seconds]
+        return alternating.timed_rows(dataclasses.replace(case, contenders=run), times) if run else ()
 
     def _receive(self) -> Mapping[str, Any]:
         line = self._requests.readline()

@@ -67,6 +67,21 @@ def test_trees_are_compared_by_the_names_of_their_rows(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"old", "new"}
 
 
+def test_a_contender_of_one_worktree_only_is_not_compared(tmp_path: Path) -> None:
+    old = _tree(tmp_path / "old", cases=["first"], seconds=2.0, requests=3)
+    new = _tree(tmp_path / "new", cases=["first"], seconds=2.0, requests=3)
+    tiny = new / "benchmarks" / "tiny.py"
+    tiny.write_text(
+        tiny.read_text(encoding="utf-8").replace('"ckptcore.load"', '"ckptcore.load_into"'), encoding="utf-8"
+    )
+    found = list(compare_trees("tiny", Options(old, new, tmp_path, pairs=3, launches=1, scale=0.01)))
+    assert {row.contender for row in found if isinstance(row, Comparison)} == {"ckptcore.save"}
+    assert {row for row in found if isinstance(row, str)} == {
+        "only in the old worktree: first, ckptcore.load",
+        "only in the new worktree: first, ckptcore.load_into",
+    }
+
+
 def test_a_benchmark_that_fails_says_why(tmp_path: Path) -> None:
     old = _tree(tmp_path / "old", cases=["first"], seconds=2.0, requests=3)
     (old / "benchmarks" / "tiny.py").write_text("raise RuntimeError('no such library')", encoding="utf-8")
