@@ -226,7 +226,7 @@ def test_what_other_software_wrote_loads_without_frameworks(tmp_path: Path) -> N
 
 
 def goldens() -> dict[str, Path]:
-    """The golden checkpoints that the plugins for formats of others keep: Orbax's, AXLearn's, Flax', PyTorch's, Hugging Face's and ours."""
+    """Load the golden checkpoints of Orbax, AXLearn, Flax, PyTorch, Hugging Face and ckptcore."""
     found = {}
     for plugin in ("layout_orbax", "layout_dcp"):
         for told in sorted((ROOT / "plugins" / plugin / "tests" / "golden").glob("*.json")):

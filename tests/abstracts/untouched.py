@@ -1,4 +1,4 @@
-"""Memory that tells whether anything looked at it, and whether two values are the same in every way that a load can keep."""
+"""Memory that records accesses, and an exact comparison of two values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class UntouchedMemory:
 
 
 def assert_same(found: Any, expected: Any, where: str = "the value") -> None:
-    """Fail, saying where, unless two values are of the same types and structure, and their leaves the same bit for bit and in placement."""
+    """Fail unless two values have the same types, structure and placement, and equal leaves, bit for bit."""
     assert type(found) is type(expected), f"{where}: expected a {type(expected)}, found a {type(found)}"
     if isinstance(expected, torch.Tensor):
         _assert_same_tensor(found, expected, where)

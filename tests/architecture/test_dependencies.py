@@ -248,7 +248,8 @@ CAPABILITIES = {
     "Rejoinable",
     "StatefulCheckpointable",
 }
-"""The only protocols that may be asked for with `isinstance`. All other capabilities are defaults or fields: see docs/design/capabilities.md."""
+"""The only protocols that `isinstance` may test for. Other capabilities are defaults or fields: see
+docs/design/capabilities.md."""
 
 
 def test_few_capabilities_are_asked_for_with_isinstance() -> None:

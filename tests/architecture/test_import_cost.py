@@ -16,14 +16,15 @@ import ckptcore
 pytestmark = pytest.mark.system
 
 HEAVY = (
-    "boto3", "botocore", "click", "equinox", "flax", "fsspec", "hypothesis", "jax", "jaxlib", "keras", "obstore", "opentelemetry", "optax", "orbax",
-    "pandas", "pytest", "ray", "rich", "safetensors", "scipy", "tensorflow", "tensorstore", "torch", "transformers", "urllib3",
+    "boto3", "botocore", "click", "equinox", "flax", "fsspec", "hypothesis", "jax", "jaxlib", "keras", "obstore",
+    "opentelemetry", "optax", "orbax",
+    "pandas", "pytest", "ray", "rich", "safetensors", "scipy", "tensorflow", "tensorstore", "torch",
+    "transformers", "urllib3",
 )  # fmt: skip
 """Packages that no program gets for importing ckptcore."""
 
 MOST_MODULES = 118
-"""Modules that the first save or load may load on top of NumPy, ml_dtypes, pluggy and xxhash: the core's own and the standard
-library's. It counts what a time limit would only guess at."""
+"""Limit of modules that a first save or load imports in addition to NumPy, ml_dtypes, pluggy and xxhash."""
 
 PROBE = """
 import json, sys

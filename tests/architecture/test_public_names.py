@@ -197,7 +197,8 @@ def test_gaps_are_noticed(tmp_path: Path) -> None:
     """The tests above can fail."""
     path = tmp_path / "gaps.py"
     path.write_text(
-        '__all__ = ["b", "a"]\nLIMIT = 3\n_hidden = 4\nclass A:\n    def f(self): ...\n    def _g(self): ...\ndef b(): ...\n',
+        '__all__ = ["b", "a"]\nLIMIT = 3\n_hidden = 4\n'
+        "class A:\n    def f(self): ...\n    def _g(self): ...\ndef b(): ...\n",
         encoding="utf-8",
     )
     tree = Source(path, "gaps").tree

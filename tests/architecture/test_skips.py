@@ -1,4 +1,4 @@
-"""Tests skip where a library is missing, and none of these is missing where all that is pinned is installed: a name that is wrong would skip for ever."""
+"""Tests skip if a library is missing. In an installation of everything, none of these names is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Directories of steps: on a file system, which has locks, and where there are conditional puts only: in memory and on servers."""
+"""Directories of steps on a file system with locks, and on storages with conditional puts: memory and servers."""
 
 from __future__ import annotations
 

@@ -131,7 +131,8 @@ watch = Watch()
 gate = Gate(watch)
 gate.open()
 policy = AnySave([EveryStep(), PreemptionCheckpointing()])
-with Checkpointer(through(directory), context=watched(watch), save_policy=policy, preservation_policy=LatestN(1)) as run:
+context = watched(watch)
+with Checkpointer(through(directory), context=context, save_policy=policy, preservation_policy=LatestN(1)) as run:
     save_steps(run, [1])
     gate.close()
     run.save(2, tree(2))
@@ -162,7 +163,8 @@ print("done")
 
 def test_a_forked_child_neither_owns_nor_waits(local: str) -> None:
     process = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORKED, local], cwd=REPOSITORY, capture_output=True, text=True, check=False,
+        [sys.executable, "-W", "ignore", "-c", FORKED, local], cwd=REPOSITORY, capture_output=True, text=True,
+        check=False,
         timeout=120,
     )  # fmt: skip
     assert process.stdout == "done\n", process.stderr

@@ -129,7 +129,7 @@ def test_a_listing_does_not_undo_what_this_process_does_meanwhile(directory: str
 
 
 def test_a_step_whose_root_is_gone_is_what_other_software_sees(local: str) -> None:
-    """Its arrays are all there: a commit is a rename. They load as those of any safetensors file, and are left alone."""
+    """All arrays are complete, since the commit is a rename, so they load like any safetensors file."""
     with Checkpointer(local) as run:
         save_steps(run, [1, 2])
         remove(local, f"2/{ROOT}")

@@ -68,7 +68,10 @@ def test_sigterm_saves_once_more_and_the_loop_ends(local: str) -> None:
 
 
 def test_a_handler_that_was_there_is_called_and_comes_back(local: str) -> None:
-    before = "def mine(number, frame): print('mine', number == signal.SIGTERM, flush=True)\nsignal.signal(signal.SIGTERM, mine)"
+    before = (
+        "def mine(number, frame): print('mine', number == signal.SIGTERM, flush=True)\n"
+        "signal.signal(signal.SIGTERM, mine)"
+    )
     code, lines = run_loop(local, before, "mine")
     assert code == 0
     assert lines[0] == "mine True" and lines[1].startswith("saved ") and lines[2:] == ["mine True", "alive"]
@@ -196,5 +199,5 @@ with TerminationSignal() as heard:
 
 
 def test_a_forked_child_can_be_ended() -> None:
-    """Loaders of data fork workers, and end them by SIGTERM. In a program of its own, which no other test gave threads."""
+    """Data loaders fork workers and end them by SIGTERM. Runs in a new program without threads of other tests."""
     subprocess.run([sys.executable, "-c", FORKS], check=True, timeout=120)

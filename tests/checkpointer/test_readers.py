@@ -107,7 +107,8 @@ import sys, time
 import ckptcore
 from ckptcore.policies import LatestN
 from tests.checkpointer.runs import tree
-with ckptcore.Checkpointer(sys.argv[1], preservation_policy=LatestN(1), context=ckptcore.Context(durability="none")) as run:
+context = ckptcore.Context(durability="none")
+with ckptcore.Checkpointer(sys.argv[1], preservation_policy=LatestN(1), context=context) as run:
     for step in range(101):
         run.save(step, tree(step))
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""What reviews of runs found: runs that were set back, steps that were damaged, directories and programs that are unusual."""
+"""Findings of reviews: runs that were set back, damaged steps, unusual directories and programs."""
 
 from __future__ import annotations
 
@@ -47,8 +47,13 @@ REPOSITORY: Final = Path(__file__).parents[2]
 def run_program(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A program in a process of its own."""
     return subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=120
-    )  # fmt: skip
+        [sys.executable, "-c", code, *arguments],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
 
 
 # --- runs that were set back ------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The shelf: a format of other software that keeps several things beside each other, and a layout that writes and reads it.
+"""The shelf: a foreign format for several checkpointables, and a layout that writes and reads it.
 
 A tree is a directory with ``index.shelf`` (JSON: by name dtype, shape and the boxes of an array) and an object for each
 box. A checkpoint is a directory with ``SHELF`` (JSON: who wrote it, what the user said, what is in it); its one tree is

@@ -1,4 +1,4 @@
-"""Objects that fail while they are saved or loaded: nothing is committed, nothing is left, and the next save is fine."""
+"""Objects that fail while they are saved or loaded: nothing is committed or left, and the next save succeeds."""
 
 from __future__ import annotations
 

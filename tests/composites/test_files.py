@@ -36,7 +36,8 @@ def test_files_of_every_sort(place: str) -> None:
     content = random.Random(0).randbytes(LARGE)
     files = {
         "empty": b"", "one": b"1", "a/b/c/d": b"deep", "a/b/empty": b"", "large": content, "block": bytes(BLOCK_BYTES),
-        "with space/ä語": b"x", ".hidden": b"h", "a.b": b"", "sub/checkpoint.json": b"{}", "model.safetensors": b"no such",
+        "with space/ä語": b"x", ".hidden": b"h", "a.b": b"", "sub/checkpoint.json": b"{}",
+        "model.safetensors": b"no such",
     }  # fmt: skip
     ckptcore.save_checkpointables(place + "/c", {"files": Files(files)})
     found = Files()

@@ -1,4 +1,4 @@
-"""Checkpointables of other software that are files, not directories: found, loaded, told, verified and converted by name."""
+"""Checkpointables of other software that are files: found, loaded, listed, verified and converted by name."""
 
 from __future__ import annotations
 

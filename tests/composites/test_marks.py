@@ -1,4 +1,4 @@
-"""Layouts mark a checkpoint for foreign readers: inside of the checkpoint, before it is committed, and in nobody's way."""
+"""Layouts add metadata for other readers inside a checkpoint, before it is committed."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def save_both(location: str, version: int, plan: FaultPlan) -> None:
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
 def test_a_save_that_dies_leaves_the_old_or_the_new(scheme: str, tmp_path: Path, context: ckptcore.Context) -> None:
-    """On storage without directories nothing or the new one: never what looks like a checkpoint of the other software."""
+    """On a storage without directories readers see nothing or the new checkpoint, never one of other software."""
     outcomes = set()
     for location, plan in faults(scheme, tmp_path):
         if scheme == "file":

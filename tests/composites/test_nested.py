@@ -22,7 +22,8 @@ class Train(NamedTuple):
 
 def test_objects_in_a_tree_are_restored_in_place(place: str) -> None:
     saved = {
-        "model": Linear(3), "more": [Counter(2), (Linear(4), 5)], "step": 7, "w": np.arange(3), "v": np.ones(2, np.int8),
+        "model": Linear(3), "more": [Counter(2), (Linear(4), 5)], "step": 7, "w": np.arange(3),
+        "v": np.ones(2, np.int8),
     }  # fmt: skip
     ckptcore.save_checkpointables(place + "/c", {"train": saved, "params": {"w": np.arange(3)}})
     model, counter, other = Linear(0), Counter(0), Linear(0)

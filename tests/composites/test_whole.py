@@ -94,7 +94,12 @@ def test_converting_to_another_place_and_layout(tmp_path: Path) -> None:
     save_all(source, metadata={"note": "kept"})
     ckptcore.copy(source, middle, layout="safetensors")
     done: list[tuple[int, int]] = []
-    ckptcore.copy(middle, tmp_path / "back", layout=ckptcore.SafetensorsLayout(max_file_bytes=50), progress=lambda written, total: done.append((written, total)))  # fmt: skip
+    ckptcore.copy(
+        middle,
+        tmp_path / "back",
+        layout=ckptcore.SafetensorsLayout(max_file_bytes=50),
+        progress=lambda written, total: done.append((written, total)),
+    )
     assert done[-1][0] == done[-1][1]
     assert len(list((tmp_path / "back" / "model").glob("*.safetensors"))) == 2
     original, back = ckptcore.load_checkpointables(source), ckptcore.load_checkpointables(tmp_path / "back")
@@ -120,7 +125,7 @@ def test_all_roots_have_one_format_version(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
 def test_a_load_that_is_overtaken_is_of_one_save(scheme: str, tmp_path: Path) -> None:
-    """The checkpoint is replaced before each operation of a load: all that is loaded is of the old one or of the new one."""
+    """The checkpoint is replaced before each operation of a load: the load returns one save, old or new."""
     above = f"file://{tmp_path}" if scheme == "file" else f"memory://{tmp_path.name}"
     save_all(f"{above}/count")
     counting = FaultPlan()

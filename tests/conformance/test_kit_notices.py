@@ -365,7 +365,8 @@ class FindsNothing(Wrapped):
 
 
 _EMPTY: JSON = {
-    "skeleton": ["dict", [], 0], "count": 0, "dtypes": [], "dtype": [], "shape": [], "values": [], "extras": {}, "aliases": [],
+    "skeleton": ["dict", [], 0], "count": 0, "dtypes": [], "dtype": [], "shape": [], "values": [], "extras": {},
+    "aliases": [],
 }  # fmt: skip
 
 

@@ -161,7 +161,7 @@ def test_only_the_leader_needs_the_files_that_go_along(source: Path, tmp_path: P
 
 @pytest.mark.parametrize("max_file_bytes", [1, 30, 1 << 30])
 def test_files_of_one_save_may_come_from_several_processes(max_file_bytes: int, tmp_path: Path) -> None:
-    """Where each process holds arrays of its own, as with pipeline parallelism: a file is whole on one of them, or in slices."""
+    """Processes with different arrays, as in pipeline parallelism: a file is written by one process, or in slices."""
     state = {name: np.full(4, float(number % 2)) for number, name in enumerate("abcd")}
     layout = ckptcore.SafetensorsLayout(max_file_bytes=max_file_bytes)
 
@@ -197,7 +197,7 @@ def test_processes_that_call_files_otherwise(source: Path, tmp_path: Path) -> No
 def test_a_save_whose_processes_have_other_options_is_whole_or_not_there(
     other: SafetensorsLayout, tmp_path: Path
 ) -> None:
-    """Arrays are in files that the leader knows of, or in slices, or else they would be where it does not look for them."""
+    """Arrays are in files that the leader knows, or in slices."""
     state = {name: np.full(4, float(number % 2)) for number, name in enumerate("abcd")}
 
     def work(rank: Coordinator) -> None:

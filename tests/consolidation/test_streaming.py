@@ -198,7 +198,8 @@ def test_sizes_follow_the_options(load_bytes: int | None) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [Zarr3Layout(compression="zstd", chunk_bytes=6000), Zarr3Layout(chunk_bytes=0), Zarr3Layout(compression="gzip", chunk_bytes=0)],
+    [Zarr3Layout(compression="zstd", chunk_bytes=6000), Zarr3Layout(chunk_bytes=0),
+    Zarr3Layout(compression="gzip", chunk_bytes=0)],
     ids=["compressed", "checksummed", "one chunk"],
 )  # fmt: skip
 def test_chunks_are_read_once(layout: Layout, tmp_path: Path) -> None:

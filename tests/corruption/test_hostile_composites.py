@@ -142,7 +142,8 @@ def test_many_tampered_roots(key: str, forgery: _Forgery) -> None:
 
 
 _NAMES: Final = (
-    "", ".", "..", "../step_1/model", "/etc", "a/b", "model/../model", ".hidden", "checkpoint.json", "data.rank_0", "a\0b",
+    "", ".", "..", "../step_1/model", "/etc", "a/b", "model/../model", ".hidden", "checkpoint.json", "data.rank_0",
+    "a\0b",
     "\ud800", "x" * 5000, "model/", "ä" * 150,
 )  # fmt: skip
 
@@ -155,7 +156,8 @@ def test_names_that_cannot_be(name: str, forgery: _Forgery) -> None:
 
 
 @pytest.mark.parametrize(
-    "members", [None, [], {}, 3, "model", ["model"], {"model": None}, {"model": "tree"}, {"model": ["tree"]}, {"model": [[], {}]},
+    "members",
+    [None, [], {}, 3, "model", ["model"], {"model": None}, {"model": "tree"}, {"model": ["tree"]}, {"model": [[], {}]},
                 {"model": {"kind": "tree"}}, {"model": ["tree", None, 1]}]
 )  # fmt: skip
 def test_members_of_other_shapes(members: Any, forgery: _Forgery) -> None:

@@ -1,4 +1,4 @@
-"""Roots that are sealed with a right checksum and were never written by ckptcore: they may not crash, hang or blow up."""
+"""Hostile roots with a valid checksum: a load must not crash, hang or use much memory."""
 
 from __future__ import annotations
 

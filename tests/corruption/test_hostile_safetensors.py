@@ -146,8 +146,8 @@ _IMPOSSIBLE: Final[dict[str, bytes]] = {
     "a header of any length": b"\xff" * 8 + b"{}" + _DATA,
     "a header of a list": _file([]),
     "a header that is no text": _file(b"\xff\xfe{}"),
-    "a header with a key twice": _file(b'{"a":{"dtype":"U8","shape":[32],"data_offsets":[0,32]},"a":{"dtype":"U8","shape":[64],'
-                                       b'"data_offsets":[0,64]}}'),
+    "a header with a key twice": _file(b'{"a":{"dtype":"U8","shape":[32],"data_offsets":[0,32]},'
+                                       b'"a":{"dtype":"U8","shape":[64],"data_offsets":[0,64]}}'),
     "a header of great depth": _file(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
     "a very long number": _file(b'{"a":{"dtype":"U8","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,64]}}'),
     "bytes that nobody describes": _file({}),
@@ -157,7 +157,8 @@ _IMPOSSIBLE: Final[dict[str, bytes]] = {
     "offsets in the wrong order": _file(_entry(data_offsets=[48, 0])),
     "a petabyte": _file(_entry(shape=[1 << 48], data_offsets=[0, 1 << 50])),
     "a shape that overflows": _file(_entry(shape=[1 << 32, 1 << 32, 12])),
-    "nothing of very much": _file({**_HEADER, "empty": {"dtype": "I64", "shape": [0, 1 << 62], "data_offsets": [58, 58]}}),
+    "nothing of very much": _file({**_HEADER,
+    "empty": {"dtype": "I64", "shape": [0, 1 << 62], "data_offsets": [58, 58]}}),
     "a negative shape": _file(_entry(shape=[-3, -4])),
     "a shape of truths": _file(_entry(shape=[True, 12])),
     "a dtype of nobody": _file(_entry(dtype="F 33")),

@@ -1,4 +1,4 @@
-"""A storage of objects whose requests are done and whose answers go wrong: lost, tried again by a client, or repeated later."""
+"""An object storage whose requests succeed and whose answers are lost, retried by a client, or repeated later."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SCHEME: Final = "answers"
 """The scheme of the storage."""
 
 Mishap: TypeAlias = Literal["lost", "retried", "late", "never sent"]
-"""What happens to a change: done, and said to have failed; done, and done again by a client that did not hear; said to have failed
-and done just before the next change of the same object; not done, and said to have failed."""
+"""Outcomes of a request that reports a failure: executed; executed twice by a client that retries; executed just
+before the next change of the same object; not executed."""
 
 Kept: TypeAlias = Literal["kept", "ignored", "unknown"]
 """Whether the storage keeps conditions, does as if there were none, or refuses puts that have some."""

@@ -18,7 +18,8 @@ from typing import Final, TypeAlias
 __all__ = ["CALLS", "Call", "Disk", "calls_in"]
 
 CALLS: Final = (
-    "openat", "mkdir", "write", "pwrite64", "fallocate", "fsync", "fdatasync", "rename", "renameat2", "unlink", "unlinkat",
+    "openat", "mkdir", "write", "pwrite64", "fallocate", "fsync", "fdatasync", "rename", "renameat2", "unlink",
+    "unlinkat",
     "rmdir",
 )  # fmt: skip
 """The system calls that the model knows; a save that makes others that change something fails the tests."""
@@ -143,7 +144,7 @@ class _File:
 
 @dataclass(eq=False)
 class _Directory:
-    """Names: those on the disk, those that programs see, and the changes between them that may be on the disk or not."""
+    """Names on the disk, names that programs see, and the changes between them that may have reached the disk."""
 
     durable: dict[str, _Node] = field(default_factory=dict)
     seen: dict[str, _Node] = field(default_factory=dict)

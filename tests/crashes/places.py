@@ -1,4 +1,4 @@
-"""Places to save to through storages that the tests put between: with faults, with interruptions, on a simulated disk."""
+"""Locations on storages of the tests: with faults, with interruptions, on a simulated disk."""
 
 from __future__ import annotations
 

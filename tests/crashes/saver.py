@@ -183,7 +183,7 @@ def _finalize(location: str, number: int) -> None:
 
 
 def _replace_often(location: str, number: int) -> None:
-    """Replace a checkpoint by the states 1 to `number`, with one file and with several, with parts of the root and without."""
+    """Replace a checkpoint by states 1 to `number`, with one or several files, with and without parts of the root."""
     context = _context("none")
     layouts = SafetensorsLayout(), SafetensorsLayout(max_file_bytes=SMALL)
     for version in range(1, number + 1):

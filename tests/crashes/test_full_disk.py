@@ -1,4 +1,4 @@
-"""A disk that is full, and saves that fail for other reasons: a clear error, and what was there before is there still."""
+"""A full disk, and other reasons for failed saves: a clear error, and the existing checkpoint is unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Uploads in pieces of which a save finds that it needs none: nobody would give them up, and services keep and charge them."""
+"""Uploads in parts that a save turns out not to need are aborted: services keep and charge them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves to a storage without directories whose answers are lost, repeated or late, and others that save there meanwhile."""
+"""Saves to a storage without directories with lost, repeated or late answers, and concurrent saves."""
 
 from __future__ import annotations
 
@@ -289,7 +289,7 @@ def test_what_no_list_shows_is_replaced_under_the_claim(left: Any, monkeypatch: 
 
 
 def test_a_save_that_fails_removes_what_it_wrote_and_no_list_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every list is of when it had claimed its place: without a root, what it had written by then would be a checkpoint."""
+    """Every listing is as old as the claim: without a root, the objects listed then would look like a checkpoint."""
     commit = len(_save(Storages(), 2).changes) - 1
     storages = Storages()
     real = MemoryStorage.list

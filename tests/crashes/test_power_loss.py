@@ -1,4 +1,4 @@
-"""The power fails at each step of a save to a simulated disk, which keeps only what was synced, and any part of the rest."""
+"""A power failure at each step of a save to a simulated disk, which keeps what was synced and any part of the rest."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ _SECONDS: Final = 120.0
 
 
 class WarmProgram:
-    """A module of the tests that runs as a program, reads lines and answers with numbers; it ends with the block that it is entered in."""
+    """A test module that runs as a program, reads lines and answers with numbers, until the end of the block."""
 
     def __init__(self, module: str) -> None:
         """Start it.

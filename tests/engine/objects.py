@@ -118,7 +118,7 @@ def _counted(shape: tuple[int, ...], dtype: str) -> HostArray:
 def tiles(
     draw: st.DrawFn, key: str, sources: Sequence[HostArray], offsets: Sequence[int]
 ) -> tuple[list[ChunkRead], list[tuple[HostArray, HostArray]]]:
-    """Reads of some boxes of stored arrays: by one tile or several; and (array to fill, what it must hold) by number."""
+    """Read requests for boxes of stored arrays, by one chunk or several; and (array to fill, expected) by number."""
     reads: list[ChunkRead] = []
     targets: list[tuple[HostArray, HostArray]] = []
     for source, offset in zip(sources, offsets, strict=True):
@@ -143,8 +143,8 @@ def tiles(
 def summed(
     draw: st.DrawFn, checksum: Checksum, sources: Sequence[HostArray], segments: Sequence[Segment]
 ) -> tuple[list[Segment], list[int], list[bool], bytes]:
-    """The segments of `stored` with checksums behind some: they, where each source begins, whether a checksum of it alone
-    stands behind it, and the object."""
+    """Return the segments of `stored` with checksums after some, the offset of each source, whether each has a checksum
+    of its own, and the object."""
     found: list[Segment] = []
     offsets: list[int] = []
     alone: list[bool] = []

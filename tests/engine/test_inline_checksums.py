@@ -162,7 +162,7 @@ def test_a_checksum_that_is_not_as_long_as_it_says_is_refused(sizes: Sizes, nbyt
 @pytest.mark.parametrize("fail_at", [0, 3, 9])
 @pytest.mark.parametrize("what", ["write", "sum", "open"])
 def test_a_failure_ends_the_wait_for_checksums(threads: int, fail_at: int, what: str) -> None:
-    """Threads that wait for the checksum of a piece which another failed to sum go on, and the first error is raised."""
+    """Threads that wait for the checksum of a failed piece continue, and the first error is raised."""
     storage = WatchedStorage(memory_storage())
     storage.jitter = 1e-3
     checksum = Crc32(jitter=3e-3, fail_at=fail_at if what == "sum" else None)

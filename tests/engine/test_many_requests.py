@@ -131,7 +131,8 @@ def test_what_is_written_in_parts_is_what_slicing_gives(data: st.DataObject) -> 
     sources, segments, offsets, opened = data.draw(stored())
     reads, targets = data.draw(tiles("x", sources, offsets))
     storage = FarStorage(
-        concurrency=4, part_bytes=data.draw(st.sampled_from([64, 256, 1024])), request_bytes=data.draw(st.sampled_from([1, 64, 300, 4096]))
+        concurrency=4, part_bytes=data.draw(st.sampled_from([64, 256, 1024])),
+        request_bytes=data.draw(st.sampled_from([1, 64, 300, 4096])),
     )  # fmt: skip
     io_threads = IOThreads(data.draw(st.sampled_from([1, None])))
     recorder = ObjectRecorder(storage, io_threads, sizes=TINY)
@@ -203,7 +204,8 @@ def test_get_many_gives_what_get_does_by_few_requests() -> None:
     objects = {"a": noise(3 * MIB).tobytes(), "b": b"short", "c": b""}
     recorder = written(storage, objects)
     ranges: list[tuple[str, int, int | None]] = [
-        ("b", 1, None), ("a", 5, 10), ("absent", 0, 4), ("a", 0, 3), ("a", 2 * MIB, 2 * MIB + 7), ("b", 3, 100), ("c", 0, 9),
+        ("b", 1, None), ("a", 5, 10), ("absent", 0, 4), ("a", 0, 3), ("a", 2 * MIB, 2 * MIB + 7), ("b", 3, 100),
+        ("c", 0, 9),
         ("a", 5, 10), ("b", 7, 9), ("a", 200, 200), ("absent too", 0, None),
     ]  # fmt: skip
     expected = [None if "absent" in key else objects[key][start:stop] for key, start, stop in ranges]

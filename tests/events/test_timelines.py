@@ -103,7 +103,8 @@ def test_a_phase_of_a_newer_version_is_kept() -> None:
         ({"error": ["x" * (ERROR_CHARACTERS + 1)] * 8}, "error"),
         ({"error": [5] * 8}, "error"),
         ({"error": "None, No"}, "error"),
-        ({name: [0] * (MAX_EVENTS + 1) for name in ("phase", "rank", "offset", "duration", "nbytes", "error")}, "phase"),
+        ({name: [0] * (MAX_EVENTS + 1) for name in ("phase", "rank", "offset", "duration", "nbytes", "error")},
+        "phase"),
         ({name: [] for name in ("phase", "rank", "offset", "duration", "nbytes", "error")}, "length of its columns"),
     ],
 )  # fmt: skip

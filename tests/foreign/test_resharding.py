@@ -1,4 +1,4 @@
-"""A checkpoint of one mesh, loaded on another, reads only what it needs: counted in bytes (see `benchmarks.resharding`)."""
+"""A load on another mesh reads only the bytes it needs (see `benchmarks.resharding`)."""
 
 from __future__ import annotations
 

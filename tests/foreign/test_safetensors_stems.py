@@ -1,4 +1,4 @@
-"""Safetensors files of other names than ``model``: written under a stem, and found in directories of several libraries."""
+"""Safetensors files with other names than ``model``: written with a stem, and found in directories of libraries."""
 
 from __future__ import annotations
 

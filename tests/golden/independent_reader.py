@@ -58,10 +58,10 @@ def read_checkpoint(directory: Path) -> tuple[Any, dict[str, Any]]:
 
 
 def read_composite(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What each checkpointable at a directory holds, by name, and the custom metadata.
+    """Return the contents of each checkpointable in a directory, by name, and the custom metadata.
 
-    It is a tree as `read_checkpoint` gives it, or the bytes of files by their keys; a list of these, one for each process, where
-    every process saved its own. What was deleted is left out.
+    Contents are a tree as of `read_checkpoint`, or the bytes of files by key; a list with one per process for states of
+    single processes. Deleted checkpointables are omitted.
     """
     root, tables = _root_and_tables(directory)
     found: dict[str, Any] = {}
@@ -149,7 +149,7 @@ def _referred(directory: Path, root: dict[str, Any], tables: dict[str, Any]) -> 
 
 
 def _has_itself(tables: dict[str, Any]) -> list[int]:
-    """The leaves that a checkpoint has itself, ascending: in the table of its layout they are numbered by their places here."""
+    """Return the leaves that the checkpoint stores itself, ascending, as its layout numbers them."""
     aliases = dict(tables["tree"]["aliases"])
     referred = set(tables.get("references", {"leaf": []})["leaf"])
     return [leaf for leaf in range(tables["tree"]["count"]) if aliases.get(leaf, leaf) not in referred]

@@ -124,7 +124,7 @@ def golden_composite(rank: int) -> dict[str, object]:
 
 
 def large_state() -> dict[str, Any]:
-    """Many small arrays under long names: a tree too large to stand in the root, and more than one block of elements."""
+    """Many small arrays with long names: a tree too large for the root, and more than one block of elements."""
     names = [f"a name that is long enough to make the tree large, number {number:06d}" for number in range(4000)]
     state: dict[str, Any] = {name: np.full((2, number % 3), number, np.int32) for number, name in enumerate(names)}
     state["blocks"] = np.arange(700_000, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""What ckptcore writes can be read from the description of its format alone, and what earlier versions wrote still loads."""
+"""Checkpoints can be read from the description of the format alone, and golden checkpoints still load."""
 
 from __future__ import annotations
 

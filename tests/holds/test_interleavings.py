@@ -86,7 +86,7 @@ def is_there(store: StorageBackend, key: str) -> bool:
 
 @pytest.fixture(autouse=True)
 def ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ids in the order in which they are made: they decide in which order holds are listed, and that must be repeatable."""
+    """Return ids in the order of creation, which makes the order of listed locks repeatable."""
     made = itertools.count()
     monkeypatch.setattr(ckptcore.commit.leases, "_new_id", lambda: f"{next(made):016x}")
 

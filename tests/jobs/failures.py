@@ -1,4 +1,4 @@
-"""Jobs of real processes in which one fails: started, woken, judged, and followed by a smaller job over what is left."""
+"""Jobs of real processes in which one fails: started, judged, and followed by a smaller job in the same directory."""
 
 from __future__ import annotations
 

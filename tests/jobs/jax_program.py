@@ -211,7 +211,7 @@ def offloaded(place: Place, kinds: Sequence[str] = ("pinned_host", "unpinned_hos
 
 
 def counted(place: Place) -> Any:
-    """Bytes that each process writes and reads: of what is cut over all devices, over those of each process, and over none."""
+    """Count bytes per process for arrays sharded over all devices, over those of each process, and replicated."""
     mesh = over_all(2, 2)
     elements = np.random.default_rng(0).integers(0, 1 << 30, (4096, 512), np.int32)
     specs = {"cut": P("x", "y"), "by process": P("x"), "by device": P("y"), "everywhere": P()}

@@ -1,4 +1,4 @@
-"""Stages of a pipeline, each under FSDP2 on two processes with an optimizer of its own, that save one state and go on from it."""
+"""Pipeline stages, each with FSDP2 on two processes and its own optimizer, that save one state and resume."""
 
 from __future__ import annotations
 

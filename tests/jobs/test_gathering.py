@@ -1,4 +1,4 @@
-"""In large jobs ranks are heard in blocks: the leader takes a message for each, and no rank hears more because the job is larger."""
+"""In large jobs ranks report in blocks: the leader gets a message per block, other ranks the same number always."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class _Alone:
 
 
 class _Unanswered:
-    """A coordinator over something that does not answer rank 2 where it waits for its block: nobody is named as missing then."""
+    """A coordinator that fails on rank 2 where it waits for its block: no rank is named as missing."""
 
     def __init__(self, coordinator: Coordinator, rank: int) -> None:
         self._coordinator = coordinator

@@ -1,4 +1,4 @@
-"""Processes that hold the same elements share the work of writing them: each element once, and as much for each process."""
+"""Processes with replicas share the work of writing them: each element once, and equal bytes for each process."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_leaves_that_some_ranks_hold_are_shared_by_these() -> None:
 
 @pytest.mark.parametrize("size", [2, 8, 32])
 def test_every_process_writes_about_the_same(size: int) -> None:
-    """A transformer with its optimizer: matrices of several sizes, many vectors, an embedding that is larger than all else."""
+    """Return a transformer with its optimizer: matrices of several sizes, many vectors, and a large embedding."""
     shapes: list[tuple[int, ...]] = [(50_000, 1024)]
     for _ in range(24):
         shapes += [(1024, 3072), (1024, 1024), (1024, 4096), (4096, 1024), (1024,), (1024,), (4096,), (3072,)]
@@ -113,7 +113,7 @@ def test_every_process_writes_about_the_same(size: int) -> None:
 
 @pytest.mark.parametrize(("shards", "replicas"), [(2, 2), (4, 4), (8, 3)])
 def test_replicas_of_small_shards_write_about_the_same(shards: int, replicas: int) -> None:
-    """Boxes that are too small to be cut: one process of those that hold them writes each, and not the same one all of them."""
+    """Boxes too small to be cut are written by one of their holders, not all by the same one."""
     size, rows, arrays = shards * replicas, 8 * shards, 12 * replicas
     cuts = (tuple(range(8, rows, 8)), ())
     shares = cut_for_replicas(_tree([((rows, 6), cuts)] * arrays), ReplicaOptions(), size=size)

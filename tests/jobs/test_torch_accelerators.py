@@ -1,4 +1,4 @@
-"""A job of torch.distributed whose default group has no collective for host memory saves and loads, through the store of the job."""
+"""A torch.distributed job without a collective for host memory saves and loads through the store of the job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process of a torch.distributed job that fails, dies or stands still, anywhere in a save or a run: real processes."""
+"""A process of a torch.distributed job fails, is killed or pauses, anywhere in a save or a run: real processes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from tests.jobs.failures import fail, name_of
 SIZE: Final = 4
 
 _OF_ALL: Final = [
-    ("save", "describe"), ("save", "copy"), ("save", "write"), ("save", "written"), ("save", "export"), ("load", "build"),
+    ("save", "describe"), ("save", "copy"), ("save", "write"), ("save", "written"), ("save", "export"),
+    ("load", "build"),
     ("load", "get_into"), ("decide", "notice"),
 ]  # fmt: skip
 """Points that every rank comes to."""
 
 _OF_LEADER: Final = [
-    ("save", "lock_directory"), ("save", "finish"), ("save", "rename"), ("open", "lock_directory"), ("open", "list_names"),
+    ("save", "lock_directory"), ("save", "finish"), ("save", "rename"), ("open", "lock_directory"),
+    ("open", "list_names"),
     ("delete", "rename"),
 ]  # fmt: skip
 
@@ -36,7 +38,8 @@ _CANNOT_RAISE: Final = [
 TABLE: Final = [
     *[Cell(*point, action, victim) for point in _OF_ALL for action in ("raise", "kill", "hang") for victim in (0, 2)],
     *[Cell(*point, action, 0) for point in _OF_LEADER for action in ("raise", "kill", "hang")],
-    *[Cell("save", point, action, victim) for point in _CANNOT_RAISE for action in ("kill", "hang") for victim in (0, 2)],
+    *[Cell("save", point, action, victim) for point in _CANNOT_RAISE for action in ("kill",
+    "hang") for victim in (0, 2)],
     *[Cell("save", "after commit 1", action, 0) for action in ("kill", "hang")],
 ]  # fmt: skip
 

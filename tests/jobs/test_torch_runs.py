@@ -1,4 +1,4 @@
-"""A run of steps in a job of torch.distributed: its processes differ in what they read, in their clocks and in who is to be preempted."""
+"""A run of steps in a torch.distributed job whose processes differ in data, clocks and preemption."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes of a job that do not see one directory: found out before arrays are written, and told with hosts and paths."""
+"""Processes that do not see one directory are detected before arrays are written; errors name hosts and paths."""
 
 from __future__ import annotations
 

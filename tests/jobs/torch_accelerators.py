@@ -1,4 +1,4 @@
-"""What two processes do whose default group can send nothing from host memory, as one of NCCL alone: they save and load."""
+"""Two processes whose default group cannot send host memory, as with NCCL alone: they save and load."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ __all__ = ["TASKS", "run"]
 
 ROWS: Final = torch.arange(44.0).reshape(11, 4)
 _COLLECTIVES: Final = (
-    "_allgather_base", "_reduce_scatter_base", "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "allreduce",
-    "allreduce_coalesced", "alltoall", "alltoall_base", "barrier", "broadcast", "gather", "recv", "recv_anysource", "reduce",
+    "_allgather_base", "_reduce_scatter_base", "allgather", "allgather_coalesced",
+    "allgather_into_tensor_coalesced", "allreduce",
+    "allreduce_coalesced", "alltoall", "alltoall_base", "barrier", "broadcast", "gather", "recv", "recv_anysource",
+    "reduce",
     "reduce_scatter", "reduce_scatter_tensor_coalesced", "scatter", "send",
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What processes of torch.distributed do in the tests of jobs: stages on meshes of their own, strided shards, other topologies."""
+"""Programs of torch.distributed for the tests of jobs: stages on their own meshes, strided shards, topologies."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def whole_of(state: Any) -> dict[str, Any]:
 
 
 def stages(place: Place) -> Any:
-    """Two stages on two processes each, under FSDP2 or tensor parallelism, whose ranks have the keys of their own stage."""
+    """Two stages on two processes each, with FSDP2 or tensor parallelism, whose ranks have the keys of their stage."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "within"))
     number, within = mesh.get_local_rank("stage"), mesh["within"]
 

@@ -1,4 +1,4 @@
-"""What processes of torch.distributed do in the tests of a run of steps: each has a storage and a clock that the others do not have."""
+"""Programs of torch.distributed for tests of runs: each process has its own storage and clock."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def run(task: Callable[[Place], Any], place: Place) -> Any:
 
 
 class Sight(FaultPlan):
-    """What this process sees of the storage that all share: it may see damage where there is none, and all that it asks for is kept.
+    """This process's view of the shared storage: records its requests, and can damage what it reads.
 
     Attributes:
-        flipped: keys that begin like one of these are read with a bit flipped.
+        flipped: prefixes of keys that are read with a flipped bit.
     """
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class Rank:
 
 
 def fall_back(rank: Rank) -> Any:
-    """Four of five steps are damaged: a root, a file that one process reads alone, one that all wrote, and one as one sees it."""
+    """Damage four of five steps: a root, a file that one process reads, one that all wrote, and one for one process."""
     with rank.open("damaged") as run:
         for step in range(1, 6):
             run.save_checkpointables(step, rank.parts(step))
@@ -163,7 +163,7 @@ class Clock:
 
 
 def decide_by_clocks(rank: Rank) -> Any:
-    """The clock of rank 1 stands, that of rank 2 is years ahead and fast; then that of rank 0, which is right, is set back by a day."""
+    """Stop the clock of rank 1, set that of rank 2 years ahead; then set that of rank 0 back by a day."""
     true_time = time.time
     clock = Clock(true_time() + [0.0, -1e7, 1e8][rank.number])
     pace = [1.0, 0.0, 1000.0][rank.number]
@@ -228,7 +228,7 @@ def be_preempted(rank: Rank) -> Any:
 
 
 def count_requests(rank: Rank) -> Any:
-    """What each asks of the storage: where it opens a run, saves and has old steps deleted, and where it lists and deletes itself."""
+    """Return each process' storage requests: of a run that saves and deletes, and of listing and deleting alone."""
     operations = rank.sight.operations
     with rank.open("counted") as run:
         for step in range(1, 4):

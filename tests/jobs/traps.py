@@ -1,4 +1,4 @@
-"""Points of saves, loads and runs at which a process fails, dies or stands still: reached by what any program can pass in."""
+"""Points of saves, loads and runs at which a process fails, is killed or pauses, reached through public arguments."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ class TrappedError(RuntimeError):
 
 
 class Trap:
-    """Lets this process raise, die or stand still when it comes to a point, once.
+    """Makes this process raise, be killed or pause at a point, once.
 
     Points: ``describe``, ``copy``, ``build`` of a NumPy leaf; ``write``, ``written`` and ``finish`` of the layout;
-    ``export``, which is ``write`` of that of an export; the methods of storage; ``notice``; and ``after PHASE NUMBER``, which cannot raise.
+    ``export``, the ``write`` of an export's layout; the methods of storage; ``notice``; and ``after PHASE NUMBER``,
+    which cannot raise.
     """
 
     def __init__(self, point: str, action: Action) -> None:

@@ -1,4 +1,4 @@
-"""Three actors of Ray on one node: NumPy arrays of which each holds rows that do not come out even, one of them asynchronous."""
+"""Three Ray actors on one node with unevenly sharded NumPy arrays; one of them is asynchronous."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.launchers.states import ARRAYS, STEP, assert_box, run_job  # the prog
 
 SIZE = 3
 BOUNDS = {"w": (0, 1, 12, 16), "e": (0, 3, 5, 8), "b": (0, 5, 5, 7)}
-"""By name, between which rows a rank holds its part. Of ``b`` rank 1 holds nothing; of what is not here all hold the same."""
+"""By name, the row boundaries between ranks. Rank 1 holds nothing of ``b``; all ranks hold the other arrays."""
 
 
 def _box(name: str, rank: int) -> tuple[Box, list[list[int]]]:

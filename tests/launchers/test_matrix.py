@@ -1,4 +1,4 @@
-"""Jobs of several launchers and frameworks: what each saves in each layout, all others load, each in its own sharding."""
+"""Jobs of several launchers and frameworks: each saves in each layout, and all others load with their shardings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Four processes of torchrun: a mesh of 2 x 2, of which one axis has replicas and the other shards, as HSDP with tensor parallelism."""
+"""Four processes of torchrun: a mesh of 2 x 2 with replicas on one axis and shards on the other, as in HSDP."""
 
 from __future__ import annotations
 

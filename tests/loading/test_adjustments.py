@@ -1,4 +1,4 @@
-"""Arrays in another dtype or shape than the stored one: refused unless allowed by name, and then exactly what NumPy makes of the whole."""
+"""Arrays in another dtype or shape than stored: refused unless allowed, and then equal to NumPy's result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ SAFE, NARROWING = Matching(cast="safe"), Matching(cast="narrowing")
 
 @pytest.mark.parametrize(
     ("asked", "stored"),
-    [("int32", "float32"), ("float64", "complex64"), ("bool", "int8"), ("bool", "float32"), ("int64", "datetime64[s]"), ("U4", "U3")],
+    [("int32", "float32"), ("float64", "complex64"), ("bool", "int8"), ("bool", "float32"),
+    ("int64", "datetime64[s]"), ("U4", "U3")],
 )  # fmt: skip
 def test_no_option_casts_to_another_sort(tmp_path: Path, asked: str, stored: str) -> None:
     assert not is_narrowing(asked, stored)
@@ -184,7 +185,8 @@ def test_infinities_and_nan_stay_where_the_dtype_has_them(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("dtype", "pad_value", "padded"),
-    [("float32", float("nan"), "nan"), ("int8", -1, "-1"), ("int8", 0.5, None), ("int8", 300, None), ("bool", True, "1.0"),
+    [("float32", float("nan"), "nan"), ("int8", -1, "-1"), ("int8", 0.5, None), ("int8", 300, None),
+    ("bool", True, "1.0"),
      ("float8_e8m0fnu", 0, None), ("uint4", 15, "15.0")],
 )  # fmt: skip
 def test_padding_is_a_value_of_the_dtype(tmp_path: Path, dtype: str, pad_value: Any, padded: str | None) -> None:
@@ -220,7 +222,8 @@ def test_what_was_tied_is_tied_where_it_is_cast_alike(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [
-        {"cast": "always"}, {"cast": True}, {"shapes": "pad"}, {"shapes": ["crop"]}, {"shapes": None}, {"shapes": [["pad"]]},
+        {"cast": "always"}, {"cast": True}, {"shapes": "pad"}, {"shapes": ["crop"]}, {"shapes": None},
+        {"shapes": [["pad"]]},
         {"pad_value": "0"}, {"pad_value": None}, {"pad_value": np.zeros(2)},
     ],
 )  # fmt: skip

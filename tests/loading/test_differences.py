@@ -1,4 +1,4 @@
-"""Differences between what is asked for and what is stored: refused all at once unless allowed by name, and told in a report."""
+"""Differences between abstract and stored trees: refused together unless allowed, and listed in a report."""
 
 from __future__ import annotations
 

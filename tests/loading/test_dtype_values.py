@@ -1,4 +1,4 @@
-"""Casts by value: a dtype is safe for another exactly if it has every value of it, and narrowing gives the nearest or refuses."""
+"""Casts by value: a dtype is safe if it has every value of the other; narrowing gives the nearest or refuses."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ BITS = {
     "float6_e2m3fn": 6, "float6_e3m2fn": 6,
 }  # fmt: skip
 NUMBERS = [
-    *BITS, "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bfloat16",
-    "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
+    *BITS, "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32",
+    "float64", "bfloat16",
+    "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2",
+    "float8_e5m2fnuz",
     "float8_e8m0fnu",
 ]  # fmt: skip
 SMALL = [name for name in NUMBERS if dtype_from_name(name).itemsize <= 2]
@@ -64,9 +66,11 @@ def test_a_cast_is_safe_exactly_if_every_value_survives(stored: str) -> None:
 @pytest.mark.parametrize(
     ("asked", "stored", "expected"),
     [
-        ("float64", "float32", True), ("float32", "float64", False), ("float64", "int32", True), ("float64", "int64", False),
+        ("float64", "float32", True), ("float32", "float64", False), ("float64", "int32", True),
+        ("float64", "int64", False),
         ("float64", "uint32", True), ("float32", "int32", False), ("int64", "uint32", True), ("int64", "uint64", False),
-        ("uint64", "int64", False), ("int32", "float32", False), ("complex64", "float32", True), ("complex64", "float64", False),
+        ("uint64", "int64", False), ("int32", "float32", False), ("complex64", "float32", True),
+        ("complex64", "float64", False),
         ("complex128", "complex64", True), ("complex64", "complex128", False), ("float32", "complex64", False),
         ("complex64", "complex64", True), ("U3", "U3", True), ("U4", "U3", False), ("int64", "datetime64[s]", False),
         ("datetime64[ns]", "datetime64[s]", False), ("bool", "int8", False), ("int32", "int64", False),

@@ -1,4 +1,4 @@
-"""What an abstract tree asks for finds what is stored: strictly in a checkpoint of ours, by text in one of other software."""
+"""An abstract tree finds stored leaves: strictly in our checkpoints, by text in those of other software."""
 
 from __future__ import annotations
 

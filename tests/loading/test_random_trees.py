@@ -1,4 +1,4 @@
-"""Random trees of every container and leaf: reports account for each leaf, selections take what they say, and transforms let the rest be."""
+"""Random trees of every container and leaf: reports cover each leaf, and selections and transforms are exact."""
 
 from __future__ import annotations
 

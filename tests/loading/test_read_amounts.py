@@ -1,4 +1,4 @@
-"""Bytes that loads read: what a job wants of each stored byte once, checksums verified, and as many as a report tells."""
+"""Bytes that loads read: each stored byte once per job, verified, and as many as reports say."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_compressed_chunk_that_two_ranks_cut_is_read_once(layout: Any, tmp_pat
 
 @pytest.mark.parametrize("layout", ["safetensors", "dcp", "zarr3", "ocdbt"])
 def test_a_report_tells_what_the_system_counts(layout: str, tmp_path: Path) -> None:
-    """Of rows of a stack that are cast: nothing is read beside what is told, but the root and what says where elements lie."""
+    """Cast rows of a stack: only their bytes, the root and the chunk places are read."""
 
     def counted() -> int:
         return int(Path("/proc/self/io").read_text(encoding="ascii").split()[1])

@@ -1,4 +1,4 @@
-"""Ranks that load together make what they want of stored arrays, each as it asks; what several want alike is read once."""
+"""Ranks that load together cast and reshape individually; arrays that several request alike are read once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs: a program drawn by a seed saves, replaces, loads and deletes through a proxy with faults, and is judged without it."""
+"""Random programs by seed save, replace, load and delete through a faulty proxy, and are checked without it."""
 
 from __future__ import annotations
 
@@ -105,7 +105,8 @@ def run(seed: int, store: ObjectStore) -> Run:
     with FaultProxy(store.upstream, plan, dialect=store.dialect) as proxy:
         going = Run(
             seed, store, proxy, store.new_place(f"run-{seed}"), draw,
-            ckptcore.Context(io=ckptcore.context.IOOptions(threads=draw.choice((1, 4))), storage=store.options(proxy.url)), store.direct,
+            ckptcore.Context(io=ckptcore.context.IOOptions(threads=draw.choice((1, 4))),
+            storage=store.options(proxy.url)), store.direct,
         )  # fmt: skip
         try:
             _program(going)
@@ -250,7 +251,7 @@ def _train(run: Run, directory: str) -> None:
 
 
 def _judge(run: Run) -> None:
-    """Look at every place without faults: what was committed is there, whole; and the next save succeeds and leaves nothing over."""
+    """Check every location without faults: committed checkpoints are complete, and the next save leaves no remains."""
     for location, history in run.histories.items():
         if location.endswith("/steps"):
             continue

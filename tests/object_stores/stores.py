@@ -150,9 +150,9 @@ STORES: Final[Mapping[str, Callable[[Path], AbstractContextManager[ObjectStore]]
 
 
 def may_come_late(request: ProxiedRequest) -> bool:
-    """Whether nothing is lost if the store gets a request once more, later. It is if a deletion comes after what was saved since.
+    """Return True if the store may get this request again, later, without a loss.
 
-    No store makes deletions conditional for every client. That window is written of in docs/design.
+    A late deletion may lose a later save. Not every store has conditional deletions: see docs/design/commits-on-object-stores.md.
     """
     deletes = request.method == "DELETE" or "delete" in request.query or request.path.startswith("/batch/")
     return not deletes

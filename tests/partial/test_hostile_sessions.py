@@ -1,4 +1,4 @@
-"""What says which sessions there are, and what they wrote, may be damaged or hostile: an error, never a crash or another checkpoint."""
+"""Damaged or hostile session tables and records: an error, never a crash or another checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions of a partial save make the checkpoint that one save would have made, and nothing before they are finalized."""
+"""Sessions of a partial save make the checkpoint of one save, and nothing before `finalize`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions, ends and deletions that look at a place at the same time: one of them is told that it lost, and nothing else is."""
+"""Concurrent sessions, finalizations and deletions of one location: one succeeds, the others raise an error."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _finalize(place: str, context: ckptcore.Context) -> None:
 
 
 class _Paused:
-    """Does a task in a thread, up to an operation of its storage, where it stands still until it may go on, or fails."""
+    """Run a task in a thread up to an operation of its storage, where it waits to continue or to fail."""
 
     def __init__(self, task: _Task, place: str, operation: int, then: Exception | None = None) -> None:
         self._then = then
@@ -194,9 +194,9 @@ def _beside(place: str) -> set[str]:
 def _each_moment(
     task: _Task, prepare: Callable[[], str], meanwhile: _Task
 ) -> Iterator[tuple[str, Exception | None, bool]]:
-    """Do a task as often as it has operations, and before one of them what another process does meanwhile: all of it, or it fails.
+    """Run a task once per operation of it, with another process's task before that operation: complete, or failing.
 
-    Gives the place, the error of the task, and whether the other one was done.
+    Yields the location, the error of the task, and whether the other one completed.
     """
     plan, place = FaultPlan(), prepare()
     task(through(place), faulty_context(place, plan))

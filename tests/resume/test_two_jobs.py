@@ -1,4 +1,4 @@
-"""Two jobs that are pointed at one directory: one trains, the other is told who does, and nobody mixes what they save."""
+"""Two jobs with one directory: one trains, the other gets an error that names the owner."""
 
 from __future__ import annotations
 

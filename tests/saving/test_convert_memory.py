@@ -26,7 +26,8 @@ from tests.composites.shelf import ShelfPlugin
 
 source, destination, layout, warm = sys.argv[1:]
 memory = ckptcore.context.MemoryOptions(load_bytes=64 << 20)
-context = ckptcore.Context(plugins=ckptcore.context.PluginOptions(extra=(ShelfPlugin(),)), durability="none", memory=memory)
+plugins = ckptcore.context.PluginOptions(extra=(ShelfPlugin(),))
+context = ckptcore.Context(plugins=plugins, durability="none", memory=memory)
 ckptcore.copy(warm, warm + "-again", layout=layout, context=context)
 
 

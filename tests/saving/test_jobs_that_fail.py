@@ -1,4 +1,4 @@
-"""Saves of several ranks of which one fails at an odd moment: the others hear of it, and nobody is told what is not so."""
+"""Saves of several ranks of which one fails at an unusual moment: the others get its error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A save that gives up, and a deletion, where a list shows what was there before: nothing stays that looks like a checkpoint."""
+"""Failed saves and deletions with stale listings: nothing remains that looks like a checkpoint."""
 
 from __future__ import annotations
 

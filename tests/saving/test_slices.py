@@ -27,7 +27,7 @@ from tests.saving.test_failures import job_context
 
 
 class Rows(HostArrayHandler):
-    """Each rank has every `size`-th piece of two rows, so that the boxes of one rank lie apart; uneven, and some ranks have none."""
+    """Give each rank every `size`-th piece of two rows, so that its boxes are apart; uneven, some ranks have none."""
 
     def __init__(self, rows: int = 2) -> None:
         self.rows = rows

@@ -17,7 +17,7 @@ from tests.servers.samples import SERVERS, open_storage
 
 
 class _OnServers(LayoutTests):
-    """With fewer states that were tampered with, and fewer damages: on a local file system each layout meets them all."""
+    """With fewer tampered states and damages; each layout meets all of them on a local file system."""
 
     tampered_states = 30
     most_damages = 8
@@ -51,7 +51,7 @@ class _NamesAsTheyAre(_OnServers):
 
     @pytest.fixture(autouse=True)
     def _refused_names(self, request: pytest.FixtureRequest) -> None:
-        """GCS takes no line feed in a name (https://cloud.google.com/storage/docs/objects#naming), and moto finds no such object."""
+        """GCS allows no line feed in a name (https://cloud.google.com/storage/docs/objects#naming), nor does moto."""
         if any(request.node.name.endswith(f"[{server}-quotes]") for server in ("moto", "strict-gcs")):
             request.applymarker(pytest.mark.xfail(raises=StorageError, strict=True, reason="a line feed in a name"))
 

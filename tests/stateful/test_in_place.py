@@ -136,7 +136,8 @@ class Sort:
 OBJECTS = [
     Sort("NNX module", lambda seed: _trained(seed)[0], _jax_state),
     Sort("NNX optimizer", lambda seed: _trained(seed)[1], _jax_state),
-    Sort("NNX model and optimizer", lambda seed: nnx.ModelAndOptimizer(_trained(seed)[0], optax.adam(0.1), wrt=nnx.Param), _jax_state),
+    Sort("NNX model and optimizer",
+    lambda seed: nnx.ModelAndOptimizer(_trained(seed)[0], optax.adam(0.1), wrt=nnx.Param), _jax_state),
     Sort("NNX random streams", lambda seed: nnx.Rngs(seed, dropout=seed + 1), _jax_state),
     Sort("NNX state", lambda seed: nnx.state(_trained(seed)[0]), _jax_state),
     Sort("NNX variable", lambda seed: nnx.Param(jnp.full(3, seed)), _jax_state),
@@ -152,9 +153,11 @@ OBJECTS = [
 ]  # fmt: skip
 TREES = [
     Sort("dict of NumPy arrays", lambda seed: {"w": np.full(3, seed)}, lambda value: value["w"].copy()),
-    Sort("dict of JAX arrays", lambda seed: {"w": jnp.full(3, seed), "n": [seed, (seed,)]}, lambda value: copy.deepcopy(value)),
+    Sort("dict of JAX arrays", lambda seed: {"w": jnp.full(3, seed), "n": [seed, (seed,)]},
+    lambda value: copy.deepcopy(value)),
     Sort("dict of tensors", lambda seed: {"w": torch.full((3,), seed)}, lambda value: value["w"].numpy().copy()),
-    Sort("dataclass", lambda seed: Plain(jnp.full(3, seed), seed), lambda value: (np.asarray(value.weight), value.count)),
+    Sort("dataclass", lambda seed: Plain(jnp.full(3, seed), seed),
+    lambda value: (np.asarray(value.weight), value.count)),
     Sort("registered class", lambda seed: Registered(jnp.full(3, seed)), lambda value: np.asarray(value.weight)),
 ]  # fmt: skip
 

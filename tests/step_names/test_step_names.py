@@ -44,13 +44,16 @@ def test_name(written: StepNameFormat, step: int, name: str) -> None:
     [
         (StepNameFormat(), name)
         for name in (
-            "", "-1", "+1", " 1", "1 ", "1\n", "1_0", "1.0", "1e3", "0x1", "١", "１", "²", "01", "00", "9" * 20, "9" * 5000,
+            "", "-1", "+1", " 1", "1 ", "1\n", "1_0", "1.0", "1e3", "0x1", "١", "１", "²", "01", "00", "9" * 20,
+            "9" * 5000,
             "9223372036854775808", "10.orbax-checkpoint-tmp", "10.orbax-checkpoint-tmp-17", ".10", "step_1", "tmp10",
         )
     ]
     + [
         (StepNameFormat("step_", 4), name)
-        for name in ("step_10", "step_010", "step_00010", "step_012345", "step_", "Step_0010", "astep_0010", "0010", "step_-010")
+        for name in (
+            "step_10", "step_010", "step_00010", "step_012345", "step_", "Step_0010", "astep_0010", "0010", "step_-010"
+        )
     ]
     + [(StepNameFormat("", None), name) for name in ("", "x", "-1", "0" * 30 + "9" * 20)],
 )  # fmt: skip

@@ -103,7 +103,8 @@ def test_an_internal_import_is_noticed(tmp_path: Path) -> None:
     """The test above can fail."""
     source = tmp_path / "nosy.py"
     source.write_text(
-        "from ckptcore.model import Box\nimport ckptcore.saving.save\ndef f():\n    from ckptcore import commit, load\n",
+        "from ckptcore.model import Box\nimport ckptcore.saving.save\n"
+        "def f():\n    from ckptcore import commit, load\n",
         encoding="utf-8",
     )
     assert [line.rpartition(" ")[2] for line in internal_imports(source)] == [

@@ -17,7 +17,7 @@ def near(tmp_path: Path) -> str:
 
 @pytest.fixture(params=["local", "memory"])
 def far(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A directory that is not there yet: on a file system, which can rename, or in memory, which has conditional puts only."""
+    """A new directory: on a file system, with renames, or in memory, with conditional puts."""
     return str(tmp_path / "far" / "run") if request.param == "local" else f"memory://{uuid.uuid4().hex}/run"
 
 

@@ -63,7 +63,7 @@ def watched_tiers(near: Path, far: Path) -> TieredDirectory:
 
 
 def open_far(tiers: TieredDirectory, plan: FaultPlan) -> ckptcore.Checkpointer:
-    """A run of which one thread moves bytes, so that requests come in the same order each time, as far as threads can."""
+    """A run with one I/O thread, so that requests come in the same order each time, as far as possible."""
     context = ckptcore.Context(
         plugins=ckptcore.context.PluginOptions(extra=(_Storages(plan),)),
         io=ckptcore.context.IOOptions(threads=1),

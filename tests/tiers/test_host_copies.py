@@ -1,4 +1,4 @@
-"""Copies that hosts have of replicas: what a host held it reads from its own disk, and the far tier gets everything once."""
+"""Copies of replicas on hosts: a host reads what it held from its own disk, and the far tier gets everything once."""
 
 from __future__ import annotations
 

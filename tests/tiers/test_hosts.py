@@ -1,4 +1,4 @@
-"""Hosts with a near directory each: a step counts where all hosts have it, and what one lacks comes from the far tier."""
+"""Hosts with a near directory each: a step counts if all hosts have it; missing objects come from the far tier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``kill -9`` of a run with two tiers at its requests: what was committed is there, and the next run completes the uploads."""
+"""``kill -9`` of a run with two tiers at each request: committed steps exist, and the next run completes uploads."""
 
 from __future__ import annotations
 

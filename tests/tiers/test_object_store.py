@@ -1,4 +1,4 @@
-"""A far tier in S3, as a server of this machine offers it: what is lost near is loaded from there, and a bad network loses nothing."""
+"""A far tier on a local S3 server: steps lost near are loaded from it, and network faults lose nothing."""
 
 from __future__ import annotations
 

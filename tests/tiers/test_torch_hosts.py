@@ -1,4 +1,4 @@
-"""Real processes of torch.distributed, each a host with a near directory of its own: one is replaced, one is killed, the job shrinks."""
+"""torch.distributed processes, each a host with a near directory: one is replaced, one killed, the job shrinks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps are committed near and uploaded in the background: the job waits for nothing far, and nothing is lost on the way."""
+"""Steps are committed near and uploaded in the background: the job does not wait, and nothing is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What processes of torch.distributed do in the tests of near tiers that each host has by itself: each process is a host."""
+"""Programs of torch.distributed for tests of near tiers: each process is a host."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _load(place: Place) -> list[Any]:
 
 
 def _die_with_a_host(place: Place) -> None:
-    """Save a step that is not uploaded when the second host is killed; the others are killed with it, as a launcher does."""
+    """Save a step that is not uploaded when the second host is killed; the launcher kills the others with it."""
     run = _open(place)
     run.save(3, _state(3, place))
     time.sleep(0.0 if place.rank == 1 else 0.3)
@@ -87,7 +87,7 @@ def _open_never_uploading(place: Place) -> Checkpointer:
 
 
 def _trained(place: Place, steps: int) -> dict[str, Any]:
-    """What a job with data parallelism has after so many steps, alike on every rank; and arrays that only some ranks hold alike."""
+    """Return the state of a data-parallel job after `step` steps, with arrays that only some ranks hold."""
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(31, 17), torch.nn.BatchNorm1d(17)))
     optimizer = torch.optim.AdamW(model.parameters())

@@ -41,8 +41,10 @@ def publish(
     """
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(
-        vocab_size=66, hidden_size=24, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=head_dim, max_position_embeddings=32, rms_norm_eps=EPSILON, tie_word_embeddings=tied, attn_implementation="eager",
+        vocab_size=66, hidden_size=24, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=head_dim, max_position_embeddings=32, rms_norm_eps=EPSILON, tie_word_embeddings=tied,
+        attn_implementation="eager",
         **({"attention_bias": True, "mlp_bias": True} if biases else {}),
     )  # fmt: skip
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()

@@ -1,4 +1,5 @@
-"""Four processes of torchrun that load quantised weights as DTensors on a mesh of 2 x 2: ``quantised_job.py DIRECTORY``; raises what is not as it should be.
+"""Four processes of torchrun load quantised weights as DTensors on a 2 x 2 mesh: ``quantised_job.py DIRECTORY``;
+raises on a wrong result.
 
 The directory has ``fp8`` and ``mxfp4``, as Hugging Face's tools write them, and in ``expected.safetensors`` what those
 make of them.

@@ -1,4 +1,4 @@
-"""Checkpoints of Hugging Face that are quantised here, as the tools of their formats do it, and what those make of them again."""
+"""Hugging Face checkpoints quantised as the tools of their formats do it, and the values these tools restore."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def minilm(layers: int = 1) -> dict[str, torch.Tensor]:
-    """The weights of the first layers of a real encoder in bfloat16: matrices of 384 by 384 and 1536, vectors, and a vocabulary cut to 300 words."""
+    """Return the first layers of a real encoder in bfloat16: 384 x 384 and 384 x 1536 matrices, vectors, 300 words."""
     weights = load_file(model_directory() / "model.safetensors")
     kept = {name for name in weights if not name.startswith("encoder.layer.")}
     kept |= {f"encoder.layer.{layer}." for layer in range(layers)}
@@ -78,7 +78,7 @@ def mxfp4_experts(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def publish(
     directory: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None, files: int = 1
 ) -> Path:
-    """Write tensors as Hugging Face's tools do: with an index where there are several files, and scales in others than their arrays."""
+    """Write tensors as Hugging Face's tools do: an index if there are several files, scales in separate files."""
     directory.mkdir(parents=True, exist_ok=True)
     names = sorted(tensors, key=lambda name: (name.endswith(("_inv", "_scale", "_scales")), name))
     share = -(-len(names) // files)

@@ -1,4 +1,4 @@
-"""Quantised checkpoints of Hugging Face are loaded as the numbers that their own tools make of them, or refused with all that does not fit."""
+"""Quantised Hugging Face checkpoints load with the values of their own tools, or all mismatches are refused."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_blocks_of_float8_are_what_transformers_makes_of_them(files: int, tmp_pa
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_what_torch_makes_of_quantised_checkpoints_has_the_same_bits(tmp_path: Path) -> None:
-    """Its reader knows blocks of 128 by 128. Of MXFP4 that of torch 2.13 fills a few columns: its plan has extents of the stored bytes."""
+    """Its reader knows blocks of 128 x 128. For MXFP4, torch 2.13's fills few columns: it plans with stored extents."""
     stored, expected = _quantized_minilm(fp8_blocks, "_scale_inv")
     publish(tmp_path, stored, FP8, files=2)
     loaded = ckptcore.load(tmp_path, transforms=[DequantizeAsConfigured()])
@@ -201,7 +201,7 @@ def test_experts_of_gpt_oss_are_what_transformers_makes_of_them(tmp_path: Path) 
 
 
 def test_experts_of_two_numbers_in_a_byte_beside_blocks_of_float8(tmp_path: Path) -> None:
-    """As DeepSeek-V4 has them: int8 of half as many columns, with ``.scale`` of powers of two (transformers' ``Fp8Dequantize``)."""
+    """As in DeepSeek-V4: int8 of half the columns, ``.scale`` of powers of two (transformers' ``Fp8Dequantize``)."""
     blocks, scales = mxfp4_experts(_experts()[:1])
     packed, of_packed = blocks[0].reshape(192, 48).view(torch.int8), scales[0].view(torch.float8_e8m0fnu)
     values, of_values = fp8_blocks(_experts()[0].contiguous())
@@ -222,9 +222,9 @@ def test_what_is_made_is_transformed_like_any_array(tmp_path: Path) -> None:
     name = "encoder.layer.0.attention.self.query.weight"
     whole = stored[name].float() * stored[name + "_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
     assert loaded.shape == (1, 384, 384) and _same(loaded[0], whole.T)
-    part = ckptcore.load(tmp_path, {name: ...} | dict.fromkeys(expected, ...) | {"q": AbstractArray((384, 77), "float32")}, transforms=[
-        DequantizeAsConfigured("float32"), Rename(name, "q"), Slice("q", 100, 177, 1)
-    ])  # fmt: skip
+    wanted = {name: ...} | dict.fromkeys(expected, ...) | {"q": AbstractArray((384, 77), "float32")}
+    sliced: list[Transform] = [DequantizeAsConfigured("float32"), Rename(name, "q"), Slice("q", 100, 177, 1)]
+    part = ckptcore.load(tmp_path, wanted, transforms=sliced)
     assert _same(part["q"], whole[:, 100:177])
 
 

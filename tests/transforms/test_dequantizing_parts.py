@@ -1,4 +1,4 @@
-"""Who asks for a part of a quantised weight reads the values and scales that it takes, and gets the bits that all of it has there."""
+"""A load of a part of a quantised weight reads only its values and scales, and has the bits of the whole."""
 
 # mypy: allow-untyped-calls
 
@@ -123,7 +123,7 @@ def test_a_rank_reads_its_columns_where_these_are_long(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("axis", [0, 2])
 def test_a_rank_reads_its_experts_or_its_outputs(axis: int, tmp_path: Path) -> None:
-    """As large as gpt-oss's in the axes that count: parts of scales that are nearer to each other than 64 KiB are read together."""
+    """As large as gpt-oss in the axes that count: scales closer than 64 KiB are read together."""
     rng = np.random.default_rng(0)
     blocks = torch.from_numpy(rng.integers(0, 256, (4, 8192, 32, 16), dtype=np.uint8))
     scales = torch.from_numpy(rng.integers(100, 150, (4, 8192, 32), dtype=np.uint8))
@@ -212,7 +212,7 @@ def test_conversions_write_the_numbers(fp8: Published, tmp_path: Path) -> None:
 
 
 def test_one_part_of_an_open_checkpoint_of_ours_reads_its_blocks(tmp_path: Path) -> None:
-    """Ours has checksums of blocks of 1 MiB, which are read whole: a quarter of 8 MiB lies in three of them, and the scales in one."""
+    """Blocks of 1 MiB are read whole: a quarter of 8 MiB is in three of them, and the scales in one."""
     values = np.arange(8 << 20, dtype=np.uint32).astype(np.uint8).reshape(4096, 2048) & np.uint8(0x77)
     scales = np.ones((32, 16), np.float32)
     state = {"w": values.view(dtype_from_name("float8_e4m3fn")), "w_scale": scales}

@@ -1,4 +1,4 @@
-"""Maps to MaxText make what its own converter makes, bit for bit, and models that compute what Hugging Face's compute."""
+"""Maps to MaxText equal its own converter's result, bit for bit, and the models compute the same."""
 
 # mypy: allow-untyped-calls
 

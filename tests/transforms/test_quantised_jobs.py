@@ -1,4 +1,4 @@
-"""Quantised weights are loaded as DTensors by the processes of a job, each its own shards, with the bits of the whole."""
+"""Quantised weights load as DTensors in a job, each process its own shards, with the bits of the whole."""
 
 # mypy: allow-untyped-calls
 

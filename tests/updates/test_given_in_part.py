@@ -1,4 +1,4 @@
-"""What is given of a container with placeholders goes over the same container of the base, and never loses or adds children silently."""
+"""Containers with placeholders update the same container of the base, and never lose or add children silently."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_placeholder_for_a_container_without_leaves(run: str) -> None:
     ],
 )
 def test_another_container_with_placeholders_is_refused(given: Any, run: str) -> None:
-    """Which children of the base it would keep is not clear: without this they were those that the base has more of, or were lost."""
+    """It is ambiguous which children of the base to keep, so the save is refused."""
     state: Any = {"t": (np.ones(3), 5, [np.ones(1), 2])}
     ckptcore.save(f"{run}/1", state)
     with pytest.raises(TreeMismatchError, match="the state does not go over its base"):

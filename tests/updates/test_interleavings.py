@@ -1,4 +1,4 @@
-"""However the operations of an update and of a deletion of its base come one after the other, no update is there without its base."""
+"""All interleavings of an update and a deletion of its base: no update exists without its base."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _Delete = Callable[[str, ckptcore.Context], None]
 
 
 class _Schedule:
-    """Which of two goes on at each turn: they change over after so many turns of the one and the other, and then no more."""
+    """Schedule two threads: switch after given numbers of turns, and then no more."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         """Begin with the first actor."""
@@ -68,7 +68,7 @@ def _as_owner(run: str, context: ckptcore.Context) -> None:
 
 
 def _schedules(deletion: int, update: int, most: int) -> Sequence[Sequence[int]]:
-    """Some of: part of the deletion, of the update up to about its commit, of the deletion again, and the update to its end."""
+    """Yield part of the deletion, the update up to about its commit, more of the deletion, then the update."""
     found = [
         (first, second, third)
         for first, second, third in itertools.product(range(deletion), range(update - 8, update), range(1, deletion))

@@ -1,4 +1,4 @@
-"""What refers to a checkpoint keeps it from being deleted, whatever its name, its version, and the state of the base."""
+"""Updates protect their bases from deletion, whatever their names, versions, and the state of the base."""
 
 from __future__ import annotations
 

@@ -51,7 +51,17 @@ def _state() -> dict[str, Any]:
 @pytest.mark.parametrize("layout", _LAYOUTS)
 def test_what_is_left_out_is_that_of_the_base(layout: str, run: str) -> None:
     ckptcore.save(f"{run}/1", _state(), layout=layout)
-    ckptcore.save(f"{run}/2", {"model": {"w": np.zeros((5, 5)), "new": np.arange(2)}, "layers": [PLACEHOLDER, np.full(3, 7), {"x": PLACEHOLDER}], "step": 2}, strategy=ckptcore.Update(f"{run}/1"), layout=layout, metadata={"why": "tuned"})  # fmt: skip
+    ckptcore.save(
+        f"{run}/2",
+        {
+            "model": {"w": np.zeros((5, 5)), "new": np.arange(2)},
+            "layers": [PLACEHOLDER, np.full(3, 7), {"x": PLACEHOLDER}],
+            "step": 2,
+        },
+        strategy=ckptcore.Update(f"{run}/1"),
+        layout=layout,
+        metadata={"why": "tuned"},
+    )
     expected = _state()
     expected["model"]["w"], expected["model"]["new"] = np.zeros((5, 5)), np.arange(2)
     expected["layers"][1], expected["step"] = np.full(3, 7), 2

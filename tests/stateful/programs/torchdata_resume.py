@@ -1,4 +1,4 @@
-"""A program that saves data loaders of torchdata half-way, and goes on with new ones: prints the cases that are right."""
+"""A program that saves torchdata loaders half-way and resumes with new ones: prints the correct cases."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""A program whose runs are killed and resumed with each sampler: prints what a resumed run does as one that was not killed.
+"""A program whose runs are killed and resumed with each sampler, and compared with runs that were not killed.
 
-A line for each sampler and step of the kill: whether the batches are the same, whether the random numbers are, and how
-many warnings were logged.
+Prints a line for each sampler and step of the kill: equal batches, equal random numbers, number of warnings.
 """
 
 from __future__ import annotations

@@ -59,7 +59,8 @@ class ScrollLayout(Layout):
             arrays = list(zip(item.boxes, snapshot.take(number), strict=True))
             for part, (box, array) in enumerate(arrays):
                 key = f"{plan.save_id}-{item.leaf:05d}-{plan.rank}-{part}.scroll"
-                line = f"SCROLL {item.spec.dtype} {','.join(map(str, box.start))} {','.join(map(str, box.stop))}\n".encode()
+                start, stop = (",".join(map(str, corner)) for corner in (box.start, box.stop))
+                line = f"SCROLL {item.spec.dtype} {start} {stop}\n".encode()
                 line = line.ljust(-(-len(line) // LINE_BYTES) * LINE_BYTES)
                 segment = ArraySegment(box, item.spec.numpy_dtype.itemsize, opened(box, array), lambda: None)
                 store.write(key, [BytesSegment(line), segment])
