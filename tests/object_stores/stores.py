@@ -152,7 +152,8 @@ STORES: Final[Mapping[str, Callable[[Path], AbstractContextManager[ObjectStore]]
 def may_come_late(request: ProxiedRequest) -> bool:
     """Return True if the store may get this request again, later, without a loss.
 
-    A late deletion may lose a later save. Not every store has conditional deletions: see docs/design/commits-on-object-stores.md.
+    A late deletion may lose a later save. Not every store has conditional deletions: see
+    docs/design/commits-on-object-stores.md.
     """
     deletes = request.method == "DELETE" or "delete" in request.query or request.path.startswith("/batch/")
     return not deletes
