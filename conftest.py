@@ -16,10 +16,10 @@ from hypothesis import settings
 # JAX reads these when it first makes a backend: 8 virtual devices, so that sharded arrays exist without an accelerator.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-# Nothing in the tests may reach for a model hub.
+# No test may use a model hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# gcsfs reads this when it is imported, and else asks servers for what none of the tests has, without an end.
+# gcsfs reads this when it is imported. Without it gcsfs repeats requests that no test server answers.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 
 # Ray sends no statistics of its use. The token of its clusters is in the environment, or Ray would write one into the
@@ -28,8 +28,8 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
-# "ci" tries the same examples in every run, few of them; "thorough" is for `--slow`; "explore" looks for new ones
-# (HYPOTHESIS_PROFILE=explore). A test that names a number of examples itself has a reason to: they are costly, or slow.
+# "ci" tries the same few examples in every run; "thorough" is for `--slow`; "explore" searches for new ones
+# (HYPOTHESIS_PROFILE=explore). A test sets its own number of examples only if these are expensive.
 settings.register_profile("ci", max_examples=25, derandomize=True, database=None, deadline=None, print_blob=True)
 settings.register_profile("thorough", settings.get_profile("ci"), max_examples=200)
 settings.register_profile("explore", max_examples=1000, deadline=None, print_blob=True)
@@ -61,13 +61,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With `--slow` try more examples."""
+    """Try more examples with `--slow`."""
     if config.getoption("slow") and "HYPOTHESIS_PROFILE" not in os.environ:
         settings.load_profile("thorough")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Where all system tests are deselected, import no module of their directories: some import large libraries."""
+    """Skip the directories of system tests if these are deselected: some import large libraries."""
     without = config.getoption("markexpr") == "not system" and collection_path.is_dir()
     return True if without and _in_system(collection_path) else None
 
@@ -76,7 +76,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_pycollect_makeitem(
     collector: pytest.Module | pytest.Class, name: str, obj: object
 ) -> list[pytest.Item | pytest.Collector] | None:
-    """Without `--slow`, generate no tests of functions, classes and modules marked slow: there are thousands."""
+    """Generate no tests of functions, classes and modules marked slow without `--slow`: there are thousands."""
     if collector.config.getoption("slow") or not (inspect.isfunction(obj) or inspect.isclass(obj)):
         return None
     marks = getattr(obj, "pytestmark", [])
@@ -86,7 +86,7 @@ def pytest_pycollect_makeitem(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the system tests, and without `--slow` deselect single parameters that are marked slow."""
+    """Mark the system tests. Deselect single parameters that are marked slow without `--slow`."""
     directories = {directory: _in_system(directory) for directory in {item.path.parent for item in items}}
     for item in items:
         if directories[item.path.parent]:
@@ -108,11 +108,10 @@ def _in_system(directory: Path) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Keep what is imported and collected out of every later garbage collection.
+    """Exclude imported modules and collected tests from later garbage collections.
 
-    Each process that runs tests imports every framework and holds every test: millions of objects that never go away,
-    which each `gc.collect` of a test would look at again. With them set aside a full collection takes a millisecond
-    instead of half a second, and the whole run a fraction of the time.
+    Each test process imports every framework and holds every test: millions of objects that live until it ends, and
+    that each `gc.collect` of a test would traverse. Without them a full collection takes 1 ms instead of 500 ms.
     """
     gc.disable()
     try:

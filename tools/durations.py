@@ -27,7 +27,7 @@ def _cpu_seconds() -> float:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Note when a test begins."""
+    """Record when a test begins."""
     item.stash[_BEGIN] = _cpu_seconds()
     return (yield)
 
@@ -45,7 +45,7 @@ def pytest_runtest_makereport(
 
 @dataclass(slots=True)
 class FileTime:
-    """What the tests of a file took together, in seconds, and the longest of them by CPU."""
+    """Time of the tests of a file in seconds, and the test with the most CPU time."""
 
     tests: int = 0
     wall: float = 0.0

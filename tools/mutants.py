@@ -66,7 +66,7 @@ class Mutant:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What the tests made of a mutant.
+    """Result of the tests for a mutant.
 
     Attributes:
         outcome: ``killed``, ``survived`` or ``timeout``.
