@@ -1,4 +1,4 @@
-"""What `ckptcore.abstract` makes of values of Python and NumPy."""
+"""`ckptcore.abstract` of values of Python and NumPy."""
 
 from __future__ import annotations
 

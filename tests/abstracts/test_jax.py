@@ -1,4 +1,4 @@
-"""What `ckptcore.abstract` makes of arrays and containers of JAX and its libraries, and what loads for it."""
+"""`ckptcore.abstract` of JAX arrays and containers, and loads that use the result."""
 
 from __future__ import annotations
 

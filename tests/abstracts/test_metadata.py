@@ -1,4 +1,4 @@
-"""What `ckptcore.metadata` calls abstract passes to a load, as it is."""
+"""The abstract tree of `ckptcore.metadata` passes to a load unchanged."""
 
 from __future__ import annotations
 

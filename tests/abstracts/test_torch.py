@@ -1,4 +1,4 @@
-"""What `ckptcore.abstract` makes of tensors, modules and optimizers of PyTorch, and what loads for it."""
+"""`ckptcore.abstract` of PyTorch tensors, modules and optimizers, and loads that use the result."""
 
 from __future__ import annotations
 

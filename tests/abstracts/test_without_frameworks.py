@@ -71,7 +71,7 @@ with open(sys.argv[2], "wb") as file:
 
 
 def loaded_elsewhere(locations: dict[str, Path], directory: Path) -> dict[str, Any]:
-    """What a program without frameworks loads, by name."""
+    """Return the values that a program without frameworks loads, by name."""
     directory.mkdir(exist_ok=True)
     program, result = directory / "program.py", directory / "loaded.pickle"
     program.write_text(PROGRAM)

@@ -33,7 +33,7 @@ class Source:
 
     @property
     def public(self) -> bool:
-        """Whether no part of the name begins with an underscore."""
+        """Return True if no part of the name begins with an underscore."""
         return not any(part.startswith("_") for part in self.name.split("."))
 
     def imported_modules(self) -> Iterator[tuple[str, int]]:

@@ -44,7 +44,7 @@ def isort_key(name: str) -> tuple[int, str]:
 
 
 def exported_names(tree: ast.Module) -> list[str] | None:
-    """What `__all__` lists, or None where there is none."""
+    """Return the names in `__all__`, or None without one."""
     for node in tree.body:
         targets = (
             node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
@@ -107,7 +107,7 @@ def _undocumented_methods(owner: ast.ClassDef) -> Iterator[str]:
 
 
 def wrong_exports(source: Source) -> Iterator[str]:
-    """What is wrong with the `__all__` of a module."""
+    """Return the errors in the `__all__` of a module."""
     exported, defined = exported_names(source.tree), defined_names(source.tree)
     if exported is None:
         if defined:

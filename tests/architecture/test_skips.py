@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = [path for folder in ("tests", "plugins") for path in sorted((ROOT / folder).rglob("test_*.py"))]
 
 NOT_PINNED = {"peft"}
-"""What no test needs: PEFT wrote the golden adapters, and who has it compares more."""
+"""Modules that no test needs. PEFT wrote the golden adapters; with it, more is compared."""
 
 
 def skipped_without(source: str) -> Iterator[str]:
@@ -26,7 +26,7 @@ def skipped_without(source: str) -> Iterator[str]:
 
 
 def is_there(name: str) -> bool:
-    """Whether a module is installed; imports nothing."""
+    """Return True if a module is installed. Imports nothing."""
     top, *inner = name.split(".")
     spec = find_spec(top)
     if spec is None:

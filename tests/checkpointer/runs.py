@@ -51,7 +51,7 @@ def store_of(directory: str) -> StorageBackend:
 
 
 def keys_of(directory: str, prefix: str = "") -> list[str]:
-    """What is there."""
+    """Return the keys of all objects."""
     return list(store_of(directory).list(prefix))
 
 
@@ -70,7 +70,7 @@ def flip(directory: str, key: str, place: int = -1) -> None:
 
 
 def cut(directory: str, key: str) -> None:
-    """Let an object end too early."""
+    """Truncate an object."""
     store = store_of(directory)
     store.put(key, store.get(key)[:-9])
 
@@ -92,7 +92,7 @@ class Watch(FaultPlan):
         self.before: Callable[[str, Sequence[str]], None] = _nothing
 
     def begin(self, name: str, keys: Sequence[str], offset: int = 0, nbytes: int = 0) -> Step:
-        """Let the test do something, then the operation."""
+        """Run the action of the test, then the operation."""
         self.before(name, keys)
         return super().begin(name, keys, offset, nbytes)
 
@@ -144,7 +144,7 @@ def through(directory: str) -> str:
 
 
 def writes_arrays(name: str, keys: Sequence[str]) -> bool:
-    """Whether a request begins an object with arrays: on storage without directories a small one is put."""
+    """Return True if a request begins an object with arrays; without directories a small one is put."""
     return name in ("open_writer", "open_new") or (name == "put" and keys[0].endswith(".safetensors"))
 
 
@@ -166,7 +166,7 @@ class Gate:
             assert self._open.wait(60)
 
     def open(self) -> None:
-        """Let them go on."""
+        """Release the waiting operations."""
         self._open.set()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What a save does while another is under way, and that each failed one is told once."""
+"""Saves that begin while another is running; each failed one is reported once."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_continuous_saves_never_overlap(directory: str) -> None:
 
 
 def broken_after(watch: Watch, steps: Sequence[str]) -> None:
-    """Let saves of these steps fail as they write."""
+    """Make the saves of these steps fail as they write."""
 
     def fail(name: str, keys: Sequence[str]) -> None:
         if writes_arrays(name, keys) and any(

@@ -48,7 +48,7 @@ def job(
 
 
 def watch_of(run: Checkpointer) -> Watch:
-    """What this rank asks of its storage."""
+    """Return the storage requests of this rank."""
     found: Watch = run.watch  # type: ignore[attr-defined]
     return found
 

@@ -202,7 +202,7 @@ def test_a_failing_storage_is_no_damage(directory: str) -> None:
 
 
 def newer_version(directory: str, step: str) -> None:
-    """Let a step be of a format that is not there yet."""
+    """Give a step a newer format version."""
     import json
 
     import xxhash

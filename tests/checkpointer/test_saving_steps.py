@@ -1,4 +1,4 @@
-"""What a Checkpointer saves, when, and under which name."""
+"""Steps that a Checkpointer saves: when, and under which name."""
 
 from __future__ import annotations
 

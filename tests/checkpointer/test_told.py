@@ -1,4 +1,4 @@
-"""What observers are told of a run, and that the table of phases says exactly that."""
+"""Events of a run, and that the table of phases lists exactly these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of composites share."""
+"""Fixtures of the tests of several checkpointables."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class ShelfLayout(Layout):
         return {"prefix": prefix, "rows": rows}
 
     def write_metadata_files(self, info: CheckpointInfo, store: WriteStore) -> None:
-        """Say what the checkpoint is."""
+        """Write the description of the checkpoint."""
         custom, metrics = dict(info.custom), {name: str(value) for name, value in info.metrics.items()}
         document = {"created": info.created, "custom": custom, "metrics": metrics, "members": list(info.members)}
         store.put(MARK, json.dumps(document).encode())
@@ -150,7 +150,7 @@ def put_on_shelf(
     files: Mapping[str, Mapping[str, bytes]] | None = None,
     **said: Any,
 ) -> None:
-    """What the other software does: write trees and files by name, and say what it is told."""
+    """Act as the other software: write trees and files by name."""
     for name, tree in trees.items():
         below = directory / name
         below.mkdir(parents=True)
@@ -198,7 +198,7 @@ def _said(mark: Any) -> tuple[dict[str, JSON], dict[str, float], str | None]:
 
 
 def _members(store: ReadStore) -> dict[str, MemberKind]:
-    """What stands on the shelf; a directory whose name begins with an underscore is the software's own."""
+    """Return the names on the shelf; those that begin with an underscore are the software's own."""
     found: dict[str, MemberKind] = {}
     for entry in store.list_names():
         if entry.endswith("/") and not entry.startswith(("_", ".")):

@@ -1,4 +1,4 @@
-"""What is captured before an asynchronous save of several objects returns, and how much memory that takes."""
+"""Captured state of an asynchronous save of several objects, and its memory."""
 
 from __future__ import annotations
 

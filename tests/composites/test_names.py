@@ -1,4 +1,4 @@
-"""What is loaded of a checkpoint of several checkpointables, by name."""
+"""Loads of several checkpointables by name."""
 
 from __future__ import annotations
 

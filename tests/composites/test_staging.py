@@ -18,7 +18,7 @@ from tests.composites.objects import Files, staged
 
 
 def _left_behind() -> Path:
-    """What a process that died leaves: nobody holds it."""
+    """Make a directory of a killed process, which no process locks."""
     directory = StagingDirectory()
     directory._lock.close()
     (directory.path / "file").write_text("x")

@@ -56,7 +56,7 @@ class AwaitedDiary:
         self.entries = list(entries)
 
     async def save(self, directory: Any) -> Awaitable[None]:
-        """What is to be awaited in the background."""
+        """Return a function to call in the background."""
         return self._write(directory, json.dumps(self.entries))
 
     async def _write(self, directory: Any, text: str) -> None:
@@ -64,7 +64,7 @@ class AwaitedDiary:
         (path / "entries.json").write_text(text)
 
     async def load(self, directory: Any) -> Awaitable[None]:
-        """What is to be awaited in the background."""
+        """Return a function to call in the background."""
         return self._read(directory)
 
     async def _read(self, directory: Any) -> None:

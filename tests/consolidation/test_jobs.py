@@ -102,7 +102,7 @@ def test_many_write_what_one_writes_and_read_each_byte_once(size: int, source: P
 
 
 def run_ranks(work: Callable[[Coordinator], None], size: int = 3) -> list[type[BaseException] | None]:
-    """What the ranks of a job raise."""
+    """Run the ranks of a job, and return their errors."""
 
     def job(coordinator: Coordinator) -> type[BaseException] | None:
         try:

@@ -29,7 +29,7 @@ class RaisingLayout(SafetensorsLayout):
         return super().write(snapshot, store)
 
     def fail(self) -> None:
-        """What goes wrong."""
+        """Fail."""
         raise ValueError("this rank is unwell")
 
 

@@ -117,7 +117,7 @@ def test_a_worker_finds_damage(workers: WorkerProcesses, context: ckptcore.Conte
 def test_a_storage_of_the_process_alone_is_refused(
     workers: WorkerProcesses, context: ckptcore.Context, request: pytest.FixtureRequest
 ) -> None:
-    """What is in the memory of a worker is not where the controller commits."""
+    """The memory of a worker is not where the controller commits."""
     location = f"memory://{request.node.name}/it"
     with pytest.raises(NotSharedError):
         ckptcore.save(location, {"rows": make_rows(workers)}, context=context)

@@ -29,7 +29,7 @@ def state_of(workers: WorkerProcesses) -> dict[str, Any]:
 
 
 def assert_saved(location: Path) -> None:
-    """What is stored is what the workers had, for anybody."""
+    """Check that any program finds the workers' elements in the checkpoint."""
     loaded = ckptcore.load(location)
     expected = counted(SPEC, Box.whole(SPEC.shape))
     np.testing.assert_array_equal(loaded["rows"], expected)

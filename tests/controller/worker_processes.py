@@ -31,7 +31,7 @@ Elements = Callable[[ArraySpec, Box], HostArray]
 """The elements of a box of an array, for tests; a function of a module, so that it can be sent to a process."""
 
 _Arrays = dict[tuple[int, Box], HostArray]
-"""What a worker holds: by number of an array and box."""
+"""Arrays of a worker, by number of the array and box."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +321,7 @@ class _Read:
 
 
 def _work(pipe: multiprocessing.connection.Connection) -> None:
-    """What a worker does until its controller is gone."""
+    """Run a worker until its controller ends."""
     arrays: _Arrays = {}
     held: dict[int, Any] = {}
     while True:

@@ -33,7 +33,7 @@ def _leave_dead_save(location: str) -> None:
 
 
 def _hide_all_but_the_claim(patch: pytest.MonkeyPatch, location: str) -> None:
-    """Let the first list of the destination be one of when the dead save had just claimed it."""
+    """Make the first listing of the destination as old as the claim of the failed save."""
     real, bucket = MemoryStorage.list, location.split("/")[2]
     is_old = True
 

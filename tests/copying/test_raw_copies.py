@@ -26,7 +26,7 @@ def _open(directory: str) -> StorageBackend:
 
 
 def _copy(source: str, destination: str, keys: Callable[[list[str]], list[str]] = sorted) -> None:
-    """What any tool does: every object as it is, in any order."""
+    """Copy every object unchanged, in any order, as any tool does."""
     origin, target = _open(source), _open(destination)
     for key in keys(list(origin.list())):
         target.put(key, origin.get(key))

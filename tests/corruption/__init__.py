@@ -1,1 +1,1 @@
-"""What loading and verifying do with checkpoints whose files were damaged or forged."""
+"""Loads and verification of damaged and forged checkpoints."""

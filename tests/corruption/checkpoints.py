@@ -175,7 +175,7 @@ ORIGINALS: Final[Mapping[str, Callable[[Path], Any]]] = {
     "zarr3": _save_zarr3,
     "zarr": _save_zarr,
 }
-"""What saves each of them and returns the state."""
+"""By name, a function that saves a checkpoint and returns its state."""
 
 
 def make_original(name: str, directory: Path) -> Original:

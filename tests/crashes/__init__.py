@@ -1,1 +1,1 @@
-"""What is there after a save was killed, lost power, met a full disk or another save."""
+"""Checkpoints after a killed save, a power failure, a full disk or a concurrent save."""

@@ -23,7 +23,7 @@ Mishap: TypeAlias = Literal["lost", "retried", "late", "never sent"]
 before the next change of the same object; not executed."""
 
 Kept: TypeAlias = Literal["kept", "ignored", "unknown"]
-"""Whether the storage keeps conditions, does as if there were none, or refuses puts that have some."""
+"""How the storage treats conditions: it checks them, ignores them, or refuses such puts."""
 
 
 class Storages:
@@ -47,7 +47,7 @@ class Storages:
 
 
 class Answers:
-    """What a process hears of its changes: puts, objects that are completed, deletions and uploads given up.
+    """Answers to a process' changes: puts, completed objects, deletions and aborted uploads.
 
     Attributes:
         changes: each with its number: the method and the keys.
@@ -62,7 +62,7 @@ class Answers:
         before: Callable[[int, str, Sequence[str]], None] | None = None,
         opening: Callable[[str], None] | None = None,
     ) -> None:
-        """Let changes meet mishaps by their number.
+        """Assign outcomes to changes by their number.
 
         Args:
             mishaps: what happens to which.

@@ -88,7 +88,7 @@ def _whole_lines(log: Path) -> Iterator[str]:
 
 
 def _changes(text: str, path: str) -> bool:
-    """Whether a call, as strace writes it, changes the bytes of a file or the names in a directory."""
+    """Return True if a call, as strace prints it, changes bytes of a file or names in a directory."""
     name, paths = text.partition("(")[0], _PATH.findall(text)
     if name in ("fsync", "fdatasync") or (name == "openat" and "O_CREAT" not in text):
         return False

@@ -91,7 +91,7 @@ def _save_with_export(location: str, number: int) -> None:
 
 
 def exported(location: str) -> str:
-    """Where the task that exports does so: beside the directory of the checkpoint."""
+    """Return the location of the export: next to the checkpoint's directory."""
     directory, name = os.path.split(location)
     return os.path.join(os.path.dirname(directory), "exported", name)
 
@@ -108,7 +108,7 @@ def _convert(location: str, number: int) -> None:
 
 
 def copied_from(location: str) -> str:
-    """Where the task that copies does so from: beside the directory of the checkpoint."""
+    """Return the source of the copy: next to the checkpoint's directory."""
     directory, name = os.path.split(location)
     return os.path.join(os.path.dirname(directory), "source", name)
 
@@ -160,13 +160,13 @@ def _delete(location: str, number: int) -> None:
 
 
 def _delete_and_save(location: str, number: int) -> None:
-    """What is not safe, so that the tests are known to see it."""
+    """Delete and save, which is not safe, so that the tests are known to detect it."""
     ckptcore.delete(location, context=_context())
     ckptcore.save(location, make_state(number), context=_context())
 
 
 def partial_state(number: int) -> dict[str, Any]:
-    """What the session `number` of a partial save has; no two have an array in common."""
+    """Return the state of session `number` of a partial save; no two have an array in common."""
     return {
         "arrays": {f"array {number}": np.random.default_rng(number).integers(0, 1000, 50)},
         "sessions": "several",
@@ -219,7 +219,7 @@ TASKS: Final[Mapping[str, Callable[[str, int], None]]] = {
     "delete-and-save": _delete_and_save,
     "replace-often": _replace_often,
 }
-"""What can be killed, by name."""
+"""Tasks that can be killed, by name."""
 
 
 def _serve() -> None:

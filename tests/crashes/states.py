@@ -101,7 +101,7 @@ def version_at(location: str, **options: Any) -> int | None:
 
 
 def same_value(found: Any, expected: Any) -> bool:
-    """Whether two trees are the same to the last bit, types included."""
+    """Return True if two trees are equal, bit for bit, types included."""
     if type(found) is not type(expected):
         return False
     if isinstance(expected, dict):

@@ -111,7 +111,7 @@ def _save_in_background(location: Path, state: Any, context: ckptcore.Context) -
 
 
 def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
-    """Where no disk can be mounted: a limit on the size of files is no full disk, but an error all the same."""
+    """Without a mounted disk: a limit on the size of files is not a full disk, but an error too."""
     location = tmp_path / "run" / "step_1"
     ckptcore.save(location, make_state(_OLD), context=_FAST)
     program = (

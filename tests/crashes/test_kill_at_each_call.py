@@ -77,7 +77,7 @@ def _old_and_leftovers(location: Path) -> None:
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is killed, and what may be there afterwards.
+    """A task to kill, and the states that may exist afterwards.
 
     Attributes:
         task: its name in `tests.crashes.saver`.

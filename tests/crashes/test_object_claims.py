@@ -109,7 +109,7 @@ def test_a_change_whose_answer_is_lost_is_found_to_be_done(mishap: Mishap) -> No
 
 
 def _probes(changes: Sequence[tuple[str, tuple[str, ...]]], number: int) -> bool:
-    """Whether a change is one of those that try out the conditions of a storage."""
+    """Return True for a change that tests the conditions of a storage."""
     return changes[number][1] == (_ROOT,) and number < 2
 
 

@@ -132,7 +132,7 @@ def test_the_power_fails_at_each_step_and_any_part_survives(name: str) -> None:
 
 
 def test_without_durability_a_loss_may_be_found_out() -> None:
-    """What the relaxed mode does not promise: so that the tests above are known to see it."""
+    """Durability that the relaxed mode does not promise, so that the tests above are known to detect losses."""
     chance = random.Random(0)
     disk = _disk(old=True)
     ckptcore.save(_LOCATION, make_state(_NEW), overwrite=True, context=simulated_context(disk, "none"))

@@ -43,7 +43,7 @@ class _Trial:
         before.rename(self._root)
 
     def outcomes(self, calls: Sequence[Call], tries: int) -> list[int | str | None]:
-        """What is there after each of many losses of power: a state, None, or why it cannot be loaded."""
+        """Return the results of many power failures: a state, None, or the error of its load."""
         found: list[int | str | None] = []
         disk = Disk(self._root)
         choices = random.Random(0)

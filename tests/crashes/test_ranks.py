@@ -26,7 +26,7 @@ _OLD, _NEW, _NEXT = 1, 2, 3
 
 
 class _Broken(RuntimeError):
-    """What fails on one rank."""
+    """A failure of one rank."""
 
 
 class _BrokenLeaves(HostArrayHandler):

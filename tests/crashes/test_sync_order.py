@@ -72,6 +72,6 @@ def test_nothing_is_committed_before_it_is_durable(name: str, warm: Saver, tmp_p
 
 
 def _names_in(call: Call, directory: str) -> bool:
-    """Whether a call changes names in a directory."""
+    """Return True if a call changes names in a directory."""
     changes = call.name in ("openat", "mkdir", "rename", "renameat2", "unlink", "unlinkat", "rmdir")
     return changes and any(os.path.dirname(path) == directory for path in call.paths)

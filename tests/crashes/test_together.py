@@ -150,7 +150,7 @@ def _read_while_replaced(warm: Saver, directory: Path, rounds: int) -> None:
 
 @pytest.mark.parametrize("task", ["save", "save-large", "save-several-files"])
 def test_kills_at_any_time(task: str, warm: Saver, tmp_path: Path) -> None:
-    """What needs no tracing: a save that is killed after a while."""
+    """Kill a save after some time, without tracing."""
     location = tmp_path / "run" / "step_1"
     choices = random.Random(0)
     ckptcore.save(location, make_state(OLD), context=_FAST)

@@ -46,7 +46,7 @@ def test_a_checkpoint_that_was_committed_meanwhile_is_not_replaced(tmp_path: Pat
 
 
 def _stands_still_in_a_change(operations: list[Operation], operation: Operation) -> bool:
-    """Whether the claim was looked at right before: no storage makes that and the change one step."""
+    """Return True if the claim was checked right before: no storage combines that and the change."""
     before = operations[operation.number - 1]
     return operation.changes and before.name == "get" and before.keys == ("step_1/checkpoint.json",)
 

@@ -34,7 +34,7 @@ _SECONDS: Final = 60.0
 
 @dataclass(frozen=True)
 class KillPoint:
-    """Where a process is killed: before the first thread that comes to its call number `number` of `name` makes it."""
+    """A point to kill a process: before the first thread executes call number `number` of `name`."""
 
     name: str
     number: int
@@ -73,7 +73,7 @@ class Saver(WarmProgram):
         return self.hear()
 
     def begin(self) -> None:
-        """Let the child begin."""
+        """Start the child."""
         self.say("begin")
 
     def traced(self, task: str, location: str, log: Path, *options: str) -> int:

@@ -217,7 +217,7 @@ def test_each_part_of_an_object_is_verified_by_what_costs_least() -> None:
     st.sampled_from([0, 7, 100]),
 )
 def test_no_way_of_all_costs_clearly_less(picks: list[tuple[int, int, int]], shape: tuple[int, int], gap: int) -> None:
-    """What is read is at most 2 % more, or two blocks, than all by blocks, and than all by whole tiles."""
+    """The bytes read are at most 2 % or two blocks more than by blocks alone, or by chunks alone."""
     boxes = [(chunk, Box((first, 0), (max(first + 1, last), shape[1]))) for chunk, first, last in picks]
     chunks = Chunks(60, shape, recorded=True, gap=gap)
     chosen = chunks.load(boxes).bytes_read

@@ -1,4 +1,4 @@
-"""What is written and read back is what NumPy slicing gives, whatever the boxes, strides, dtypes and threads."""
+"""Round trips equal NumPy slicing, for all boxes, strides, dtypes and numbers of threads."""
 
 from __future__ import annotations
 

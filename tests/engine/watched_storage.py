@@ -58,7 +58,7 @@ class WatchedStorage(StorageBackend):
         self._lock = threading.Lock()
 
     def delay(self) -> None:
-        """Let other threads come first, sometimes."""
+        """Yield to other threads, sometimes."""
         if self.jitter:
             time.sleep(random.uniform(0, self.jitter))
 

@@ -187,7 +187,7 @@ def test_each_event_is_logged_for_those_who_debug(caplog: pytest.LogCaptureFixtu
 
 
 def test_no_event_is_made_while_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What keeps a phase cheap; its time is not asserted."""
+    """Phases are cheap without observers; time is not asserted."""
     made: list[str] = []
 
     def make(**fields: Any) -> Event:

@@ -26,7 +26,7 @@ GOODPUT_READS = {
     ),
     "restore": ("checkpointer_duration_secs", "checkpoint_manager_duration_secs"),
 }  # fmt: skip
-"""What `checkpoint_badput_calculator.py` of ml-goodput-measurement 0.2.3 passes to `float`."""
+"""Names that `checkpoint_badput_calculator.py` of ml-goodput-measurement 0.2.3 passes to `float`."""
 
 
 def records_of(*events: Event) -> list[Mapping[str, object]]:

@@ -105,7 +105,7 @@ def test_tensorstore_reads_ours(directory: str, server: S3Server, layout: str) -
 
 
 def _item_directory(directory: str) -> str:
-    """Where in a checkpoint the arrays of one tree are, as Orbax has it."""
+    """Return the directory of the arrays of one tree, as in Orbax."""
     names = s3fs.S3FileSystem().ls(f"{directory}/ours", detail=False)
     return "state/" if any(name.endswith("/state") for name in names) else ""
 

@@ -18,5 +18,5 @@ def test_subchunks_are_read_as_they_are_needed(case: Case) -> None:
 
 @pytest.mark.slow
 def test_without_subchunks_whole_shards_are_read() -> None:
-    """What subchunks are for: columns of a shard lie in all of its bytes."""
+    """The reason for subchunks: columns of a shard are spread over all of its bytes."""
     assert counts(CASES[2], whole_shards()).ratio > 8

@@ -1,4 +1,4 @@
-"""What we write, safetensors and Hugging Face loaders read; what they write, we read: bit for bit."""
+"""Files written by ckptcore load in safetensors and Hugging Face tools, and the reverse, bit for bit."""
 
 from __future__ import annotations
 

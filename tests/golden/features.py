@@ -1,4 +1,4 @@
-"""What the golden checkpoints hold, and how each of them is saved. All have the built-in layout."""
+"""Golden checkpoints of features: their contents and saves. All have the built-in layout."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def parts_state() -> dict[str, Any]:
 
 
 def sessions() -> tuple[dict[str, Any], dict[str, Any]]:
-    """What two sessions of a partial save write."""
+    """Return the states of two sessions of a partial save."""
     return {"a": np.arange(4, dtype=np.float32), "step": 3}, {"b": {"c": np.ones((2, 2), np.int8)}}
 
 
@@ -128,7 +128,7 @@ def _save_hosts(at: Path) -> None:
 
 
 def _save_claim(at: Path) -> None:
-    """What a save that failed left on an object store."""
+    """Save the remains of a failed save on an object store."""
     at.mkdir()
     (at / "checkpoint.json").write_bytes(encode_claim(Claimed("0123456789abcdef", "2026-01-02T03:04:05.678+00:00")))
 

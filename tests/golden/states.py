@@ -76,7 +76,7 @@ def golden_state() -> dict[str, Any]:
 
 
 def golden_update() -> dict[str, Any]:
-    """What of the state the golden update writes; the rest is that of the golden checkpoint of version 1."""
+    """Return the part of the state that the golden update writes; the rest is in its base."""
     state = golden_state()
     return {
         "dtypes": {name: state["dtypes"][name] for name in ("int8", "bfloat16")},
@@ -109,7 +109,7 @@ class GoldenFiles:
 
 
 def golden_files(rank: int) -> dict[str, bytes]:
-    """What the files hold."""
+    """Return the contents of the files."""
     return {"a/b/c": bytes(range(256)) * (rank + 1), "empty": b"", f"of rank {rank}": b"ckptcore"}
 
 

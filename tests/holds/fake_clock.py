@@ -71,7 +71,7 @@ class FakeRepetition:
 
     @property
     def runs(self) -> bool:
-        """Whether it is called as time passes; what was due while its process stood still is due at once then."""
+        """True if callbacks run as time passes; after a pause all that are due run at once."""
         return not self._is_stopped and not self._process.is_frozen
 
     def stop(self) -> None:

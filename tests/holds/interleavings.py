@@ -81,7 +81,7 @@ class Actor(FaultPlan, Clock):
         return 0.0
 
     def sleep(self, seconds: float) -> None:
-        """Let others go first."""
+        """Yield to other threads."""
         self.expect_alive()
         self.state = "waiting"
         self.stop()

@@ -93,7 +93,7 @@ def ids(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def stops_before_locking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a local storage stop between the making of a directory and its locking."""
+    """Pause a local storage between the creation of a directory and its lock."""
 
     def stop_and_try(directory: str) -> DirectoryLock | None:
         actor = Actor.current()

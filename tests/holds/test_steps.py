@@ -26,7 +26,7 @@ where_locked = pytest.mark.parametrize("place", LOCKED)
 
 
 def holds_of_the_dead(store: StorageBackend) -> list[str]:
-    """What stands below the directories of holds."""
+    """Return the contents of the lock directories."""
     return [*store.list_names(".ckptcore/pins"), *store.list_names(".ckptcore/deleting")]
 
 

@@ -17,7 +17,7 @@ from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
 __all__ = ["Counted", "Counting", "CountingPlugin", "assert_frugal"]
 
 _BLOCK_BYTES: Final = 1 << 20
-"""What one checksum covers, and is read whole."""
+"""Bytes of one checksum, which are read whole."""
 
 _DESCRIPTION_BYTES: Final = 256 << 10
 """More than a layout says of the few arrays of a test, in headers and indices; less than one of their replicas."""
@@ -41,7 +41,7 @@ class CountingPlugin:
 
 @dataclass(frozen=True)
 class Counted:
-    """What a process did so far, in bytes.
+    """Bytes counted by a process so far.
 
     Attributes:
         written: into objects of arrays and of what a layout says of them; not into the root and its tables.
@@ -68,7 +68,7 @@ class Counting:
         return f"counted://{path}"
 
     def counted(self) -> Counted:
-        """What was counted so far."""
+        """Return the counts so far."""
         plan = self._plugin.plan
         written = sum(
             operation.nbytes

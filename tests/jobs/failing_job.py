@@ -25,7 +25,7 @@ PATIENCE_SECONDS: Final = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What fails, where.
+    """A failure: its rank and its point.
 
     Attributes:
         operation: what the job does, a key of `OPERATIONS`.
@@ -202,7 +202,7 @@ def take_part(cell: Cell, job: Job, place: Path) -> None:
 
 
 def told_file(place: Path, rank: int) -> Path:
-    """Where a rank writes how it ended."""
+    """Return the file in which a rank writes its result."""
     return place.with_name(f"{place.name}.told") / str(rank)
 
 

@@ -32,7 +32,7 @@ _MAY_COMMIT: Final = {
     "written",
     "write",
 }
-"""Where a save may commit without the victim, or by the leader after it stood still."""
+"""Points at which a save may commit without the victim, or by the leader after it paused."""
 
 
 class _Processes:
@@ -63,7 +63,7 @@ class _Processes:
         return self._processes[rank].exitcode
 
     def wake(self, rank: int) -> None:
-        """Let a process that stands still go on."""
+        """Resume a paused process."""
         pid = self._processes[rank].pid
         assert pid is not None
         os.kill(pid, signal.SIGCONT)
@@ -79,7 +79,7 @@ class _Processes:
         return told
 
     def said(self) -> str:
-        """What they wrote to stderr."""
+        """Return the processes' output to stderr."""
         texts = [Path(file).read_text(errors="replace")[-3000:] for file in self._errors if Path(file).exists()]
         return "\n".join(texts)
 

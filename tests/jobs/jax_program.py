@@ -1,4 +1,4 @@
-"""What processes of jax.distributed do in the tests of jobs: arrays on parts of the devices, and in host memory."""
+"""Programs of jax.distributed for the tests of jobs: arrays on parts of the devices, and in host memory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def of_process(owner: int) -> Mesh:
 
 
 def parts_of(elements: Any, sharding: Sharding) -> list[jax.Array]:
-    """What the devices of this process hold of an array."""
+    """Return the parts of an array on the devices of this process."""
     places = sharding.addressable_devices_indices_map(elements.shape)
     return [
         jax.device_put(elements[index], SingleDeviceSharding(device, memory_kind=sharding.memory_kind))

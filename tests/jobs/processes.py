@@ -41,7 +41,7 @@ class Place:
 
 
 class Program(Protocol):
-    """What a module has that is run in each process of a job."""
+    """A module that each process of a job runs."""
 
     TASKS: Mapping[str, Callable[[Place], Any]]
     """By name; each gives JSON."""

@@ -38,7 +38,7 @@ def _run(job: Callable[[int, ckptcore.Context], Any], size: int = 4, **options: 
 
 
 def _stage(rank: int, value: float = 1) -> dict[str, Any]:
-    """What a rank has of a model in two stages, each on two ranks."""
+    """Return a rank's part of a model in two stages, each on two ranks."""
     stage = rank // 2
     layers = {str(number): {"w": np.full((3, 4), float(value + number))} for number in (2 * stage, 2 * stage + 1)}
     ends = {"head": np.arange(7)} if stage else {"embed": np.arange(5)}

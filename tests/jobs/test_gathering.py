@@ -23,7 +23,7 @@ _LONG_SECONDS = 60.0
 
 
 class _Counts:
-    """What ranks sent and received, in messages and bytes; a rank's own to itself is not counted."""
+    """Messages and bytes that ranks sent and received, without those to themselves."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -88,7 +88,7 @@ class _Unanswered:
 
 
 def test_ranks_whose_first_heard_nothing_are_missing() -> None:
-    """What they said would be lost: that one failed, too."""
+    """Their messages would be lost: the first rank of their block failed, too."""
 
     def of_rank(coordinator: Coordinator) -> str:
         agreement = Agreement(_Unanswered(coordinator, coordinator.rank), "save", block_ranks=2)
@@ -134,7 +134,7 @@ def test_a_coordinator_without_groups_gathers_at_once() -> None:
 
 def _stages(size: int, *, absent: Sequence[int] = (), fails: Sequence[int] = (), seconds: float = _LONG_SECONDS,
             counts: _Counts | None = None) -> list[str]:  # fmt: skip
-    """What two stages end in on each rank, in blocks of 4."""
+    """Return the results of two stages on each rank, in blocks of 4."""
     counts = counts or _Counts()
 
     def of_rank(coordinator: Coordinator) -> str:
@@ -233,7 +233,7 @@ def test_an_answer_to_an_earlier_operation_is_none_in_a_block() -> None:
         thread.join()
 
     class Again:
-        """What it says in place of what it said is kept, as a store keeps it."""
+        """Keep the second message of a rank in place of the first, as a store does."""
 
         rank, size = 5, 6
 

@@ -1,4 +1,4 @@
-"""What a process wrote comes to the leader as it was, in few bytes."""
+"""Receipts reach the leader unchanged, in few bytes."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def _tree(arrays: Sequence[tuple[tuple[int, ...], _Cuts]], aliases: dict[int, in
 
 
 def _receipts(shares: Shares, held: Sequence[Any], size: int) -> list[Receipt]:
-    """What each rank writes; `held` gives the shards of a rank by leaf."""
+    """Return the receipts of each rank; `held` gives the shards of a rank by leaf."""
     receipts = []
     for rank in range(size):
         owners = owners_of(shares, rank=rank, size=size)

@@ -42,7 +42,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def outcomes(work: Callable[[Coordinator], Any]) -> Sequence[Any]:
-    """What each rank raised, or gave."""
+    """Return the error or the result of each rank."""
 
     def of_rank(coordinator: Coordinator) -> Any:
         try:

@@ -21,7 +21,7 @@ WHOLE: Final = {
 
 
 def assert_part(name: str, found: Any, index: tuple[slice, ...]) -> None:
-    """Whether elements are those of a part of an array, bit for bit."""
+    """Check that elements equal a part of an array, bit for bit."""
     expected = WHOLE[name][index]
     found = np.asarray(found)
     assert found.dtype == expected.dtype and found.tobytes() == expected.tobytes(), f"{name}{index}: {found}"

@@ -120,7 +120,7 @@ def train(mesh: DeviceMesh, value: float) -> dict[str, Any]:
 
 
 def numbers(state: Mapping[str, Any]) -> list[float]:
-    """What this process has of a model and its optimizer."""
+    """Return this process' part of a model and its optimizer."""
     model, optimizer = state["model"], state["optimizer"]
     found = [parameter.to_local() for parameter in model.parameters()]
     found += [slots[name].to_local() for slots in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]

@@ -26,11 +26,11 @@ SCHEME: Final = "trapped"
 """The scheme of directories whose storage has traps."""
 
 Action: TypeAlias = Literal["raise", "kill", "hang"]
-"""What a process does in a trap."""
+"""The effect of a trap on a process."""
 
 
 class TrappedError(RuntimeError):
-    """What a process raises in a trap."""
+    """Raised by a trap."""
 
 
 class Trap:

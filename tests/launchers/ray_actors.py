@@ -27,7 +27,7 @@ BOUNDS = {"w": (0, 1, 12, 16), "e": (0, 3, 5, 8), "b": (0, 5, 5, 7)}
 
 
 def _box(name: str, rank: int) -> tuple[Box, list[list[int]]]:
-    """What a rank holds of an array, and the cuts of all."""
+    """Return the box of an array that a rank holds, and the cuts of all."""
     shape = ARRAYS[name].shape
     start, stop = BOUNDS[name][rank : rank + 2]
     cuts = sorted({bound for bound in BOUNDS[name] if 0 < bound < shape[0]})
@@ -112,11 +112,11 @@ if __name__ == "__main__":
         workers = _workers(job)
 
         def save(location: Path, layout: str) -> None:
-            """Let the actors save."""
+            """Save from the actors."""
             ray.get([worker.save.remote(location, layout) for worker in workers])
 
         def load(location: Path) -> None:
-            """Let the actors load."""
+            """Load in the actors."""
             ray.get([worker.load.remote(location) for worker in workers])
 
         run_job("ray_actors", True, save, load, lambda: None)

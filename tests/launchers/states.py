@@ -1,4 +1,4 @@
-"""What every job of the matrix saves, and what it has to find in what the others saved."""
+"""States that the jobs of the matrix save, and expect from other jobs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ARRAYS: Final = {
 
 
 def assert_box(name: str, found: Any, box: tuple[slice, ...]) -> None:
-    """Whether what was loaded of an array is that box of it."""
+    """Check that a loaded part equals this box of the array."""
     expected = ARRAYS[name][box]
     found = np.asarray(found)
     assert found.dtype == expected.dtype and np.array_equal(found, expected), f"{name}{box}: {found} is not {expected}"

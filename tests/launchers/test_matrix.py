@@ -20,7 +20,7 @@ JOBS = ("torch_fsdp", "torch_mesh", "jax_mesh", "ray_actors")
 
 
 def _commands(job: str) -> list[list[str]]:
-    """What is started for a job; a process for each where nothing else starts them."""
+    """Return the commands of a job: one, or one per process without a launcher."""
     program = str(HERE / f"{job}.py")
     if job.startswith("torch"):
         return [[*TORCHRUN, program]]

@@ -21,6 +21,6 @@ def tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def assert_is(name: str, found: torch.Tensor) -> None:
-    """Whether a whole tensor is the array of this name, bit for bit."""
+    """Check that a whole tensor equals the array of this name, bit for bit."""
     expected = tensor_of(ARRAYS[name])
     assert found.dtype == expected.dtype and torch.equal(found, expected), f"{name}: {found} is not {expected}"

@@ -117,7 +117,7 @@ def root_of(value: Any = 0, parts: tuple[str, ...] = ()) -> Root:
 
 
 def is_kept(known: KnownRoots[ckptcore.SafetensorsLayout], data: bytes, root: Root) -> bool:
-    """Whether a root need not be parsed a second time."""
+    """Return True if a root is not parsed a second time."""
     parsed: list[bytes] = []
 
     def parse() -> Root:

@@ -82,7 +82,7 @@ def test_casts_of_wider_dtypes(asked: str, stored: str, expected: bool) -> None:
 
 
 def narrowed(values: HostArray, stored: str, asked: str) -> HostArray | None:
-    """What an array is cast to; None where that is refused."""
+    """Return the dtype of the cast array, or None if the cast is refused."""
     out = np.empty(values.shape, dtype_from_name(asked))
     try:
         narrow(Stored(ArraySpec(values.shape, stored), 0), asked).make(Box.whole(values.shape), [values], out)

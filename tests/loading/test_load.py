@@ -1,4 +1,4 @@
-"""What load gives for an abstract tree, and what it refuses."""
+"""Loads of abstract trees: results and errors."""
 
 from __future__ import annotations
 

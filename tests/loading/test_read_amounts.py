@@ -39,7 +39,7 @@ class CountedFiles:
         return _Counting(LocalStorage(url.removeprefix("counted://"), options), self)
 
     def add(self, key: str, nbytes: int) -> None:
-        """Say that bytes were read."""
+        """Add the bytes of a read."""
         if not key.startswith("checkpoint."):
             with self.lock:
                 self.nbytes += nbytes

@@ -23,7 +23,7 @@ NARROWING = Matching(cast="narrowing", shapes={"pad", "truncate", "reshape"}, un
 
 
 def run(size: int, work: Callable[[Context, int], Any], **options: Any) -> tuple[Sequence[Any], ThreadNetwork]:
-    """What each rank gets, and what was sent."""
+    """Return the result of each rank, and the messages sent."""
     network, job = ThreadNetwork(size, timeout_seconds=60), ThreadJob(size, timeout_seconds=60)
 
     def of_rank(coordinator: Any) -> Any:

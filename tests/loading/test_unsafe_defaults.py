@@ -1,4 +1,4 @@
-"""What other software does unasked is refused, and each option allows its own difference and no other."""
+"""Differences that other software accepts by default are refused, and each option allows only its own."""
 
 # mypy: allow-untyped-calls
 

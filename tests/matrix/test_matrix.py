@@ -6,4 +6,4 @@ from ckptcore_testing import SaveLoadMatrixTests
 
 
 class TestMatrix(SaveLoadMatrixTests):
-    """What is installed is found by entry points; a new plugin needs no edit here."""
+    """The matrix of all installed plugins, found by entry points."""

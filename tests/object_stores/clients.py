@@ -30,7 +30,7 @@ Program = Literal["save", "overwrite", "step"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Task:
-    """What a child does.
+    """The task of a child process.
 
     Attributes:
         program: save where no checkpoint is; replace one; save the next step of a directory.
@@ -68,7 +68,7 @@ class Client(WarmProgram):
         super().__init__("tests.object_stores.clients")
 
     def start(self, task: Task) -> int:
-        """Let a child do a task; its process id. `end` must follow."""
+        """Start a task in a child, and return its process id. `end` must follow."""
         self.say(json.dumps(dataclasses.asdict(task)))
         return self.hear()
 

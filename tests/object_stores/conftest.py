@@ -1,4 +1,4 @@
-"""What the tests on object stores share."""
+"""Fixtures of the tests on object stores."""
 
 from __future__ import annotations
 

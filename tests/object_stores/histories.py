@@ -1,4 +1,4 @@
-"""What may be at a place, by what a client was told: the judge of runs on bad days."""
+"""States that may exist at a location after the answers that a client got: checks of random runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["History"]
 _LONGEST_TEXT = 1500
 
 _FOREIGN = ("hyper::", "reqwest::", "object_store::", "Os {", "Kind:", "Traceback", "0x")
-"""What stands in dumps of the libraries below; no error that a user sees has it."""
+"""Text of the underlying libraries' error dumps; errors for users must not contain it."""
 
 
 class History:
@@ -88,7 +88,7 @@ class History:
         self.possible |= {None}
 
     def found(self, version: int | None) -> None:
-        """What is there now, seen by who meets no faults."""
+        """Return the state of the location, read without faults."""
         self._expect(version in self.possible, f"found {version}")
         self.possible = {version}
 

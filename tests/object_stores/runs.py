@@ -197,7 +197,7 @@ def _die(run: Run, location: str) -> None:
 
 
 def release_directory(store: ObjectStore, directory: str) -> None:
-    """Let the time pass in which a dead job's ownership of a directory of steps runs out."""
+    """Advance the time until a failed job's ownership of a run's directory expires."""
     opened = open_directory(directory, runtime_of(store.direct).registry, durable=True, config=store.direct.storage)
     opened.delete([_OWNER])
 

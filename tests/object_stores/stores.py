@@ -53,7 +53,7 @@ class ObjectStore:
         return f"{self.bucket}/{name}-{uuid.uuid4().hex[:8]}"
 
     def options(self, url: str) -> Mapping[str, Mapping[str, JSON]]:
-        """What a `Context` takes to find the service at this URL: its own, or a proxy's."""
+        """Return the options of a `Context` for the service at this URL, which may be a proxy's."""
         return {self.scheme: self.config(url)}
 
     @property

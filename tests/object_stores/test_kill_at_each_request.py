@@ -42,7 +42,7 @@ def _nothing(store: ObjectStore, place: str) -> None:
 
 
 def _dead_claim(store: ObjectStore, place: str) -> None:
-    """What a save left that died early: a claim, objects, and an upload in pieces that nobody ends."""
+    """Make the remains of a save that failed early: a claim, objects, and an unfinished upload."""
     opened = open_directory(place, runtime_of(store.direct).registry, durable=True, config=store.direct.storage)
     opened.put(ROOT_KEY, encode_claim(Claimed("0123456789abcdef", "2026-01-01T00:00:00.000+00:00")))
     for name in _FIXED_NAMES:
@@ -61,7 +61,7 @@ def _first_step(store: ObjectStore, place: str) -> None:
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is killed, and what may be there afterwards.
+    """A task to kill, and the states that may exist afterwards.
 
     Attributes:
         program: what the client does.

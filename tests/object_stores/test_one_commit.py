@@ -48,7 +48,7 @@ _FAULTS: Final[Sequence[RequestFault]] = (
     TruncateAnswer(0.5),
     Throttle(),
 )
-"""What a client that tries again gets over."""
+"""Faults that a client with retries survives."""
 
 
 def _first_save(place: str, context: ckptcore.Context) -> None:

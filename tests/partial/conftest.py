@@ -1,4 +1,4 @@
-"""What the tests of partial saves share."""
+"""Fixtures of the tests of partial saves."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def _task(name: str, layout: str) -> _Task:
 @pytest.mark.parametrize("layout", _LAYOUTS)
 @pytest.mark.parametrize("name", list(_TASKS))
 def test_whatever_becomes_of_an_answer_nothing_is_lost(name: str, layout: str) -> None:
-    """What was said to be saved is there, and what was not can be saved again."""
+    """Sessions that were reported as saved exist; others can be saved again."""
     sessions = _TASKS[name]
     counted = Answers()
     _task(name, layout)(_prepared(sessions, layout), counted)

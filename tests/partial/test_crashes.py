@@ -216,7 +216,7 @@ def test_a_session_that_finds_the_disk_full_leaves_nothing_on_it(scheme: str, tm
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
 def test_of_two_sessions_at_once_one_is_told_so(scheme: str, tmp_path: Path) -> None:
-    """Where there are locks the second is refused; elsewhere it takes over. Whatever was said to be saved is there."""
+    """With locks the second is refused; otherwise it takes over. Reported sessions exist."""
     told: set[str] = set()
     for operation in _operations(_prepared(scheme, tmp_path, 1, "zarr3"), _session(1, "zarr3")):
         place = _prepared(scheme, tmp_path, 1, "zarr3")

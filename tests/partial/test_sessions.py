@@ -247,7 +247,7 @@ def test_a_checkpointer_leaves_it_alone(place: str) -> None:
 
 
 def test_a_checkpoint_below_it_stays(tmp_path: Path) -> None:
-    """What no session wrote is removed, but that is not debris; on file systems the end is refused instead."""
+    """Files that no session wrote are removed, except another checkpoint; on file systems `finalize` is refused."""
     place = new_place("memory", tmp_path)
     below = f"{place}/tokenizer/1"
 

@@ -107,7 +107,7 @@ def _prepared(directory: Path) -> str:
 
 
 def _since_claim(task: _Task, directory: Path) -> Sequence[Operation]:
-    """What a task does from where it claims the place on."""
+    """Run a task from its claim of the location on."""
     place, plan = _prepared(directory), FaultPlan()
     task(through(place), faulty_context(place, plan))
     tried_first = 2  # by puts that must fail: see `Conditions.try_out`
@@ -120,7 +120,7 @@ def _since_claim(task: _Task, directory: Path) -> Sequence[Operation]:
     [(_first, _second), (_first, _finalize), (_finalize, _first), (_finalize, _finalize)],
 )
 def test_of_two_that_saw_the_same_only_one_goes_on(one: _Task, other: _Task, tmp_path: Path) -> None:
-    """What both want to put in the place of the root must not be the same bytes: each would take it for its own."""
+    """The two roots must differ: otherwise each process would take the other's for its own."""
     claim, *later = _since_claim(one, tmp_path)
     numbers = range(claim.number + 1, later[-1].number + 8)  # one that is disturbed has more to do
     for begun, ended in itertools.product(_since_claim(other, tmp_path)[1:], numbers):

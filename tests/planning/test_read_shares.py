@@ -34,7 +34,7 @@ SPECS = {
 
 @st.composite
 def requests(draw: st.DrawFn) -> list[Request]:
-    """What some ranks want: some boxes of some arrays, often the same as others want."""
+    """Requests of some ranks: boxes of some arrays, often shared."""
     known = {
         leaf: draw(st.lists(strategies.boxes(spec.shape, allow_empty=True), min_size=1, max_size=4))
         for leaf, spec in SPECS.items()

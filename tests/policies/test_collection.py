@@ -1,4 +1,4 @@
-"""What garbage collection deletes by a policy, and how it is explained."""
+"""Steps that garbage collection deletes by a policy, and the explanation."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ NOTHING = CustomPreservation(lambda steps, now: [])
 
 
 def collect_at_the_end(policy: PreservationPolicy, steps: list[StepInfo]) -> list[int]:
-    """What is left after one collection of all steps, at the time of the last."""
+    """Return the steps left after one collection of all steps, at the time of the last."""
     deleted = what_to_delete(policy, steps, steps[-1].created) if steps else ()
     return [info.step for info in steps if info.step not in deleted]
 
 
 def collect_after_each_save(policy: PreservationPolicy, steps: list[StepInfo]) -> list[int]:
-    """What is left where each step is followed by a collection."""
+    """Return the steps left if a collection follows each step."""
     left: list[StepInfo] = []
     for info in steps:
         left.append(info)

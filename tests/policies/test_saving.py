@@ -62,7 +62,7 @@ def test_what_may_differ_between_processes_is_agreed(policy: SavePolicy, needs_a
 def test_without_agreement_processes_decide_alike(
     policy: SavePolicy, step: int, epoch: int, last: int | None, seen: list[tuple[float, bool, bool]]
 ) -> None:
-    """What each process sees for itself (time, a save under way, preemption) does not matter."""
+    """Conditions that each process sees for itself (time, a running save, preemption) have no effect."""
     shared = SaveContext(step=step, now=0.0, epoch=epoch, last_step=last, last_epoch=last)
     decisions = {
         policy.should_save(

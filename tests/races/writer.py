@@ -24,7 +24,7 @@ _VERSIONS: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What is at a place.
+    """The state of a location.
 
     Attributes:
         kind: one of `STATES`.

@@ -37,7 +37,7 @@ class Batches:
         return self.position * self.seed
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is."""
+        """Return the position."""
         return {"position": self.position, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

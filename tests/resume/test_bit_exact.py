@@ -21,7 +21,7 @@ _RUNS: Final = 20
 _SAMPLE: Final = 1
 
 _LATE: Final = {"examples.train_torch": ["torch._dynamo"], "examples.train_jax": []}
-"""What the examples import when they run."""
+"""Modules that the examples import late."""
 
 _NEEDS: Final = {
     "examples.train_torch": ("sklearn", "torch", "torchdata"),

@@ -55,7 +55,7 @@ class _StepSaver(Saver):
 
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_StepSaver]:
-    """What is traced and killed."""
+    """The task that is traced and killed."""
     needs_strace()
     scratch = tmp_path_factory.mktemp("runs")
     with trainer("tests.resume.step_saving", scratch) as running:

@@ -61,7 +61,7 @@ class _Watched:
         return {info.step for info in infos} - set(what_to_delete(POLICY, infos, 0.0))
 
     def hidden(self) -> list[str]:
-        """What stands beside the steps, but for the administration."""
+        """Return the names next to the steps, without administrative ones."""
         if not self.directory.exists():
             return []
         names = [path.name for path in self.directory.iterdir()]

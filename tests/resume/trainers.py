@@ -35,15 +35,15 @@ class Run:
         self.process = process
 
     def lines(self) -> list[str]:
-        """What it has printed so far, without a line that it is still writing."""
+        """Return the lines printed so far, without an incomplete one."""
         return [line for line in self._output.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
     def errors(self) -> str:
-        """What it has printed to standard error so far."""
+        """Return the output to stderr so far."""
         return Path(f"{self._output}.err").read_text()
 
     def has_ended(self) -> bool:
-        """Whether it is over, be it that nobody has waited for it."""
+        """Return True if it has ended, waited for or not."""
         if self._status is not None:
             return True
         state = Path(f"/proc/{self.process}/stat").read_text().rpartition(")")[2].split()[0]

@@ -1,4 +1,4 @@
-"""What is left in memory of asynchronous saves, above all of those that failed."""
+"""Memory left by asynchronous saves, in particular by failed ones."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_save_that_failed_is_forgotten_once_somebody_asked(tmp_path: Path) -> 
     before = len(background._exit_report()._unheard)
 
     def train() -> tuple[weakref.ref[Any], weakref.ref[Any]]:
-        """What raises the error holds arrays too, and the error then holds what raised it."""
+        """The code that raises the error has arrays too, and the error refers to its frame."""
         more = np.ones(1 << 20)
         handle, _ = _fail_to_save(tmp_path / "c", context)
         with pytest.raises(StorageError, match="on fire"):

@@ -270,7 +270,7 @@ def test_nothing_holds_the_state_and_all_memory_is_given_back(limit: int | None,
 
 
 def test_memory_is_given_back_with_the_last_writer(tmp_path: Path) -> None:
-    """What is only in the save is given back while its export is still to come."""
+    """Memory that no export needs is released before the export."""
     context = ckptcore.Context(memory=ckptcore.context.MemoryOptions(keep_staging=False))
     seen: list[int] = []
 

@@ -32,7 +32,7 @@ from tests.saving.test_failures import job_context
 
 
 def _outcomes(job: Callable[[Coordinator], object], size: int = 2, *, seconds: float = 30) -> list[Any]:
-    """What each rank raised, or None."""
+    """Return the error of each rank, or None."""
 
     def of_rank(coordinator: Coordinator) -> BaseException | None:
         try:

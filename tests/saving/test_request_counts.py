@@ -15,7 +15,7 @@ from tests.crashes.places import faulty_context, through
 _COUNTED: Final = frozenset(
     {"get", "get_with_tag", "get_into", "size", "put", "list", "list_names", "delete", "abort_uploads", "finish"}
 )
-"""What is a request to a service; an object that is written in pieces takes one, or one for each piece and two more."""
+"""Operations that are requests to a service; an object in parts takes one per part and two more."""
 
 
 def _state() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What save stores and refuses."""
+"""Saves: stored trees and refused values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a save through each layout leaves behind on every server when it dies or fails at any request."""
+"""Remains of saves through each layout, killed or failed at any request, on every server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every layout must do, on every server."""
+"""Conformance of every layout, on every server."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from tests.servers.samples import SERVERS
 
 
 class TestMatrix(StorageMatrixTests):
-    """What needs a storage, through the others."""
+    """The tests of the matrix that need a storage, with the other storages."""
 
     def storages(self) -> Mapping[str, StorageSample]:
         """By name of the server."""

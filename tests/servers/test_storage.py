@@ -1,4 +1,4 @@
-"""What every storage must do, on every server."""
+"""Conformance of every storage, on every server."""
 
 from __future__ import annotations
 

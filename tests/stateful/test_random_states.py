@@ -27,7 +27,7 @@ def generator(kind: str, seed: int) -> np.random.Generator:
 
 
 def numpy_draws(made: np.random.Generator) -> object:
-    """What would come next; `made` stays."""
+    """Return the next draws. Does not change `made`."""
     state = made.bit_generator.state
     draws = (made.integers(0, 1 << 31, 5, dtype=np.uint32).tobytes(), made.random(5).tobytes())
     made.bit_generator.state = state
@@ -42,7 +42,7 @@ def random_state(seed: int) -> np.random.RandomState:
 
 
 def random_state_draws(made: np.random.RandomState) -> object:
-    """What would come next; `made` stays."""
+    """Return the next draws. Does not change `made`."""
     state = made.get_state()
     draws = (made.normal(size=5).tobytes(), made.bytes(9))
     made.set_state(state)
@@ -58,7 +58,7 @@ def python_random(seed: int, normals: int) -> random.Random:
 
 
 def python_draws(made: random.Random) -> object:
-    """What would come next; `made` stays."""
+    """Return the next draws. Does not change `made`."""
     state = made.getstate()
     draws = (made.gauss(0, 1), made.gauss(0, 1), made.random(), made.getrandbits(200))
     made.setstate(state)

@@ -117,7 +117,7 @@ class TestMemoryCreates(_InMemory, NewObjectTests):
 
 
 class TestMemoryUploads(_InMemory, UploadsTests):
-    """What of its writers is not finished."""
+    """Return its unfinished uploads."""
 
 
 class _InDirectory(_InMemory):

@@ -58,7 +58,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Store
 
     def log_message(self, *args: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding") != "chunked":

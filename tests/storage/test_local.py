@@ -1,4 +1,4 @@
-"""What is particular to the local storage: paths, links, what reaches the disk when, what fails how."""
+"""Local storage: paths, links, durability, errors."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Calls:
         return lambda: recorded
 
     def take(self) -> list[str]:
-        """What was called since the last time."""
+        """Return the calls since the last time."""
         seen, self.seen = self.seen, []
         return seen
 

@@ -1,4 +1,4 @@
-"""What is particular to the memory storage."""
+"""Memory storage."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ NOT_DURABLE = StorageOptions(durable=False)
 
 
 def states(disk: SimulatedDisk, count: int = 60) -> list[dict[str, bytes]]:
-    """What may be found after a loss of power now."""
+    """Return the states that a power failure could leave now."""
     return [contents(open_simulated(after, "", DURABLE)) for after in disk.after_power_loss(random.Random(1), count)]
 
 

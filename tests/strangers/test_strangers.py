@@ -87,7 +87,7 @@ def test_strangers_pass_the_full_matrix(installed: Path) -> None:
 
 
 def test_without_them_the_matrix_has_no_strangers() -> None:
-    """What the tests above see comes of the installation alone."""
+    """The tests above depend on the installation alone."""
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-c", str(ROOT / "pyproject.toml"), str(MATRIX)]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert re.search("-safetensors-file", listed)

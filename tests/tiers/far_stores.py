@@ -29,7 +29,7 @@ class Standstill:
             assert self._open.wait(60)
 
     def open(self) -> None:
-        """Let it go on."""
+        """Resume it."""
         self._open.set()
 
 
@@ -46,7 +46,7 @@ class Outage:
         self._watch = watch
 
     def begin(self) -> None:
-        """Let requests fail from now on."""
+        """Make requests fail from now on."""
         self._watch.before = self._fail
 
     def _fail(self, name: str, keys: Sequence[str]) -> None:
@@ -55,5 +55,5 @@ class Outage:
             raise StorageError("503: the far tier is away, as its test asked it to be")
 
     def end(self) -> None:
-        """Let requests succeed again."""
+        """Make requests succeed again."""
         self._is_over.set()

@@ -25,7 +25,7 @@ from tests.checkpointer.runs import tree
 __all__ = ["STEPS", "count_requests", "kill_at", "open_far", "watched_tiers"]
 
 STEPS: Final = (3, 4)
-"""What the process saves, after steps 1 and 2 were."""
+"""Steps that the process saves, after steps 1 and 2."""
 
 _SECONDS: Final = 120
 

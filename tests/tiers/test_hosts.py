@@ -42,7 +42,7 @@ def sharded(step: int, rank: int, size: int) -> dict[str, Any]:
 
 
 def empty(rank: int, size: int) -> dict[str, Any]:
-    """What to load it into."""
+    """Return an empty target."""
     return sharded(-1, rank, size)
 
 
@@ -85,7 +85,7 @@ def loaded_step(run: Checkpointer, rank: int, size: int = len(HOSTS), step: int 
 
 
 def steps_on(place: Path, host: int) -> list[int]:
-    """What is committed on a host."""
+    """Return the steps committed on a host."""
     return list(CheckpointReader(near_of(place, host)).steps)
 
 

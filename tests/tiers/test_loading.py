@@ -42,7 +42,7 @@ def saved(near: str, far: str, *steps: int) -> None:
 
 
 def steps_in(directory: str) -> list[int]:
-    """What another process finds."""
+    """Return the steps that another process finds."""
     return list(CheckpointReader(directory).steps)
 
 

@@ -78,11 +78,11 @@ class _Weather:
         self.met = threading.Event()
 
     def begin(self) -> None:
-        """Let the service be away."""
+        """Make the service unavailable."""
         self._away.set()
 
     def end(self) -> None:
-        """Let it be back."""
+        """Make the service available."""
         self._away.clear()
 
     def faults(self, request: ProxiedRequest, dialect: StoreDialect) -> Sequence[RequestFault]:

@@ -33,7 +33,7 @@ from tests.tiers.far_stores import Outage, Standstill
 
 
 def steps_in(directory: str) -> list[int]:
-    """What another process finds."""
+    """Return the steps that another process finds."""
     return list(CheckpointReader(directory).steps)
 
 

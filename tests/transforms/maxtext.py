@@ -1,4 +1,4 @@
-"""What MaxText makes of Hugging Face's decoders, and what it computes with them, in NumPy and a layer at a time.
+"""MaxText's conversion of Hugging Face decoders, and its model, in NumPy, one layer at a time.
 
 Sources, all of AI-Hypercomputer/maxtext: ``checkpoint_conversion/utils/param_mapping.py`` (reshapes, the order of a
 head's elements, what queries are scaled by), ``checkpoint_conversion/to_maxtext.py`` (layers are stacked along
@@ -90,7 +90,7 @@ def maxtext_tree(state: Mapping[str, Any], head_dim: int, family: Family) -> dic
 
 
 def maxtext_logits(tree: Mapping[str, Any], tokens: Any, head_dim: int, family: Family, epsilon: float) -> Any:
-    """What MaxText's decoder makes of tokens; rotary embeddings as Llama's without stretching, of the base 10,000."""
+    """Return the logits of MaxText's decoder; rotary embeddings as in Llama, unscaled, base 10,000."""
     weights = tree["params"]["params"]
     decoder, embedding = weights["decoder"], weights["token_embedder"]["embedding"]
     x = embedding[tokens]

@@ -55,6 +55,6 @@ def publish(
 
 
 def logits(model: Any) -> Any:
-    """What a model makes of `TOKENS`."""
+    """Return the logits of a model for `TOKENS`."""
     with torch.no_grad():
         return model(torch.from_numpy(TOKENS)[None]).logits[0].numpy()

@@ -33,7 +33,7 @@ def minilm(layers: int = 1) -> dict[str, torch.Tensor]:
 
 
 def quantized(name: str) -> bool:
-    """Whether the tools quantise a weight: matrices of layers, and no tables."""
+    """Return True if the tools quantise a weight: matrices of layers, not tables."""
     return name.startswith("encoder.layer") and name.endswith(("dense.weight", "query.weight", "key.weight"))
 
 
@@ -100,6 +100,6 @@ def publish(
 
 
 def turned_back(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """What transformers makes of experts."""
+    """Return the experts as transformers restores them."""
     made: torch.Tensor = convert_moe_packed_tensors(blocks, scales)
     return made

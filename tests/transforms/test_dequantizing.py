@@ -45,14 +45,14 @@ FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "we
 
 
 def _same(array: Any, tensor: torch.Tensor) -> bool:
-    """Whether an array and a tensor have the same bits."""
+    """Return True if an array and a tensor have the same bits."""
     plain = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
     bits: Any = tensor.contiguous().view(plain).numpy()
     return bool(array.shape == tuple(tensor.shape) and array.tobytes() == bits.tobytes())
 
 
 def _times(values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int] = BLOCK) -> torch.Tensor:
-    """What the format's description makes of values and scales of blocks."""
+    """Return values times scales of blocks, as the format is described."""
     wide = scales.float()
     for axis, size in enumerate(block):
         wide = wide.repeat_interleave(size, axis)
@@ -60,7 +60,7 @@ def _times(values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int] = 
 
 
 def _quantized_minilm(quantize: Any, end: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """What is stored, and what it stands for."""
+    """Return stored tensors and the expected weights."""
     stored, expected = {}, {}
     for name, weight in minilm().items():
         stored[name] = expected[name] = weight

@@ -62,7 +62,7 @@ def _llama(
 
 
 def _there_and_back(state: dict[str, Any], transforms: list[Transform], tmp_path: Path) -> Any:
-    """What a map makes, which is then taken back."""
+    """Apply a map and its inverse."""
     ckptcore.save(tmp_path / "first", state)
     made = ckptcore.load(tmp_path / "first", transforms=transforms)
     ckptcore.save(tmp_path / "second", made)

@@ -40,7 +40,7 @@ def _consolidate(source: str, destination: str) -> None:
 
 @pytest.mark.parametrize("write", [_copy, _convert, _consolidate])
 def test_what_is_made_of_an_update_does_not_replace_its_base(write: Callable[[str, str], None], run: str) -> None:
-    """Where nothing is exchanged the base would be gone before it is read, and with it both."""
+    """Without an atomic exchange the base would be deleted before it is read."""
     ckptcore.save(f"{run}/1", _STATE)
     ckptcore.save(f"{run}/2", {"n": 2}, strategy=ckptcore.Update(f"{run}/1"))
     with pytest.raises(InvalidLocationError, match=r"/1 is .*/1, which has arrays of .*/2 .*Nothing was written"):

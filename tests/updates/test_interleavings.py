@@ -78,7 +78,7 @@ def _schedules(deletion: int, update: int, most: int) -> Sequence[Sequence[int]]
 
 
 def _saved_without_base(run: str, schedule: Sequence[int], delete: _Delete) -> tuple[bool, int, int]:
-    """Whether that came of a schedule; and the turns of both."""
+    """Return True if the schedule left an update without its base; and the turns of both."""
     ckptcore.save(f"{run}/1", {"a": np.ones(4), "n": 1})
     deleting, updating = Actor("delete"), Actor("update")
 

@@ -1,4 +1,4 @@
-"""What the matrix of ckptcore tests the toy framework with."""
+"""Samples of the toy framework for the conformance matrix."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ LINE_BYTES = 64
 
 @dataclass(frozen=True)
 class Scroll:
-    """Where a box of an array is."""
+    """The place of a box of an array."""
 
     key: str
     offset: int
@@ -120,7 +120,7 @@ def names_of(tree: TreeMetadata) -> Mapping[int, str]:
 
 
 def opened(box: Box, array: HostArray) -> Any:
-    """What gives a segment its array."""
+    """Return the elements of a segment."""
     return lambda: [(box, array)]
 
 

@@ -1,4 +1,4 @@
-"""What the matrix of ckptcore tests the toy storage with."""
+"""Samples of the toy storage for the conformance matrix."""
 
 from __future__ import annotations
 
