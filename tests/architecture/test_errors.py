@@ -31,7 +31,7 @@ def drawn_tree(docstring: str) -> dict[str, tuple[str | None, str | None]]:
 
 
 def actual_tree() -> dict[str, tuple[str | None, str | None]]:
-    """Of each class that the module defines: its base among them, and the builtin it adds beside it."""
+    """For each class of the module: its base there, and the builtin exception that it also derives from."""
     classes = {
         name: value
         for name, value in vars(ckptcore.errors).items()

@@ -74,7 +74,7 @@ def test_collecting_the_plugins_imports_no_framework(tmp_path: Path) -> None:
 
 
 def test_the_probe_notices_a_framework(tmp_path: Path) -> None:
-    """The tests above can fail: a package that imports a framework where nobody sees it is caught."""
+    """The tests above can fail: they detect a package that imports a framework."""
     (tmp_path / "innocent.py").write_text("import innocent_part\n", encoding="utf-8")
     (tmp_path / "innocent_part.py").write_text("import torch.nn\n", encoding="utf-8")
     (tmp_path / "torch").mkdir()

@@ -21,7 +21,7 @@ def skipped_without(source: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.importorskip":
             name = node.args[0]
-            if isinstance(name, ast.Constant):  # others are told by parameters
+            if isinstance(name, ast.Constant):  # others come from parameters
                 yield str(name.value)
 
 

@@ -1,4 +1,4 @@
-"""Comparisons of worktrees find what became slower, beside the noise of the old one."""
+"""Comparisons of worktrees detect slower rows, relative to the noise of the old one."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def test_a_failed_save_is_told_once(directory: str, hearer: str, capsys: pytest.
     run = Checkpointer(through(directory), context=watched(watch))
     handle = run.save(1, tree(1))
     assert handle is not None
-    runtime_of(run._context).saves.wait()  # it is over, and nobody asked
+    runtime_of(run._context).saves.wait()  # it has failed, unnoticed
     if hearer == "save":
         with pytest.raises(BackgroundSaveError, match="no room"):
             run.save(2, tree(2))

@@ -305,7 +305,7 @@ def test_claims_of_dead_saves_and_deletions_are_removed_by_the_next_owner(memory
     claim = encode_claim(Claimed("0" * 16, "2026-01-01T00:00:00+00:00"))
     store = store_of(memory)
     store.put(f"2/{ROOT}", claim)  # a deletion that died
-    store.put(f"5/{ROOT}", claim)  # a save that died
+    store.put(f"5/{ROOT}", claim)  # of a failed save
     store.put("5/model.safetensors", b"half")
     with Checkpointer(memory) as run:
         run.wait()

@@ -1,4 +1,4 @@
-"""DeletionQueue: work in the background, in the order in which it was asked for, and errors that are told once."""
+"""DeletionQueue: deletions in the background, in the order of requests, with errors that are raised once."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_opening_to_write_lists_the_steps_once(directory: str) -> None:
         run.save_blocking(5, tree(5))
         assert (run.latest, run.steps) == (5, (0, 1, 2, 3, 4, 5))
         found = [operation.keys for operation in watch.operations[before:] if operation.name == "list_names"]
-        # A save looks beside its location for what died there; nothing looks into the other steps.
+        # A save sweeps the remains of failed saves at its own location; it does not read the other steps.
         assert found.count(("",)) <= 1
 
 

@@ -1,4 +1,4 @@
-"""A run that is told that its machine will be taken away saves once more."""
+"""A run whose machine is going to be preempted saves once more."""
 
 from __future__ import annotations
 

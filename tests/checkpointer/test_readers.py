@@ -1,4 +1,4 @@
-"""Readers beside a job that writes, deletes and dies: never an error of theirs, never half a step, never two."""
+"""Readers while a job writes, deletes and is killed: no errors, no partial steps, no mixed steps."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_what_is_kept_with_a_step(directory: str) -> None:
         assert run.metadata(1).custom == {"note": "first"}
         assert run.root_metadata == {"run": "a", "tags": [1, None]}
     with Checkpointer(directory) as run:
-        assert run.root_metadata == {"run": "a", "tags": [1, None]}, "None leaves what is there"
+        assert run.root_metadata == {"run": "a", "tags": [1, None]}, "None keeps the stored metadata"
         assert run.step_info(1).metrics["loss"] == 0.5
     with Checkpointer(directory, metadata={}):
         assert CheckpointReader(directory).root_metadata == {}

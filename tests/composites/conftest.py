@@ -19,7 +19,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def _nothing_stays_staged(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Files stand in a directory of this test's own on their way, and none is left there."""
+    """Use a new temporary directory for files of objects, and check that it is empty afterwards."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("staging")))
     yield
     assert not staged()

@@ -84,7 +84,7 @@ class Files:
         return go_on
 
     def load(self, directory: Path) -> None:
-        """Take what is there."""
+        """Take the state."""
         self.files = {}
         if self.load_error is not None:
             raise self.load_error
@@ -94,5 +94,5 @@ class Files:
 
 
 def staged() -> set[str]:
-    """Directories in which files stand on their way."""
+    """Return the temporary directories of files."""
     return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("ckptcore-")}

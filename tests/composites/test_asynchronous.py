@@ -21,7 +21,7 @@ def test_what_changes_afterwards_is_not_in_the_checkpoint(save_bytes: int | None
     model, data, files = Linear(3), Counter(4), Files({"a": b"then"})
     params: dict[str, Any] = {"layers": [np.arange(500.0), [1, 2]], "name": "then"}
     written = threading.Event()
-    files.then = lambda directory: None if written.wait(60) else pytest.fail("nobody went on")
+    files.then = lambda directory: None if written.wait(60) else pytest.fail("the main thread did not continue")
     objects: dict[str, object] = {"files": files, "model": model, "data": data, "params": params}
     handle = (
         ckptcore.save_checkpointables_async(place + "/c", objects, metadata={"at": 1}, context=context)
@@ -56,7 +56,7 @@ def test_the_state_is_the_callers_again_before_the_files_are_written(tmp_path: P
     """The save returned, and its writer stands still in the middle."""
     go_on = threading.Event()
     files = Files({"a": b"1"})
-    files.then = lambda directory: None if go_on.wait(60) else pytest.fail("nobody went on")
+    files.then = lambda directory: None if go_on.wait(60) else pytest.fail("the main thread did not continue")
     handle = ckptcore.save_checkpointables_async(tmp_path / "c", {"files": files, "model": Linear(1)})
     assert not handle.done() and not (tmp_path / "c").exists()
     go_on.set()

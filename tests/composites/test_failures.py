@@ -143,7 +143,7 @@ def test_damage_that_is_found_after_an_object_was_changed(tmp_path: Path) -> Non
     model = Linear(0)
     with pytest.raises(ckptcore.errors.ChecksumError):
         ckptcore.load_checkpointables(tmp_path / "c", {"params": None}, into={"model": model})
-    assert model.bias.tolist() == Linear(0).bias.tolist()  # what is built anew came first
+    assert model.bias.tolist() == Linear(0).bias.tolist()  # new values are built first
 
 
 def test_what_is_refused_changes_nothing(place: str) -> None:

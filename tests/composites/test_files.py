@@ -78,7 +78,7 @@ class Directories:
             (directory / key).mkdir(parents=True)
 
     def load(self, directory: Path) -> None:
-        """Look what is there."""
+        """List the files."""
         self.found = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_dir())
 
 

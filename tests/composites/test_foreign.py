@@ -72,7 +72,7 @@ def same(found: Any, expected: dict[str, HostArray]) -> bool:
 
 
 def strange(shelf: Path) -> Path:
-    """Add something that is said to be a tree, of a format that nobody reads."""
+    """Add an item that claims to be a tree of an unknown format."""
     (shelf / "ema").mkdir()
     (shelf / "ema" / "strange").write_bytes(b"?")
     return shelf

@@ -26,7 +26,7 @@ ARRAYS: dict[str, HostArray] = {"weight": np.arange(12, dtype=np.float32).reshap
 
 
 class Told(ShelfLayout):
-    """Remembers what it is told; may do what it may not."""
+    """Records its arguments, and may fail."""
 
     def __init__(self, *keys: str, error: Exception | None = None) -> None:
         self.keys = keys
@@ -149,7 +149,7 @@ def test_it_is_what_the_other_software_reads(tmp_path: Path, context: ckptcore.C
     assert list(loaded) == ["ema", "params"] and loaded["ema"]["bias"].tolist() == [0, 1, 2, 3]
 
 
-# --- marks are in nobody's way
+# --- metadata files do not affect saves
 
 
 def test_deleting_replacing_and_converting(place: str, context: ckptcore.Context) -> None:

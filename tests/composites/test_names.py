@@ -264,7 +264,7 @@ def test_errors_name_the_checkpointable(place: str) -> None:
     assert f"{place}/c/model" in str(caught.value)
     with pytest.raises(TreeMismatchError, match=f"{place}/c/params"):
         ckptcore.load_checkpointables(place + "/c", {"params": {"other": np.ones(1)}}, into={"model": model})
-    assert model.weight.tolist() == Linear(0).weight.tolist()  # what is built anew is read first
+    assert model.weight.tolist() == Linear(0).weight.tolist()  # new values are read first
     with pytest.raises(TreeMismatchError, match="'files' is stored as files"):
         ckptcore.load_checkpointables(place + "/c", {"files": {"a": 1}}, into={"model": model})
     assert model.weight.tolist() == Linear(0).weight.tolist()

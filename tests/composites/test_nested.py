@@ -40,7 +40,7 @@ def test_objects_in_a_tree_are_restored_in_place(place: str) -> None:
     assert model.bias.tolist() == Linear(3).bias.tolist() and other.bias.tolist() == Linear(4).bias.tolist()
     assert counter.position == 2
     assert loaded["params"] is not params and loaded["params"]["w"].tolist() == [0, 1, 2]
-    assert isinstance(params["w"], ckptcore.AbstractArray)  # a tree without objects is built anew
+    assert isinstance(params["w"], ckptcore.AbstractArray)  # a tree without objects is built new
 
 
 def test_a_leaf_beside_an_object_that_nothing_can_replace(place: str) -> None:

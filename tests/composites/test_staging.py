@@ -1,4 +1,4 @@
-"""Directories of the local disk in which files stand on their way: what is removed, by whom, and what fails."""
+"""Temporary directories for files of objects: removal, owners and failures."""
 
 from __future__ import annotations
 

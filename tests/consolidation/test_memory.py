@@ -16,7 +16,7 @@ pytestmark = pytest.mark.system
 MIB = 1 << 20
 ARRAY_BYTES = 512 * MIB
 
-# In a process of its own, whose peak is nobody else's.
+# In a new process, for the peak of its memory.
 PROGRAM = """
 import sys
 import ckptcore

@@ -217,7 +217,7 @@ def test_chunks_are_read_once(layout: Layout, tmp_path: Path) -> None:
     ckptcore.copy(f"counted://{tmp_path}/source", tmp_path / "hf", subtree=(), context=context)
     assert np.array_equal(ckptcore.load(tmp_path / "hf")["w"], array)
     stored = sum(path.stat().st_size for path in (tmp_path / "source").rglob("c/**/*") if path.is_file())
-    # Beside the chunks there are the root and indices of shards.
+    # In addition to the chunks there are the root and shard indices.
     assert stored < storage.plan.bytes_read < stored + 30_000
 
 

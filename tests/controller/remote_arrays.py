@@ -35,7 +35,7 @@ class RemoteArrayHandler(LeafHandler):
 
     @property
     def priority(self) -> int:
-        """Of a type that nobody else has."""
+        """Has a type of its own."""
         return Priority.EXACT
 
     def describe(self, leaf: RemoteArray) -> LeafRecord:
@@ -79,7 +79,7 @@ class RemoteArrayHandler(LeafHandler):
         self._refuse()
 
     def memory_to_fill(self, target: Any) -> None:
-        """None: workers make the array anew."""
+        """Return None: workers create the array."""
 
     def _refuse(self) -> NoReturn:
         raise AssertionError("the controller was asked for elements that its workers hold")

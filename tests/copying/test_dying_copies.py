@@ -109,7 +109,7 @@ def test_failing_at_any_operation(name: str, tmp_path: Path) -> None:
         except CheckpointError:
             assert version_at(trial.location) in allowed - {_NEW}, where
         else:
-            assert version_at(trial.location) == _NEW, f"{where} and nobody said so"
+            assert version_at(trial.location) == _NEW, f"{where} and no error was raised"
         trial.go_on()
         assert version_at(trial.location) == _NEW, where
         trial.assert_whole()
@@ -136,7 +136,7 @@ def test_what_is_complete_is_not_sent_again(scheme: str, tmp_path: Path) -> None
         report = trial.go_on()
         assert report.kept_bytes == complete > before
         assert report.sent_bytes == report.nbytes - complete
-        assert report.read_back_bytes == complete  # by its size nobody knows whose it is
+        assert report.read_back_bytes == complete  # its size does not show which save wrote it
         trial.assert_whole()
         before = complete
 
@@ -153,7 +153,7 @@ def test_what_is_partly_written_is_sent_again(scheme: str, tmp_path: Path) -> No
         trial.go_on()
         trial.assert_whole()
         assert version_at(trial.location) == _NEW
-        assert store_at(trial.location).abort_uploads() == 0, "an upload that nobody finishes"
+        assert store_at(trial.location).abort_uploads() == 0, "an unfinished upload"
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])

@@ -61,7 +61,7 @@ def test_what_an_old_list_hid_is_not_taken_for_a_part_of_the_copy(
 
 
 def test_what_comes_late_is_not_taken_for_a_part_of_a_copy_that_is_gone_on_with(tmp_path: Path) -> None:
-    """A put of a save that lost its claim arrives after the copy began, and before another one goes on with it."""
+    """A put of a save that lost its claim arrives after the copy began, and before another copy resumes it."""
     source, there, other = (new_place("memory", tmp_path) for _ in range(3))
     ckptcore.save(source, _state(2), context=_FAST)
     ckptcore.save(other, _state(1), context=_FAST)

@@ -113,10 +113,10 @@ def test_a_save_at_the_destination_meanwhile(tmp_path: Path) -> None:
             try:
                 ckptcore.copy(source, through(there), context=context)
             except (SaveLostError, CheckpointExistsError):
-                assert not refused, f"nobody committed, interrupted at {operation}"
+                assert not refused, f"no copy committed, interrupted at {operation}"
                 before = operations[operation.number - 1]
                 if operation.changes and before.name == "get" and before.keys == ("step/checkpoint.json",):
-                    continue  # the claim was looked at right before: no storage makes that and the change one step
+                    continue  # the claim was checked right before: no storage combines that and the change
                 assert version_at(there) == _OTHER, f"interrupted at {operation}"
             else:
                 assert version_at(there) == _NEW, f"interrupted at {operation}"

@@ -125,7 +125,7 @@ def test_a_copy_under_way_is_refused_or_reports_what_is_missing(kind: str, tmp_p
         copy = f"{places[2]}-{number}"
         _copy(places[0], copy, lambda found, missing=missing: [key for key in found if key != missing])  # type: ignore[misc]  # bound now
         if missing == "step/checkpoint.json":
-            continue  # what is there then is what other software would see
+            continue  # other software would see the same
         try:
             report = ckptcore.verify(f"{copy}/step")
         except CheckpointError:

@@ -239,7 +239,7 @@ def test_an_array_that_is_larger_than_what_is_stored_of_it(name: str, shape: lis
         ):
             with pytest.raises(CorruptCheckpointError):
                 read(location)
-        if name != "safetensors":  # of an array in one place only the bytes of the slice are looked at
+        if name != "safetensors":  # for an array in one place only the slice's bytes are read
             with pytest.raises(CorruptCheckpointError):
                 ckptcore.open(location)["w"][:1, :1]
         assert not _is_sound(location)

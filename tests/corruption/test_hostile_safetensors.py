@@ -1,4 +1,4 @@
-"""Files of safetensors that other software, or nobody honest, wrote: nothing but a CheckpointError comes out."""
+"""Foreign and hostile safetensors files: they raise nothing but CheckpointError."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class Answers:
 
 
 def quietly(change: Callable[[], object]) -> None:
-    """Do what arrives when nobody waits for its answer."""
+    """Execute the requests that arrive late."""
     try:
         change()
     except (StorageError, ValueError):
@@ -123,7 +123,7 @@ class _Plugin:
 
 
 class _Answering(MemoryStorage):
-    """A storage in memory that answers as it is told."""
+    """A storage in memory with the given answers."""
 
     def __init__(self, inner: MemoryStorage, answers: Answers) -> None:
         super().__init__(inner._store, inner._prefix, inner._url)  # the same objects

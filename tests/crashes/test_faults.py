@@ -128,7 +128,7 @@ def test_failing_at_any_operation(name: str, tmp_path: Path) -> None:
         except CheckpointError:
             assert version_at(place.location) in allowed, f"{operation} failed"
         else:
-            assert version_at(place.location) == _NEW, f"{operation} failed and nobody said so"
+            assert version_at(place.location) == _NEW, f"{operation} failed without an error"
         place.save(_NEXT)
         assert version_at(place.location) == _NEXT
         place.assert_clean()

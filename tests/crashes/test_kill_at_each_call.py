@@ -66,7 +66,7 @@ def _old_database(location: Path) -> None:
 
 
 def _old_and_leftovers(location: Path) -> None:
-    """A checkpoint, beside it what saves left that died early and late."""
+    """Save a checkpoint, and the remains of saves that failed early and late."""
     _old(location)
     for number, save_id in enumerate(("0123456789abcdef", "fedcba9876543210")):
         hidden = location.parent / f".{location.name}.{save_id}.ckptcore"
@@ -81,7 +81,7 @@ class Scenario:
 
     Attributes:
         task: its name in `tests.crashes.saver`.
-        prepare: makes what is there before.
+        prepare: makes the initial state.
         allowed: the states that may be there afterwards; None for no checkpoint.
         reached: the least part of the system calls at which it must have been killed, for threads make them in turns.
     """
@@ -129,7 +129,7 @@ SCENARIOS: Final = {
 
 
 def _try(scenario: Scenario, point: KillPoint, warm: Saver, directory: Path) -> bool:
-    """Kill the task of a scenario at a point and look at what is there; whether the point was reached."""
+    """Kill the task of a scenario at a point and check the result. Return True if the point was reached."""
     location = directory / "run" / "step_1"
     scenario.prepare(location)
     status = warm.killed(scenario.task, str(location), point)
@@ -173,7 +173,7 @@ def test_a_sample_of_kills(name: str, warm: Saver, tmp_path: Path) -> None:
 
 
 def _go_on(scenario: Scenario, point: KillPoint, warm: Saver, directory: Path) -> CopyReport:
-    """Kill a copy at a point, look at what is there, and copy again."""
+    """Kill a copy at a point, check the result, and copy again."""
     location = directory / "run" / "step_1"
     scenario.prepare(location)
     assert warm.killed(scenario.task, str(location), point) in (0, -signal.SIGKILL)

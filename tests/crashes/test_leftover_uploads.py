@@ -15,7 +15,7 @@ _DATA = bytes(range(256)) * (5 << 12)
 
 
 def test_an_object_that_is_there_already_leaves_no_upload() -> None:
-    """Another copy of the same save may have completed it, or a dead save that had the same bytes."""
+    """Another copy of the same save may have completed it, or a failed save with the same bytes."""
     place = f"memory://{uuid.uuid4().hex}/step_1"
     location = resolve_location(place, installed_plugins(), durable=False, config={})
     claimed = Claimed(new_save_id(), "2026-01-01T00:00:00+00:00")

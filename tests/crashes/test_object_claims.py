@@ -193,7 +193,7 @@ def test_any_change_may_be_repeated_after_another_save_committed() -> None:
 
 
 def test_a_zombie_changes_no_object_of_a_later_checkpoint() -> None:
-    """It stands still right before any change, and goes on when another save has committed."""
+    """It pauses right before any change, and continues when another save has committed."""
     outcomes = set()
     for number, (name, keys) in enumerate(_changes()):
         storages = Storages()
@@ -256,7 +256,7 @@ def test_a_takeover_gives_up_what_the_dead_save_uploads() -> None:
 
 
 def test_an_upload_that_begins_after_another_save_committed_replaces_nothing() -> None:
-    """Nobody gives it up, and the claim was looked at lately: only that its object must be new keeps it out."""
+    """The upload is not aborted, and the claim was checked recently: only the condition prevents it."""
     storages = Storages()
     stood: list[dict[str, bytes]] = []
 

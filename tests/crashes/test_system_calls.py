@@ -129,10 +129,10 @@ def test_a_call_that_fails_is_a_checkpoint_error(
                 operation(tmp_path)
             except CheckpointError:
                 pass
-            except Exception as error:  # noqa: BLE001  # all of them are told together
+            except Exception as error:  # noqa: BLE001  # all errors are reported together
                 others.append((fault, repr(error)))
             calls.clear()
-            with suppress(CheckpointError):  # a save in the background that failed is told once
+            with suppress(CheckpointError):  # a failed save in the background is reported once
                 operation(tmp_path)
             operation(tmp_path)
     assert others == []

@@ -102,7 +102,7 @@ def test_threads_that_save_at_once(scheme: str, overwrite: Any, tmp_path: Path) 
             committed = list(threads.map(save, [location] * 3, range(3)))
             if scheme == "memory" and not any(committed):
                 continue  # each took another's claim over: an object store cannot wait
-            assert any(committed), "nobody committed"
+            assert any(committed), "no save committed"
             assert sum(committed) == 1 or overwrite
             assert version_at(location) in [version for version in range(3) if committed[version]]
 

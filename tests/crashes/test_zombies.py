@@ -1,4 +1,4 @@
-"""A save that stands still while another one saves to its location, and then goes on."""
+"""A save that pauses while another one saves to its location, and then continues."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_one_of_two_first_saves_commits(scheme: str, tmp_path: Path) -> None:
             assert isinstance(refused[0], CheckpointExistsError | SaveLostError)
             assert version_at(location) == _ZOMBIE, f"interrupted at {operation}"
         assert plan.interrupted
-    # A claim that stands still is taken over; through directories the commit is the last operation.
+    # The claim of a paused save is taken over; with directories the commit is the last operation.
     assert outcomes == {"lost"}
 
 

@@ -32,7 +32,7 @@ def run_python(block: CodeBlock, page: Path, module: ModuleType) -> None:
 
 
 def run_program(blocks: Sequence[CodeBlock], directory: Path) -> None:
-    """Execute the blocks of a page as one program, each on the lines on which it stands in the page.
+    """Execute the blocks of a page as one program, with the line numbers of the page.
 
     For pages whose code starts processes that are to get classes of the page, which those of a program are sent by
     value.

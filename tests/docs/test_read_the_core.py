@@ -27,6 +27,6 @@ def test_the_note_lists_the_files_in_the_order_in_which_they_run(
     heading: str, traced: Callable[[Path], Trace], most_files: int, most_functions: int, tmp_path: Path
 ) -> None:
     files = traced(tmp_path)
-    assert listed(heading) == listing(files), "print the lists anew with python -m tools.trace --markdown"
+    assert listed(heading) == listing(files), "update the lists with python -m tools.trace --markdown"
     assert len(files) <= most_files
     assert sum(map(len, files.values())) <= most_functions

@@ -1,4 +1,4 @@
-"""Checksums to stand in objects, that are right, slow, count, or fail where they are told to."""
+"""Inline checksums that are right, slow, counted, or fail at given calls."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def tiles(
             wanted.append((len(targets), box, array))
             targets.append((array, source[box.slices]))
         if source.ndim and source.shape[0] > 1 and draw(st.booleans()):
-            # The same bytes as several tiles: rows that lie one after the other.
+            # The same bytes as several chunks: consecutive rows.
             rows = sorted({0, source.shape[0], *draw(st.lists(st.integers(0, source.shape[0]), max_size=3))})
             for start, stop in itertools.pairwise(rows):
                 tile = Box((start, *(0,) * (source.ndim - 1)), (stop, *source.shape[1:]))

@@ -1,4 +1,4 @@
-"""Writing and reading take little memory beside the arrays, whatever these look like."""
+"""Writing and reading take little memory in addition to the arrays, whatever their shapes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.system
 
 MIB = 1 << 20
 
-# In a process of its own, whose peak is nobody else's.
+# In a new process, for the peak of its memory.
 PROGRAM = """
 import resource
 import sys

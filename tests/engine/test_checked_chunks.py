@@ -227,7 +227,7 @@ def test_no_way_of_all_costs_clearly_less(picks: list[tuple[int, int, int]], sha
     list(reader.read_chunks([read._replace(checksum=None) for read in reads]))
     by_blocks = reader.bytes_read
     whole = len({chunk for chunk, _ in boxes}) * (chunks.chunk_bytes + 4)
-    allowance = 4 * len(boxes) + 2 * 64  # gaps of up to 4 bytes are read in vain, and two blocks
+    allowance = 4 * len(boxes) + 2 * 64  # gaps of up to 4 bytes, and two blocks
     assert chosen <= 1.02 * min(by_blocks, whole) + allowance
 
 

@@ -1,4 +1,4 @@
-"""Checksums that stand in objects are written as one pass over the bytes before them would give them."""
+"""Inline checksums equal those of one pass over the bytes before them."""
 
 from __future__ import annotations
 

@@ -329,7 +329,7 @@ def test_names_come_from_the_storage() -> None:
 
 
 def test_what_is_asked_for_one_by_one_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Encoded chunks lie beside each other, and are verified by blocks that hold several."""
+    """Adjacent encoded chunks are verified by blocks that contain several."""
     stored = Stored(noise(5 * MIB + 100))
     reader = stored.reader()
     get, read = stored.storage.get, 0

@@ -1,4 +1,4 @@
-"""The requests that storages ask for, and storages that stand before others."""
+"""Sizes of requests that storages prefer, and storages that wrap others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads start when needed, never make anyone wait for them in vain, and survive a fork and the end of the program."""
+"""Threads start when needed, end when idle, and survive a fork and the end of the program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A storage that counts what is asked of it, can be slow, and fails where it is told to."""
+"""A storage that counts requests, can be slow, and fails at given calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo beside Orbax holds what it claims."""
+"""The demo with Orbax reports what it claims."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def _save_step(at: Path) -> None:
 
 
 def _save_partial(at: Path) -> None:
-    """One complete session, which nobody finalized."""
+    """Save one complete session without `finalize`."""
     ckptcore.partial(at / "c", context=_QUICK).save(sessions()[0])
 
 

@@ -27,7 +27,7 @@ class Choices(Protocol):
 
 
 class Replay:
-    """Chooses as it is told, and the first possibility from then on; remembers all."""
+    """Follows given choices, then takes the first possibility; records all choices."""
 
     def __init__(self, chosen: Sequence[int]) -> None:
         self._told = list(chosen)
@@ -149,7 +149,7 @@ class Turns:
             ready = [actor for actor in self._actors if actor.state == "ready"]
             # What somebody waits for may have happened while it looked; then it sees that when it looks again.
             ready = ready or [actor for actor in self._actors if actor.state == "waiting"]
-            assert turns < _MOST_TURNS, f"{[actor.name for actor in ready]} wait for nobody"
+            assert turns < _MOST_TURNS, f"{[actor.name for actor in ready]} do not end"
             possible: list[tuple[Actor, Literal["go on", "die"]]] = [(actor, "go on") for actor in ready]
             if self._deaths:
                 possible += [(actor, "die") for actor in self._actors if actor.state != "done"]

@@ -285,7 +285,7 @@ def test_a_renewal_that_was_done_and_said_to_fail_loses_nothing(place: Place, tm
 
 
 def test_a_taking_that_was_done_and_said_to_fail_its_condition_counts(tmp_path: Path) -> None:
-    """A storage that repeats a request by itself is told that the object is there: its own."""
+    """A storage that repeats a request finds its own object."""
     store, clock = LyingStorage(memory(tmp_path), FaultPlan()), FakeClock()
     store.error = ConditionFailedError("there is one")
     first = commit_method(store).locks("run", clock=clock).own()

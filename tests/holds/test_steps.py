@@ -126,7 +126,7 @@ def test_a_lease_is_dead_when_it_was_seen_unchanged_for_long(place: Place, tmp_p
     clock.sleep(10_000)
     owner = commit_method(store).locks("run", clock=clock)
     owner.sweep()
-    assert owner.pinned() == {"1"}, "how long it was dead before it was first seen nobody knows"
+    assert owner.pinned() == {"1"}, "the time before the first observation is unknown"
     for _ in range(4):
         clock.sleep(20)
         owner.sweep()
@@ -243,7 +243,7 @@ def test_who_wakes_at_the_last_moment_keeps_its_pin(place: Place, tmp_path: Path
 
 
 class OnlyWhatIsHeld(FaultyDirectories):
-    """Deletes no directory that nobody has locked: another could lock it at this moment."""
+    """Keeps directories that it cannot lock: another process could lock them at this moment."""
 
     def delete_directory(self, key: str) -> None:
         assert self._directories.lock_directory(key) is None, f"{key} is not locked"

@@ -91,13 +91,13 @@ class _Processes:
 
 
 def _expect_named(told: dict[str, Any], victim: int) -> None:
-    """That a rank was told by an error of ours who failed."""
+    """Return True if a rank got one of our errors that names the failed rank."""
     assert told["ours"], told
     assert re.search(rf"rank {victim}\b|\[{victim}\]", told["text"]), told
 
 
 def fail(program: ModuleType, cell: Cell, size: int, place: Path, *, leader_serves: bool) -> None:
-    """Run a cell, judge what the ranks were told and what is there, and go on with a smaller job.
+    """Run a cell, check the errors of the ranks and the stored checkpoints, and continue with a smaller job.
 
     Args:
         program: what a process is: `failing_torch` or one like it.

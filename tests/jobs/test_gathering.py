@@ -219,7 +219,7 @@ def test_the_leader_of_a_job_names_them_in_the_error() -> None:
 
 
 def test_an_answer_to_an_earlier_operation_is_none_in_a_block() -> None:
-    """Rank 5 was started again, and finds what was told to the process that it was."""
+    """Rank 5 was restarted, and finds a message for its former process."""
     job = ThreadJob(6, timeout_seconds=_LONG_SECONDS)
 
     def stage(rank: int) -> None:

@@ -167,7 +167,7 @@ def test_cuts_are_those_of_a_regular_grid() -> None:
     assert cuts_of((10, 3), None, piece_bytes=15) == (((5,), ()), 2)
     assert cuts_of((10, 3), None, piece_bytes=16) == (None, 1)
     assert cuts_of((8, 3), ((4,), ())) == (((2, 4, 6), ()), 2), "each of two shards is held twice"
-    assert cuts_of((10, 3), ((3, 6, 9), ())) == (((3, 6, 9), ()), 1), "nobody else has them"
+    assert cuts_of((10, 3), ((3, 6, 9), ())) == (((3, 6, 9), ()), 1), "there are no replicas"
     assert cuts_of((10, 4), ((3,), ())) == (((3,), (2,)), 2), "an axis that is cut unevenly stays"
     assert cuts_of((7,), ((5,),)) == (((5,),), 1)
     assert cuts_of((), None) == (None, 1)

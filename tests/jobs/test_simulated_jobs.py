@@ -1,4 +1,4 @@
-"""A save by hundreds of processes, simulated: every layout comes to a root, and what others are told does not grow."""
+"""Simulated saves by hundreds of processes: every layout commits, and broadcasts do not grow with the job."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def _refusal(name: str) -> Callable[..., Any]:
 
 
 def run(task: Callable[[Place], Any], place: Place) -> Any:
-    """Do a task beside a store that this job has, in groups that the task makes over it."""
+    """Run a task with a store of this job, in groups that the task creates with it."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     for name in _COLLECTIVES:

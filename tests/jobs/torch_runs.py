@@ -153,7 +153,7 @@ def _overwrite(file: Path) -> None:
 
 
 class Clock:
-    """A clock of this process, that goes on only where it is told to."""
+    """A clock of this process that a test advances."""
 
     def __init__(self, now: float) -> None:
         self.now = now

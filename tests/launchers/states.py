@@ -62,7 +62,7 @@ def run_job(
             for layout in LAYOUTS:
                 try:
                     load(directory / f"{saver}-{layout}")
-                except Exception:  # noqa: BLE001  # every combination is told
+                except Exception:  # noqa: BLE001  # every combination is reported
                     problems[f"{saver}-{layout}"] = traceback.format_exc()
         assert not problems, json.dumps(problems, indent=1).replace("\\n", "\n")
         end()

@@ -165,7 +165,7 @@ def test_a_checkpoint_that_is_replaced_is_noticed(tmp_path: Path) -> None:
 RANKS = 64
 ROWS = 4096
 
-# In a process of its own, whose peak is nobody else's.
+# In a new process, for the peak of its memory.
 PROGRAM = """
 import sys
 import zlib

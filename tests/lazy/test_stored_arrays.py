@@ -256,7 +256,7 @@ def test_columns_verify_the_blocks_that_they_lie_in_once(
     ]
     for index in indices:
         with ckptcore.open(tmp_path / "c", context=FAST) as opened:
-            for _ in range(2):  # anew, and of what was verified
+            for _ in range(2):  # unverified, then verified
                 np.testing.assert_array_equal(opened["w"][index], wide[index])
             assert opened.bytes_read <= 10 * BLOCK_BYTES  # of 19
 

@@ -15,7 +15,7 @@ class Incomplete:
 
     @hookimpl
     def ckpt_layouts(self) -> Mapping[str, LayoutFactory]:
-        """Offers a layout that nobody can make."""
+        """Offers a layout without its required methods."""
         return {"incomplete": _make}
 
 

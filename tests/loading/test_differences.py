@@ -124,7 +124,7 @@ def test_lists_and_tuples_are_told_apart_unless_either_will_do(tmp_path: Path) -
     assert 'sequences="either"' in str(error)
     loaded = ckptcore.load(tmp_path / "c", other, matching=Matching(sequences="either"))
     assert type(loaded["a"]) is list and loaded["a"][1] == (1, 2) and loaded["d"] == Pair(1, [2]) and loaded["e"] == []
-    # What is not looked at need not be of one kind, and a checkpoint's own abstract tree asks for what is there.
+    # Leaves that are not requested may differ, and a checkpoint's own abstract tree requests all of it.
     assert ckptcore.load(tmp_path / "c", {"a": PLACEHOLDER, "b": PLACEHOLDER, "d": PLACEHOLDER, "e": ()})
     assert ckptcore.load(tmp_path / "c", ckptcore.metadata(tmp_path / "c").abstract)["d"] == {"a": 1, "b": (2,)}
 
@@ -220,7 +220,7 @@ def test_what_would_allow_several_differences_is_told_once_each(tmp_path: Path) 
     assert told.endswith('Matching(missing="keep", cast="narrowing", shapes={"pad", "reshape", "truncate"})')
     told = str(refused(tmp_path / "c", asked, matching=Matching(missing="keep")))
     assert told.endswith('Matching(missing="placeholder", cast="narrowing", shapes={"pad", "reshape", "truncate"})')
-    matching = eval(told.rpartition("matching=")[2], {"Matching": Matching})  # what is told can be written so
+    matching = eval(told.rpartition("matching=")[2], {"Matching": Matching})  # the suggestion is valid code
     assert ckptcore.load(tmp_path / "c", asked, matching=matching)["new"] is PLACEHOLDER
 
 

@@ -92,7 +92,7 @@ def narrowed(values: HostArray, stored: str, asked: str) -> HostArray | None:
 
 
 def check_narrowing(stored: str, asked: str, values: HostArray) -> None:
-    """Each value becomes the nearest, or is refused because it lies beyond all of them."""
+    """Each value becomes the nearest, or is refused if it is out of range."""
     there = as_float64(values_of(asked))
     finite = np.sort(there[np.isfinite(there)])
     for number in range(len(values)):

@@ -125,7 +125,7 @@ def test_each_layout_is_read_once(make: Any, layout: str | Layout, tmp_path: Pat
 def test_a_compressed_chunk_that_two_ranks_cut_is_read_once(layout: Any, tmp_path: Path) -> None:
     """Each rank wants rows that end in the middle of a chunk."""
     rng = np.random.default_rng(2)
-    # Bytes that cannot be compressed, in chunks of 250 rows: a MiB is next to nothing beside them.
+    # Bytes that cannot be compressed, in chunks of 250 rows: much more than a block of 1 MiB.
     state = {"w": rng.integers(0, 1 << 32, (1000, 4000), np.uint32)}
     ckptcore.save(
         tmp_path / "saved",

@@ -83,7 +83,7 @@ def test_ranks_that_want_different_names(saved: Path) -> None:
     assert list(first) == ["model"] and list(second) == ["extra", "model"]
     assert_same_tree(second["extra"], EXTRA)
     assert_same_tree(first["model"], second["model"])
-    assert len(network.sent) == 1, "nobody wants what is in extra but one"
+    assert len(network.sent) == 1, "only one rank requests extra"
 
 
 def test_a_name_that_one_rank_has_wrong_fails_all(saved: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_name_that_one_rank_has_wrong_fails_all(saved: Path) -> None:
 
 
 def test_an_object_that_refuses_its_state_fails_all_after_its_name(saved: Path) -> None:
-    """Nobody waits for what would come next."""
+    """No rank waits for the next message."""
 
     class Refusing(Counter):
         def load_state_dict(self, state: dict[str, Any]) -> None:

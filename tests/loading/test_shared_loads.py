@@ -163,7 +163,7 @@ def test_nothing_there_is_the_same_for_all(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_cannot_build_fails_all(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has taken part to the end, so that nobody waits for it."""
+    """It has taken part to the end, so that no rank waits for it."""
     from ckptcore.loading.reading import Reading
 
     place = Reading.place

@@ -44,7 +44,7 @@ class History:
         Args:
             version: the state it was to save.
             error: why.
-            replacing: whether it was to replace what is there.
+            replacing: True if it may replace an existing checkpoint.
             misread: whether answers had their content cut. A root that cannot be read is not replaced unless that is
                 asked for.
         """

@@ -265,7 +265,7 @@ def _judge(run: Run) -> None:
 
 
 def expect_nothing_else(store: ObjectStore, location: str) -> None:
-    """Beside what a checkpoint lists there is nothing at its location."""
+    """Check that a location contains only objects that its checkpoint lists."""
     opened = open_directory(location, runtime_of(store.direct).registry, durable=True, config=store.direct.storage)
     listed = set(ckptcore.metadata(location, context=store.direct).objects)
     extra = {key for key in opened.list() if key not in listed and not key.startswith("checkpoint.")}

@@ -32,7 +32,7 @@ _NEXT: Final = 3
 _SAMPLE: Final = 4
 
 _FIXED_NAMES: Final = ("model.safetensors", ".metadata", "__0_0.distcp", "manifest.ocdbt", "zarr.json", ".zgroup")
-"""Names that formats fix, which a dead save leaves and the next one needs."""
+"""Names that formats fix, which a failed save leaves and the next one needs."""
 
 Moment = Literal["before", "after"]
 
@@ -65,7 +65,7 @@ class Scenario:
 
     Attributes:
         program: what the client does.
-        prepare: makes what is there before.
+        prepare: makes the initial state.
         allowed: the states that may be there afterwards; None for no checkpoint.
         elements: of an array of the state.
     """
@@ -101,7 +101,7 @@ def _requests(store: ObjectStore, scenario: Scenario, layout: str, warm: Client)
 
 
 def _try(store: ObjectStore, scenario: Scenario, layout: str, warm: Client, number: int, moment: Moment) -> bool:
-    """Kill a program at a request, and look at what is there; whether it came to that request."""
+    """Kill a program at a request and check the result. Return True if the request was reached."""
     place = store.new_place("killed")
     scenario.prepare(store, place)
     client: list[int] = []
@@ -149,7 +149,7 @@ def _save_next(store: ObjectStore, scenario: Scenario, layout: str, place: str) 
         assert set(steps) in ({_OLD, _NEXT}, {_OLD, _NEW, _NEXT})
         opened = open_directory(place, runtime_of(store.direct).registry, durable=True, config=store.direct.storage)
         directories = [name for name in opened.list_names() if not name.startswith(".")]
-        assert len(directories) == len(steps), f"of a dead save there is left: {directories}"
+        assert len(directories) == len(steps), f"remains of a failed save: {directories}"
         return
     ckptcore.save(place, state, layout=layout, overwrite="non-atomic", context=store.direct)
     assert version_at(place, context=store.direct) == _NEXT

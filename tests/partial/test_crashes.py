@@ -185,7 +185,7 @@ def test_a_storage_that_fails_once_is_told_and_loses_nothing(scheme: str, layout
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
 def test_a_session_removes_what_one_that_died_left(scheme: str, tmp_path: Path) -> None:
-    """It may be as large as all that is to come, and nobody finalizes for days."""
+    """It may be as large as the later sessions, and may not be finalized for days."""
     task = _session(1, "safetensors")
     operations = _operations(_prepared(scheme, tmp_path, 1, "safetensors"), task)
     last = [operation for operation in operations if operation.name == "put"][-1]

@@ -38,7 +38,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def _beside(place: str) -> dict[str, bytes]:
-    """Every object in the directory that a place is in: where directories are renamed, sessions write beside it."""
+    """Return every object in the parent directory: with renames, sessions write next to the location."""
     return objects_at(place.rpartition("/")[0])
 
 
@@ -231,7 +231,7 @@ def test_delete_removes_one_that_is_not_finalized(place: str) -> None:
 
 
 def test_a_checkpointer_leaves_it_alone(place: str) -> None:
-    """It is no step, and nothing that a dead save left."""
+    """It is not a step, nor the remains of a failed save."""
     run = place.rpartition("/")[0]
     ckptcore.partial(f"{run}/7").save({"a": np.ones(3)})
     for number in (5, 9):

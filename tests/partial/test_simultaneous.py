@@ -222,7 +222,7 @@ def _each_moment(
 @pytest.mark.parametrize("scheme", ["file", "memory"])
 @pytest.mark.parametrize("task", [_first, _finalize])
 def test_what_was_finalized_meanwhile_is_not_told_as_damage(task: _Task, scheme: str, tmp_path: Path) -> None:
-    """Tables of sessions that are gone would be; and who is told to delete what is damaged deletes the checkpoint."""
+    """Tables of deleted sessions would remain, and a deletion of the damaged one would delete the checkpoint."""
 
     def prepare() -> str:
         place = new_place(scheme, tmp_path)

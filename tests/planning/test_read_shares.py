@@ -237,7 +237,7 @@ def test_where_arrays_lie_changes_only_who_reads_and_sends(
             for box in wanted[of[rank]].get(leaf, ()):
                 mine[box.slices] = True
             assert (got[leaf][mine] == 1).all() and (got[leaf] <= 1).all()
-            assert is_plain <= (not got[leaf][~mine].any()), "nobody is sent what it does not want"
+            assert is_plain <= (not got[leaf][~mine].any()), "ranks receive only what they request"
     for leaf, spec in SPECS.items():
         everyone = np.zeros(spec.shape, int)
         for number in set(of):

@@ -105,7 +105,7 @@ def test_the_same_best_steps_are_kept(n: int, mode: Any, keep_unmeasured: bool, 
         else StepInfo(info.step, info.created)
         for info in steps
     ]
-    assume(len(measured) > n)  # else Orbax keeps what it has no metric of, whatever it was told
+    assume(len(measured) > n)  # otherwise Orbax keeps steps without a metric, whatever its options
     theirs = preservation.BestN(
         get_metric_fn=lambda metrics: metrics["loss"],
         reverse=mode == "min",

@@ -1,4 +1,4 @@
-"""A training run of NumPy alone: it starts at once, saves every step, and writes a journal of what it was told.
+"""A training run of NumPy alone: it starts quickly, saves every step, and writes a journal of commits.
 
 Its states are a function of a seed and the step, so that a test knows what each step must hold.
 """
@@ -82,7 +82,7 @@ def states(seed: int) -> Iterator[Training]:
 
 
 def digest(training: Training) -> str:
-    """A text that stands for the whole state."""
+    """A text that represents the whole state."""
     state = training.params, training.batches.state_dict(), training.random.bit_generator.state
     params, data, random = state
     text = f"{params['weight'].tobytes().hex()} {params['bias'].tobytes().hex()} {params['seed']} {data} {random}"
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--journal", required=True)
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--seed", type=int, required=True, help="a run that resumes goes on with its own")
+    parser.add_argument("--seed", type=int, required=True, help="a resumed run keeps its own")
     parser.add_argument(
         "--ahead", type=int, default=0, help="how many steps the loop goes on before it asks about a save"
     )

@@ -82,7 +82,7 @@ def _points(warm: Saver, scratch: Path) -> list[KillPoint]:
 
 
 def _try(warm: Saver, point: KillPoint, directory: Path) -> bool:
-    """Kill it at a point and look at what is there; whether the point was reached."""
+    """Kill it at a point and check the result. Return True if the point was reached."""
     _prepare(directory)
     status = warm.killed("save", str(directory), point)
     assert status in (0, -9), f"it ended with {status}"

@@ -1,4 +1,4 @@
-"""A run that saves every step and is killed hundreds of times loses nothing that it was told is committed."""
+"""A run that saves every step and is killed hundreds of times loses no step that was reported as committed."""
 
 from __future__ import annotations
 

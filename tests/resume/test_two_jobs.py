@@ -69,7 +69,7 @@ def test_the_second_is_told_who_is_first_and_takes_over_when_that_dies(running: 
     assert second.wait_for("committed", 3), second.errors()
     assert second.lines()[0] in (f"resumed {_committed(first)}\n", f"resumed {_committed(first) + 1}\n")
     assert second.kill()
-    assert set(_seeds(tmp_path / "run")) == {_FIRST}, "it goes on with what it resumed from"
+    assert set(_seeds(tmp_path / "run")) == {_FIRST}, "it continues the state that it loaded"
 
 
 def test_of_two_that_start_together_one_trains(running: Trainer, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ class Run:
         while sum(text in line for line in self.lines()) < count:
             if self.has_ended():
                 return False
-            assert time.monotonic() < deadline, f"it stands still; it printed {self.lines()[-5:]}, {self.errors()}"
+            assert time.monotonic() < deadline, f"no progress; it printed {self.lines()[-5:]}, {self.errors()}"
             time.sleep(0.0005)
         return True
 
@@ -93,7 +93,7 @@ class Trainer:
         self._runs = 0
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "tests.resume.warm", module, *_EARLY, *early],
-            # One device and one thread: what is computed does not depend on how many there are beside.
+            # One device and one thread: results do not depend on their number.
             env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
         )  # fmt: skip

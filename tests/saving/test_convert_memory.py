@@ -18,7 +18,7 @@ MIB = 1 << 20
 ARRAYS = 10
 ARRAY_BYTES = 32 * MIB
 
-# In a process of its own, whose peak is nobody else's.
+# In a new process, for the peak of its memory.
 PROGRAM = """
 import sys
 import ckptcore

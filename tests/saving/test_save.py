@@ -267,7 +267,7 @@ def test_a_location_that_is_none_is_refused(location: Any) -> None:
 @pytest.mark.parametrize("name", [".model.0123456789abcdef.ckptcore", ".model.partial.ckptcore"])
 @pytest.mark.parametrize("place", ["file", "memory"])
 def test_the_names_of_saves_under_way_are_refused(name: str, place: str, tmp_path: Path) -> None:
-    """No load takes what is there for a checkpoint, and a save to the name within removes it."""
+    """No load accepts it as a checkpoint, and a save to the inner name removes it."""
     where = str(tmp_path) if place == "file" else f"memory://save/{tmp_path.name}"
     ckptcore.save(f"{where}/source", {"a": np.ones(3)})
     for save in (

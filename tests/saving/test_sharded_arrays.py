@@ -54,7 +54,7 @@ def test_parts_of_processes_are_one_array(layout: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["safetensors", "dcp", "zarr3", "ocdbt"])
 def test_parts_of_an_array_without_elements(layout: str, tmp_path: Path) -> None:
-    """It lies in a file of arrays that a process holds whole, or in one that nobody does, or alone."""
+    """It is in a file of arrays that a process holds whole, in a file of slices, or alone."""
     empty = np.zeros((4, 0), np.float32)
 
     def job(coordinator: Coordinator) -> None:

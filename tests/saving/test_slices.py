@@ -140,7 +140,7 @@ def test_parts_are_read_out_of_the_slices_that_have_them(tmp_path: Path) -> None
     array = np.arange(64 * 1024, dtype=np.float32).reshape(64, 1024)
     _save(tmp_path / "c", {"w": array}, Rows(16), size=4)
     for path in (tmp_path / "c").glob("shard-0000[24]*"):
-        path.write_bytes(b"?" * path.stat().st_size)  # nothing of these two may be looked at
+        path.write_bytes(b"?" * path.stat().st_size)  # neither may be read
 
     class Part(HostArrayHandler):
         def wanted(self, abstract: Any, stored: Any) -> Sequence[Box]:
@@ -185,7 +185,7 @@ def test_a_hostile_state_is_refused(tmp_path: Path) -> None:
         for column, values in slices.items():
             for value in (-1, 1 << 70, "x", None, 2.5, [1]):
                 if (column, value) in (("files", "x"), ("offset", 1 << 70)):
-                    continue  # found out where sizes of files are looked at
+                    continue  # detected where sizes of files are compared
                 changed = copy.deepcopy(slices)
                 changed[column] = [value, *values[1:]]
                 found.append(changed)

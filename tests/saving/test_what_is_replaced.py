@@ -50,7 +50,7 @@ _SAVES: dict[str, _Save] = {
 @pytest.mark.parametrize("around", ["checkpoint", "composite", "claim"])
 def test_a_save_into_a_checkpoint_is_refused(how: str, around: str, top: str) -> None:
     if around == "claim" and top.startswith("file"):
-        around = "checkpoint"  # a claim is beside it
+        around = "checkpoint"  # a claim is next to it
     if around == "checkpoint":
         ckptcore.save(f"{top}/x", {"n": 0})
     elif around == "composite":

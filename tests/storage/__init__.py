@@ -1,1 +1,1 @@
-"""Tests of the storages that ship with the core, and of the fakes that stand for them."""
+"""Tests of the built-in storages, and of the fakes for others."""

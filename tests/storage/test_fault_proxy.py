@@ -1,4 +1,4 @@
-"""A proxy passes on what it is given byte for byte, and lets happen to requests what it was told, and nothing else."""
+"""A proxy forwards bytes unchanged, and applies exactly the given faults to requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A faulty storage fails as it was told, and never otherwise."""
+"""A faulty storage fails at the given calls, and only there."""
 
 from __future__ import annotations
 

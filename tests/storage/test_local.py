@@ -237,7 +237,7 @@ def opens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 LINKS_OUT = {
     "a neighbour": ("step/a", "../other/secret"),
     "an absolute path of a neighbour": ("step/a", "{root}/other/secret"),
-    "a file beside it": ("step/a", "../secret"),
+    "a sibling file": ("step/a", "../secret"),
     "a directory of a neighbour": ("step/d", "../other"),
     "the directory above": ("step/d", ".."),
     "itself from above": ("step/d", "../step"),
@@ -319,7 +319,7 @@ def test_what_is_above_a_location_may_be_a_link(tmp_path: Path, opens: None) -> 
 
 
 def test_the_cache_of_the_hugging_face_hub_can_be_read(tmp_path: Path, opens: None) -> None:
-    """Its snapshots are links to blobs beside them."""
+    """Its snapshots are links to sibling blobs."""
     repository = tmp_path / "hub/models--owner--name"
     snapshot = repository / "snapshots/0123abcd"
     (snapshot / "sub").mkdir(parents=True)

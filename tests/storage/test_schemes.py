@@ -1,4 +1,4 @@
-"""Who opens a location of a scheme: the plugin that names it, or one that opens what nobody names."""
+"""Storages of a scheme: the plugin that names it, or one that opens all other schemes."""
 
 from __future__ import annotations
 

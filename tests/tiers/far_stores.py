@@ -1,4 +1,4 @@
-"""Far tiers that stand still or fail when a test wants it."""
+"""Far tiers that pause or fail when a test asks for it."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def steps_in(directory: str) -> list[int]:
 
 def test_the_nearest_copy_is_loaded(near: str, far: str) -> None:
     saved(near, far, 1)
-    flip(far, array_key(far, "1"))  # nobody looks
+    flip(far, array_key(far, "1"))  # not read
     with Checkpointer(TieredDirectory(NearTier(near), far)) as run:
         assert_is_step(run.load(), 1)
         assert_is_step(run.load(1), 1)
@@ -121,7 +121,7 @@ def test_a_target_is_filled_whole_from_the_far_copy(near: str, far: str) -> None
 
 def test_of_two_saves_of_a_step_the_later_counts_whichever_tier_has_it(near: str, far: str) -> None:
     saved(near, far, 1, 2)
-    with Checkpointer(far) as elsewhere:  # the run went on where nobody has this near tier
+    with Checkpointer(far) as elsewhere:  # the run continued without this near tier
         elsewhere.save(2, {**tree(2), "w": np.full((3, 5), 22, np.float32)}, overwrite="non-atomic")
     with Checkpointer(tiers := TieredDirectory(NearTier(near), far)) as run:
         assert (run.load()["w"] == 22).all()

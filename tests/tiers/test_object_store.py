@@ -113,7 +113,7 @@ def test_throttling_resets_and_an_outage_lose_nothing(tmp_path: Path, server: S3
                 run.save(step, _large(step))
                 run.wait()
             weather.begin()
-            for step in range(6, 9):  # nobody waits for what is away
+            for step in range(6, 9):  # no save waits for the far tier
                 run.save(step, _large(step))
                 run.wait()
             assert weather.met.wait(60)

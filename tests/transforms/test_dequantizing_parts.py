@@ -136,7 +136,7 @@ def test_a_rank_reads_its_experts_or_its_outputs(axis: int, tmp_path: Path) -> N
         loaded = ckptcore.load(location, wanted, transforms=[DequantizeAsConfigured()], report=report)
         assert loaded["m.experts.up"].shards[0].elements.tobytes() == whole[box.slices].tobytes()
         needed = box.size // 2 + box.size // 32
-        assert report.bytes_read <= 1.1 * needed, "and nothing of what lies beside"
+        assert report.bytes_read <= 1.1 * needed, "and no neighbouring bytes"
 
 
 @settings(max_examples=25, deadline=None)

@@ -258,7 +258,7 @@ def test_on_the_way_back_too(tmp_path: Path) -> None:
     made = ckptcore.load(tmp_path / "published", transforms=qwen_to_maxtext(HEAD_DIM))
     ckptcore.save(tmp_path / "maxtext", {**made, "step": 3, "opt_state": {"mu": np.ones(2)}})
     back = ckptcore.load(tmp_path / "maxtext", transforms=inverse(qwen_to_maxtext(HEAD_DIM)))
-    assert back["step"] == 3 and back["opt_state"]["mu"].shape == (2,), "what is beside the weights stays"
+    assert back["step"] == 3 and back["opt_state"]["mu"].shape == (2,), "other leaves are unchanged"
     with pytest.raises(TransformError, match=r"params/params/decoder/layers/self_attention/key/bias and 2 others"):
         ckptcore.load(tmp_path / "maxtext", transforms=inverse(llama_to_maxtext(HEAD_DIM, "default")))
 

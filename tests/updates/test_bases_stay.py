@@ -60,7 +60,7 @@ def test_a_conversion_does_not_replace_what_a_transform_reads(run: str) -> None:
 
 
 def test_an_update_does_not_replace_what_its_base_refers_to(run: str) -> None:
-    """Also where that is told by another path than its name."""
+    """Also if the base is given by another path."""
     ckptcore.save(f"{run}/here/1", _STATE)
     ckptcore.save(f"{run}/there/2", {"n": 2}, strategy=ckptcore.Update(f"{run}/here/1"), context=_ANYWHERE)
     with pytest.raises(InvalidLocationError, match="would replace"):
@@ -108,7 +108,7 @@ def test_what_is_beside_is_referred_to_as_such(run: str) -> None:
 
 
 def test_an_update_without_a_base_is_refused(run: str) -> None:
-    """It would be a checkpoint of what is given alone, and nobody would know what it lacks."""
+    """It would be a checkpoint of the given arrays alone, without a sign of the missing ones."""
     for save in (ckptcore.save, ckptcore.save_async):
         with pytest.raises(InvalidLocationError):
             save(f"{run}/1", {"n": 2}, strategy=ckptcore.Update(None))  # type: ignore[arg-type]  # what is tested

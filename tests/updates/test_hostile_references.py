@@ -103,7 +103,7 @@ def test_a_base_outside_is_not_read(run: str) -> None:
 
 
 def test_references_do_not_go_round(run: str) -> None:
-    """References are one deep: what a base refers to itself is no more there than what nobody has."""
+    """References are one level deep: a base's own references do not count as its arrays."""
     second, third = _root(run, "2")["save_id"], _root(run, "3")["save_id"]
     _forge(run, "2", bases=[["3", third]])
     _forge(run, "3", bases=[["2", second]])

@@ -163,7 +163,7 @@ def test_what_does_not_go_over_the_base_is_refused(run: str) -> None:
         with pytest.raises(TreeMismatchError, match=match):
             ckptcore.save(f"{run}/2", state, strategy=ckptcore.Update(f"{run}/1"))
     assert objects_at(f"{run}/2") == {}
-    # A container that is given whole takes the place of what was there.
+    # A container without placeholders replaces the stored one.
     ckptcore.save(f"{run}/2", {"layers": [np.ones(1)], "model": np.zeros(2)}, strategy=ckptcore.Update(f"{run}/1"))
     found = ckptcore.load(f"{run}/2")
     assert same_value(found["layers"], [np.ones(1)]) and same_value(found["model"], np.zeros(2))

@@ -59,7 +59,7 @@ def main(directory: str) -> None:
 
     other = make(1)
     ckptcore.load_into(f"{directory}/step", {"model": other})
-    # A new model makes the variables of this metric with its first step, and starts them anew with each epoch.
+    # A new model creates the variables of this metric in its first step, and resets them in each epoch.
     assert bits(other) == {path: held for path, held in saved.items() if "mean_absolute_error" not in path}
     tree = ckptcore.load(f"{directory}/step", ckptcore.abstract({"model": model}))["model"]
     assert [array.tobytes() for array in _arrays(tree)] == [

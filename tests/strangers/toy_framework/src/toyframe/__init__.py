@@ -1,1 +1,1 @@
-"""A toy framework: arrays that are nobody else's, a container, and an abstract array."""
+"""A toy framework: its own arrays, a container, and an abstract array."""

@@ -44,7 +44,7 @@ class Attic(StorageBackend):
         self._durable = durable
 
     def _run(self, action: Callable[[sqlite3.Connection], T]) -> T:
-        """Run an action as one transaction that nobody sees half of."""
+        """Run an action as one transaction."""
         try:
             with closing(sqlite3.connect(self._database, timeout=60, isolation_level=None)) as connection:
                 connection.execute(f"PRAGMA synchronous = {'FULL' if self._durable else 'OFF'}")
