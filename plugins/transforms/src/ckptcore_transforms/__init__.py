@@ -21,10 +21,10 @@ from ckptcore.protocols import Transform, Transforms
 from ckptcore_transforms import maps as maps
 from ckptcore_transforms.arrays import Apply, Cast, MergeAxes, Pad, Reshape, Scale, Slice, SplitAxis, Transpose
 from ckptcore_transforms.dequantize import Dequantize, DequantizeAsConfigured, DequantizeMxfp4
+from ckptcore_transforms.joins import Fuse, Split, Stack, Unstack
 from ckptcore_transforms.merges import Average, MergeLora
 from ckptcore_transforms.paths import Default, Drop, Refuse, Rename, RenameTable
 from ckptcore_transforms.patterns import Pattern
-from ckptcore_transforms.several import Fuse, Split, Stack, Unstack
 from ckptcore_transforms.transform import IfPresent, TreeTransform, inverse
 from ckptcore_transforms.tree_rewriter import TreeRewriter
 

@@ -55,15 +55,15 @@ class EachArray(TreeTransform):
 
     def rewrite(self, tree: TreeRewriter) -> None:
         """Replace the arrays."""
-        made = {}
+        replacements = {}
         for path, _, array in tree.arrays(Template(self.pattern)):
             try:
                 now = self.changed(array)
             except ValueError as error:
                 raise TransformError(f"{format_path(path)}: {error}") from error
             leaf = tree.leaves[path]
-            made[path] = {path: leaf if now is array else ArrayLeaf.of(now)}
-        tree.replace(made)
+            replacements[path] = {path: leaf if now is array else ArrayLeaf.of(now)}
+        tree.replace(replacements)
 
     def changed(self, array: DerivedArray) -> DerivedArray:
         """Return the result for one array.
@@ -271,8 +271,8 @@ class Apply(EachArray):
         """Apply the function lazily."""
         spec = array.spec
         if self.result is not None:
-            made = self.result(AbstractArray(spec.shape, spec.dtype))
-            spec = ArraySpec(made.shape, name_of_dtype(made.dtype))
+            abstract = self.result(AbstractArray(spec.shape, spec.dtype))
+            spec = ArraySpec(abstract.shape, name_of_dtype(abstract.dtype))
         return computed([array], self.function, spec)
 
     def describe(self) -> str:

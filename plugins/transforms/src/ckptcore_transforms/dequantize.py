@@ -16,14 +16,14 @@ from ckptcore.protocols import DerivedArray, Transform
 from ckptcore_transforms.arguments import expect_dtype, expect_ints, expect_text
 from ckptcore_transforms.derived_arrays import permute
 from ckptcore_transforms.patterns import Fields, Template, path_text
-from ckptcore_transforms.quantization_config import Block, QuantizationConfig, listed, read_quantization
+from ckptcore_transforms.quantization_config import Block, QuantizationConfig, format_problems, read_quantization
 from ckptcore_transforms.quantized_arrays import block_scaled, mxfp4, reinterpret
 from ckptcore_transforms.transform import TreeTransform, not_invertible
 from ckptcore_transforms.tree_rewriter import ArrayLeaf, Leaf, NothingMatches, TreeRewriter
 
 __all__ = ["Dequantize", "DequantizeAsConfigured", "DequantizeMxfp4"]
 
-Making: TypeAlias = Callable[[DerivedArray, DerivedArray], DerivedArray]
+ArrayFunction: TypeAlias = Callable[[DerivedArray, DerivedArray], DerivedArray]
 """Creates an array from values and scales. Raises `ValueError` if they do not fit."""
 
 
@@ -40,7 +40,7 @@ class _Quantized:
     values: TreePath
     scales: TreePath
     to: TreePath
-    make: Making
+    make: ArrayFunction
 
 
 def _in_blocks(values: DerivedArray, scales: DerivedArray, block: Sequence[int] | None, dtype: str) -> DerivedArray:
@@ -75,19 +75,19 @@ def _dequantize(
         TransformError: lists every array that cannot be dequantised, and the other problems.
     """
     all_problems = list(problems)
-    made: dict[TreePath, Mapping[TreePath, Leaf]] = {path: {} for path in dropped}
+    replacements: dict[TreePath, Mapping[TreePath, Leaf]] = {path: {} for path in dropped}
     for one in found:
         try:
             array = one.make(tree.array(one.values), tree.array(one.scales))
         except (ValueError, TransformError) as error:
             all_problems.append(f"{format_path(one.values)}: {error}")
             continue
-        made[one.scales] = {}
-        made[one.values] = {one.to: ArrayLeaf.of(array)}
+        replacements[one.scales] = {}
+        replacements[one.values] = {one.to: ArrayLeaf.of(array)}
     if all_problems:
         arrays = "1 array" if len(all_problems) == 1 else f"{len(all_problems)} arrays"
-        raise TransformError(f"{arrays} cannot be dequantised:{listed(all_problems)}\nNothing was read")
-    tree.replace(made)
+        raise TransformError(f"{arrays} cannot be dequantised:{format_problems(all_problems)}\nNothing was read")
+    tree.replace(replacements)
 
 
 _LOSSY_REASON: Final = (
@@ -190,7 +190,12 @@ class DequantizeMxfp4(TreeTransform):
 
 
 def _apply(
-    tree: TreeRewriter, pattern: str, scales: str, to: str, make: Making, needs_scales: Callable[[ArraySpec], bool]
+    tree: TreeRewriter,
+    pattern: str,
+    scales: str,
+    to: str,
+    make: ArrayFunction,
+    needs_scales: Callable[[ArraySpec], bool],
 ) -> None:
     """Dequantise the arrays that match a pattern, with the scales that match another one.
 
@@ -324,7 +329,7 @@ class _Search:
         if not scales and spec.dtype == "int8" and not text.endswith(WEIGHT):
             return None  # an integer table or mask
         module = text.removesuffix(WEIGHT)
-        if self.config.keeps(module):
+        if self.config.excludes(module):
             if scales:
                 raise ValueError(f"{module!r} is listed as not converted, but has the scales {scales[0]!r}")
             return None
@@ -334,7 +339,9 @@ class _Search:
         unknown = [text + name for name in _UNKNOWN if text + name in self.by_text]
         if unknown:
             raise ValueError(f"unsupported data for this array: {', '.join(map(repr, unknown))}")
-        return _Quantized(self.by_text[text], self.by_text[scales[0]], self.by_text[text], self._making(spec.dtype))
+        return _Quantized(
+            self.by_text[text], self.by_text[scales[0]], self.by_text[text], self._array_function(spec.dtype)
+        )
 
     def of_activations(self, text: str) -> Iterator[TreePath]:
         """Return the scales for activations of the module of a quantised array."""
@@ -347,15 +354,15 @@ class _Search:
     def _of_experts(self, text: str, leaf: ArrayLeaf) -> _Quantized | None:
         """Find experts of gpt-oss: ``gate_up_proj_blocks`` and ``gate_up_proj_scales``."""
         stem, scales = text.removesuffix(BLOCKS), text.removesuffix(BLOCKS) + SCALES_OF_BLOCKS
-        if stem == text or leaf.record.spec.dtype != "uint8" or self.config.keeps(stem):
+        if stem == text or leaf.record.spec.dtype != "uint8" or self.config.excludes(stem):
             return None
         if scales not in self.by_text:
             raise ValueError(f"the scales {scales!r} of {leaf.record.spec} are missing")
         path = self.by_text[text]
         to = (*path[:-1], str(path[-1]).removesuffix(BLOCKS))
-        return _Quantized(path, self.by_text[scales], to, functools.partial(_turned, dtype=self.dtype))
+        return _Quantized(path, self.by_text[scales], to, functools.partial(_in_transformers_axes, dtype=self.dtype))
 
-    def _making(self, dtype: str) -> Making:
+    def _array_function(self, dtype: str) -> ArrayFunction:
         if dtype == "int8" and self.config.packing == "fp4":
             return functools.partial(mxfp4, dtype=self.dtype)
         return functools.partial(_in_one_of, blocks=self.config.blocks, dtype=self.dtype)
@@ -367,28 +374,28 @@ def _in_one_of(values: DerivedArray, scales: DerivedArray, blocks: tuple[Block, 
     Raises:
         ValueError: if none fits, or if several do with different results.
     """
-    made: dict[DerivedArray, Block] = {}
+    results: dict[DerivedArray, Block] = {}
     refused: list[str] = []
     for block in blocks:
         try:
-            made.setdefault(_in_blocks(values, scales, block, dtype), block)
+            results.setdefault(_in_blocks(values, scales, block, dtype), block)
         except ValueError as error:
             refused.append(str(error))
-    if not made:
+    if not results:
         raise ValueError("; or ".join(refused))
-    if len(made) > 1:
-        options = " or ".join(["by its shape" if block is None else str(list(block)) for block in made.values()])
+    if len(results) > 1:
+        options = " or ".join(["by its shape" if block is None else str(list(block)) for block in results.values()])
         raise ValueError(f"config.json does not determine the block size: {options}")
-    return next(iter(made))
+    return next(iter(results))
 
 
-def _turned(blocks: DerivedArray, scales: DerivedArray, dtype: str) -> DerivedArray:
+def _in_transformers_axes(blocks: DerivedArray, scales: DerivedArray, dtype: str) -> DerivedArray:
     """Return experts with the axes of transformers: (experts, inputs, outputs).
 
     Source: ``convert_moe_packed_tensors`` in transformers' ``integrations/mxfp4.py``.
     """
-    made = mxfp4(blocks, scales, dtype)
-    axes = range(len(made.spec.shape))
+    experts = mxfp4(blocks, scales, dtype)
+    axes = range(len(experts.spec.shape))
     if len(axes) != 3:
-        raise ValueError(f"expected experts with three axes, found {made.spec}")
-    return permute(made, (0, 2, 1))
+        raise ValueError(f"expected experts with three axes, found {experts.spec}")
+    return permute(experts, (0, 2, 1))

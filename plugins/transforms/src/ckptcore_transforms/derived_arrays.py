@@ -179,10 +179,10 @@ class LowRankMerge:
             return base.astype(dtype)
         rows, columns = piece[0], piece[1:]
         with np.errstate(all="ignore"):
-            made: HostArray = thin[0][rows] @ thin[1][:, *columns]
-            made *= dtype.type(self.scale)
-            made += base
-        return made
+            result: HostArray = thin[0][rows] @ thin[1][:, *columns]
+            result *= dtype.type(self.scale)
+            result += base
+        return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,10 +215,10 @@ class Computed(WholeArray):
         arrays = [
             next(given) if one.spec.size else np.empty(one.spec.shape, one.spec.numpy_dtype) for one in self.inputs
         ]
-        made: HostArray = np.asarray(self.function(*arrays))
-        if made.shape != self.spec.shape or made.dtype != self.spec.numpy_dtype:
-            raise ValueError(f"the function returned {made.dtype}{list(made.shape)}; expected {self.spec}")
-        return made
+        result: HostArray = np.asarray(self.function(*arrays))
+        if result.shape != self.spec.shape or result.dtype != self.spec.numpy_dtype:
+            raise ValueError(f"the function returned {result.dtype}{list(result.shape)}; expected {self.spec}")
+        return result
 
 
 def permute(of: DerivedArray, axes: Sequence[int]) -> DerivedArray:

@@ -20,8 +20,8 @@ from typing import Final, Literal, TypeAlias, get_args
 from ckptcore.errors import TransformError
 from ckptcore.protocols import Transform
 from ckptcore_transforms.arrays import MergeAxes, Scale, SplitAxis, Transpose
+from ckptcore_transforms.joins import Stack
 from ckptcore_transforms.paths import Refuse, Rename
-from ckptcore_transforms.several import Stack
 from ckptcore_transforms.transform import IfPresent, TreeTransform, inverse
 from ckptcore_transforms.tree_rewriter import TreeRewriter
 
@@ -62,15 +62,15 @@ def bert_to_scanned(prefix: str = "") -> list[Transform]:
     dense = {"attention.output": "attention/output", "intermediate": "intermediate", "output": "output"}
     norms = {"attention.output.LayerNorm": "attention/norm", "output.LayerNorm": "norm"}
     stacks: list[Transform] = []
-    for stored, made in (("weight", "kernel"), ("bias", "bias")):
-        stacks.append(Stack(f"{layer}.attention.self.{{part}}.{stored}", f"{layers}/attention/{{part}}/{made}"))
+    for stored, new in (("weight", "kernel"), ("bias", "bias")):
+        stacks.append(Stack(f"{layer}.attention.self.{{part}}.{stored}", f"{layers}/attention/{{part}}/{new}"))
         stacks.extend(
-            [Stack(f"{layer}.{name}.dense.{stored}", f"{layers}/{path}/{made}") for name, path in dense.items()]
+            [Stack(f"{layer}.{name}.dense.{stored}", f"{layers}/{path}/{new}") for name, path in dense.items()]
         )
-        stacks.append(IfPresent(Rename(f"{own}pooler.dense.{stored}", f"{to}pooler/{made}")))
-    for stored, made in (("weight", "scale"), ("bias", "bias")):
-        stacks.extend([Stack(f"{layer}.{name}.{stored}", f"{layers}/{path}/{made}") for name, path in norms.items()])
-        stacks.append(Rename(f"{own}embeddings.LayerNorm.{stored}", f"{to}embeddings/norm/{made}"))
+        stacks.append(IfPresent(Rename(f"{own}pooler.dense.{stored}", f"{to}pooler/{new}")))
+    for stored, new in (("weight", "scale"), ("bias", "bias")):
+        stacks.extend([Stack(f"{layer}.{name}.{stored}", f"{layers}/{path}/{new}") for name, path in norms.items()])
+        stacks.append(Rename(f"{own}embeddings.LayerNorm.{stored}", f"{to}embeddings/norm/{new}"))
     return [
         Refuse(f"{to}encoder/**"),
         *stacks,

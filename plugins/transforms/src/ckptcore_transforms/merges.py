@@ -20,7 +20,7 @@ from ckptcore_transforms.tree_rewriter import ArrayLeaf, Leaf, TreeRewriter
 
 __all__ = ["Average", "MergeLora"]
 
-_KEPT: Final = ("bool", "int", "uint", "datetime", "timedelta", "S", "U")
+_NOT_AVERAGED: Final = ("bool", "int", "uint", "datetime", "timedelta", "S", "U")
 """Prefixes of dtypes without a mean."""
 
 
@@ -52,17 +52,21 @@ class MergeLora(TreeTransform):
         """Merge the matrices."""
         inside = tree if self.adapter is None else tree.with_leaves(tree.open_other(self.adapter))
         ups, downs, base = Template(self.up), Template(self.down), Template(self.base)
-        of_ups, of_downs = inside.find_each([ups, downs])
-        thin, lows = _by_base(base, of_ups), _by_base(base, of_downs)
-        made: dict[TreePath, Mapping[TreePath, Leaf]] = {}
+        up_matches, down_matches = inside.find_each([ups, downs])
+        up_paths, down_paths = _by_base(base, up_matches), _by_base(base, down_matches)
+        replacements: dict[TreePath, Mapping[TreePath, Leaf]] = {}
         by_text = {tuple(map(str, path)): path for path in tree.leaves}
-        for text in thin.keys() | lows.keys():
+        for text in up_paths.keys() | down_paths.keys():
             path = by_text.get(tuple(map(str, text)))
-            if path is None or text not in thin or text not in lows:
+            if path is None or text not in up_paths or text not in down_paths:
                 have = " and ".join(
                     [
                         name
-                        for name, has in (("a base", path), ("an up", thin.get(text)), ("a down", lows.get(text)))
+                        for name, has in (
+                            ("a base", path),
+                            ("an up", up_paths.get(text)),
+                            ("a down", down_paths.get(text)),
+                        )
                         if has
                     ]
                 )
@@ -71,14 +75,14 @@ class MergeLora(TreeTransform):
                 )
             try:
                 merged = merge_low_rank(
-                    tree.array(path), inside.array(thin[text]), inside.array(lows[text]), self.scale
+                    tree.array(path), inside.array(up_paths[text]), inside.array(down_paths[text]), self.scale
                 )
             except ValueError as error:
                 raise TransformError(f"{format_path(path)}: {error}") from error
-            made[path] = {path: ArrayLeaf.of(merged)}
+            replacements[path] = {path: ArrayLeaf.of(merged)}
         if inside is tree:
-            made.update({path: {} for path in (*thin.values(), *lows.values())})
-        tree.replace(made)
+            replacements.update({path: {} for path in (*up_paths.values(), *down_paths.values())})
+        tree.replace(replacements)
 
     def describe(self) -> str:
         """Describe the merge."""
@@ -122,12 +126,12 @@ class Average(TreeTransform):
         others = [tree.open_other(other) for other in self.others]
         for location, leaves in zip(self.others, others, strict=True):
             _expect_same_paths(tree.leaves, leaves, location)
-        made: dict[TreePath, Mapping[TreePath, Leaf]] = {}
+        replacements: dict[TreePath, Mapping[TreePath, Leaf]] = {}
         for path, leaf in tree.leaves.items():
             if (
                 not isinstance(leaf, ArrayLeaf)
                 or leaf.record.kind != PLAIN_ARRAY
-                or leaf.record.spec.dtype.startswith(_KEPT)
+                or leaf.record.spec.dtype.startswith(_NOT_AVERAGED)
             ):
                 continue
             arrays = [leaf.array]
@@ -138,10 +142,10 @@ class Average(TreeTransform):
                     raise TransformError(f"{location} has {found} at {format_path(path)}; expected {leaf.record.spec}")
                 arrays.append(other.array)
             try:
-                made[path] = {path: ArrayLeaf.of(weighted_sum(arrays, weights))}
+                replacements[path] = {path: ArrayLeaf.of(weighted_sum(arrays, weights))}
             except ValueError as error:
                 raise TransformError(f"{format_path(path)}: {error}") from error
-        tree.replace(made)
+        tree.replace(replacements)
 
     def describe(self) -> str:
         """Describe the checkpoints and weights."""

@@ -19,7 +19,7 @@ from ckptcore_transforms.tree_rewriter import ArrayLeaf, Leaf, TreeRewriter, Val
 
 __all__ = ["Default", "Drop", "Refuse", "Rename", "RenameTable"]
 
-_SHOWN: Final = 200
+_MAX_SHOWN: Final = 200
 """Maximum length of a path in an error, because paths can be hostile."""
 
 
@@ -78,12 +78,12 @@ class RenameTable(TreeTransform):
 
     def rewrite(self, tree: TreeRewriter) -> None:
         """Rename the leaves."""
-        made: dict[TreePath, dict[TreePath, Leaf]] = {}
+        replacements: dict[TreePath, dict[TreePath, Leaf]] = {}
         found = tree.find_each([exactly(path) for path in self.table])
         for of_path, to in zip(found, self.table.values(), strict=True):
             for path in of_path:
-                made[path] = {text_path(to): tree.leaves[path]}
-        tree.replace(made)
+                replacements[path] = {text_path(to): tree.leaves[path]}
+        tree.replace(replacements)
 
     def describe(self) -> str:
         """Describe the names."""
@@ -142,7 +142,7 @@ class Refuse(TreeTransform):
         if found:
             others = "" if len(found) == 1 else f" and {len(found) - 1:,} other{'s' if len(found) > 2 else ''}"
             raise TransformError(
-                f"no transform handles {format_path(found[0])[:_SHOWN]}{others}: drop or rename unused leaves first"
+                f"no transform handles {format_path(found[0])[:_MAX_SHOWN]}{others}: drop or rename unused leaves first"
             )
 
     def describe(self) -> str:

@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 
 from ckptcore.model.tree import Key, TreePath
 
-__all__ = ["Fields", "Found", "Pattern", "Template", "exactly", "path_text", "text_path"]
+__all__ = ["FieldMatch", "Fields", "Pattern", "Template", "exactly", "path_text", "text_path"]
 
 Pattern: TypeAlias = str | re.Pattern[str]
 """Selects leaves: a template, or a regular expression for the whole text of a path, with named groups as fields.
@@ -24,13 +24,13 @@ The text of a path is its keys, joined by ``/``. In a template:
 - other text matches itself; ``{{`` and ``}}`` match braces
 """
 
-_TOKEN: Final = re.compile(r"(\{\{|\}\}|\*\*|\*|\{(?P<name>[A-Za-z_]\w*)(?P<how>:d|\.\.\.)?\}|[{}])")
+_TOKEN: Final = re.compile(r"(\{\{|\}\}|\*\*|\*|\{(?P<name>[A-Za-z_]\w*)(?P<kind>:d|\.\.\.)?\}|[{}])")
 
-_HOW: Final[Mapping[str, str]] = {"": "[^/.]+", ":d": "[0-9]+", "...": ".+"}
+_EXPRESSIONS: Final[Mapping[str, str]] = {"": "[^/.]+", ":d": "[0-9]+", "...": ".+"}
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FieldMatch:
     """Match of a field.
 
     Attributes:
@@ -43,20 +43,20 @@ class Found:
 
     def __eq__(self, other: object) -> bool:
         """Compare the text."""
-        return isinstance(other, Found) and other.text == self.text
+        return isinstance(other, FieldMatch) and other.text == self.text
 
     def __hash__(self) -> int:
         return hash(self.text)
 
 
-Fields: TypeAlias = Mapping[str, Found]
+Fields: TypeAlias = Mapping[str, FieldMatch]
 """Matches by field name."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Field:
     name: str
-    how: str
+    kind: str
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Template:
             parts.append(self.pattern[end : token.start()])
             end = token.end()
             if token["name"]:
-                parts.append(_Field(token["name"], token["how"] or ""))
+                parts.append(_Field(token["name"], token["kind"] or ""))
             elif token[0] in ("{{", "}}"):
                 parts.append(token[0][0])
             elif token[0] in ("*", "**"):
@@ -96,19 +96,19 @@ class Template:
     def _expression(self) -> re.Pattern[str]:
         if not isinstance(self.pattern, str):
             return self.pattern
-        made, seen = [], set[str]()
+        parts, seen = [], set[str]()
         wild = iter(re.findall(r"\*\*|\*", self.pattern))
         for part in self._parts:
             if part is None:
-                made.append(".*" if next(wild) == "**" else "[^/]*")
+                parts.append(".*" if next(wild) == "**" else "[^/]*")
             elif isinstance(part, str):
-                made.append(re.escape(part))
+                parts.append(re.escape(part))
             elif part.name in seen:
-                made.append(f"(?P={part.name})")
+                parts.append(f"(?P={part.name})")
             else:
                 seen.add(part.name)
-                made.append(f"(?P<{part.name}>{_HOW[part.how]})")
-        return re.compile("".join(made), re.DOTALL)
+                parts.append(f"(?P<{part.name}>{_EXPRESSIONS[part.kind]})")
+        return re.compile("".join(parts), re.DOTALL)
 
     @cached_property
     def fields(self) -> frozenset[str]:
@@ -163,13 +163,13 @@ class Template:
         text = "".join([one if isinstance(one, str) else self._known(one, fields).text for one in segment])
         if len(segment) == 1 and isinstance(alone := segment[0], _Field):
             found = fields[alone.name]
-            if alone.how == ":d" and found.text.isdecimal():
+            if alone.kind == ":d" and found.text.isdecimal():
                 return (int(found.text),)
             if found.keys is not None:
                 return found.keys
         return text.split("/") if text else ()
 
-    def _known(self, field: _Field, fields: Fields) -> Found:
+    def _known(self, field: _Field, fields: Fields) -> FieldMatch:
         if field.name not in fields:
             raise ValueError(f"{self} has the unknown field {field.name!r}")
         return fields[field.name]
@@ -177,7 +177,7 @@ class Template:
     def spanning_as(self, other: Template) -> str:
         """Return this template, with fields that can match several keys in `other` marked ``...``."""
         assert isinstance(self.pattern, str)  # regular expressions do not determine paths
-        spanning = {part.name for part in other._parts if isinstance(part, _Field) and part.how == "..."}
+        spanning = {part.name for part in other._parts if isinstance(part, _Field) and part.kind == "..."}
 
         def spell(token: re.Match[str]) -> str:
             return f"{{{token['name']}...}}" if token["name"] in spanning else token[0]
@@ -203,7 +203,7 @@ def path_text(path: TreePath) -> str:
     return "/".join(map(str, path))
 
 
-def _found(path: TreePath, start: int, stop: int) -> Found:
+def _found(path: TreePath, start: int, stop: int) -> FieldMatch:
     """Return the match for a range of a path's text."""
     text = path_text(path)[start:stop]
     position, first = 0, None
@@ -212,6 +212,6 @@ def _found(path: TreePath, start: int, stop: int) -> Found:
             first = number
         position += len(str(key))
         if position == stop and first is not None:
-            return Found(text, path[first : number + 1])
+            return FieldMatch(text, path[first : number + 1])
         position += 1
-    return Found(text)
+    return FieldMatch(text)

@@ -10,9 +10,9 @@ from typing import Final, Literal, TypeAlias
 from ckptcore.errors import TransformError
 from ckptcore.model.tree import JSON
 
-__all__ = ["Block", "Packing", "QuantizationConfig", "listed", "read_quantization"]
+__all__ = ["Block", "Packing", "QuantizationConfig", "format_problems", "read_quantization"]
 
-_SHOWN: Final = 30
+_MAX_SHOWN: Final = 30
 """Maximum number of problems in an error."""
 
 Block: TypeAlias = tuple[int, ...] | None
@@ -27,10 +27,10 @@ Packing: TypeAlias = Literal["fp4", "int8"]
 _PLAIN_FORMATS: Final = ("float-quantized", "int-quantized", "naive-quantized", "mxfp8-quantized", "dense")
 """Formats of compressed-tensors with one value per element of the weight."""
 
-_LONGEST: Final = 1000
+_MAX_NAME_LENGTH: Final = 1000
 """Maximum length of a module name in characters. Longer ones are never listed."""
 
-_FINE: Final = (128, 128)
+_FINE_GRAINED: Final = (128, 128)
 """Default of transformers' FineGrainedFP8Config without a block size.
 
 AutoFP8 then has one scale per array.
@@ -45,28 +45,28 @@ class QuantizationConfig:
         method: the ``quant_method``.
         blocks: possible block sizes.
         packing: meaning of bytes.
-        kept: names of modules, or suffixes of names, that are not quantised.
+        excluded: names of modules, or suffixes of names, that are not quantised.
         has_cache_scales: True if there are scales for a key-value cache.
     """
 
     method: str
     blocks: tuple[Block, ...]
     packing: Packing
-    kept: frozenset[str] = frozenset()
+    excluded: frozenset[str] = frozenset()
     has_cache_scales: bool = False
 
-    def keeps(self, module: str) -> bool:
+    def excludes(self, module: str) -> bool:
         """Return True if a module is not quantised: it, an outer module or a suffix of its name is listed.
 
         This is transformers' ``should_convert_module`` without its regular expressions, because a
         hostile one can run forever.
         """
-        if not self.kept or len(module) > _LONGEST:
+        if not self.excluded or len(module) > _MAX_NAME_LENGTH:
             return False
         parts = module.split(".")
-        around = {".".join(parts[:stop]) for stop in range(1, len(parts) + 1)}
-        ends = {".".join(parts[start:]) for start in range(1, len(parts))}
-        return not self.kept.isdisjoint(around | ends)
+        prefixes = {".".join(parts[:stop]) for stop in range(1, len(parts) + 1)}
+        suffixes = {".".join(parts[start:]) for start in range(1, len(parts))}
+        return not self.excluded.isdisjoint(prefixes | suffixes)
 
 
 def read_quantization(config: Mapping[str, JSON]) -> QuantizationConfig | None:
@@ -95,10 +95,10 @@ def read_quantization(config: Mapping[str, JSON]) -> QuantizationConfig | None:
     }
     if not isinstance(method, str) or method not in read:
         raise _refused([f"quant_method is {reprlib.repr(method)}; expected one of {', '.join(read)}"])
-    made = read[method](method, found, problems)
+    result = read[method](method, found, problems)
     if problems:
         raise _refused(problems)
-    return made
+    return result
 
 
 def _section(config: Mapping[str, JSON]) -> JSON:
@@ -116,27 +116,27 @@ def _section(config: Mapping[str, JSON]) -> JSON:
 
 def _refused(problems: Sequence[str]) -> TransformError:
     return TransformError(
-        f"the quantization_config of config.json is not supported:{listed(problems)}\nIf "
+        f"the quantization_config of config.json is not supported:{format_problems(problems)}\nIf "
         "Dequantize or DequantizeMxfp4 support its format, use them with the names of the "
         "arrays and scales"
     )
 
 
 def _read_by_shape(method: str, found: Mapping[str, JSON], problems: list[str]) -> QuantizationConfig:
-    return QuantizationConfig(method, (None,), "fp4", _kept(found, ("modules_to_not_convert",), problems))
+    return QuantizationConfig(method, (None,), "fp4", _excluded_modules(found, ("modules_to_not_convert",), problems))
 
 
 def _read_fp8(method: str, found: Mapping[str, JSON], problems: list[str]) -> QuantizationConfig:
     blocks: tuple[Block, ...] = (None,)
     if "weight_block_size" not in found:
-        blocks = (_FINE, None)
+        blocks = (_FINE_GRAINED, None)
     elif found["weight_block_size"] is not None:
         blocks = (_block(found["weight_block_size"], "weight_block_size", problems),)
     format_of_scales = found.get("scale_fmt", "float")
     if format_of_scales not in ("float", "ue8m0"):
         problems.append(f"scale_fmt is {reprlib.repr(format_of_scales)}; expected 'float' or 'ue8m0'")
     return QuantizationConfig(
-        method, blocks, "fp4", _kept(found, ("modules_to_not_convert", "ignored_layers"), problems)
+        method, blocks, "fp4", _excluded_modules(found, ("modules_to_not_convert", "ignored_layers"), problems)
     )
 
 
@@ -159,8 +159,8 @@ def _read_compressed(method: str, found: Mapping[str, JSON], problems: list[str]
                 f"{place} has the format {reprlib.repr(stored_as)}; expected one of {', '.join(_PLAIN_FORMATS)}"
             )
         blocks[_group_block(place, weights, problems)] = None
-    kept = _kept(found, ("ignore",), problems)
-    return QuantizationConfig(method, tuple(blocks), "int8", kept, found.get("kv_cache_scheme") is not None)
+    excluded = _excluded_modules(found, ("ignore",), problems)
+    return QuantizationConfig(method, tuple(blocks), "int8", excluded, found.get("kv_cache_scheme") is not None)
 
 
 def _group_block(place: str, weights: Mapping[str, JSON], problems: list[str]) -> Block:
@@ -192,26 +192,26 @@ def _block(value: JSON, place: str, problems: list[str]) -> Block:
     return None
 
 
-def _kept(found: Mapping[str, JSON], names: Collection[str], problems: list[str]) -> frozenset[str]:
+def _excluded_modules(found: Mapping[str, JSON], names: Collection[str], problems: list[str]) -> frozenset[str]:
     """Return the modules listed under the first existing name."""
     for name in names:
-        listed = found.get(name)
-        if listed is None:
+        modules = found.get(name)
+        if modules is None:
             continue
-        if not isinstance(listed, list) or not all(isinstance(one, str) for one in listed):
-            problems.append(f"{name} is {reprlib.repr(listed)}; expected a list of names")
+        if not isinstance(modules, list) or not all(isinstance(one, str) for one in modules):
+            problems.append(f"{name} is {reprlib.repr(modules)}; expected a list of names")
             break
-        return frozenset([one for one in listed if isinstance(one, str)])
+        return frozenset([one for one in modules if isinstance(one, str)])
     return frozenset()
 
 
-def listed(problems: Sequence[str]) -> str:
+def format_problems(problems: Sequence[str]) -> str:
     """Return lines of an error for a limited number of problems."""
     lines = [f"\n  {problem}" for problem in _bounded(problems)]
     return "".join(lines)
 
 
 def _bounded(problems: Sequence[str]) -> Iterator[str]:
-    yield from problems[:_SHOWN]
-    if len(problems) > _SHOWN:
-        yield f"and {len(problems) - _SHOWN} more"
+    yield from problems[:_MAX_SHOWN]
+    if len(problems) > _MAX_SHOWN:
+        yield f"and {len(problems) - _MAX_SHOWN} more"

@@ -39,7 +39,7 @@ _MX_BYTES: Final = 16
 _TILE_ELEMENTS: Final = 1 << 16
 """Elements computed at a time, so that intermediate data stays in a cache."""
 
-_TURNED_TILE: Final = (512, 128)
+_TRANSPOSED_TILE: Final = (512, 128)
 """Extents of a tile along the fastest axis of the result and the fastest axis of the stored array, if they differ."""
 
 _E4M3FN: Final = dtype_from_name("float8_e4m3fn")
@@ -54,7 +54,7 @@ _E4M3FN_BIAS: Final = np.float32(2.0 ** (127 - 7))
 _PIECE_BYTES: Final = 1 << 15
 """Bytes unpacked at a time, so that intermediate data stays in a cache."""
 
-_MADE: Final = "float8_e4m3fn"
+_UNPACKED_DTYPE: Final = "float8_e4m3fn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class UnpackedFp4:
     def spec(self) -> ArraySpec:
         """Spec of the result, twice as long along the last axis."""
         *before, last = self.of.spec.shape
-        return ArraySpec((*before, 2 * last), _MADE)
+        return ArraySpec((*before, 2 * last), _UNPACKED_DTYPE)
 
     @property
     def inputs(self) -> Sequence[DerivedArray]:
@@ -130,21 +130,21 @@ class UnpackedFp4:
         """Unpack the bytes."""
         (part,) = parts
         first, count = box.start[-1] % 2, box.shape[-1]
-        made: HostArray = plain(out) if out.flags.c_contiguous else np.empty(out.shape, np.uint8)
-        rows, numbers = part.reshape(-1, part.shape[-1]), made.reshape(-1, count)
+        unpacked: HostArray = plain(out) if out.flags.c_contiguous else np.empty(out.shape, np.uint8)
+        rows, numbers = part.reshape(-1, part.shape[-1]), unpacked.reshape(-1, count)
         step = max(1, _PIECE_BYTES // rows.shape[1])
         for start in range(0, rows.shape[0], step):
             pairs = np.take(_pairs(), rows[start : start + step], mode="wrap")
             numbers[start : start + step] = pairs.view(np.uint8)[:, first : first + count]
         if not out.flags.c_contiguous:
-            plain(out)[...] = made
+            plain(out)[...] = unpacked
 
 
 @functools.cache
 def _pairs() -> HostArray:
     """Return a table from each byte to the bits of its two numbers in the result's dtype, in memory order."""
     codes = np.arange(16, dtype=np.uint8).view(dtype_from_name("float4_e2m1fn"))
-    numbers = codes.astype(np.float32).astype(dtype_from_name(_MADE)).view(np.uint8)
+    numbers = codes.astype(np.float32).astype(dtype_from_name(_UNPACKED_DTYPE)).view(np.uint8)
     both = np.stack([np.tile(numbers, 16), np.repeat(numbers, 16)], axis=1)
     pairs: HostArray = np.ascontiguousarray(both).view(np.uint16)[:, 0]
     return pairs
@@ -224,7 +224,7 @@ class BlockScaled:
         if not values.ndim:  # NumPy returns scalars, not arrays, for arrays without axes
             values, scales, out, start, block = values[None], scales[None], out[None], (0,), (1,)
         first = [low % extent for low, extent in zip(start, block, strict=True)]
-        tile, is_turned = _tile(out)
+        tile, is_transposed = _tile(out)
         cuts = [
             list(itertools.pairwise(_cuts(*of_axis))) for of_axis in zip(values.shape, tile, block, first, strict=True)
         ]
@@ -234,7 +234,7 @@ class BlockScaled:
                 place = tuple([slice(low, high) for low, high in bounds])
                 product = _in_float32(values[place])
                 np.multiply(product, _factors(scales, bounds, block, first), out=product)
-                if is_turned:  # ml_dtypes casts strided memory much slower than NumPy copies it
+                if is_transposed:  # ml_dtypes casts strided memory much slower than NumPy copies it
                     copy_elements(out[place], product.astype(out.dtype, copy=False))
                 else:
                     np.copyto(out[place], product, casting="unsafe")
@@ -245,16 +245,16 @@ def _tile(out: HostArray) -> tuple[Sequence[int], bool]:
     tile, left = [1] * out.ndim, _TILE_ELEMENTS
     axes = list(reversed(range(out.ndim)))
     fast = min(axes, key=lambda axis: abs(out.strides[axis]) if out.shape[axis] > 1 else sys.maxsize)
-    is_turned = fast != axes[0] and out.shape[axes[0]] > 1
-    if is_turned:
-        for axis, most in zip((fast, axes[0]), _TURNED_TILE, strict=True):
+    is_transposed = fast != axes[0] and out.shape[axes[0]] > 1
+    if is_transposed:
+        for axis, most in zip((fast, axes[0]), _TRANSPOSED_TILE, strict=True):
             tile[axis] = min(out.shape[axis], most)
             left //= tile[axis]
         axes = [axis for axis in axes[1:] if axis != fast]
     for axis in axes:
         tile[axis] = min(out.shape[axis], left)
         left = max(1, left // tile[axis])
-    return tile, is_turned
+    return tile, is_transposed
 
 
 def _factors(

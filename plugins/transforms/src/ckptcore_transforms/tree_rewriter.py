@@ -24,7 +24,7 @@ _COMPUTED_KINDS: Final = (PLAIN_ARRAY, "numpy.scalar")
 Others have additional meaning, and can only be moved.
 """
 
-_SHOWN: Final = 100
+_MAX_SHOWN: Final = 100
 """Maximum length of a name in an error, because names can be hostile."""
 
 
@@ -135,7 +135,7 @@ class TreeRewriter:
         """
         found = self.present(template)
         if not found:
-            raise NothingMatches(f"{template} matches nothing; {_nearest(template, self.leaves)}")
+            raise NothingMatches(f"{template} matches nothing; {_similar_names(template, self.leaves)}")
         return found
 
     def present(self, template: Template) -> dict[TreePath, Fields]:
@@ -153,7 +153,7 @@ class TreeRewriter:
         for template, of_template in zip(templates, found, strict=True):
             if not of_template:
                 kind = TransformError if any(found) else NothingMatches
-                raise kind(f"{template} matches nothing; {_nearest(template, self.leaves)}")
+                raise kind(f"{template} matches nothing; {_similar_names(template, self.leaves)}")
         return found
 
     def arrays(self, template: Template) -> Iterator[tuple[TreePath, Fields, DerivedArray]]:
@@ -216,11 +216,11 @@ class TreeRewriter:
             if kind is not None:
                 self._containers.setdefault(new[: len(new) - length], kind)
 
-    def replace(self, made: Mapping[TreePath, Mapping[TreePath, Leaf]]) -> None:
+    def replace(self, replacements: Mapping[TreePath, Mapping[TreePath, Leaf]]) -> None:
         """Replace leaves.
 
         Args:
-            made: new leaves by old path; empty to drop the old leaf.
+            replacements: new leaves by old path; empty to drop the old leaf.
 
         Raises:
             TransformError: if two leaves would have the same path.
@@ -228,8 +228,8 @@ class TreeRewriter:
         leaves: dict[TreePath, Leaf] = {}
         known = self._known_keys()
         for path, leaf in self.leaves.items():
-            for new, put in made.get(path, {path: leaf}).items():
-                own = new if path not in made else _with_known_keys(new, known)
+            for new, put in replacements.get(path, {path: leaf}).items():
+                own = new if path not in replacements else _with_known_keys(new, known)
                 if own in leaves:
                     raise TransformError(
                         f"two leaves would have the path {format_path(own)}; drop or rename one of them first"
@@ -288,7 +288,7 @@ class TreeRewriter:
             order.append(())
             return LEAF
         if () in self.leaves:
-            raise _leaf_above((), next(path for path in self.leaves if path))
+            raise _leaf_and_container((), next(path for path in self.leaves if path))
         root = _Branch({})
         for path in self._paths():
             branch = root
@@ -296,10 +296,10 @@ class TreeRewriter:
             for depth, key in enumerate(path[:-1] if is_leaf else path):
                 below = branch.children.setdefault(key, _Branch({}))
                 if below is None:
-                    raise _leaf_above(path[: depth + 1], path)
+                    raise _leaf_and_container(path[: depth + 1], path)
                 branch = below
             if is_leaf and branch.children.setdefault(path[-1], None) is not None:
-                raise _leaf_above(path, path)
+                raise _leaf_and_container(path, path)
         return self._node(root, (), order)
 
     def _paths(self) -> Iterator[TreePath]:
@@ -357,17 +357,17 @@ def _with_known_keys(path: TreePath, known: Mapping[TreePath, Mapping[str, Key]]
     return tuple(keys)
 
 
-def _leaf_above(above: TreePath, path: TreePath) -> TransformError:
+def _leaf_and_container(above: TreePath, path: TreePath) -> TransformError:
     return TransformError(
         f"{format_path(above)} would be both a leaf and a container of {format_path(path)}; rename one of them"
     )
 
 
-def _nearest(template: Template, paths: Mapping[TreePath, Leaf]) -> str:
+def _similar_names(template: Template, paths: Mapping[TreePath, Leaf]) -> str:
     """Return a hint with existing names similar to a pattern."""
     texts = [path_text(path) for path in paths]
     near = NearNames(texts).nearest(str(template.pattern))
-    shown = [near] if near is not None else [text[:_SHOWN] for text in texts[:3]]
+    shown = [near] if near is not None else [text[:_MAX_SHOWN] for text in texts[:3]]
     return (
         f"the tree has {len(paths)} leaves, such as {', '.join(map(repr, shown))}"
         if shown

@@ -14,16 +14,16 @@ from ckptcore.protocols import DerivedArray, Transform
 from ckptcore_transforms.arguments import expect_int, expect_ints, expect_pattern, expect_text, expect_texts
 from ckptcore_transforms.arrays import axis_of
 from ckptcore_transforms.derived_arrays import stack
-from ckptcore_transforms.patterns import Fields, Found, Pattern, Template
+from ckptcore_transforms.patterns import FieldMatch, Fields, Pattern, Template
 from ckptcore_transforms.transform import TreeTransform, not_invertible
 from ckptcore_transforms.tree_rewriter import ArrayLeaf, Leaf, TreeRewriter
 
 __all__ = ["Fuse", "Split", "Stack", "Unstack"]
 
-_MOST_DIGITS: Final = 10
+_MAX_DIGITS: Final = 10
 """Maximum number of digits of a position in a stack, exclusive."""
 
-_MOST_PARTS: Final = 1 << 16
+_MAX_PARTS: Final = 1 << 16
 """Maximum number of parts, because a hostile file can declare any extent, and each part is a Python object."""
 
 
@@ -56,14 +56,14 @@ class Stack(TreeTransform):
         stacks: dict[TreePath, dict[int, TreePath]] = {}
         for path, fields, _ in tree.arrays(template):
             number = fields[counter].text
-            if not (number.isascii() and number.isdecimal() and len(number) < _MOST_DIGITS):
+            if not (number.isascii() and number.isdecimal() and len(number) < _MAX_DIGITS):
                 raise TransformError(f"{format_path(path)}: {counter} is {number!r}; expected a number")
             members = stacks.setdefault(to.path(fields), {})
             if members.setdefault(int(number), path) != path:
                 raise TransformError(
                     f"{format_path(path)} and {format_path(members[int(number)])} have the same position in a stack"
                 )
-        made: dict[TreePath, Mapping[TreePath, Leaf]] = {}
+        replacements: dict[TreePath, Mapping[TreePath, Leaf]] = {}
         for new, members in stacks.items():
             missing = [number for number in range(len(members)) if number not in members]
             if missing:
@@ -78,9 +78,9 @@ class Stack(TreeTransform):
                 array = stack(arrays, self.axis + axes if -axes <= self.axis < 0 else self.axis)
             except ValueError as error:
                 raise TransformError(f"{format_path(new)}: {error}") from error
-            made.update({path: {} for path in members.values()})
-            made[next(iter(members.values()))] = {new: ArrayLeaf.of(array)}
-        tree.replace(made)
+            replacements.update({path: {} for path in members.values()})
+            replacements[next(iter(members.values()))] = {new: ArrayLeaf.of(array)}
+        tree.replace(replacements)
 
     def describe(self) -> str:
         """Describe the stack."""
@@ -115,26 +115,26 @@ class Unstack(TreeTransform):
         """Split the arrays."""
         template, to = Template(self.pattern), Template(self.to)
         counter = _counter(to, template)
-        made: dict[TreePath, Mapping[TreePath, Leaf]] = {}
+        replacements: dict[TreePath, Mapping[TreePath, Leaf]] = {}
         for path, fields, array in tree.arrays(template):
             shape = array.spec.shape
             try:
                 axis = axis_of(array.spec, self.axis)
             except ValueError as error:
                 raise TransformError(f"{format_path(path)}: {error}") from error
-            if not 0 < shape[axis] <= _MOST_PARTS:
+            if not 0 < shape[axis] <= _MAX_PARTS:
                 raise TransformError(
                     f"cannot unstack {format_path(path)}: {array.spec} has {shape[axis]} "
-                    f"parts; expected 1 to {_MOST_PARTS}"
+                    f"parts; expected 1 to {_MAX_PARTS}"
                 )
             rest = (*shape[:axis], *shape[axis + 1 :])
             parts: dict[TreePath, Leaf] = {}
             for number in range(shape[axis]):
                 one = reshape(cut(array, Box.whole(shape).band(axis, number, number + 1)), rest)
-                numbered = {**fields, counter: Found(str(number))}
+                numbered = {**fields, counter: FieldMatch(str(number))}
                 parts[to.path(numbered)] = ArrayLeaf.of(one)
-            made[path] = parts
-        tree.replace(made)
+            replacements[path] = parts
+        tree.replace(replacements)
 
     def describe(self) -> str:
         """Describe the parts."""
@@ -171,7 +171,7 @@ class Split(TreeTransform):
     def rewrite(self, tree: TreeRewriter) -> None:
         """Split the arrays."""
         templates = [Template(one) for one in self.to]
-        made: dict[TreePath, Mapping[TreePath, Leaf]] = {}
+        replacements: dict[TreePath, Mapping[TreePath, Leaf]] = {}
         for path, fields, array in tree.arrays(Template(self.pattern)):
             try:
                 parts = self._parts(array)
@@ -180,8 +180,8 @@ class Split(TreeTransform):
             paths = [to.path(fields) for to in templates]
             if len(set(paths)) < len(paths):
                 raise TransformError(f"{format_path(path)}: two of its parts have the same path, from {list(self.to)}")
-            made[path] = {new: ArrayLeaf.of(part) for new, part in zip(paths, parts, strict=True)}
-        tree.replace(made)
+            replacements[path] = {new: ArrayLeaf.of(part) for new, part in zip(paths, parts, strict=True)}
+        tree.replace(replacements)
 
     def _parts(self, array: DerivedArray) -> Sequence[DerivedArray]:
         axis, count = axis_of(array.spec, self.axis), len(self.to)
@@ -238,7 +238,7 @@ class Fuse(TreeTransform):
         to = Template(self.to)
         matched = tree.find_each([Template(one) for one in self.patterns])
         found = [_by_fields(one, of_pattern) for one, of_pattern in zip(self.patterns, matched, strict=True)]
-        made: dict[TreePath, Mapping[TreePath, Leaf]] = {}
+        replacements: dict[TreePath, Mapping[TreePath, Leaf]] = {}
         for key in dict.fromkeys([key for of_pattern in found for key in of_pattern]):
             absent = [one for one, of_pattern in zip(self.patterns, found, strict=True) if key not in of_pattern]
             if absent:
@@ -250,9 +250,9 @@ class Fuse(TreeTransform):
                 array = self._fused([tree.array(path) for path, _ in members])
             except ValueError as error:
                 raise TransformError(f"{format_path(new)}: {error}") from error
-            made.update({path: {} for path, _ in members})
-            made[members[0][0]] = {new: ArrayLeaf.of(array)}
-        tree.replace(made)
+            replacements.update({path: {} for path, _ in members})
+            replacements[members[0][0]] = {new: ArrayLeaf.of(array)}
+        tree.replace(replacements)
 
     def _fused(self, arrays: Sequence[DerivedArray]) -> DerivedArray:
         axis = axis_of(arrays[0].spec, self.axis)
