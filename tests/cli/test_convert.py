@@ -126,7 +126,7 @@ def test_names_with_a_prefix_are_mapped_by_it(run: Run, run_json: RunJson, tmp_p
 @pytest.mark.parametrize("option", [("--prefix", "text."), ("--head-dim", "64"), ("--rope-type", "default")])
 def test_what_is_of_a_map_needs_one(run: Run, checkpoint: Path, tmp_path: Path, option: tuple[str, str]) -> None:
     result = run("convert", checkpoint, tmp_path / "copy", *option)
-    assert result.exit_code == 2 and "give --map" in result.output and not (tmp_path / "copy").exists()
+    assert result.exit_code == 2 and "need --map" in result.output and not (tmp_path / "copy").exists()
 
 
 def test_a_map_that_does_not_fit(run_json: RunJson, checkpoint: Path, tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_map_that_does_not_fit(run_json: RunJson, checkpoint: Path, tmp_path: 
 def test_several_checkpointables_are_not_mapped(run_json: RunJson, tmp_path: Path) -> None:
     ckptcore.save_checkpointables(tmp_path / "both", {"a": {"w": np.ones(2)}, "b": {"w": np.ones(2)}})
     _, document = run_json(ErrorDocument, "convert", tmp_path / "both", tmp_path / "copy", "--map", "bert-to-scanned")
-    assert document["error"] == "TransformError" and "one by one" in document["message"]
+    assert document["error"] == "TransformError" and "Convert each by its own location" in document["message"]
     assert not (tmp_path / "copy").exists()
 
 

@@ -32,7 +32,7 @@ def test_a_checkpoint(run: Run, run_json: RunJson, checkpoint: Path, tmp_path: P
     result = run("copy", checkpoint, there, "--verify")
     assert result.exit_code == 0
     assert f"to {there}; " in result.stdout
-    assert "were there already, 0 B were sent" in result.stdout
+    assert "already existed, 0 B sent" in result.stdout
     assert run("diff", checkpoint, there).exit_code == 0
 
 
@@ -61,7 +61,7 @@ def test_a_run(run: Run, run_json: RunJson, tmp_path: Path, scheme: str) -> None
         assert copied.steps == (0, 1, 2, 3)
         np.testing.assert_array_equal(copied.load(2)["x"], np.arange(1000) + 2)
     result = run("copy", here, there)
-    assert result.stdout.count("was there already") == 4
+    assert result.stdout.count("already exists") == 4
     assert run("copy", here, there, "--steps", "1,x").exit_code == 2
     assert run_json(ErrorDocument, "copy", here, there, "--steps", "9")[0] == 3
 

@@ -168,7 +168,7 @@ def test_files_that_cannot_go_along(names: list[str], error: type[Exception], so
         "checkpoint.json",
     ):
         (tmp_path / "files" / name).touch()
-    with pytest.raises(error, match="go along"):
+    with pytest.raises(error, match="is not a file|cannot be added"):
         ckptcore.copy(
             source, tmp_path / "hf", subtree=(), files=[tmp_path / "files" / name for name in names], context=FAST
         )
@@ -178,7 +178,7 @@ def test_files_that_cannot_go_along(names: list[str], error: type[Exception], so
 def test_what_is_refused(source: Path, tmp_path: Path) -> None:
     with pytest.raises(TreeMismatchError, match="modle"):
         ckptcore.copy(source, tmp_path / "hf", subtree="modle", context=FAST)
-    with pytest.raises(InvalidLocationError, match="into itself"):
+    with pytest.raises(InvalidLocationError, match="both source and destination"):
         ckptcore.copy(source, source, subtree=(), overwrite=True, context=FAST)
     with pytest.raises(ValueError, match="max_file_bytes"):
         ckptcore.copy(
@@ -199,7 +199,9 @@ def test_the_source_is_not_lost_with_what_is_replaced(options: dict[str, Any], s
     ckptcore.save_checkpointables(f"{steps}/c", {"model": {"w": np.ones(3)}, "rest": {"m": np.zeros(3)}}, context=FAST)
     make: Any = functools.partial(ckptcore.copy, **options, overwrite="non-atomic", context=FAST)
     for source, destination in (("c/model", "c"), ("c/model", ""), ("c", "c/rest"), ("c/rest", "c/rest")):
-        with pytest.raises(InvalidLocationError, match=r"around the source|one of the checkpointables|into itself"):
+        with pytest.raises(
+            InvalidLocationError, match=r"contains the source|one of the checkpointables|both source and destination"
+        ):
             make(f"{steps}/{source}", f"{steps}/{destination}".rstrip("/"))
     for _ in range(2):
         make(f"{steps}/c/model", f"{steps}/c/plain")
@@ -213,7 +215,7 @@ def test_a_checkpointable_is_not_consolidated_over_what_it_is_of(tmp_path: Path)
     ckptcore.save_checkpointables(
         tmp_path / "c", {"model": {"w": np.ones(3)}, "rest": {"m": np.zeros(3)}}, context=FAST
     )
-    with pytest.raises(InvalidLocationError, match="into itself"):
+    with pytest.raises(InvalidLocationError, match="both source and destination"):
         ckptcore.copy(tmp_path / "c", tmp_path / "c", subtree="model", overwrite=True, context=FAST)
     assert set(ckptcore.load_checkpointables(tmp_path / "c")) == {"model", "rest"}
 

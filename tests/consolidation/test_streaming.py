@@ -27,7 +27,7 @@ from tests.consolidation.test_jobs import CountedFiles
 
 ARRAYS, ARRAY_BYTES = 10, 8000
 CONTEXT = ckptcore.Context(durability="none", io=ckptcore.context.IOOptions(threads=2))
-SMALL = StreamSizes(piece=16_000, item=16_000, held=24_000)
+SMALL = StreamSizes(slice=16_000, item=16_000, buffered=24_000)
 
 
 class Watched(ckptcore.SafetensorsLayout):
@@ -143,7 +143,7 @@ def test_an_error_of_the_reader_reaches_the_writer(opened: Checkpoint) -> None:
 def test_a_layout_that_does_not_read(opened: Checkpoint) -> None:
     object.__setattr__(opened.layout, "silent", True)
     snapshot = snapshot_of(opened)
-    with pytest.raises(PluginError, match="did not read w0"):
+    with pytest.raises(PluginError, match="w0: the layout safetensors did not read it"):
         snapshot.take(0)
     snapshot.close()
 
@@ -174,7 +174,7 @@ def test_what_was_given_back_is_not_waited_for(opened: Checkpoint) -> None:
     snapshot = snapshot_of(opened)
     snapshot.take(0)
     snapshot.release(0)
-    with pytest.raises(PluginError, match="w0 was asked for again"):
+    with pytest.raises(PluginError, match="w0 was taken again"):
         snapshot.take(0)
     assert snapshot.take(1)[0][0] == 1
     snapshot.close()
@@ -193,7 +193,7 @@ def test_sizes_follow_the_options(load_bytes: int | None) -> None:
     elif load_bytes == 300 << 20:
         assert sizes == StreamSizes(item=load_bytes)
     else:
-        assert sizes.held == sizes.item == load_bytes and sizes.piece == max(load_bytes // 3, 4096)
+        assert sizes.buffered == sizes.item == load_bytes and sizes.slice == max(load_bytes // 3, 4096)
 
 
 @pytest.mark.parametrize(

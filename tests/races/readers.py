@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias
 
 import numpy as np
-from ckptcore_tools.cli.locations import describe
 
 import ckptcore
 from ckptcore.errors import CheckpointError, TargetUndefinedError
+from ckptcore.loading.describe import describe_checkpoint
 from ckptcore.loading.verify import has_its_sizes
 from ckptcore.model import AbstractArray
 from ckptcore.results import CheckpointMetadata, StoredArray, StoredTree
@@ -22,7 +22,7 @@ Outcome: TypeAlias = str
 
 Reader: TypeAlias = Callable[[str, ckptcore.Context], object]
 
-_REPLACED: Final = ("was replaced or deleted after it was opened", "was replaced while it was consolidated")
+_REPLACED: Final = ("was replaced or deleted after it was opened", "was replaced during the consolidation")
 _numbers = itertools.count()
 
 
@@ -91,7 +91,7 @@ def _metadata(location: str, context: ckptcore.Context) -> object:
 
 
 def _inspect(location: str, context: ckptcore.Context) -> object:
-    found = describe(location, context)
+    found = describe_checkpoint(location, context)
     return _told_of_several(found) if found.is_composite else _told(found)
 
 
@@ -151,7 +151,7 @@ def _made(make: Callable[[str], object]) -> object:
     """Return the contents of a new location in memory after a call has written it."""
     destination = f"memory://copies-{next(_numbers)}/copy"
     make(destination)
-    found = describe(destination, ckptcore.Context())
+    found = describe_checkpoint(destination, ckptcore.Context())
     if not found.is_composite:
         return {"told": _told(found), "value": ckptcore.load(destination)}
     return {"told": _told_of_several(found), "value": ckptcore.load_checkpointables(destination)}

@@ -121,7 +121,7 @@ def test_nothing_is_converted_into_itself(location: str, tmp_path: Path) -> None
     where = str(tmp_path / "c") if location == "local" else location
     ckptcore.save(where, {"a": np.ones(2)})
     other = os.path.join(str(tmp_path), ".", "c") if location == "local" else location + "/"
-    with pytest.raises(InvalidLocationError, match="into itself"):
+    with pytest.raises(InvalidLocationError, match="both source and destination"):
         ckptcore.copy(where, other, layout="safetensors", overwrite="non-atomic")
     assert ckptcore.load(where)["a"].tolist() == [1, 1]
 

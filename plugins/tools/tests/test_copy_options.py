@@ -23,8 +23,8 @@ COPY: Any = ckptcore.copy
         ({"verify": "read-back", "layout": "safetensors"}, "byte for byte"),
         ({"verify": "read-back", "subtree": "w"}, "byte for byte"),
         ({"transforms": [object()]}, "needs a layout"),
-        ({"transforms": [object()], "layout": "safetensors", "subtree": ()}, "either transforms or a subtree"),
-        ({"layout": "memory-of-elephants", "subtree": ()}, "leave out the subtree"),
+        ({"transforms": [object()], "layout": "safetensors", "subtree": ()}, "accepts transforms or a subtree"),
+        ({"layout": "memory-of-elephants", "subtree": ()}, "omit the subtree"),
     ],
 )
 def test_options_that_exclude_each_other(options: dict[str, Any], message: str, tmp_path: Path) -> None:

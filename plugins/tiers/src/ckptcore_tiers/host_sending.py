@@ -112,7 +112,7 @@ def _send_part(
     transfer = Transfer(
         part.manifest.location.store, store, runtime_of(context).io_threads, sent=sent, is_stopped=is_stopped
     )
-    for records in (part.manifest.objects, part.manifest.marks, part.late):
+    for records in (part.manifest.objects, part.manifest.markers, part.late):
         transfer.send(records)
     return transfer.counts.sent_bytes
 

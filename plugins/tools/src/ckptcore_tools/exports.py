@@ -1,4 +1,4 @@
-"""Exports: further checkpoints of one save in other layouts."""
+"""Exports: additional checkpoints of a save, in other layouts."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ __all__ = ["Export", "StepExport", "StepExports", "WithExports"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
-    """A further checkpoint, in another layout, of what a save writes or of a part of it.
+    """An additional checkpoint of the state of a save, or of a subtree, in another layout.
 
-    It is a checkpoint by itself: committed, verified, loaded and deleted on its own. The save commits its own
-    checkpoint first.
+    It is an independent checkpoint, which is committed after the checkpoint of the save and can be verified, loaded and
+    deleted alone.
 
     Attributes:
         location: a path or URL.
-        layout: how arrays are laid out: a name, or a layout object with options.
-        subtree: the part of the state, such as ``"model"`` or ``("model", "layers", 0)``; paths in the export begin
-            there. Of several checkpointables it begins with a name. Empty: all of it.
+        layout: the name of a layout, or a layout object with options.
+        subtree: the part of the state, such as ``"model"`` or ``("model", "layers", 0)``. Paths in the export are
+            relative to it. With several checkpointables it starts with the name of one. Empty: everything.
     """
 
     location: Place
@@ -49,18 +49,18 @@ class Export:
 
 @dataclass(frozen=True, slots=True)
 class WithExports:
-    """Save with another strategy, and then write exports of the same copy. See `ckptcore.protocols.SaveStrategy`.
+    """A strategy that saves with another strategy and then writes exports of the same snapshot.
 
-    The `overwrite` and the metadata of the save are those of the exports too. After an error of one export the others
-    are still written; the error says that the save is committed.
+    See `ckptcore.protocols.SaveStrategy`. Exports have the same `overwrite` and metadata as the save. If an export
+    fails, the others are still written, and the error states that the save is committed.
 
     Attributes:
-        exports: the further checkpoints.
-        strategy: writes and commits the save itself.
+        exports: the exports.
+        strategy: the strategy of the save.
 
     Raises:
-        TypeError: if something is no export.
-        ValueError: if the strategy is an update, which has no exports, or has further saves itself.
+        TypeError: if an element of `exports` is not an `Export`.
+        ValueError: if the strategy is an update, or writes additional checkpoints itself.
     """
 
     exports: Sequence[Export]
@@ -76,17 +76,17 @@ class WithExports:
                 )
         if self.strategy.takes_placeholders:
             raise ValueError(
-                f"WithExports(..., strategy={self.strategy!r}): an update has no exports. Nothing was written"
+                f"WithExports(..., strategy={self.strategy!r}): updates do not support exports. Nothing was written"
             )
         if isinstance(self.strategy, FurtherSaves):
             raise ValueError(  # noqa: TRY004  # a strategy, but one that cannot be wrapped
-                f"WithExports(..., strategy={self.strategy!r}): this strategy has further saves itself; give all "
-                "exports to one WithExports. Nothing was written"
+                f"WithExports(..., strategy={self.strategy!r}): this strategy writes additional checkpoints itself. "
+                "Pass all exports to one WithExports. Nothing was written"
             )
 
     @property
     def checks_target(self) -> bool:
-        """Whether the strategy of the save checks what is at the location."""
+        """True if the strategy of the save checks the target itself."""
         return self.strategy.checks_target
 
     @property
@@ -96,19 +96,19 @@ class WithExports:
 
     @property
     def signature(self) -> str:
-        """The layouts and subtrees of the exports."""
+        """The layouts and subtrees of the exports, as text."""
         names = [layout if isinstance(layout, str) else layout.name for layout in self.layouts]
         subtrees = [path_keys(export.subtree) for export in self.exports]
         return f"exports={list(zip(names, subtrees, strict=True))!r}" if names else ""
 
     def prepare(self, draft: SaveDraft) -> Save:
-        """Plan the exports, refuse what cannot be exported, and prepare the save.
+        """Plan the exports, and prepare the save.
 
         Raises:
-            TreeMismatchError: if the part that is asked for is not there.
-            UnsupportedLeafError, NameCollisionError, UnsupportedKeyError: what the layout cannot store.
-            InvalidLocationError: if two checkpoints would lie in one place.
-            CheckpointExistsError: if something is there that is not to be replaced.
+            TreeMismatchError: if a subtree does not exist.
+            UnsupportedLeafError, NameCollisionError, UnsupportedKeyError: if a layout cannot store a part of the state.
+            InvalidLocationError: if two checkpoints would have the same location.
+            CheckpointExistsError: if a location exists and `overwrite` does not allow to replace it.
         """
         if not self.exports:
             return self.strategy.prepare(draft)
@@ -127,14 +127,14 @@ class WithExports:
         return replace(save, strategy=replace(self, strategy=save.strategy), further=further)
 
     def begin(self, save: Save) -> SaveCommit:
-        """Return the commit of the save itself."""
+        """Return the commit of the save, without exports."""
         return self.strategy.begin(save)
 
     def after_commit(self, save: Save, write: Callable[[Save], None]) -> None:
-        """Write and commit the exports one after the other. After an error the others are still written.
+        """Write and commit the exports one after another. If one fails, the others are still written.
 
         Raises:
-            CheckpointError: the first error; it says that the save is committed.
+            CheckpointError: the first error, with a note that the save is committed.
         """
         failed: list[Exception] = []
         for number, export in enumerate(save.further):
@@ -153,7 +153,7 @@ class WithExports:
                 recording.finish(error=error)
                 error.add_note(f"{save.target.location.display} is committed; its export to {display} is not")
                 if not isinstance(error, Exception):
-                    _give_up(save.further[number + 1 :], error)
+                    _fail_remaining(save.further[number + 1 :], error)
                     raise
                 failed.append(error)
             else:
@@ -169,14 +169,14 @@ class WithExports:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepExport:
-    """A further checkpoint for steps of a `Checkpointer`.
+    """An export of the steps of a `Checkpointer`.
 
-    Exports are kept until they are deleted: preservation policies are for steps, and weights are often to outlive them.
+    Preservation policies do not delete exports, because weights are often needed longer than steps.
 
     Attributes:
-        directory: a directory, in which each export has a directory with the name of its step.
-        layout, subtree: as of an `Export`.
-        every: exports the saved steps whose number is a multiple of it.
+        directory: a directory. Each export is written to a subdirectory with the name of its step.
+        layout, subtree: see `Export`.
+        every: saved steps whose number is a multiple of it are exported.
     """
 
     directory: LocationLike
@@ -189,11 +189,11 @@ class StepExport:
             raise ValueError(f"StepExport(every={self.every!r}): expected at least 1")
 
     def wants(self, step: int) -> bool:
-        """Return whether to export a step that is saved."""
+        """Return True if a saved step is exported."""
         return step % self.every == 0
 
     def of_step(self, name: str) -> Export:
-        """Return the export of the step with this name."""
+        """Return the export of a step."""
         return Export(location=Within(self.directory, name), layout=self.layout, subtree=self.subtree)
 
 
@@ -202,10 +202,10 @@ class StepExports:
     """Exports of the steps of a `Checkpointer`. See `ckptcore.protocols.StepStrategy`.
 
     Attributes:
-        exports: the further checkpoints.
+        exports: the exports.
 
     Raises:
-        TypeError: if something is no `StepExport`.
+        TypeError: if an element of `exports` is not a `StepExport`.
     """
 
     exports: Sequence[StepExport]
@@ -213,7 +213,7 @@ class StepExports:
     def __post_init__(self) -> None:
         for number, export in enumerate(self.exports):
             if not isinstance(export, StepExport):
-                raise TypeError(f"StepExports: number {number} is {export!r}; expected a StepExport(directory=...)")
+                raise TypeError(f"StepExports: exports[{number}] is {export!r}; expected a StepExport(directory=...)")
 
     @property
     def layouts(self) -> Sequence[str | Layout]:
@@ -221,36 +221,36 @@ class StepExports:
         return [export.layout for export in self.exports]
 
     def check(self, steps: str | os.PathLike[str]) -> None:
-        """Refuse exports into the directory of the run, or into that of another export.
+        """Refuse two exports to one directory, and exports to the directory of the run.
 
         Raises:
-            ValueError: if there is one.
+            ValueError: if there is such an export.
         """
-        taken = {absolute_location(steps): "where the steps are"}
+        used = {absolute_location(steps): "the steps"}
         for number, export in enumerate(self.exports):
-            place = absolute_location(export.directory)
-            if place in taken:
+            location = absolute_location(export.directory)
+            if location in used:
                 raise ValueError(
-                    f"StepExports: number {number} goes into {export.directory}, {taken[place]}; give it a directory "
-                    "of its own"
+                    f"StepExports: exports[{number}] writes to {export.directory}, the directory of {used[location]}. "
+                    "Give it another directory"
                 )
-            taken[place] = f"where number {number} goes"
+            used[location] = f"exports[{number}]"
 
     def for_step(self, step: int, name: str, strategy: SaveStrategy[SaveDraft, Save]) -> SaveStrategy[SaveDraft, Save]:
-        """Return the strategy of a step, with the exports that want it."""
+        """Return the strategy for a step, with the exports of this step."""
         exports = [export.of_step(name) for export in self.exports if export.wants(step)]
         return WithExports(exports, strategy) if exports else strategy
 
 
 @dataclass(frozen=True, slots=True)
 class _PlannedExport:
-    """A further checkpoint that was asked for, and that its layout can store.
+    """An export that its layout can store.
 
     Attributes:
-        location: where to.
-        layout: how it is laid out.
-        part: the number of the part of the save that it is of.
-        subtree: what it is of that part.
+        location: the location.
+        layout: the layout.
+        part: the number of the exported part of the save.
+        subtree: the exported subtree of this part.
     """
 
     location: Location
@@ -259,14 +259,14 @@ class _PlannedExport:
     subtree: Subtree
 
     def prepare(self, save: Save, save_id: str, agreement: Agreement) -> Save:
-        """Plan what this process writes: the boxes that it writes for the save.
+        """Return the save of the export. This process writes the same boxes as for the save.
 
         Args:
             save: the save.
-            save_id: of the export.
-            agreement: of the processes on the export.
+            save_id: the save id of the export.
+            agreement: the agreement of the processes for the export.
         """
-        leaves: dict[int, int] = {}  # by leaf of the whole tree, the first that it is in the part
+        leaves: dict[int, int] = {}  # leaf of the whole tree: first leaf of the subtree with its elements
         for leaf, source in enumerate(self.subtree.sources):
             leaves.setdefault(source, leaf)
 
@@ -307,7 +307,7 @@ def _plan_exports(
     *,
     size: int,
 ) -> Sequence[_PlannedExport]:
-    """Plan exports of a save to a location, and refuse what cannot be exported. Writes nothing."""
+    """Plan the exports of a save to a location. Writes nothing."""
     names = [description.name for description in descriptions]
     planned = []
     for number, export in enumerate(exports):
@@ -315,10 +315,10 @@ def _plan_exports(
             planned.append(_plan_export(export, names, descriptions, context, size))
         except TreeMismatchError as error:
             raise TreeMismatchError(f"exports[{number}]: {error}. Nothing was written", error.differences) from error
-    _refuse_one_place([location, *(export.location for export in planned)])
+    _refuse_overlaps([location, *(export.location for export in planned)])
     if names != [""]:
         members = {description.name: description.member(size) for description in descriptions}
-        _refuse_places_of_members(location, members, planned)
+        _refuse_member_directories(location, members, planned)
     return planned
 
 
@@ -331,16 +331,17 @@ def _plan_export(
         if not keys or keys[0] not in names:
             wanted = f"subtree={export.subtree!r}"
             raise TreeMismatchError(
-                f"{wanted} names none of the checkpointables {', '.join(map(repr, names))}; an export is of one of "
-                "them, so its subtree begins with a name",
+                f"{wanted} does not start with the name of a checkpointable. Expected one of "
+                f"{', '.join(map(repr, names))}",
                 [wanted],
             )
         part, keys = names.index(str(keys[0])), keys[1:]
     description = descriptions[part]
     if not isinstance(description, TreeDescription) or (description.own and size > 1):
-        reason = "has files of its own" if not isinstance(description, TreeDescription) else "differs in every process"
+        reason = "writes its own files" if not isinstance(description, TreeDescription) else "differs on every process"
         raise UnsupportedLeafError(
-            f"{names[part]!r} {reason}, and cannot be exported; export another checkpointable. Nothing was written"
+            f"{names[part]!r} cannot be exported, because it {reason}. Export another checkpointable. Nothing was "
+            "written"
         )
     subtree = find_subtree(description.tree, keys)
     layout = runtime_of(context).registry.layout(export.layout)
@@ -351,26 +352,29 @@ def _plan_export(
     return _PlannedExport(location, layout, part, subtree)
 
 
-def _refuse_one_place(locations: Sequence[Location]) -> None:
-    """Refuse checkpoints that would replace each other, and exports around the save: the one inside would be no part of it."""
+def _refuse_overlaps(locations: Sequence[Location]) -> None:
+    """Refuse two checkpoints with one location, and an export whose directory contains the save or another export.
+
+    The outer one is written after the inner one, which would not be part of it.
+    """
     for number, location in enumerate(locations):
         for other in locations[:number]:
             if location.identity == other.identity:
                 raise InvalidLocationError(
-                    f"{location.display} is to hold two checkpoints of one save; give each a location of its own. "
+                    f"{location.display} is the location of two checkpoints of one save. Give each its own location. "
                     "Nothing was written"
                 )
             if other.lies_in(location):
                 raise InvalidLocationError(
-                    f"the export to {location.display} would lie around {other.display}, which is written before it; "
-                    "give it another location, or one inside. Nothing was written"
+                    f"{location.display}: the directory of this export contains {other.display}, which is written "
+                    "first. Give it another location, or one inside. Nothing was written"
                 )
 
 
-def _refuse_places_of_members(
+def _refuse_member_directories(
     location: Location, members: Mapping[str, Member], exports: Sequence[_PlannedExport]
 ) -> None:
-    """Refuse exports into the directory of a checkpointable, which the save has just written when they begin."""
+    """Refuse exports to the directory of a checkpointable of the save."""
     for export in exports:
         if not export.location.lies_in(location):
             continue
@@ -378,13 +382,13 @@ def _refuse_places_of_members(
         for name, member in members.items():
             if directory in [member.directory(name, rank) for rank in range(member.processes or 1)]:
                 raise InvalidLocationError(
-                    f"the export to {export.location.display} would lie where {location.display} keeps its {name!r}; "
-                    "give it another location. Nothing was written"
+                    f"{export.location.display}: an export cannot use the directory of {name!r} of "
+                    f"{location.display}. Give it another location. Nothing was written"
                 )
 
 
-def _give_up(exports: Sequence[Save], interruption: BaseException) -> None:
-    """Fail the exports that this process will not write: the other ranks begin each and would wait for it."""
+def _fail_remaining(exports: Sequence[Save], interruption: BaseException) -> None:
+    """Fail the exports that this process does not write, because the other ranks would wait for it."""
     for export in exports:
         try:
             fail_before_claim(export.agreement, interruption)

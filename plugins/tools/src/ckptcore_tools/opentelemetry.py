@@ -1,4 +1,4 @@
-"""Events as OpenTelemetry spans and metrics."""
+"""Export of events as OpenTelemetry spans and metrics."""
 
 from __future__ import annotations
 
@@ -16,32 +16,31 @@ if TYPE_CHECKING:
 
 __all__ = ["OpenTelemetryObserver"]
 
-_MOST_OPERATIONS: Final = 64
-"""Operations under way, and operations that are over, that are remembered. An older one did not end as it should, or is long
-over; the spans of its further phases are not made."""
+_MAX_OPERATIONS: Final = 64
+"""Limit of open operations, and of finished operations whose late phases still get spans. The oldest are dropped."""
 
 T = TypeVar("T")
 
 
 class OpenTelemetryObserver:
-    """An observer that hands each event to OpenTelemetry. Any thread.
+    """An observer that exports each event to OpenTelemetry. Any thread.
 
-    Needs the extra ``ckptcore-tools[opentelemetry]``; where the spans and numbers go is for the SDK that the program
-    set up.
+    Requires the extra ``ckptcore-tools[opentelemetry]``. The OpenTelemetry SDK of the program decides where spans and
+    metrics are sent.
 
-    - A span ``ckptcore.<phase>`` with the true begin and end, and with the attributes ``ckptcore.phase``,
-      ``ckptcore.operation``, ``ckptcore.location``, ``ckptcore.rank``, and where they are known ``ckptcore.step``,
-      ``ckptcore.bytes`` and ``ckptcore.save_id``. A phase that failed has the status ERROR with the error as
-      description. The span of the operation (``ckptcore.save``) is the parent of those of its phases. It is a child of
-      the span that was current where the first phase ended, which is that of the caller. The spans are made when the
-      operation is over.
-    - The histogram ``ckptcore.phase.duration`` in seconds, and the counter ``ckptcore.phase.bytes``, both by
-      ``ckptcore.phase``, ``ckptcore.operation`` and ``ckptcore.failed``. Location, step and rank are left out of these,
-      so that the number of series stays small.
+    - Span ``ckptcore.<phase>``, with start and end of the phase and the attributes ``ckptcore.phase``,
+      ``ckptcore.operation``, ``ckptcore.location`` and ``ckptcore.rank``, and if known ``ckptcore.step``,
+      ``ckptcore.bytes`` and ``ckptcore.save_id``. A failed phase has the status ERROR and the error as description.
+      The span of the operation (``ckptcore.save``) is the parent of the spans of its phases. Its own parent is the
+      current span of the thread on which the first phase ended, which is the caller's. The spans are created when
+      the operation has ended.
+    - Histogram ``ckptcore.phase.duration`` (seconds) and counter ``ckptcore.phase.bytes``, by ``ckptcore.phase``,
+      ``ckptcore.operation`` and ``ckptcore.failed``. Location, step and rank are left out to limit the number of time
+      series.
 
     Args:
-        tracer_provider: who makes the spans; None: the global one.
-        meter_provider: who keeps the numbers; None: the global one.
+        tracer_provider: creates the spans. None: the global provider.
+        meter_provider: creates the metrics. None: the global provider.
 
     Raises:
         ImportError: if the OpenTelemetry API is not installed.
@@ -54,8 +53,8 @@ class OpenTelemetryObserver:
             from opentelemetry import context, metrics, trace
         except ImportError as error:
             raise ImportError(
-                "OpenTelemetryObserver needs the OpenTelemetry API, which is not installed; "
-                "install it with: pip install 'ckptcore-tools[opentelemetry]'"
+                "OpenTelemetryObserver needs the OpenTelemetry API, which is not installed: "
+                "pip install 'ckptcore-tools[opentelemetry]'"
             ) from error
         self._tracer = trace.get_tracer("ckptcore", tracer_provider=tracer_provider)
         meter = metrics.get_meter("ckptcore", meter_provider=meter_provider)
@@ -67,13 +66,13 @@ class OpenTelemetryObserver:
         )
         self._failed = trace.StatusCode.ERROR
         self._current_context = context.get_current
-        self._below = trace.set_span_in_context
+        self._context_of_span = trace.set_span_in_context
         self._lock = threading.Lock()
-        self._open: dict[str, _Open] = {}
-        self._over: dict[str, Context] = {}
+        self._open: dict[str, _OpenOperation] = {}
+        self._finished: dict[str, Context] = {}
 
     def __call__(self, event: Event) -> None:
-        """Hand an event on."""
+        """Export an event."""
         series: dict[str, str | bool] = {
             "ckptcore.phase": event.phase,
             "ckptcore.operation": event.operation,
@@ -89,23 +88,23 @@ class OpenTelemetryObserver:
             _end(span, ended, self._failed)
 
     def _spans(self, event: Event) -> Sequence[tuple[Span, Event]]:
-        """The spans to be ended now: of an operation that is over, or of a phase that ended after it."""
-        if (above := self._over.get(event.operation_id)) is not None:
-            return [(self._start(event, above), event)]
+        """Return the spans to end now: of a finished operation, or of a phase that ended after its operation."""
+        if (parent := self._finished.get(event.operation_id)) is not None:
+            return [(self._start(event, parent), event)]
         if event.operation_id not in self._open:
-            self._open[event.operation_id] = _Open(self._current_context())
-            _forget_oldest(self._open)
+            self._open[event.operation_id] = _OpenOperation(self._current_context())
+            _drop_oldest(self._open)
         operation = self._open[event.operation_id]
         if event.phase != event.operation:
             operation.phases.append(event)
             return ()
         del self._open[event.operation_id]
         whole = self._start(event, operation.context)
-        self._over[event.operation_id] = above = self._below(whole, operation.context)
-        _forget_oldest(self._over)
-        return [*((self._start(phase, above), phase) for phase in operation.phases), (whole, event)]
+        self._finished[event.operation_id] = parent = self._context_of_span(whole, operation.context)
+        _drop_oldest(self._finished)
+        return [*((self._start(phase, parent), phase) for phase in operation.phases), (whole, event)]
 
-    def _start(self, event: Event, above: Context) -> Span:
+    def _start(self, event: Event, parent: Context) -> Span:
         attributes: dict[str, str | int] = {
             "ckptcore.phase": event.phase,
             "ckptcore.operation": event.operation,
@@ -119,17 +118,17 @@ class OpenTelemetryObserver:
         if event.save_id is not None:
             attributes["ckptcore.save_id"] = event.save_id
         return self._tracer.start_span(
-            f"ckptcore.{event.phase}", context=above, attributes=attributes, start_time=_nanoseconds(event.began)
+            f"ckptcore.{event.phase}", context=parent, attributes=attributes, start_time=_nanoseconds(event.began)
         )
 
 
 @dataclass(frozen=True, slots=True)
-class _Open:
-    """An operation that is not over.
+class _OpenOperation:
+    """An operation that has not ended.
 
     Attributes:
-        context: that of the caller.
-        phases: those that are over.
+        context: the caller's OpenTelemetry context.
+        phases: the phases that have ended.
     """
 
     context: Context
@@ -142,11 +141,11 @@ def _end(span: Span, event: Event, failed: StatusCode) -> None:
     span.end(_nanoseconds(event.began) + _nanoseconds(event.seconds))
 
 
-def _forget_oldest(operations: dict[str, T]) -> None:
-    if len(operations) > _MOST_OPERATIONS:
+def _drop_oldest(operations: dict[str, T]) -> None:
+    if len(operations) > _MAX_OPERATIONS:
         del operations[next(iter(operations))]
 
 
 def _nanoseconds(seconds: float) -> int:
-    whole, fraction = divmod(seconds, 1.0)  # a float of so many nanoseconds since the epoch is too coarse
+    whole, fraction = divmod(seconds, 1.0)  # a float of nanoseconds since the epoch would be rounded to 256 ns
     return int(whole) * 1_000_000_000 + round(fraction * 1e9)

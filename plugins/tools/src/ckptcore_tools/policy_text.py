@@ -14,7 +14,7 @@ Commas separate policies, and a step is kept if any of them keeps it. Colons sep
 ``best_n=2:loss:min:drop_unmeasured``    `BestN` with ``keep_unmeasured=False``
 =======================================  ===================================================================
 
-In the name of a metric, ``%2C`` is a comma, ``%3A`` a colon, ``%20`` a blank and ``%25`` a percent sign.
+In the name of a metric, ``%2C`` is a comma, ``%3A`` a colon, ``%20`` a space and ``%25`` a percent sign.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ESCAPED: Final = re.compile("%(25|2C|3A|20)", re.IGNORECASE)
 
 
 def parse_preservation(text: str) -> PreservationPolicy:
-    """Return the policy of a text.
+    """Parse the text of a policy.
 
     Raises:
         ValueError: if the text is not a policy; the error lists all policies.
@@ -57,9 +57,9 @@ def parse_preservation(text: str) -> PreservationPolicy:
 
 
 def format_preservation(policy: PreservationPolicy) -> str:
-    """Return the text of a policy. `parse_preservation` returns a policy from it that keeps the same steps.
+    """Return the text of a policy. `parse_preservation` returns a policy that keeps the same steps.
 
-    An `AnyPreservation` within another is written flat.
+    Nested `AnyPreservation` policies are flattened.
 
     Raises:
         ValueError: if the policy is not one of `ckptcore.policies`, or is a `CustomPreservation`.
@@ -97,7 +97,7 @@ def _parse_one(part: str, text: str) -> PreservationPolicy:
     name, equals, value = part.partition("=")
     try:
         if name not in _PARSERS:
-            raise ValueError(f"{name[:80]!r} is no preservation policy" if name else "a policy is missing")
+            raise ValueError(f"{name[:80]!r} is not a preservation policy" if name else "a policy is missing")
         if bool(equals) != ("=" in _FORMS[name]):
             raise ValueError(f"expected {_FORMS[name]}")
         return _PARSERS[name](value.split(":"))
@@ -118,7 +118,7 @@ def _parse_best_n(values: list[str]) -> PreservationPolicy:
         raise ValueError(f"expected n:metric:min or n:metric:max, with or without :{_DROP_UNMEASURED}")
     n, metric, mode = values[:3]
     name = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), metric)
-    # BestN refuses a mode that is neither.
+    # BestN checks the mode.
     return BestN(_whole_number(n), name, cast(Literal["min", "max"], mode), keep_unmeasured=keep_unmeasured)
 
 
@@ -132,14 +132,14 @@ def _one_duration(policy: Callable[[float], PreservationPolicy]) -> Callable[[li
 
 def _whole_number(text: str) -> int:
     if not _WHOLE_NUMBER.fullmatch(text):
-        raise ValueError(f"expected a whole number in place of {text[:80]!r}")
+        raise ValueError(f"expected a whole number, got {text[:80]!r}")
     return int(text)
 
 
 def _seconds(text: str) -> float:
     found = _DURATION.fullmatch(text)
     if not found:
-        raise ValueError(f"expected seconds, or a number with the unit s, m, h or d, in place of {text[:80]!r}")
+        raise ValueError(f"expected seconds, or a number with the unit s, m, h or d, got {text[:80]!r}")
     return float(found["number"]) * _SECONDS_OF_UNIT[found["unit"]]
 
 

@@ -1,4 +1,4 @@
-"""A part of a saved tree as a tree of its own."""
+"""Subtrees of a saved tree."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ckptcore.model.tree import Key, Node, Skeleton, format_path, leaf_count
 __all__ = ["Subtree", "SubtreePath", "find_subtree", "path_keys"]
 
 SubtreePath: TypeAlias = str | Sequence[Key]
-"""Where a part of a tree is: its keys, or one text with ``/`` between them. Where no str key is equal to a text, the name of an
-attribute and the digits of an index stand for those. Empty: the whole tree."""
+"""The path of a subtree: its keys, or one text with ``/`` between them. A text also matches the name of an attribute or
+the digits of an index, if no str key is equal to it. Empty: the whole tree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,8 @@ class Subtree:
     """A part of a tree.
 
     Attributes:
-        tree: the part, with paths that begin in it.
-        sources: by leaf of the part, the leaf of the whole tree that has its elements or value; never an alias.
+        tree: the subtree, with relative paths.
+        sources: by leaf of the subtree, the leaf of the whole tree with its elements or value. Never an alias.
     """
 
     tree: TreeMetadata
@@ -31,22 +31,22 @@ class Subtree:
 
 
 def path_keys(path: SubtreePath) -> tuple[Key, ...]:
-    """The keys of a path."""
+    """Return the keys of a path."""
     return tuple([key for key in path.split("/") if key]) if isinstance(path, str) else tuple(path)
 
 
 def find_subtree(tree: TreeMetadata, path: SubtreePath) -> Subtree:
-    """The part of a tree below a path.
+    """Return the part of a tree below a path.
 
-    Arrays that share their bytes within the part are shared in it; one that shares those of an array outside has them
-    for itself.
+    Arrays that are tied within the subtree stay tied. An array that is tied to an array outside becomes an array of the
+    subtree.
 
     Args:
         tree: the whole tree.
-        path: where the part is; it may be a leaf.
+        path: path of a container or a leaf.
 
     Raises:
-        TreeMismatchError: if nothing is there.
+        TreeMismatchError: if the path does not exist.
     """
     part, first = _descend(tree.skeleton, path_keys(path))
     sources = tuple([tree.aliases.get(leaf, leaf) for leaf in range(first, first + leaf_count(part))])
@@ -61,20 +61,19 @@ def find_subtree(tree: TreeMetadata, path: SubtreePath) -> Subtree:
 
 
 def _descend(skeleton: Skeleton, keys: Sequence[Key]) -> tuple[Skeleton, int]:
-    """What is at a path, and the number of its first leaf."""
+    """Return the skeleton at a path, and the number of its first leaf."""
     part, first = skeleton, 0
-    for depth, wanted in enumerate(keys):
-        found = _child(part, wanted)
-        if found is None:
-            raise _nothing_there(part, keys, depth)
+    for depth, key in enumerate(keys):
+        number = _child_number(part, key)
+        if number is None:
+            raise _missing(part, keys, depth)
         assert isinstance(part, Node)  # only containers have children
-        first += sum(leaf_count(child) for child in part.children[:found])
-        part = part.children[found]
+        first += sum(leaf_count(child) for child in part.children[:number])
+        part = part.children[number]
     return part, first
 
 
-def _child(part: Skeleton, wanted: Key) -> int | None:
-    """The number of the child with this key."""
+def _child_number(part: Skeleton, wanted: Key) -> int | None:
     if not isinstance(part, Node):
         return None
     for number, key in enumerate(part.keys):
@@ -87,12 +86,12 @@ def _child(part: Skeleton, wanted: Key) -> int | None:
     return None
 
 
-def _nothing_there(part: Skeleton, keys: Sequence[Key], depth: int) -> TreeMismatchError:
-    above = format_path(tuple(keys[:depth]))
+def _missing(part: Skeleton, keys: Sequence[Key], depth: int) -> TreeMismatchError:
+    parent = format_path(tuple(keys[:depth]))
     if isinstance(part, Node):
-        there = ", ".join(repr(str(key)) for key in part.keys[:20]) + (", ..." if len(part.keys) > 20 else "")
-        found = f"{above} has {there or 'nothing in it'}"
+        names = ", ".join(repr(str(key)) for key in part.keys[:20]) + (", ..." if len(part.keys) > 20 else "")
+        content = f"{parent} contains {names}" if names else f"{parent} is empty"
     else:
-        found = f"{above} is a leaf"
-    line = f"{format_path(tuple(keys))} is not in the tree: {found}"
-    return TreeMismatchError(f"{line}. Name a part that is there, or leave the path out for the whole tree", [line])
+        content = f"{parent} is a leaf"
+    line = f"{format_path(tuple(keys))} does not exist in the tree: {content}"
+    return TreeMismatchError(f"{line}. Give an existing subtree, or none for the whole tree", [line])

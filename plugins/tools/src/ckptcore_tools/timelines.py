@@ -1,4 +1,4 @@
-"""Timelines as text: a line for each phase of an operation, with a bar."""
+"""Timelines as text: one line with a bar for each phase of an operation."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from collections.abc import Sequence
 from typing import Final
 
 from ckptcore.events import Event
+from ckptcore_tools.formatting import format_size
 
 __all__ = ["format_timeline"]
 
 _BAR_CHARACTERS: Final = 28
 _NAME_CHARACTERS: Final = 22
 _ROUNDING_SECONDS: Final = 2e-6
-"""How far apart equal times can be, once they were stored in whole microseconds."""
+"""Largest difference of equal times after both were rounded to microseconds."""
 
 
 def format_timeline(events: Sequence[Event]) -> str:
-    """A timeline as a table of at most 100 columns: a line per phase in the order in which they began, with a bar.
+    """Return a table of at most 100 columns, with one line and a bar per phase, sorted by start.
 
-    A phase inside another one of the same rank is indented below it. The same events give the same text. Characters of
-    a location or an error that cannot be shown are replaced.
+    A phase within another phase of the same rank is indented. The same events always give the same text. Control
+    characters in locations and errors are replaced.
     """
     if not events:
         return "no events\n"
@@ -37,20 +38,21 @@ def format_timeline(events: Sequence[Event]) -> str:
             above.pop()
         name = ("  " * min(len(above), 4) + event.phase)[:_NAME_CHARACTERS]
         above.append(event)
+        nbytes = "" if event.nbytes is None else format_size(event.nbytes)
         lines.append(
             f"{name:{_NAME_CHARACTERS}} {f'{event.rank:4} ' if several else ''}"
             f"{(event.began - first) * 1e3:11.1f} {event.seconds * 1e3:11.1f} "
-            f"{_amount(event.nbytes):>8} {_rate(event):>7} |{_bar(event, first, last)}|"
+            f"{nbytes:>8} {_rate(event):>7} |{_bar(event, first, last)}|"
         )
         if event.error is not None:
-            lines.append(f"    failed: {_shown(event.error, 86)}")
+            lines.append(f"    failed: {_printable(event.error, 86)}")
     return "\n".join(lines) + "\n"
 
 
 def _headline(ordered: Sequence[Event]) -> str:
     head = ordered[0]
     step = "" if head.step is None else f" step {head.step}"
-    where = f" {_shown(head.location, 50)}" if head.location else ""
+    where = f" {_printable(head.location, 50)}" if head.location else ""
     began = datetime.datetime.fromtimestamp(head.began, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")
     return f"{head.operation}{step}{where}, began {began} UTC"
 
@@ -60,25 +62,11 @@ def _within(event: Event, other: Event) -> bool:
 
 
 def _bar(event: Event, first: float, last: float) -> str:
-    """Where the phase lies in the whole; at least one mark."""
+    """Return the bar of a phase, with at least one mark."""
     scale = _BAR_CHARACTERS / (last - first) if last > first else 0.0
     start = min(int((event.began - first) * scale), _BAR_CHARACTERS - 1)
     stop = min(max(round((event.ended - first) * scale), start + 1), _BAR_CHARACTERS)
     return " " * start + "#" * (stop - start) + " " * (_BAR_CHARACTERS - stop)
-
-
-def _amount(nbytes: int | None) -> str:
-    """Bytes in decimal units, in at most 8 characters."""
-    if nbytes is None:
-        return ""
-    if nbytes < 1000:
-        return f"{nbytes} B"
-    amount = float(nbytes)
-    for unit in ("kB", "MB", "GB", "TB", "PB", "EB"):
-        amount /= 1000
-        if amount < 999.5:
-            break
-    return f"{amount:.{2 if amount < 9.995 else 1 if amount < 99.95 else 0}f} {unit}"
 
 
 def _rate(event: Event) -> str:
@@ -88,7 +76,7 @@ def _rate(event: Event) -> str:
     return f"{rate:.2f}" if rate < 1000 else f"{rate:.1e}"
 
 
-def _shown(text: str, characters: int) -> str:
-    """Text on one line; from a checkpoint of a stranger's it could otherwise steer the terminal."""
+def _printable(text: str, characters: int) -> str:
+    """Return one line of text without control characters: text of a checkpoint could control the terminal."""
     shown = "".join([character if character.isprintable() else "?" for character in text])
     return shown if len(shown) <= characters else shown[: characters - 3] + "..."

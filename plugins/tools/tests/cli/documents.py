@@ -1,4 +1,4 @@
-"""Checks a JSON document against the `TypedDict` that says what it holds."""
+"""Validation of JSON documents by `TypedDict`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal, NotRequired, Union, get_args, get_origin, get_t
 
 
 def problems(found: object, expected: Any, where: str = "$") -> list[str]:
-    """Every place in a parsed JSON document that is not what a type says; members that it does not know are problems too."""
+    """Return the places of a parsed JSON document that do not match a type, including unknown members."""
     if is_typeddict(expected):
         return _problems_of_object(found, expected, where)
     origin, arguments = get_origin(expected), get_args(expected)

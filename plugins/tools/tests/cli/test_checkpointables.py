@@ -43,7 +43,7 @@ def test_inspect_shows_each(run: Run, several: Path) -> None:
         f"  written by {found.writer}",
         f"  created    {found.created}",
         f"  save id    {found.save_id}",
-        "  holds      3 checkpointables of 153 B",
+        "  content    3 checkpointables of 153 B",
         '  custom     {"accuracy": 0.5}',
         "",
         f"model  safetensors, 1 array of 48 B, in 1 object of {model} B",
@@ -150,7 +150,7 @@ def test_verify_names_what_is_not_there(run: Run, run_json: RunJson, several: Pa
     result = run("verify", several)
     assert result.exit_code == 0
     assert run_json(VerifyDocument, "verify", several)[1]["deleted"] == ["notes"]
-    assert "not there notes: deleted since the save, or lost" in result.stdout
+    assert "missing notes: deleted or lost" in result.stdout
 
 
 def test_convert(run: Run, run_json: RunJson, several: Path, tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_states_of_several_processes(run: Run, run_json: RunJson) -> None:
     _, document = run_json(CheckpointablesDocument, "inspect", location)
     assert {one["name"]: one["processes"] for one in document["checkpointables"]} == {"model": None, "data": 2}
     text = run("inspect", location).stdout
-    assert "; of each of 2 processes, the first is shown (data.rank_0)" in text
+    assert "; saved by 2 processes separately, showing data.rank_0" in text
     assert run_json(InspectDocument, "inspect", f"{location}/data.rank_1")[1]["leaves"][0]["value"] == 1
     _, document = run_json(DiffDocument, "diff", location, location)
     assert (document["same"], document["leaves_compared"]) == (True, 3)

@@ -25,7 +25,7 @@ def test_shows_everything_in_the_tree(run: Run, checkpoint: Path) -> None:
         f"  written by {found.writer}",
         f"  created    {found.created}",
         f"  save id    {found.save_id}",
-        f"  holds      5 arrays of 66 B, 4 values, in 1 object of {next(iter(found.objects.values())).size} B",
+        f"  content    5 arrays of 66 B, 4 values, in 1 object of {next(iter(found.objects.values())).size} B",
         '  custom     {"accuracy": 0.5}',
         "",
         "<root>        dict",

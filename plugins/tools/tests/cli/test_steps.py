@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ckptcore_tools.amounts import age
 from ckptcore_tools.cli import steps as steps_command
+from ckptcore_tools.formatting import format_age
 from safetensors.numpy import save_file
 
 import ckptcore
@@ -75,8 +75,8 @@ def test_text(run: Run, tmp_path: Path) -> None:
         f"1000  1000  committed  8.13 kB  {second}  loss=inf  pinned",
         "",
         "2 steps, 9.06 kB",
-        "owner     nobody",
-        "leftover  .7.0123456789abcdef.ckptcore, of a save that is under way or died",
+        "owner     none",
+        "leftover  .7.0123456789abcdef.ckptcore, of a save that is running or failed",
     ]
 
 
@@ -84,7 +84,7 @@ def test_the_newest_only(run: Run, run_json: RunJson, directory: Path) -> None:
     _, document = run_json(StepsDocument, "steps", directory, "--last", 2)
     assert [one["step"] for one in document["steps"]] == [13, 14]
     assert document["older"] == 4
-    assert "; 4 older ones not shown" in run("steps", directory, "--last", 2).stdout
+    assert "; 4 older steps not shown" in run("steps", directory, "--last", 2).stdout
     assert run("steps", directory, "--last", 0).exit_code == 2
 
 
@@ -211,12 +211,12 @@ def test_nothing_there(run: Run, run_json: RunJson, tmp_path: Path, checkpoint: 
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, "0 s"), (-3, "0 s"), (-3600, "in future"), (119, "119 s"), (120, "2 min"), (7199, "119 min"), (7200, "2 h"),
+    [(0, "0 s"), (-3, "0 s"), (-3600, "in the future"), (119, "119 s"), (120, "2 min"), (7199, "119 min"), (7200, "2 h"),
      (172_800, "2 days"), (400 * 86_400, "400 days")],
 )  # fmt: skip
 def test_ages(seconds: int, text: str) -> None:
-    assert age("2026-01-01T00:00:00+00:00", 1_767_225_600 + seconds) == text
+    assert format_age("2026-01-01T00:00:00+00:00", 1_767_225_600 + seconds) == text
 
 
 def test_an_age_that_cannot_be_read() -> None:
-    assert age("yesterday", 0) == "yesterday"
+    assert format_age("yesterday", 0) == "yesterday"

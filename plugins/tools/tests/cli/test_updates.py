@@ -24,8 +24,8 @@ def updated(tmp_path: Path) -> Path:
 
 
 def test_inspect_names_the_bases(run: Run, run_json: RunJson, updated: Path) -> None:
-    assert "  refers to  1" in run("inspect", updated / "3").stdout.splitlines()
-    assert "refers to" not in run("inspect", updated / "1").stdout
+    assert "  bases      1" in run("inspect", updated / "3").stdout.splitlines()
+    assert "  bases " not in run("inspect", updated / "1").stdout
     assert ckptcore.metadata(updated / "3").bases == ("1",)
     for name, bases in (("3", ["1"]), ("1", [])):
         code, document = run_json(InspectDocument, "inspect", updated / name)
@@ -35,7 +35,7 @@ def test_inspect_names_the_bases(run: Run, run_json: RunJson, updated: Path) -> 
 def test_a_collection_foretells_which_bases_stay(run: Run, updated: Path) -> None:
     result = run("gc", updated, "--policy", "latest_n=1", "--dry-run")
     lines = {line.split()[0]: line for line in result.stdout.splitlines() if line.strip()[:1].isdigit()}
-    assert lines["2"].endswith("keep    has arrays of 4")
+    assert lines["2"].endswith("keep    base of 4")
     assert all("delete" in lines[step] for step in "13") and "would delete: 2 of 4 steps" in result.stdout
     result = run("gc", updated, "--policy", "latest_n=1", "--yes")
     assert "deleted: 2 of 4 steps" in result.stdout and "stayed" not in result.stdout

@@ -70,7 +70,7 @@ def test_what_has_no_checksums_is_said_so(run: Run, run_json: RunJson, tmp_path:
     code, document = run_json(VerifyDocument, "verify", tmp_path / "model.safetensors")
     assert (code, document["ok"]) == (0, True)
     assert document["unverified"] == ["model.safetensors"]
-    assert "no checksums are kept of model.safetensors" in run("verify", tmp_path / "model.safetensors").stdout
+    assert "no checksums for model.safetensors" in run("verify", tmp_path / "model.safetensors").stdout
 
 
 def test_nothing_there(run_json: RunJson, tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
-"""The ``ckptcore`` command: look at checkpoints and runs, check, compare, copy, convert, collect.
+"""The ``ckptcore`` command: inspects, verifies, compares, copies and converts checkpoints, and deletes old steps.
 
-- `application`: the group of commands, which are entry points of the group ``ckptcore.commands``
-- `inspect`, `ls`, `steps`, `verify`, `diff`, `copies`, `gc`, `plugins`: the commands
-- `command`: what all commands share, the exit codes among it; `output`, `locations`: text, JSON and progress, locations
-- `comparison`, `elements`: how two checkpoints differ
+- `application`: the group of commands, found by the entry point group ``ckptcore.commands``
+- `inspect`, `ls`, `steps`, `verify`, `diff`, `copies`, `gc`, `plugins`: one module per command
+- `command`: exit codes, errors and options that all commands share
+- `output`: text, JSON and progress bars; `locations`: locations given by the user
+- `comparison`, `elements`: comparison of two checkpoints, used by `diff`
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit the process with one of the codes of `ckptcore_tools.cli.exits`.
+    """Run the command line and exit the process with an `ExitCode`.
 
     Args:
-        arguments: what follows the program's name; None for those of this process.
+        arguments: the arguments after the program's name. None: those of this process.
     """
-    # Imported here, because importing a module of this package need not wait for click.
+    # A late import: importing another module of this package does not need click.
     from ckptcore_tools.cli.application import application
 
     application.main(args=arguments, prog_name="ckptcore")

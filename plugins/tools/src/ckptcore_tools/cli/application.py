@@ -1,9 +1,11 @@
-"""The group of commands. Each is an entry point, whose module is imported when the command is used or listed."""
+"""The group of commands. Each command is an entry point; its module is imported when the command is run or listed."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
+from typing import Final
 
 import click
 
@@ -12,28 +14,43 @@ from ckptcore_tools.cli.output import error_line
 
 __all__ = ["application"]
 
-_OWN = "ckptcore_tools."
+_OWN_PACKAGE: Final = "ckptcore_tools."
+
+_SYNONYMS: Final[Mapping[str, str]] = {
+    "check": "verify",
+    "compare": "diff",
+    "cp": "copy",
+    "delete": "gc",
+    "export": "consolidate",
+    "list": "ls",
+    "metadata": "inspect",
+    "prune": "gc",
+    "rm": "gc",
+    "show": "inspect",
+    "tree": "inspect",
+}
+"""Commands by names that other programs use for them. They are only suggested, not run."""
 
 
 def _commands() -> Mapping[str, EntryPoint]:
     """Return the installed commands by name: our own, then those of other distributions."""
-    found = entry_points(group="ckptcore.commands")
-    own = {entry.name: entry for entry in found if entry.value.startswith(_OWN)}
-    others = {entry.name: entry for entry in sorted(found, key=lambda entry: (entry.name, entry.value))}
+    entries = entry_points(group="ckptcore.commands")
+    own = {entry.name: entry for entry in entries if entry.value.startswith(_OWN_PACKAGE)}
+    others = {entry.name: entry for entry in sorted(entries, key=lambda entry: (entry.name, entry.value))}
     return {**own, **{name: entry for name, entry in others.items() if name not in own}}
 
 
-def _broken(entry: EntryPoint, error: Exception) -> click.Command:
-    """Return a command that reports why the one of an entry point cannot be used."""
+def _broken_command(entry: EntryPoint, error: Exception) -> click.Command:
+    """Return a command that only reports why the command of an entry point cannot be loaded."""
     of = f" of {entry.dist.name}" if entry.dist is not None else ""
     message = f"the command {entry.name}{of} cannot be loaded: {type(error).__name__}: {error}"
 
     def fail() -> None:
-        error_line(f"{message}; update or uninstall that distribution")
+        error_line(f"{message}. Update or uninstall that distribution")
         click.get_current_context().exit(ExitCode.UNSUPPORTED)
 
-    anything = {"ignore_unknown_options": True, "allow_extra_args": True}
-    return click.Command(entry.name, anything, fail, short_help="cannot be loaded", add_help_option=False)
+    settings = {"ignore_unknown_options": True, "allow_extra_args": True}
+    return click.Command(entry.name, settings, fail, short_help="cannot be loaded", add_help_option=False)
 
 
 class _Commands(click.Group):
@@ -47,10 +64,23 @@ class _Commands(click.Group):
         try:
             command = entry.load()
             if not isinstance(command, click.Command):
-                return _broken(entry, TypeError(f"{entry.value} is no click command"))
-        except Exception as error:  # noqa: BLE001  # of another distribution: the other commands must still work
-            return _broken(entry, error)
+                return _broken_command(entry, TypeError(f"{entry.value} is not a click command"))
+        except Exception as error:  # noqa: BLE001  # code of another distribution: the other commands must still work
+            return _broken_command(entry, error)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            name = args[0]
+            near = difflib.get_close_matches(name, _commands(), 1)
+            suggestion = _SYNONYMS.get(name) or (near[0] if near else None)
+            if suggestion is None or name.startswith("-"):
+                raise
+            raise click.UsageError(f"No such command {name!r}. Did you mean {suggestion!r}?", ctx) from error
 
 
 @click.group(
@@ -60,8 +90,8 @@ class _Commands(click.Group):
 )
 @click.version_option(package_name="ckptcore")
 def application() -> None:
-    """Look at checkpoints and at the steps of runs; check, compare, copy and convert them, and delete old steps.
+    """Inspect, verify, compare, copy and convert checkpoints, and delete old steps of runs.
 
-    A LOCATION is a directory, a single file that a layout can read on its own (model.safetensors), or a URL. Every
-    command reads any checkpoint that an installed layout can read, and prints JSON with --json.
+    A LOCATION is a directory, a URL, or a single file that a layout can read (model.safetensors). Every command reads
+    any checkpoint that an installed layout supports, and prints JSON with --json.
     """

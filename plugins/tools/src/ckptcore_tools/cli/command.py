@@ -1,4 +1,4 @@
-"""What all commands share: exit codes, errors, ``--json``, ``--debug`` and the options of storages."""
+"""Exit codes, error reports and the options that all commands have: ``--json``, ``--debug`` and ``--option``."""
 
 from __future__ import annotations
 
@@ -36,11 +36,23 @@ from ckptcore.errors import (
 from ckptcore.model.tree import JSON
 from ckptcore_tools.cli.output import error_line, print_document
 
-__all__ = ["EXIT_CODE_HELP", "ExitCode", "begin_context", "checkpoint_command", "command_context", "exit_code_of"]
+__all__ = [
+    "EXIT_CODE_HELP",
+    "NAMED_HELP",
+    "TAKE_OVER_HELP",
+    "ExitCode",
+    "begin_context",
+    "checkpoint_command",
+    "command_context",
+    "exit_code_of",
+]
+
+NAMED_HELP: Final = "The name of one step, such as epoch-0010, if the steps have unusual names."
+TAKE_OVER_HELP: Final = "If the lock of another job seems abandoned, wait until it expires and take it over."
 
 
 class ExitCode(IntEnum):
-    """What the exit status of ``ckptcore`` means. The numbers are kept from release to release."""
+    """Exit status of ``ckptcore``. The numbers do not change between releases."""
 
     OK = 0
     FOUND = 1
@@ -63,21 +75,22 @@ class ExitCode(IntEnum):
 EXIT_CODE_HELP = """\
 \b
 Exit codes:
-    0  done; nothing differs, nothing is wrong
-    1  diff found differences; verify, steps --verify or copy found a damaged checkpoint; a plugin failed to load
-    2  the command was not called correctly
-    3  there is no checkpoint at the location, or only one whose save never committed; there is no such bucket
+    0  success: no differences, no damage
+    1  diff found differences; verify, steps --verify or copy found damage; a plugin failed to load
+    2  wrong usage of the command
+    3  no committed checkpoint at the location, or no such bucket
     4  the checkpoint is corrupt
-    5  a plugin that is needed is not installed, or the checkpoint holds what cannot be handled
-    6  the storage or something else failed
-    7  something stands at the destination already
+    5  a required plugin is not installed, or the checkpoint contains something unsupported
+    6  the storage failed, or another error
+    7  the destination already exists
     8  another job owns the directory of steps
-    9  there are no credentials for the storage, or it does not take them
-   10  the storage does not allow what was asked
-   11  the storage asked to come slower; try again later
-   12  the storage gave no answer in time; try again
+    9  no credentials for the storage, or it rejected them
+   10  the storage denied permission
+   11  the storage throttled the requests; try again later
+   12  the storage timed out; try again
    70  a bug in ckptcore or in a plugin
   130  interrupted, or not confirmed
+  141  the reader of the output closed the pipe
 """
 
 _CODES: tuple[tuple[type[Exception], ExitCode], ...] = (
@@ -90,7 +103,7 @@ _CODES: tuple[tuple[type[Exception], ExitCode], ...] = (
     (StoragePermissionError, ExitCode.PERMISSION),
     (StorageThrottledError, ExitCode.THROTTLED),
     (StorageTimeoutError, ExitCode.TIMEOUT),
-    (ObjectNotFoundError, ExitCode.CORRUPT),  # the root was there and names what is not
+    (ObjectNotFoundError, ExitCode.CORRUPT),  # the root names an object that does not exist
     (UnsupportedVersionError, ExitCode.UNSUPPORTED),
     (UnsupportedLeafError, ExitCode.UNSUPPORTED),
     (UnsupportedKeyError, ExitCode.UNSUPPORTED),
@@ -99,44 +112,56 @@ _CODES: tuple[tuple[type[Exception], ExitCode], ...] = (
 
 
 def exit_code_of(error: Exception) -> ExitCode:
-    """The exit code for an error that ended a command."""
+    """Return the exit code for an error that ended a command."""
     return next((code for kind, code in _CODES if isinstance(error, kind)), ExitCode.FAILED)
 
 
-_OPTION: Final = re.compile(r"([a-zA-Z][a-zA-Z0-9+-]*)\.([^=.]+)=(.*)", re.DOTALL)
-_KEY: Final = "ckptcore.context"
+_STORAGE_OPTION: Final = re.compile(r"([a-zA-Z][a-zA-Z0-9+-]*)\.([^=.]+)=(.*)", re.DOTALL)
+_CONTEXT_KEY: Final = "ckptcore.context"
+
+_SHELL_REMEDIES: Final = (
+    (re.compile(r"if_in_use='take over'"), "--take-over"),
+    (re.compile(r"overwrite='non-atomic'"), "--overwrite-non-atomic"),
+    (re.compile(r"overwrite=True"), "--overwrite"),
+    (
+        re.compile(r"the newest with CheckpointReader\((['\"])(.*?)\1\)\.load\(\)"),
+        r"list them with `ckptcore steps \2`",
+    ),
+)
+"""Replacements for remedies in Python, which an error of the library suggests, by options and commands."""
 
 
 def command_context() -> Context:
-    """The Context of the command that runs on this thread; the default one where none says otherwise."""
-    running = click.get_current_context(silent=True)
-    found = None if running is None else running.meta.get(_KEY)
+    """Return the Context of the command that runs on this thread. Default: `default_context`."""
+    click_context = click.get_current_context(silent=True)
+    found = None if click_context is None else click_context.meta.get(_CONTEXT_KEY)
     return found if isinstance(found, Context) else default_context()
 
 
 def begin_context(options: Sequence[str]) -> None:
-    """Let the command that runs on this thread open storages with these options.
+    """Set the storage options of the command that runs on this thread.
 
     Args:
-        options: each as ``SCHEME.NAME=VALUE``. A value that is JSON is taken as such, any other as text.
+        options: each as ``SCHEME.NAME=VALUE``. The value is parsed as JSON if possible, otherwise it is text.
 
     Raises:
-        click.BadParameter: one is not written so.
+        click.BadParameter: if an option does not have this form.
     """
     if not options:
         return
     storage: dict[str, dict[str, JSON]] = {}
     for option in options:
-        matched = _OPTION.fullmatch(option)
+        matched = _STORAGE_OPTION.fullmatch(option)
         if matched is None:
             raise click.BadParameter(
-                f"{option!r}: give SCHEME.NAME=VALUE, such as s3.endpoint=http://127.0.0.1:9000", param_hint="--option"
+                f"{option!r}: expected SCHEME.NAME=VALUE, such as s3.endpoint=http://127.0.0.1:9000",
+                param_hint="--option",
             )
-        storage.setdefault(matched[1].lower(), {})[matched[2]] = _value(matched[3])
-    click.get_current_context().meta[_KEY] = Context(storage=storage)
+        storage.setdefault(matched[1].lower(), {})[matched[2]] = _json_or_text(matched[3])
+    click.get_current_context().meta[_CONTEXT_KEY] = Context(storage=storage)
 
 
-def _value(text: str) -> JSON:
+def _json_or_text(text: str) -> JSON:
     try:
         value: JSON = json.loads(text)
     except (ValueError, RecursionError):
@@ -150,9 +175,10 @@ P = ParamSpec("P")
 def checkpoint_command(
     name: str, *, epilog: str | None = None
 ) -> Callable[[Callable[Concatenate[bool, P], ExitCode]], click.Command]:
-    """Make a command of a function that takes ``as_json`` first and returns its exit code.
+    """Turn a function into a command. The function takes ``as_json`` first and returns the exit code.
 
-    A `CheckpointError` becomes one line on stderr (with ``--json`` also a document on stdout) and its exit code.
+    A `CheckpointError` becomes one line on stderr and the exit code of its type; with ``--json`` it is also a document
+    on stdout.
     """
 
     def decorate(function: Callable[Concatenate[bool, P], ExitCode]) -> click.Command:
@@ -164,7 +190,7 @@ def checkpoint_command(
             "options",
             multiple=True,
             metavar="SCHEME.NAME=VALUE",
-            help="An option of a storage, such as s3.endpoint=URL; again for more. The environment is asked without it.",
+            help="A storage option, such as s3.endpoint=URL. Repeatable. Default: environment variables.",
         )
         @functools.wraps(function)
         def run(as_json: bool, debug: bool, options: tuple[str, ...], *args: P.args, **kwargs: P.kwargs) -> None:
@@ -183,40 +209,40 @@ def _guarded(body: Callable[[], ExitCode], *, as_json: bool, debug: bool, option
         sys.stdout.flush()
         return code
     except (click.exceptions.Exit, click.ClickException):
-        raise  # click's own: usage errors, and exits that were asked for
+        raise  # click handles its own usage errors and exits
     except KeyboardInterrupt:
         error_line("interrupted")
         return ExitCode.INTERRUPTED
     except (CheckpointError, OSError) as error:
         if isinstance(error, OSError) and error.errno == errno.EPIPE:
-            # The reader of our output has gone (`| head`): nothing is left to say, also not by Python's own last flush.
+            # The reader of the pipe has exited, as in `| head`. Python flushes stdout once more at exit: into nothing.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return ExitCode.BROKEN_PIPE
         code = exit_code_of(error)
-        return _failed(error, code, _told(error), as_json=as_json, debug=debug)
+        return _report_failure(error, code, _error_text(error), as_json=as_json, debug=debug)
     except ValueError as error:
         if not options:
-            return _bug(error, as_json=as_json)
-        # A storage that does not take an option says so when it is opened.
-        return _failed(error, ExitCode.USAGE, f"--option: {error}", as_json=as_json, debug=debug)
-    except Exception as error:  # noqa: BLE001  # told apart from "found differences", which is exit code 1, and never hidden
-        return _bug(error, as_json=as_json)
+            return _report_bug(error, as_json=as_json)
+        # A storage refuses unknown options with a ValueError when it is opened.
+        return _report_failure(error, ExitCode.USAGE, f"--option: {error}", as_json=as_json, debug=debug)
+    except Exception as error:  # noqa: BLE001  # without this, Python would exit with 1: "found differences"
+        return _report_bug(error, as_json=as_json)
 
 
-def _bug(error: Exception, *, as_json: bool) -> ExitCode:
-    message = f"{type(error).__name__}: {error}; this is a bug in ckptcore or in a plugin, please report it"
-    return _failed(error, ExitCode.BUG, message, as_json=as_json, debug=True)
+def _report_bug(error: Exception, *, as_json: bool) -> ExitCode:
+    message = f"{type(error).__name__}: {error}. This is a bug in ckptcore or in a plugin, please report it"
+    return _report_failure(error, ExitCode.BUG, message, as_json=as_json, debug=True)
 
 
-def _told(error: Exception) -> str:
-    """What to say of an error. Where it names an argument of Python, the option that does the same stands beside it."""
+def _error_text(error: Exception) -> str:
+    """Return the message of an error, with its remedies in the language of the shell."""
     text = str(error) or type(error).__name__
-    if isinstance(error, DirectoryInUseError):
-        text = text.replace("pass if_in_use='take over'", "pass --take-over (in Python if_in_use='take over')")
+    for python, shell in _SHELL_REMEDIES:
+        text = python.sub(shell, text)
     return text
 
 
-def _failed(error: Exception, code: ExitCode, message: str, *, as_json: bool, debug: bool) -> ExitCode:
+def _report_failure(error: Exception, code: ExitCode, message: str, *, as_json: bool, debug: bool) -> ExitCode:
     if debug:
         traceback.print_exception(error)
     if as_json:

@@ -1,4 +1,4 @@
-"""Comparison of two checkpoints with bounded memory: structure, dtypes, shapes, elements, files."""
+"""Comparison of trees and files of two checkpoints, in bounded memory."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from ckptcore_tools.cli.output import UNSET, Unset
 if TYPE_CHECKING:
     from ckptcore.model import Pending
 
-__all__ = ["BoxReader", "Comparison", "Difference", "FilesComparison", "Side", "boxes_within"]
+__all__ = ["BoxReader", "Difference", "FilesComparison", "Side", "TreeComparison", "boxes_within"]
 
 
 def boxes_within(spec: ArraySpec, max_bytes: int) -> Iterator[Box]:
-    """Boxes that make up an array, in C order, each of at most so many bytes, or of one element."""
+    """Divide an array into boxes of at most `max_bytes`, but at least one element each, in C order."""
     if spec.nbytes <= max_bytes or not spec.shape:
         yield Box.whole(spec.shape)
         return
@@ -48,7 +48,7 @@ def boxes_within(spec: ArraySpec, max_bytes: int) -> Iterator[Box]:
 def _boxes(
     shape: tuple[int, ...], start: tuple[int, ...], stop: tuple[int, ...], itemsize: int, max_bytes: int
 ) -> Iterator[Box]:
-    """Boxes of what lies at one index of the leading axes; `shape` is that of the axes that are left."""
+    """Divide the part of an array at fixed indices of the leading axes. `shape` is the shape of the other axes."""
     row = ArraySpec(shape[1:], "uint8").size * itemsize
     rows = max_bytes // row if row else shape[0]
     if rows or len(shape) == 1:
@@ -68,11 +68,11 @@ class BoxReader:
         self._location = location
         self._tree = tree
         context = command_context()
-        plugins = replace(context.plugins, handlers={_Window: _WindowHandler(), _Windows: _WindowsHandler()})
+        plugins = replace(context.plugins, handlers={_BoxRequest: _BoxHandler(), _BoxRequests: _BoxesHandler()})
         self._context = replace(context, plugins=plugins)
 
     def read(self, boxes: Mapping[int, Box]) -> dict[int, HostArray]:
-        """The elements of one box each of some arrays, by number of the leaf."""
+        """Read one box of each of these arrays. Keys are leaf numbers."""
         from ckptcore import PLACEHOLDER, load
 
         abstract = self._abstract(self._tree.skeleton, iter(range(len(self._tree.leaves))), boxes)
@@ -82,7 +82,7 @@ class BoxReader:
         pending = [load(self._location, abstract, context=self._context)]
         while pending:
             node = pending.pop()
-            if isinstance(node, _Loaded):
+            if isinstance(node, _LoadedBox):
                 found[node.number] = node.elements
             elif isinstance(node, list):
                 pending.extend(node)
@@ -93,32 +93,36 @@ class BoxReader:
 
         if not isinstance(node, Node):
             number = next(numbers)
-            return _Window(number, self._tree.leaves[number], boxes[number]) if number in boxes else PLACEHOLDER
+            return _BoxRequest(number, self._tree.leaves[number], boxes[number]) if number in boxes else PLACEHOLDER
         children = [self._abstract(child, numbers, boxes) for child in node.children]
-        return PLACEHOLDER if all(child is PLACEHOLDER for child in children) else _Windows(node, children)
+        return PLACEHOLDER if all(child is PLACEHOLDER for child in children) else _BoxRequests(node, children)
 
 
 @dataclass(frozen=True, slots=True)
-class _Window:
+class _BoxRequest:
+    """An abstract leaf that requests one box of an array."""
+
     number: int
     record: LeafRecord
     box: Box
 
 
 @dataclass(frozen=True, slots=True)
-class _Loaded:
+class _LoadedBox:
     number: int
     elements: HostArray
 
 
 @dataclass(frozen=True, slots=True)
-class _Windows:
+class _BoxRequests:
+    """An abstract container of box requests."""
+
     node: Node
     children: Sequence[object]
 
 
-class _WindowsHandler(ContainerHandler):
-    """Takes `_Windows` apart as what was saved was, and puts them together as a list."""
+class _BoxesHandler(ContainerHandler):
+    """Flattens `_BoxRequests` like the stored container. The loaded container is a list."""
 
     priority = Priority.EXACT
 
@@ -129,8 +133,8 @@ class _WindowsHandler(ContainerHandler):
         return list(children)
 
 
-class _WindowHandler(LeafHandler):
-    """Asks for the one box of a `_Window`. A `_Window` is only ever abstract: it has no elements to save."""
+class _BoxHandler(LeafHandler):
+    """Requests the box of a `_BoxRequest`, which is always abstract and is never saved."""
 
     priority = Priority.EXACT
 
@@ -155,11 +159,11 @@ class _WindowHandler(LeafHandler):
 
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
         ((_, elements),) = boxes
-        return _Loaded(abstract.number, elements)
+        return _LoadedBox(abstract.number, elements)
 
 
 _BATCH_BYTES = 64 << 20
-"""The most that is read of each side at a time, in bytes as it is stored."""
+"""Largest number of bytes that are read from each side at a time, in the stored dtype."""
 
 DifferenceKind: TypeAlias = Literal[
     "only_in_a", "only_in_b", "structure", "kind", "dtype", "shape", "values", "size", "bytes"
@@ -168,15 +172,15 @@ DifferenceKind: TypeAlias = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A way in which two checkpoints differ.
+    """A difference between two checkpoints.
 
     Attributes:
-        path, keys: where, for people and for programs.
-        kind: of "size" and "bytes", a file that an object wrote.
-        a, b: what is in each.
-        checkpointable: the directory of the one it is in, where there are several.
-        differing, elements: how many elements of an array differ, or bytes of a file, and of how many.
-        max_absolute_error: "nan" where only one is not a number; None of elements that are no numbers.
+        path, keys: the path as text and as keys.
+        kind: what differs. "size" and "bytes" are differences of files.
+        a, b: the content of each side.
+        checkpointable: directory of the checkpointable, if there are several.
+        differing, elements: number of differing elements of an array, or bytes of a file, and their total number.
+        max_absolute_error: NaN if an element is NaN in one array only; None if the elements are not numbers.
     """
 
     path: str
@@ -191,13 +195,13 @@ class Difference:
 
 
 class Side:
-    """One of the two checkpoints.
+    """One of two trees that are compared.
 
     Attributes:
-        reader: reads its elements.
-        tree: what is in it.
-        leaves: the number of each leaf.
-        containers: what kind each container is.
+        reader: reads the elements.
+        tree: the tree.
+        leaves: the number of each leaf, by path.
+        containers: the kind of each container, by path.
     """
 
     def __init__(self, location: str, tree: TreeMetadata) -> None:
@@ -214,19 +218,19 @@ class Side:
         yield from self.leaves
 
     def describe(self, path: TreePath) -> str:
-        """What stands at a path."""
+        """Return the kind of the container or leaf at a path, as text."""
         return self.containers[path] if path in self.containers else _leaf_text(self.tree.leaves[self.leaves[path]])
 
     def array(self, number: int) -> ArrayRecord:
-        """The record of a leaf that is an array."""
+        """Return the record of a leaf that is an array."""
         record = self.tree.leaves[number]
-        assert isinstance(record, ArrayRecord)  # asked for pairs only, which have no others
+        assert isinstance(record, ArrayRecord)  # called for array pairs only
         return record
 
 
 @dataclass(frozen=True, slots=True)
-class _Pair:
-    """An array that both have, in one shape, by its first path and its number in each."""
+class _ArrayPair:
+    """An array of the same shape in both trees: its first path, and its leaf number in each."""
 
     path: TreePath
     a: int
@@ -235,14 +239,14 @@ class _Pair:
 
 @dataclass(slots=True)
 class _Batch:
-    """Boxes that are read together: at most one of each array."""
+    """Boxes that are read together, at most one per array."""
 
     nbytes: int = 0
-    boxes: list[tuple[_Pair, Box]] = field(default_factory=list)
+    boxes: list[tuple[_ArrayPair, Box]] = field(default_factory=list)
 
 
-class Comparison:
-    """What two checkpoints have in common, and how they differ."""
+class TreeComparison:
+    """Comparison of two trees."""
 
     def __init__(self, a: Side, b: Side, tolerance: Tolerance) -> None:
         self._a = a
@@ -252,24 +256,24 @@ class Comparison:
 
     @property
     def leaves(self) -> int:
-        """How many leaves both have."""
+        """Number of leaves that both have."""
         return sum(path in self._b.leaves for path in self._a.leaves)
 
     @property
     def nbytes(self) -> int:
-        """How many bytes of `a` `of_contents` compares."""
+        """Number of bytes of `a` that `content_differences` compares."""
         return sum(self._a.array(pair.a).spec.nbytes for pair in self._pairs)
 
-    def of_trees(self, *, with_dtypes: bool) -> Iterator[Difference]:
-        """Every difference that shows without reading an array.
+    def structure_differences(self, *, with_dtypes: bool) -> Iterator[Difference]:
+        """Yield the differences that can be found without reading arrays.
 
         Args:
-            with_dtypes: also those of dtypes of arrays of one shape, of which `of_contents` tells more.
+            with_dtypes: include different dtypes of arrays of one shape, which `content_differences` also reports.
         """
         a, b = self._a, self._b
         for path in a:
             if path not in b:
-                if _container_is_in(path, b):
+                if _parent_exists(path, b):
                     yield _difference(path, "only_in_a", a.describe(path), None)
             elif path in a.containers or path in b.containers:
                 if a.describe(path) != b.describe(path):
@@ -278,42 +282,42 @@ class Comparison:
                 record_a, record_b = a.tree.leaves[a.leaves[path]], b.tree.leaves[b.leaves[path]]
                 yield from _record_differences(path, record_a, record_b, with_dtypes=with_dtypes)
         for path in b:
-            if path not in a and _container_is_in(path, a):
+            if path not in a and _parent_exists(path, a):
                 yield _difference(path, "only_in_b", None, b.describe(path))
 
-    def of_contents(self, progress: Callable[[int, int], None]) -> Iterator[Difference]:
-        """Every difference of dtypes and elements between arrays of one shape.
+    def content_differences(self, progress: Callable[[int, int], None]) -> Iterator[Difference]:
+        """Yield the differences of dtypes and elements between arrays of one shape.
 
         Args:
-            progress: called with bytes of `a` compared and bytes in all.
+            progress: called with compared bytes of `a` and total bytes.
         """
-        found: dict[_Pair, Distance] = {}
+        distances: dict[_ArrayPair, Distance] = {}
         done, total = 0, self.nbytes
         for batch in self._batches():
             elements_a = self._a.reader.read({pair.a: box for pair, box in batch.boxes})
             elements_b = self._b.reader.read({pair.b: box for pair, box in batch.boxes})
             for pair, box in batch.boxes:
-                apart = distance(elements_a[pair.a], elements_b[pair.b], self._tolerance)
-                found[pair] = found.get(pair, SAME) + apart
+                box_distance = distance(elements_a[pair.a], elements_b[pair.b], self._tolerance)
+                distances[pair] = distances.get(pair, SAME) + box_distance
                 done += box.size * self._a.array(pair.a).spec.numpy_dtype.itemsize
                 progress(done, total)
         for pair in self._pairs:
             spec_a, spec_b = self._a.array(pair.a).spec, self._b.array(pair.b).spec
-            apart = found.get(pair, SAME)
-            if not apart.differing and spec_a.dtype == spec_b.dtype:
+            total_distance = distances.get(pair, SAME)
+            if not total_distance.differing and spec_a.dtype == spec_b.dtype:
                 continue
             kinds: tuple[DifferenceKind, JSON, JSON] = ("dtype", spec_a.dtype, spec_b.dtype)
             if spec_a.dtype == spec_b.dtype:
                 kinds = ("values", None, None)
             yield replace(
                 _difference(pair.path, *kinds),
-                differing=apart.differing,
+                differing=total_distance.differing,
                 elements=spec_a.size,
-                max_absolute_error=apart.largest,
+                max_absolute_error=total_distance.largest,
             )
 
-    def _paired_arrays(self) -> Iterator[_Pair]:
-        """The arrays whose elements can be compared; one whose bytes others share stands for them."""
+    def _paired_arrays(self) -> Iterator[_ArrayPair]:
+        """Yield the arrays that exist in both trees with one shape. Tied arrays are yielded once."""
         a, b = self._a, self._b
         seen: set[tuple[int, int]] = set()
         for path, number_a in a.leaves.items():
@@ -326,7 +330,7 @@ class Comparison:
             numbers = (a.tree.aliases.get(number_a, number_a), b.tree.aliases.get(number_b, number_b))
             if record_a.spec.shape == record_b.spec.shape and numbers not in seen:
                 seen.add(numbers)
-                yield _Pair(path, *numbers)
+                yield _ArrayPair(path, *numbers)
 
     def _batches(self) -> Iterator[_Batch]:
         batch = _Batch()
@@ -370,8 +374,8 @@ def _difference(path: TreePath, kind: DifferenceKind, a: JSON, b: JSON) -> Diffe
     return Difference(format_path(path), path, kind, a, b)
 
 
-def _container_is_in(path: TreePath, side: Side) -> bool:
-    """Whether the container that a path is in is there: else that container is the difference."""
+def _parent_exists(path: TreePath, side: Side) -> bool:
+    """Return True if a side has the parent container of a path. If not, only that container is reported."""
     return not path or path[:-1] in side.containers
 
 
@@ -388,11 +392,11 @@ def _leaf_text(record: LeafRecord) -> str:
     return str(record.spec) if record.kind == "array" else f"{record.kind} {record.spec}"
 
 
-_PIECE_BYTES: Final = 1 << 24
+_FILE_SLICE_BYTES: Final = 1 << 24
 
 
 class FilesComparison:
-    """What the files of two checkpointables have in common, and how they differ."""
+    """Comparison of the files of two checkpointables."""
 
     def __init__(self, a: str, b: str) -> None:
         """Open both.
@@ -401,22 +405,22 @@ class FilesComparison:
             a, b: the locations of two checkpointables that are stored as files.
 
         Raises:
-            What `ckptcore.metadata` does.
+            CheckpointError: see `ckptcore.metadata`.
         """
-        self._a, self._b = (ConsistentRead(place, command_context(), open_files).open() for place in (a, b))
+        self._a, self._b = (ConsistentRead(location, command_context(), open_files).open() for location in (a, b))
 
     @property
     def files(self) -> int:
-        """How many files both have."""
+        """Number of files that both have."""
         return sum(key in self._b.objects for key in self._a.objects)
 
     @property
     def nbytes(self) -> int:
-        """How many bytes of `a` `of_contents` compares."""
+        """Number of bytes of `a` that `content_differences` compares."""
         return sum(self._a.objects[key].size for key in self._comparable())
 
-    def of_names(self) -> Iterator[Difference]:
-        """Files that only one has, and those of another size."""
+    def structure_differences(self) -> Iterator[Difference]:
+        """Yield files that only one side has, and files of different sizes."""
         for key, record in self._a.objects.items():
             other = self._b.objects.get(key)
             if other is None:
@@ -427,20 +431,20 @@ class FilesComparison:
             if key not in self._a.objects:
                 yield Difference(key, (key,), "only_in_b", b="file")
 
-    def of_contents(self, progress: Callable[[int, int], None]) -> Iterator[Difference]:
-        """Files of one size with other bytes.
+    def content_differences(self, progress: Callable[[int, int], None]) -> Iterator[Difference]:
+        """Yield files of equal size with different bytes.
 
         Args:
-            progress: called with bytes of `a` compared and bytes in all.
+            progress: called with compared bytes of `a` and total bytes.
 
         Raises:
-            CorruptCheckpointError: if a file is not what was written.
+            CorruptCheckpointError: if a file is damaged.
         """
         done, total = 0, self.nbytes
         for key in self._comparable():
             differing, nbytes = 0, self._a.objects[key].size
-            for start in range(0, nbytes, _PIECE_BYTES):
-                stop = min(start + _PIECE_BYTES, nbytes)
+            for start in range(0, nbytes, _FILE_SLICE_BYTES):
+                stop = min(start + _FILE_SLICE_BYTES, nbytes)
                 differing += int(
                     np.count_nonzero(_bytes(self._a, key, start, stop) != _bytes(self._b, key, start, stop))
                 )
@@ -458,7 +462,7 @@ def _bytes(opened: Checkpoint, key: str, start: int, stop: int) -> npt.NDArray[n
     data = np.frombuffer(opened.store.get(key, start, stop), np.uint8)
     if data.size != stop - start:
         raise CorruptCheckpointError(
-            f"{opened.location.display}: {key} ends at byte {start + data.size}, where {stop} are expected",
+            f"{opened.location.display}: {key} ends at byte {start + data.size}, expected at least {stop} bytes",
             key=key, start=start + data.size, stop=stop,
         )  # fmt: skip
     return data

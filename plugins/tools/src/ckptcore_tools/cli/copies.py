@@ -1,4 +1,4 @@
-"""``ckptcore copy``, ``convert`` and ``consolidate``: a checkpoint, or the steps of a run, in another place."""
+"""``ckptcore copy``, ``convert`` and ``consolidate``: write a checkpoint or the steps of a run to another location."""
 
 from __future__ import annotations
 
@@ -11,12 +11,19 @@ import click
 
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointNotFoundError, StorageError, UncommittedCheckpointError
+from ckptcore.loading.describe import describe_checkpoint
 from ckptcore.model import JSON, ArrayRecord
 from ckptcore.step_names import StepNames
-from ckptcore_tools.amounts import count, size
-from ckptcore_tools.cli.command import ExitCode, checkpoint_command, command_context
-from ckptcore_tools.cli.locations import describe, names_in
+from ckptcore_tools.cli.command import (
+    NAMED_HELP,
+    TAKE_OVER_HELP,
+    ExitCode,
+    checkpoint_command,
+    command_context,
+)
+from ckptcore_tools.cli.locations import names_in
 from ckptcore_tools.cli.output import UNSET, byte_progress, print_document, print_line, printable, to_json
+from ckptcore_tools.formatting import format_count, format_size
 
 if TYPE_CHECKING:
     from ckptcore.commit.locks import IfInUse
@@ -28,31 +35,33 @@ if TYPE_CHECKING:
 __all__ = ["consolidate_command", "convert_command", "copy_command"]
 
 
-def _steps(context: click.Context, parameter: click.Parameter, text: str | None) -> frozenset[int] | None:
-    """Numbers between commas.
+_OVERWRITE_HELP: Final = "Replace the checkpoint at DESTINATION atomically."
+_NON_ATOMIC_HELP: Final = "Replace it even if not atomically: after a crash, both checkpoints may be lost."
+
+
+def _parse_steps(context: click.Context, parameter: click.Parameter, text: str | None) -> frozenset[int] | None:
+    """Parse numbers separated by commas.
 
     Raises:
-        click.BadParameter
+        click.BadParameter: if the text has another form.
     """
     if text is None:
         return None
     numbers = [part.strip() for part in text.split(",")]
     if not all(number.isascii() and number.isdigit() and len(number) < 20 for number in numbers):
-        raise click.BadParameter(f"{text!r}: give the numbers of steps between commas, such as 1000,2000")
+        raise click.BadParameter(f"{text!r}: expected step numbers separated by commas, such as 1000,2000")
     return frozenset(map(int, numbers))
 
 
 @checkpoint_command("copy")
 @click.argument("source")
 @click.argument("destination")
-@click.option("--steps", callback=_steps, metavar="N,N", help="Of a directory of steps only these; all by default.")
-@click.option("--verify", is_flag=True, help="Read all that is at DESTINATION, and compare it.")
-@click.option("--overwrite", is_flag=True, help="Replace checkpoints at DESTINATION, atomically.")
-@click.option("--overwrite-non-atomic", is_flag=True, help="... also where a crash would leave neither.")
-@click.option(
-    "--take-over", is_flag=True, help="If a job seems to own DESTINATION, wait for a sign of life; go on if none comes."
-)
-@click.option("--named", metavar="EXAMPLE", help="How steps are named, if in no usual way: epoch-0010.")
+@click.option("--steps", callback=_parse_steps, metavar="N,N", help="Steps of a run to copy. Default: all.")
+@click.option("--verify", is_flag=True, help="Read the copy back and compare it.")
+@click.option("--overwrite", is_flag=True, help=_OVERWRITE_HELP)
+@click.option("--overwrite-non-atomic", is_flag=True, help=_NON_ATOMIC_HELP)
+@click.option("--take-over", is_flag=True, help=TAKE_OVER_HELP)
+@click.option("--named", metavar="EXAMPLE", help=NAMED_HELP)
 def copy_command(
     as_json: bool,
     source: str,
@@ -64,34 +73,30 @@ def copy_command(
     take_over: bool,
     named: str | None,
 ) -> ExitCode:
-    """Copy the checkpoint at SOURCE to DESTINATION, byte by byte, between any two storages.
+    """Copy the checkpoint at SOURCE to DESTINATION byte for byte, between any two storages.
 
-    SOURCE may also be a directory of steps: each one is copied to a directory of its name in DESTINATION. Bytes are
-    compared with their checksums on the way. Nothing at DESTINATION is a checkpoint before all of it is there. A copy
-    that was interrupted goes on when it is called again; what is there already, of this copy or of one that is
-    complete, is not sent again.
+    SOURCE can also be a directory of steps: each step is copied to a directory with the same name in DESTINATION. Bytes
+    are compared with their checksums. The copy is committed when it is complete. To resume an interrupted copy, run the
+    command again: complete objects are not sent again.
     """
     from ckptcore_tools.cli.steps import step_names
 
     context = command_context()
     replace: Overwrite = "non-atomic" if overwrite_non_atomic else overwrite
-    how: CopyVerification = "read-back" if verify else "passing"
+    verification: CopyVerification = "read-back" if verify else "passing"
     names = step_names(named)
     if steps is None and not _is_run(source, names, context):
-        return _copy(as_json, source, destination, replace, how, context)
-    return _copy_run(
-        as_json, source, destination, steps, names, replace, how, "take over" if take_over else "error", context
-    )
+        return _copy(as_json, source, destination, replace, verification, context)
+    if_in_use: IfInUse = "take over" if take_over else "error"
+    return _copy_steps(as_json, source, destination, steps, names, replace, verification, if_in_use, context)
 
 
 def _is_run(source: str, names: StepNames, context: Context) -> bool:
-    """Whether a directory is one of steps, and no checkpoint."""
-    from ckptcore.loading.describe import describe_checkpoint
-
+    """Return True if a directory contains steps and is not a checkpoint."""
     try:
         entries = names_in(source, context)
     except (CheckpointNotFoundError, StorageError):
-        return False  # which the copy tells better
+        return False  # the copy reports a better error
     if not names.find([entry[:-1] for entry in entries if entry.endswith("/")]):
         return False
     try:
@@ -118,32 +123,29 @@ def _copy(
             source, destination, overwrite=overwrite, verify=verify, progress=progress, context=context
         )
     if as_json:
-        print_document("copy", source=source, destination=destination, copied=_copied(report))
+        print_document("copy", source=source, destination=destination, copied=_report_document(report))
         return ExitCode.OK
-    held = f"{count(report.objects, 'object')} of {size(report.nbytes)}"
-    print_line(("copied", "bold green"), f": {held} to {printable(destination)}{_of_sent(report)}")
+    content = f"{format_count(report.objects, 'object')} of {format_size(report.nbytes)}"
+    resumed = ""
+    if report.kept_bytes:
+        resumed = f"; {format_size(report.kept_bytes)} already existed, {format_size(report.sent_bytes)} sent"
+    print_line(("copied", "bold green"), f": {content} to {printable(destination)}{resumed}")
     _print_unverified(report.unverified)
     return ExitCode.OK
 
 
-def _copied(report: CopyReport) -> JSON:
-    found: JSON = to_json(report, sent_bytes="sent", kept_bytes="kept", read_back_bytes="read_back")
-    return found
-
-
-def _of_sent(report: CopyReport) -> str:
-    if not report.kept_bytes:
-        return ""
-    return f"; {size(report.kept_bytes)} were there already, {size(report.sent_bytes)} were sent"
+def _report_document(report: CopyReport) -> JSON:
+    document: JSON = to_json(report, sent_bytes="sent", kept_bytes="kept", read_back_bytes="read_back")
+    return document
 
 
 def _print_unverified(keys: Collection[str]) -> None:
     if keys:
         shown = ", ".join(map(printable, sorted(keys)[:8])) + (f" and {len(keys) - 8:,} more" if len(keys) > 8 else "")
-        print_line(("no checksums are kept of ", "yellow"), shown, ": copied as they were read")
+        print_line(("no checksums for ", "yellow"), shown, ": copied without verification")
 
 
-def _copy_run(
+def _copy_steps(
     as_json: bool,
     source: str,
     destination: str,
@@ -157,7 +159,7 @@ def _copy_run(
     import ckptcore
 
     with byte_progress("copying") as bar:
-        progress = _OfSteps(bar)
+        progress = _StepsProgress(bar)
         report = ckptcore.copy_steps(
             source,
             destination,
@@ -166,7 +168,7 @@ def _copy_run(
             overwrite=overwrite,
             verify=verify,
             if_in_use=if_in_use,
-            progress=progress.moved,
+            progress=progress.report,
             context=context,
         )
     if as_json:
@@ -176,16 +178,16 @@ def _copy_run(
     return ExitCode.FOUND if report.damaged else ExitCode.OK
 
 
-class _OfSteps:
-    """Sums up the progress of steps, which come one after the other."""
+class _StepsProgress:
+    """Adds up the progress of steps that are copied one after another."""
 
     def __init__(self, bar: Callable[[int, int], None]) -> None:
         self._bar = bar
         self._before = 0
         self._last: tuple[int, int] | None = None
 
-    def moved(self, step: int, done: int, total: int) -> None:
-        """Tell the bar of bytes of a step."""
+    def report(self, step: int, done: int, total: int) -> None:
+        """Show the progress of a step, in bytes, on the bar."""
         if self._last is not None and self._last[0] != step:
             self._before += self._last[1]
         self._last = step, total
@@ -193,9 +195,9 @@ class _OfSteps:
 
 
 def _step_documents(report: StepsCopyReport) -> list[Mapping[str, JSON]]:
-    """Every step with what became of it, ascending."""
+    """Return the result of every step as JSON, ascending."""
     states = {
-        **{step: ("copied", _copied(one), None) for step, one in report.steps.items()},
+        **{step: ("copied", _report_document(one), None) for step, one in report.steps.items()},
         **{step: ("left", None, None) for step in report.left},
         **{step: ("gone", None, None) for step in report.gone},
         **{step: ("damaged", None, error) for step, error in report.damaged.items()},
@@ -208,31 +210,32 @@ def _step_documents(report: StepsCopyReport) -> list[Mapping[str, JSON]]:
 
 def _print_steps(report: StepsCopyReport, destination: str) -> None:
     for step, one in report.steps.items():
-        print_line(f"step {step}", "  ", (size(one.nbytes), "cyan"), "" if one.sent_bytes else "  was there already")
-    for step in report.left:
         print_line(
-            f"step {step}", "  ", ("left alone", "yellow"), ": of other software, and something is there already"
+            f"step {step}", "  ", (format_size(one.nbytes), "cyan"), "" if one.sent_bytes else "  already exists"
         )
+    for step in report.left:
+        reason = ": written by other software, and its directory exists at the destination"
+        print_line(f"step {step}", "  ", ("skipped", "yellow"), reason)
     for step in report.gone:
-        print_line(f"step {step}", "  ", ("gone", "yellow"), ": it was deleted meanwhile")
+        print_line(f"step {step}", "  ", ("gone", "yellow"), ": deleted at the source during the copy")
     for step, error in report.damaged.items():
         print_line(f"step {step}", "  ", ("damaged", "bold red"), f": {printable(' '.join(error.split()))}")
-    held = f"{count(len(report.steps), 'step')}, {size(report.nbytes)} to {printable(destination)}"
-    print_line(("copied", "bold green"), f": {held}; {size(report.sent_bytes)} were sent")
+    content = f"{format_count(len(report.steps), 'step')}, {format_size(report.nbytes)} to {printable(destination)}"
+    print_line(("copied", "bold green"), f": {content}; {format_size(report.sent_bytes)} sent")
     _print_unverified({key for one in report.steps.values() for key in one.unverified})
 
 
 @checkpoint_command("convert")
 @click.argument("source")
 @click.argument("destination")
-@click.option("--layout", default="safetensors", show_default=True, help="Its name; `ckptcore plugins` lists them.")
-@click.option("--overwrite", is_flag=True, help="Replace a checkpoint at DESTINATION, atomically.")
-@click.option("--overwrite-non-atomic", is_flag=True, help="... also where a crash would leave neither.")
-@click.option("--map", "map_name", help="Rename, stack and turn weights: llama-to-maxtext, or the other way round.")
-@click.option("--head-dim", type=click.IntRange(min=2), help="Elements of a head, where the map needs them.")
-@click.option("--rope-type", type=click.Choice(["default", "llama3.1"]), help="Of MaxText's configuration: likewise.")
-@click.option("--prefix", default="", help="What the names of the map begin with in Hugging Face's checkpoint: bert.")
-@click.option("--dequantize", metavar="DTYPE", help="Make numbers of quantised weights, such as bfloat16.")
+@click.option("--layout", default="safetensors", show_default=True, help="A layout. `ckptcore plugins` lists them.")
+@click.option("--overwrite", is_flag=True, help=_OVERWRITE_HELP)
+@click.option("--overwrite-non-atomic", is_flag=True, help=_NON_ATOMIC_HELP)
+@click.option("--map", "map_name", help="Rename, stack and transpose the weights of a model family; see above.")
+@click.option("--head-dim", type=click.IntRange(min=2), help="Elements per attention head, if the map needs it.")
+@click.option("--rope-type", type=click.Choice(["default", "llama3.1"]), help="rope_type of MaxText's configuration.")
+@click.option("--prefix", default="", help="Prefix of the weights' names in Hugging Face's checkpoint, such as bert.")
+@click.option("--dequantize", metavar="DTYPE", help="Convert quantised weights to a dtype, such as bfloat16.")
 def convert_command(
     as_json: bool,
     source: str,
@@ -246,24 +249,22 @@ def convert_command(
     prefix: str,
     dequantize: str | None,
 ) -> ExitCode:
-    """Write the checkpoint at SOURCE to DESTINATION in another layout.
+    """Convert the checkpoint at SOURCE to another layout and write it to DESTINATION.
 
-    SOURCE may be of any layout that is installed, written by ckptcore or by other software; it is not changed. Of
-    several checkpointables each is converted; files that objects wrote are copied.
+    SOURCE can have any installed layout, and can be written by ckptcore or by other software. It is not changed. Of
+    several checkpointables each one is converted, and files are copied.
 
-    Maps: bert-to-scanned, llama-to-scanned (layers in one array, as Flax runs them by a scan), llama-to-maxtext and
-    qwen-to-maxtext, from Hugging Face's names; scanned-to-bert, scanned-to-llama, maxtext-to-llama and maxtext-to-qwen
-    back to these.
+    Maps from Hugging Face's names: bert-to-scanned, llama-to-scanned (all layers in one array, for a scan in Flax),
+    llama-to-maxtext, qwen-to-maxtext. Maps back: scanned-to-bert, scanned-to-llama, maxtext-to-llama, maxtext-to-qwen.
 
-    Quantised weights of Hugging Face models are made numbers by what the config.json beside them says, before they are
-    mapped.
+    --dequantize reads the quantisation from the config.json of the Hugging Face model, and applies before --map.
     """
     import ckptcore
 
     replace: bool | Literal["non-atomic"] = "non-atomic" if overwrite_non_atomic else overwrite
     transforms: list[Transform] = []
     if map_name is None and (head_dim is not None or rope_type is not None or prefix):
-        raise click.UsageError("--head-dim, --rope-type and --prefix are of a map: give --map, too.")
+        raise click.UsageError("--head-dim, --rope-type and --prefix need --map.")
     if dequantize is not None:
         try:
             transforms.append(ckptcore.transforms.DequantizeAsConfigured(dequantize))
@@ -282,7 +283,7 @@ def convert_command(
             context=context,
             transforms=transforms,
         )
-    written = describe(destination, context)
+    written = describe_checkpoint(destination, context)
     one_tree = not written.is_composite
     trees = {"": written} if one_tree else written.checkpointables
     leaves = [leaf for one in trees.values() for leaf in one.tree.leaves]
@@ -298,9 +299,9 @@ def convert_command(
             checkpointables=UNSET if one_tree else list(trees),
         )
     else:
-        held = count(arrays, "array") if one_tree else count(len(trees), "checkpointable")
-        place = printable(destination)
-        print_line(("written", "bold green"), f": {held} of {size(written.nbytes)} to {place} as {layout}")
+        content = format_count(arrays, "array") if one_tree else format_count(len(trees), "checkpointable")
+        summary = f": {content} of {format_size(written.nbytes)} to {printable(destination)} as {layout}"
+        print_line(("written", "bold green"), summary)
     return ExitCode.OK
 
 
@@ -308,63 +309,65 @@ _SIZE: Final = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) ?([KMGT]?)(i?)B?", re
 _POWERS: Final = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
-def _bytes(context: click.Context, parameter: click.Parameter, text: str) -> int:
-    """Bytes, of a number with a unit or without: ``5GB`` are 5 * 10**9, ``5GiB`` are 5 * 2**30.
+def _parse_size(context: click.Context, parameter: click.Parameter, text: str) -> int:
+    """Parse a size in bytes, with or without a unit: ``5GB`` is 5 * 10**9, ``5GiB`` is 5 * 2**30.
 
     Raises:
-        click.BadParameter
+        click.BadParameter: if the text is not a size.
     """
     found = _SIZE.fullmatch(text.strip())
     nbytes = 0
     if found is not None:
         nbytes = int(float(found[1]) * (1024 if found[3] else 1000) ** _POWERS[found[2].upper()])
     if nbytes < 1:
-        raise click.BadParameter(f"{text!r} is no size; give a number of bytes above 0, such as 5GB, 500MB or 2GiB")
+        raise click.BadParameter(f"{text!r}: expected a size of at least one byte, such as 5GB, 500MB or 2GiB")
     return nbytes
 
 
-def _metadata(context: click.Context, parameter: click.Parameter, entries: tuple[str, ...]) -> dict[str, str]:
+def _parse_metadata(context: click.Context, parameter: click.Parameter, entries: tuple[str, ...]) -> dict[str, str]:
     """Parse entries of the form ``NAME=TEXT``.
 
     Raises:
-        click.BadParameter
+        click.BadParameter: if an entry has another form.
     """
     for entry in entries:
         if not entry.partition("=")[0] or "=" not in entry:
-            raise click.BadParameter(f"{entry!r} is no entry; give a name, '=' and a text, such as format=pt")
+            raise click.BadParameter(f"{entry!r}: expected NAME=TEXT, such as format=pt")
     return {name: text for name, _, text in (entry.partition("=") for entry in entries)}
 
 
 @checkpoint_command("consolidate")
 @click.argument("source")
 @click.argument("destination")
-@click.option("--subtree", default="", help="Only this part, such as model or state/model; names begin there.")
+@click.option(
+    "--subtree", default="", help="The part to write, such as model or state/model. Names are relative to it."
+)
 @click.option(
     "--max-file-size",
-    callback=_bytes,
+    callback=_parse_size,
     metavar="SIZE",
     default="5GB",
     show_default=True,
-    help="The most elements a file holds.",
+    help="Largest size of the arrays in a file.",
 )
-@click.option("--stem", default="model", show_default=True, help="What the names of files begin with.")
+@click.option("--stem", default="model", show_default=True, help="Start of the file names.")
 @click.option(
     "--metadata",
     multiple=True,
-    callback=_metadata,
+    callback=_parse_metadata,
     metavar="NAME=TEXT",
-    help="An entry of the files' __metadata__; again for more.",
+    help="An entry of __metadata__ in the files. Repeatable.",
 )
 @click.option(
     "--tied",
     type=click.Choice(["each", "once"]),
     default="each",
     show_default=True,
-    help="Store an array that has several names under each of them, or under the first.",
+    help="Store a tied array under each of its names, or once under the first.",
 )
-@click.option("--file", "files", multiple=True, help="A file that goes along, such as config.json; again for more.")
-@click.option("--overwrite", is_flag=True, help="Replace a checkpoint at DESTINATION, atomically.")
-@click.option("--overwrite-non-atomic", is_flag=True, help="... also where a crash would leave neither.")
+@click.option("--file", "files", multiple=True, help="A file to add, such as config.json. Repeatable.")
+@click.option("--overwrite", is_flag=True, help=_OVERWRITE_HELP)
+@click.option("--overwrite-non-atomic", is_flag=True, help=_NON_ATOMIC_HELP)
 def consolidate_command(
     as_json: bool,
     source: str,
@@ -378,10 +381,9 @@ def consolidate_command(
     overwrite: bool,
     overwrite_non_atomic: bool,
 ) -> ExitCode:
-    """Write the checkpoint at SOURCE to DESTINATION as safetensors that Hugging Face tools open.
+    """Write the checkpoint at SOURCE to DESTINATION as safetensors files for Hugging Face tools.
 
-    SOURCE may be of any layout that is installed, of any number of shards; it is not changed. No array need fit into
-    memory.
+    SOURCE can have any installed layout and any number of shards. It is not changed. Arrays can be larger than memory.
     """
     import ckptcore
 
@@ -419,9 +421,7 @@ def consolidate_command(
             nbytes=tree.nbytes,
         )
     else:
-        held = f"{count(arrays, 'array')} of {size(tree.nbytes)}"
-        print_line(
-            ("written", "bold green"),
-            f": {held} to {printable(destination)} in {count(len(written), 'safetensors file')}",
-        )
+        content = f"{format_count(arrays, 'array')} of {format_size(tree.nbytes)}"
+        files_text = format_count(len(written), "safetensors file")
+        print_line(("written", "bold green"), f": {content} to {printable(destination)} in {files_text}")
     return ExitCode.OK

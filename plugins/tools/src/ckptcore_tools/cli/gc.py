@@ -18,124 +18,136 @@ from ckptcore.policies import PreservationPolicy, explain, what_to_delete
 from ckptcore.runtime import runtime_of
 from ckptcore.training.garbage import StepDeleter, policy_infos, readable_steps
 from ckptcore.training.steps import StepDirectory
-from ckptcore_tools.amounts import age, count, metrics_text, size
-from ckptcore_tools.cli.command import ExitCode, checkpoint_command, command_context
+from ckptcore_tools.cli.command import (
+    NAMED_HELP,
+    TAKE_OVER_HELP,
+    ExitCode,
+    checkpoint_command,
+    command_context,
+)
 from ckptcore_tools.cli.output import Cell, Column, print_document, print_line, print_table, printable
-from ckptcore_tools.cli.steps import Found, StepState, find_pinned, find_steps, look_at_steps, step_names
+from ckptcore_tools.cli.steps import StepState, StepStatus, find_pinned, find_steps, read_steps, step_names
+from ckptcore_tools.formatting import format_age, format_count, format_metrics, format_size
 from ckptcore_tools.policy_text import parse_preservation
 
-__all__ = ["Fate", "Plan", "command", "plan_collection"]
+__all__ = ["DeletionPlan", "StepDecision", "command", "plan_deletions"]
 
-_LEFT_ALONE: Mapping[StepState, str] = {
-    "committed": "saved at this moment",
-    "foreign": "left alone: written by other software",
-    "uncommitted": "left alone: no save that committed",
-    "corrupt": "left alone: damaged",
-    "unreadable": "left alone: cannot be read here",
-    "other": "left alone: no checkpoint",
+_KEPT_BECAUSE: Mapping[StepState, str] = {
+    "committed": "committed a moment ago",
+    "foreign": "written by other software",
+    "uncommitted": "not committed",
+    "corrupt": "damaged",
+    "unreadable": "cannot be read here",
+    "other": "not a checkpoint",
 }
+"""Why `gc` keeps steps that policies do not count."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
-    """What becomes of a step.
+class StepDecision:
+    """The decision to keep or delete a step.
 
     Attributes:
-        found: the step; its size is known only if it goes.
-        goes: whether it is deleted.
-        reasons: why.
+        status: the step. Its size is known only if it is deleted.
+        delete: True to delete the step.
+        reasons: reasons to keep it.
     """
 
-    found: Found
-    goes: bool
+    status: StepStatus
+    delete: bool
     reasons: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What becomes of a directory of steps.
+class DeletionPlan:
+    """Decisions about a directory of steps.
 
     Attributes:
-        fates: of each step, ascending.
-        leftovers: what dead saves and deletions left. What is of a living save stays, which shows when it is deleted.
-        broken: steps that no policy counts.
+        decisions: one per step, ascending.
+        leftovers: leftovers of saves and deletions. Leftovers of running saves are recognised only when they are
+            deleted, and then kept.
+        broken: steps that policies do not count.
     """
 
-    fates: Sequence[Fate]
+    decisions: Sequence[StepDecision]
     leftovers: Sequence[str]
     broken: frozenset[int] = field(default=frozenset())
 
     @property
-    def doomed(self) -> frozenset[int]:
-        """The steps that are deleted."""
-        return frozenset([fate.found.step for fate in self.fates if fate.goes])
+    def steps_to_delete(self) -> frozenset[int]:
+        """The steps to delete."""
+        return frozenset([decision.status.step for decision in self.decisions if decision.delete])
 
 
-def plan_collection(steps: StepDirectory, policy: PreservationPolicy, now: float, context: Context) -> Plan:
-    """Decide about every step; changes nothing.
+def plan_deletions(steps: StepDirectory, policy: PreservationPolicy, now: float, context: Context) -> DeletionPlan:
+    """Decide about every step. Changes nothing.
 
     Args:
-        steps: the directory, as it was just listed.
-        policy: which steps to keep.
+        steps: the directory, just listed.
+        policy: the policy that decides which steps to keep.
         now: seconds since the epoch, UTC.
         context: options.
 
     Raises:
-        StorageError
+        StorageError: if the storage fails.
     """
-    broken = _claims(steps)
+    broken = _claimed_steps(steps)
     infos = {info.step: info for info in policy_infos(steps, broken)}
-    doomed = set(what_to_delete(policy, list(infos.values()), now))
+    expired = set(what_to_delete(policy, list(infos.values()), now))
     pinned = find_pinned(steps.store, steps.display) or frozenset()
-    referring = _referring(steps, doomed, context)
+    users = _users_of_bases(steps, expired, context)
     reasons = explain(policy, list(infos.values()), now)
-    read = [step for step in steps.candidates() if step in doomed or step not in infos]
-    looked_at = {found.step: found for found in look_at_steps(steps, read, context)}
-    fates: list[Fate] = []
+    to_read = [step for step in steps.candidates() if step in expired or step not in infos]
+    statuses = {status.step: status for status in read_steps(steps, to_read, context)}
+    decisions: list[StepDecision] = []
     leftovers = list(steps.leftovers)
     for step in steps.candidates():
-        found = looked_at.get(step) or Found(step, steps.name(step), "committed")
+        status = statuses.get(step) or StepStatus(step, steps.name(step), "committed")
         if step not in infos:
-            # Where directories are renamed to commit them, a claim was put there by hand.
-            if found.state == "uncommitted" and commit_method(steps.store).claims_by_root:
-                leftovers.append(found.name)
+            # A claim is a leftover only on object stores: file systems commit by rename and have none in this place.
+            if status.state == "uncommitted" and commit_method(steps.store).claims_by_root:
+                leftovers.append(status.name)
             else:
-                fates.append(Fate(found, goes=False, reasons=(_LEFT_ALONE[found.state],)))
+                decisions.append(StepDecision(status, delete=False, reasons=(_KEPT_BECAUSE[status.state],)))
             continue
         summary = steps.summary(step)
         created = summary.created if summary is not None else None
-        found = Found(step, found.name, "committed", created, found.nbytes, infos[step].metrics)
-        if step in doomed and found.name in pinned:
-            fates.append(Fate(found, goes=False, reasons=("pinned by a reader",)))
-        elif step in referring:
-            fates.append(Fate(found, goes=False, reasons=(f"has arrays of {', '.join(referring[step])}",)))
-        elif step in doomed:
-            fates.append(Fate(found, goes=True, reasons=()))
+        status = StepStatus(step, status.name, "committed", created, status.nbytes, infos[step].metrics)
+        if step in expired and status.name in pinned:
+            decisions.append(StepDecision(status, delete=False, reasons=("pinned by a reader",)))
+        elif step in users:
+            decisions.append(StepDecision(status, delete=False, reasons=(f"base of {', '.join(users[step])}",)))
+        elif step in expired:
+            decisions.append(StepDecision(status, delete=True, reasons=()))
         else:
-            fates.append(Fate(found, goes=False, reasons=reasons[step]))
-    return Plan(fates, leftovers, broken)
+            decisions.append(StepDecision(status, delete=False, reasons=reasons[step]))
+    return DeletionPlan(decisions, leftovers, broken)
 
 
-def _referring(steps: StepDirectory, doomed: Collection[int], context: Context) -> Mapping[int, Sequence[str]]:
-    """By step that a policy gives up, the names of what stays and has arrays in it."""
-    if not doomed:
+def _users_of_bases(steps: StepDirectory, expired: Collection[int], context: Context) -> Mapping[int, Sequence[str]]:
+    """Return the expired steps that must stay because they are bases, with the names of the steps that use them."""
+    if not expired:
         return {}
     bases = find_bases(steps.store, runtime_of(context).io_threads)
-    saves = {step: summary.save_id for step in doomed if (summary := steps.summary(step)) is not None}
-    going = dict(saves)
+    save_ids = {step: summary.save_id for step in expired if (summary := steps.summary(step)) is not None}
+    deletable = dict(save_ids)
+    # A base that stays may itself have a base, which then stays too: repeat until nothing changes.
     while True:
-        names = {steps.name(step) for step in going}
+        names = {steps.name(step) for step in deletable}
         staying = {name: of for name, of in bases.items() if name not in names}
-        kept = [step for step, save_id in going.items() if referring_to(steps.name(step), save_id, staying)]
-        if not kept:
+        used = [step for step, save_id in deletable.items() if referring_to(steps.name(step), save_id, staying)]
+        if not used:
             break
-        for step in kept:
-            del going[step]
-    return {step: referring_to(steps.name(step), saves[step], staying) for step in saves if step not in going}
+        for step in used:
+            del deletable[step]
+    return {step: referring_to(steps.name(step), save_ids[step], staying) for step in save_ids if step not in deletable}
 
 
-def _claims(steps: StepDirectory) -> frozenset[int]:
-    """Steps whose root is a claim, though the storage says that they are committed: they were copied from another storage."""
+def _claimed_steps(steps: StepDirectory) -> frozenset[int]:
+    """Return steps that count as committed but have a claim as root.
+
+    On file systems every directory with a root counts as committed. Such a claim was copied from an object store.
+    """
     claims = set()
     committed = readable_steps(steps)
     steps.look_ahead(committed)
@@ -143,7 +155,7 @@ def _claims(steps: StepDirectory) -> frozenset[int]:
         try:
             summary = steps.summary(step)
         except CheckpointError:
-            continue  # of these `policy_infos` says the same
+            continue  # `policy_infos` reports these
         if summary is not None and not summary.committed:
             claims.add(step)
     return frozenset(claims)
@@ -160,70 +172,67 @@ _COLUMNS = (
 )
 _POLICIES = """\
 \b
-Policies; several stand between commas, and a step is kept if any of them keeps it:
-  latest_n=3                    the newest 3
-  latest_duration=12h           those that are no older than 12 hours
+Policies (separate several with commas; a step is kept if any of them keeps it):
+  latest_n=3                    the newest 3 steps
+  latest_duration=12h           steps of the last 12 hours
   every_n_steps=1000            multiples of 1000
-  every_n_steps_closest=1000    the nearest to each multiple
-  every_n_seconds=1h            one an hour
-  custom_steps=100:200          these
-  best_n=2:loss:min             the 2 with the least loss, and those without one
-  preserve_all                  all; only what dead saves left is deleted
+  every_n_steps_closest=1000    the step nearest to each multiple of 1000
+  every_n_seconds=1h            one step per hour
+  custom_steps=100:200          steps 100 and 200
+  best_n=2:loss:min             the 2 steps with the smallest loss, and steps without this metric
+  preserve_all                  all steps; deletes only leftovers of failed saves
 """
 
 
 @checkpoint_command("gc", epilog=_POLICIES)
 @click.argument("directory")
-@click.option("--policy", "policy_text", required=True, metavar="POLICY", help="Which steps to keep; see below.")
-@click.option("--dry-run", is_flag=True, help="Show what would be deleted and why the rest stays; change nothing.")
-@click.option("--yes", is_flag=True, help="Do not ask before deleting.")
-@click.option(
-    "--take-over", is_flag=True, help="If a job seems to own DIRECTORY, wait for a sign of life; go on if none comes."
-)
-@click.option("--named", metavar="EXAMPLE", help="How steps are named, if in no usual way: epoch-0010.")
+@click.option("--policy", "policy_text", required=True, metavar="POLICY", help="The steps to keep; see below.")
+@click.option("--dry-run", is_flag=True, help="Show what would be deleted, and why the rest is kept. Delete nothing.")
+@click.option("--yes", is_flag=True, help="Delete without asking.")
+@click.option("--take-over", is_flag=True, help=TAKE_OVER_HELP)
+@click.option("--named", metavar="EXAMPLE", help=NAMED_HELP)
 def command(
     as_json: bool, directory: str, policy_text: str, dry_run: bool, yes: bool, take_over: bool, named: str | None
 ) -> ExitCode:
-    """Delete the steps in DIRECTORY that a policy does not keep, and what dead saves left.
+    """Delete the steps in DIRECTORY that a policy does not keep, and leftovers of failed saves.
 
-    The newest step always stays, and so does one that a reader has pinned, that other software wrote or that cannot be
-    read. Who deletes must own the directory: while a job saves there, only --dry-run works.
+    The newest step is always kept, and so are steps that a reader has pinned, that other software wrote, or that cannot
+    be read. While a job saves to the directory, only --dry-run works.
     """
-    policy = _policy(policy_text)
+    policy = _parse_policy(policy_text)
     if not (dry_run or yes) and (as_json or not sys.stdin.isatty()):
         raise click.UsageError(
-            "nobody can be asked here; pass --yes to delete, or --dry-run to see what would be deleted"
+            "cannot ask for confirmation: no terminal. Pass --yes to delete, or --dry-run to see what would be deleted"
         )
     context = command_context()
     steps = find_steps(directory, step_names(named), context)
     if_in_use: IfInUse = "take over" if take_over else "error"
     deleted: Sequence[int] = ()
     if dry_run:
-        plan = plan_collection(steps, policy, time.time(), context)
+        plan = plan_deletions(steps, policy, time.time(), context)
     elif yes:
-        plan, deleted = _collect(steps, policy, None, if_in_use, context)
+        plan, deleted = _delete_steps(steps, policy, None, if_in_use, context)
     else:
-        plan = plan_collection(steps, policy, time.time(), context)
+        plan = plan_deletions(steps, policy, time.time(), context)
         _print_plan(plan)
-        if not plan.doomed and not plan.leftovers:
+        if not plan.steps_to_delete and not plan.leftovers:
             print_line(_summary(plan, "nothing to delete"))
             return ExitCode.OK
         if not take_over and commit_method(steps.store).locks().owner() is not None:
-            commit_method(steps.open_to_write()).locks(
-                directory
-            ).own().close()  # fails if it is in use, before the question
+            # Fail before the question if the directory is in use.
+            commit_method(steps.open_to_write()).locks(directory).own().close()
         print_line(_summary(plan, "to delete"))
         if not _is_confirmed():
             print_line("nothing was deleted")
             return ExitCode.INTERRUPTED
-        _, deleted = _collect(steps, policy, plan.doomed, if_in_use, context)
+        _, deleted = _delete_steps(steps, policy, plan.steps_to_delete, if_in_use, context)
     if as_json:
         print_document(
             "gc",
             directory=directory,
             policy=policy_text,
             dry_run=dry_run,
-            steps=[_document(fate) for fate in plan.fates],
+            steps=[_document(decision) for decision in plan.decisions],
             leftovers=list(plan.leftovers),
             deleted=list(deleted),
         )
@@ -234,33 +243,40 @@ def command(
     return ExitCode.OK
 
 
-def _policy(text: str) -> PreservationPolicy:
+def _parse_policy(text: str) -> PreservationPolicy:
     try:
         return parse_preservation(text)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--policy") from error
 
 
-def _collect(
+def _delete_steps(
     steps: StepDirectory,
     policy: PreservationPolicy,
-    agreed: Collection[int] | None,
+    confirmed: Collection[int] | None,
     if_in_use: IfInUse,
     context: Context,
-) -> tuple[Plan, Sequence[int]]:
-    """Own the directory, look again, and delete; of the steps only those that were agreed upon, unless None was asked.
+) -> tuple[DeletionPlan, Sequence[int]]:
+    """Lock the directory, plan again, and delete. Return the new plan and the steps that were deleted.
+
+    Args:
+        steps: the directory.
+        policy: the policy that decides which steps to keep.
+        confirmed: delete only these steps. None: all that the policy does not keep.
+        if_in_use: whether to take over the lock.
+        context: options.
 
     Raises:
-        DirectoryInUseError: if another job owns it.
-        StorageError, SaveLostError: some may be deleted.
+        DirectoryInUseError: if another job owns the directory.
+        StorageError, SaveLostError: if a deletion fails. Some steps may be deleted.
     """
     store = steps.open_to_write()
     with commit_method(store).locks(steps.display).own(if_in_use) as owned:
         since = steps.changes()
         steps.replace(steps.list_names(), since)
-        plan = plan_collection(steps, policy, time.time(), context)
-        doomed = plan.doomed if agreed is None else plan.doomed & frozenset(agreed)
-        keep = frozenset(steps.candidates()) - doomed
+        plan = plan_deletions(steps, policy, time.time(), context)
+        chosen = plan.steps_to_delete if confirmed is None else plan.steps_to_delete & frozenset(confirmed)
+        keep = frozenset(steps.candidates()) - chosen
         deleter = StepDeleter(steps, store, owned, context)
         deleter.clean()
         return plan, deleter.collect(policy, keep=lambda: keep, broken=plan.broken)
@@ -269,61 +285,60 @@ def _collect(
 def _is_confirmed() -> bool:
     try:
         return click.confirm("Delete?", err=True)
-    except click.Abort:  # Ctrl-C, or the end of what can be typed
+    except click.Abort:  # Ctrl-C, or end of input
         raise KeyboardInterrupt from None
 
 
-def _document(fate: Fate) -> Mapping[str, object]:
-    found = fate.found
+def _document(decision: StepDecision) -> Mapping[str, object]:
+    status = decision.status
     return {
-        "step": found.step,
-        "name": found.name,
-        "action": "delete" if fate.goes else "keep",
-        "reasons": list(fate.reasons),
-        "created": found.created,
-        "metrics": found.metrics,
-        "nbytes": found.nbytes if fate.goes else None,
+        "step": status.step,
+        "name": status.name,
+        "action": "delete" if decision.delete else "keep",
+        "reasons": list(decision.reasons),
+        "created": status.created,
+        "metrics": status.metrics,
+        "nbytes": status.nbytes if decision.delete else None,
     }
 
 
-def _print_plan(plan: Plan) -> None:
+def _print_plan(plan: DeletionPlan) -> None:
     now = time.time()
-    if plan.fates:
-        print_table(_COLUMNS, [_row(fate, now) for fate in plan.fates])
+    if plan.decisions:
+        print_table(_COLUMNS, [_row(decision, now) for decision in plan.decisions])
         print_line()
     for name in plan.leftovers:
-        print_line((f"{'leftover':<9} ", "dim"), printable(name), (", deleted unless its save is alive", "dim"))
+        print_line((f"{'leftover':<9} ", "dim"), printable(name), (", deleted unless its save is still running", "dim"))
 
 
-def _row(fate: Fate, now: float) -> Sequence[Cell]:
-    found = fate.found
+def _row(decision: StepDecision, now: float) -> Sequence[Cell]:
+    status = decision.status
     return (
-        str(found.step),
-        printable(found.name),
-        "" if found.created is None else printable(age(found.created, now)),
-        "" if found.nbytes is None or not fate.goes else size(found.nbytes),
-        printable(metrics_text(found.metrics)),
-        ("delete", "bold red") if fate.goes else ("keep", "green"),
-        printable("; ".join(fate.reasons)),
+        str(status.step),
+        printable(status.name),
+        "" if status.created is None else printable(format_age(status.created, now)),
+        "" if status.nbytes is None or not decision.delete else format_size(status.nbytes),
+        printable(format_metrics(status.metrics)),
+        ("delete", "bold red") if decision.delete else ("keep", "green"),
+        printable("; ".join(decision.reasons)),
     )
 
 
-def _summary(plan: Plan, verb: str) -> str:
-    """What is to happen, in a line."""
-    if not plan.doomed and not plan.leftovers:
-        return f"nothing to delete: {count(len(plan.fates), 'step')} kept"
-    nbytes = sum(fate.found.nbytes or 0 for fate in plan.fates if fate.goes)
-    text = f"{verb}: {len(plan.doomed):,} of {count(len(plan.fates), 'step')}, {size(nbytes)}"
-    return text + (f"; {count(len(plan.leftovers), 'leftover')}" if plan.leftovers else "")
+def _summary(plan: DeletionPlan, verb: str) -> str:
+    """Return the plan as one line."""
+    to_delete = [decision.status for decision in plan.decisions if decision.delete]
+    if not to_delete and not plan.leftovers:
+        return f"nothing to delete: {format_count(len(plan.decisions), 'step')} kept"
+    nbytes = sum(status.nbytes or 0 for status in to_delete)
+    text = f"{verb}: {len(to_delete):,} of {format_count(len(plan.decisions), 'step')}, {format_size(nbytes)}"
+    return text + (f"; {format_count(len(plan.leftovers), 'leftover')}" if plan.leftovers else "")
 
 
-def _result(plan: Plan, deleted: Collection[int]) -> str:
-    """What happened, in a line."""
-    gone = [fate.found for fate in plan.fates if fate.found.step in deleted]
-    text = (
-        f"deleted: {len(deleted):,} of {count(len(plan.fates), 'step')}, {size(sum(one.nbytes or 0 for one in gone))}"
-    )
-    stayed = sorted(plan.doomed - frozenset(deleted))
-    if stayed:
-        text += f"; {', '.join(map(str, stayed))} stayed: pinned by now, or kept by what was saved meanwhile"
+def _result(plan: DeletionPlan, deleted: Collection[int]) -> str:
+    """Return the result as one line."""
+    nbytes = sum(decision.status.nbytes or 0 for decision in plan.decisions if decision.status.step in deleted)
+    text = f"deleted: {len(deleted):,} of {format_count(len(plan.decisions), 'step')}, {format_size(nbytes)}"
+    kept = sorted(plan.steps_to_delete - frozenset(deleted))
+    if kept:
+        text += f"; kept {', '.join(map(str, kept))}: pinned or needed by a newer save in the meantime"
     return text

@@ -1,4 +1,4 @@
-"""``ckptcore inspect``: what is in a checkpoint."""
+"""``ckptcore inspect``: shows the content of a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import click
 
 from ckptcore.builtin.files import FilesLayout
 from ckptcore.events import Event
+from ckptcore.loading.describe import describe_checkpoint
 from ckptcore.model import (
     JSON,
     ArrayRecord,
@@ -23,33 +24,32 @@ from ckptcore.model import (
     format_path,
 )
 from ckptcore.results import CheckpointMetadata
-from ckptcore_tools.amounts import count, metrics_text, size
 from ckptcore_tools.cli.command import ExitCode, checkpoint_command, command_context
-from ckptcore_tools.cli.locations import describe
 from ckptcore_tools.cli.output import UNSET, print_document, print_line, printable
+from ckptcore_tools.formatting import format_count, format_metrics, format_size
 from ckptcore_tools.timelines import format_timeline
 
 __all__ = ["TreeRow", "command", "tree_rows"]
 
-_WIDEST_NAME = 72
-_EVENT = ("phase", "rank", "began", "seconds", "nbytes", "error")
-"""Fields of an event that a document has."""
+_MAX_NAME_WIDTH = 72
+_EVENT_FIELDS = ("phase", "rank", "began", "seconds", "nbytes", "error")
+"""Fields of an event in the JSON document."""
 
 
 @checkpoint_command("inspect")
 @click.argument("location")
-@click.option("--depth", type=click.IntRange(min=0), help="Show so many levels of containers; all by default.")
-@click.option("--objects", "show_objects", is_flag=True, help="List the objects (files) too.")
+@click.option("--depth", type=click.IntRange(min=0), help="Levels of containers to show. Default: all.")
+@click.option("--objects", "show_objects", is_flag=True, help="Also list the objects (files).")
 @click.option(
-    "--timeline", "show_timeline", is_flag=True, help="Show what the save did, and how long, in place of the tree."
+    "--timeline", "show_timeline", is_flag=True, help="Show the phases of the save and their times, not the tree."
 )
 def command(as_json: bool, location: str, depth: int | None, show_objects: bool, show_timeline: bool) -> ExitCode:
-    """Show the tree of a checkpoint: shapes, dtypes, shardings, sizes; and who wrote it.
+    """Show the tree of a checkpoint (shapes, dtypes, shardings, sizes) and the software that wrote it.
 
-    Of several checkpointables each one is shown, with its tree or its files. No array is read. --depth, --objects and
-    --timeline are for the text: JSON always has everything.
+    In a checkpoint of several checkpointables, each one is shown with its tree or its files. No array is read.
+    --depth, --objects and --timeline apply to text only: JSON always contains everything.
     """
-    found = describe(location, command_context())
+    found = describe_checkpoint(location, command_context())
     if as_json:
         _print_document(location, found)
         return ExitCode.OK
@@ -63,7 +63,7 @@ def command(as_json: bool, location: str, depth: int | None, show_objects: bool,
         for number, (name, one) in enumerate(found.checkpointables.items()):
             if number:
                 print_line()
-            print_line((printable(name), "bold"), "  ", (_told_of(found, name), "dim"))
+            print_line((printable(name), "bold"), "  ", (_checkpointable_text(found, name), "dim"))
             _print_content(one, depth, show_objects)
         for name, reason in found.checkpointables.unreadable.items():
             print_line((printable(name), "bold"), "  ", ("cannot be read", "yellow"), f": {printable(reason)}")
@@ -78,31 +78,31 @@ def _print_document(location: str, found: CheckpointMetadata) -> None:
         "save_id": found.save_id,
         "custom": found.custom,
         "metrics": found.metrics,
-        "timeline": [{name: getattr(event, name) for name in _EVENT} for event in found.timeline],
+        "timeline": [{name: getattr(event, name) for name in _EVENT_FIELDS} for event in found.timeline],
     }
     if not found.is_composite:
-        print_document("inspect", **members, **_part(found), bases=found.bases)
+        print_document("inspect", **members, **_content_document(found), bases=found.bases)
         return
-    parts = [
+    checkpointables = [
         {
             "name": name,
             "kind": "files" if one.layout == FilesLayout.name else "tree",
             "processes": found.checkpointables.processes.get(name),
-            **_part(one),
+            **_content_document(one),
         }
         for name, one in found.checkpointables.items()
     ]
     print_document(
         "inspect_checkpointables",
         **members,
-        checkpointables=parts,
+        checkpointables=checkpointables,
         deleted=found.checkpointables.deleted,
         unreadable=found.checkpointables.unreadable or UNSET,
     )
 
 
-def _part(found: CheckpointMetadata) -> dict[str, object]:
-    """One tree, or the files of one object; files have no containers and no leaves."""
+def _content_document(found: CheckpointMetadata) -> dict[str, object]:
+    """Return one tree, or the files of one object, as JSON. Files have no containers and no leaves."""
     return {
         "layout": found.layout,
         "containers": list(_container_documents(found.tree.skeleton, ())),
@@ -162,10 +162,10 @@ def _leaf_documents(tree: TreeMetadata) -> Iterator[dict[str, object]]:
 def _print_summary(location: str, found: CheckpointMetadata) -> None:
     layout, deleted, bases = None, None, None
     if not found.is_composite:
-        layout, held = found.layout, _holds(found)
+        layout, content = found.layout, _content_text(found)
         bases = ", ".join(found.bases)
     else:
-        held = f"{count(len(found.checkpointables), 'checkpointable')} of {size(found.nbytes)}"
+        content = f"{format_count(len(found.checkpointables), 'checkpointable')} of {format_size(found.nbytes)}"
         deleted = ", ".join(found.checkpointables.deleted)
     print_line((printable(location), "bold"))
     for title, text in (
@@ -173,47 +173,45 @@ def _print_summary(location: str, found: CheckpointMetadata) -> None:
         ("written by", found.writer),
         ("created", found.created),
         ("save id", found.save_id),
-        ("holds", held),
-        ("refers to", bases),
+        ("content", content),
+        ("bases", bases),
         ("deleted", deleted),
-        ("metrics", metrics_text(found.metrics)),
+        ("metrics", format_metrics(found.metrics)),
         ("custom", json.dumps(dict(found.custom), ensure_ascii=False) if found.custom else None),
     ):
         if text:
             print_line((f"  {title:<11}", "dim"), printable(text))
 
 
-def _holds(found: CheckpointMetadata) -> str:
+def _content_text(found: CheckpointMetadata) -> str:
     totals = _totals(found)
     if found.layout == FilesLayout.name:
-        return f"{count(totals['objects'], 'file')} of {size(totals['object_bytes'])}"
-    held = []
+        return f"{format_count(totals['objects'], 'file')} of {format_size(totals['object_bytes'])}"
+    parts = []
     if totals["arrays"] or not totals["values"]:
-        held.append(f"{count(totals['arrays'], 'array')} of {size(totals['nbytes'])}")
+        parts.append(f"{format_count(totals['arrays'], 'array')} of {format_size(totals['nbytes'])}")
     if totals["values"]:
-        held.append(count(totals["values"], "value"))
+        parts.append(format_count(totals["values"], "value"))
     if totals["objects"]:
-        held.append(f"in {count(totals['objects'], 'object')} of {size(totals['object_bytes'])}")
-    return ", ".join(held)
+        parts.append(f"in {format_count(totals['objects'], 'object')} of {format_size(totals['object_bytes'])}")
+    return ", ".join(parts)
 
 
-def _told_of(found: CheckpointMetadata, name: str) -> str:
-    """What is said of one of several checkpointables beside its name."""
+def _checkpointable_text(found: CheckpointMetadata, name: str) -> str:
+    """Return the summary of one of several checkpointables."""
     one = found.checkpointables[name]
-    told = _holds(one) if one.layout == FilesLayout.name else f"{printable(one.layout)}, {_holds(one)}"
+    text = _content_text(one) if one.layout == FilesLayout.name else f"{printable(one.layout)}, {_content_text(one)}"
     processes = found.checkpointables.processes.get(name)
     if processes is None or processes == 1:
-        return told
-    return (
-        f"{told}; of each of {count(processes, 'process', 'processes')}, the first is shown ({printable(name)}.rank_0)"
-    )
+        return text
+    return f"{text}; saved by {processes:,} processes separately, showing {printable(name)}.rank_0"
 
 
 def _print_timeline(timeline: Sequence[Event]) -> None:
     if not timeline:
         print_line(
-            "no timeline: it is kept with what ckptcore saves as a whole, and not by older versions, by other "
-            "software, or with one of several checkpointables"
+            "no timeline: checkpoints of other software and of older versions have none, and for several "
+            "checkpointables there is only one, of the whole checkpoint"
         )
         return
     for line in format_timeline(timeline).splitlines():
@@ -221,7 +219,7 @@ def _print_timeline(timeline: Sequence[Event]) -> None:
 
 
 def _print_content(found: CheckpointMetadata, depth: int | None, show_objects: bool) -> None:
-    """The tree, or the files where there is none."""
+    """Print the tree, or the files of a checkpoint without a tree."""
     is_files = found.layout == FilesLayout.name
     if not is_files:
         _print_tree(found.tree, depth)
@@ -229,24 +227,24 @@ def _print_content(found: CheckpointMetadata, depth: int | None, show_objects: b
         print_line()
     if show_objects or is_files:
         for record in found.objects.values():
-            print_line(f"{size(record.size):>9}  ", printable(record.key))
+            print_line(f"{format_size(record.size):>9}  ", printable(record.key))
 
 
 def _print_tree(tree: TreeMetadata, depth: int | None) -> None:
     rows = list(tree_rows(tree, depth))
-    name_width = min(_WIDEST_NAME, max(len(row.guide) + len(row.name) for row in rows))
-    what_width = max(len(row.what) for row in rows)
+    name_width = min(_MAX_NAME_WIDTH, max(len(row.guide) + len(row.name) for row in rows))
+    type_width = max(len(row.type) for row in rows)
     for row in rows:
         name = row.name.ljust(name_width - len(row.guide))
         rest = f"  {row.size:>9}  {row.detail}".rstrip()
-        what = row.what.ljust(what_width) if rest else row.what
-        print_line((row.guide, "dim"), name, "  ", (what, "cyan"), (rest, "dim"))
+        type_text = row.type.ljust(type_width) if rest else row.type
+        print_line((row.guide, "dim"), name, "  ", (type_text, "cyan"), (rest, "dim"))
 
 
-_VALUE_CHARACTERS = 60
-_NOTE_CHARACTERS = 160
-_LISTED = 6
-"""So many elements of a list in a note are shown, of a longer one fewer: a mesh can have thousands of devices."""
+_MAX_VALUE_CHARACTERS = 60
+_MAX_NOTE_CHARACTERS = 160
+_MAX_NOTE_ELEMENTS = 6
+"""Elements of a list in a note that are shown. Longer lists are shortened: a mesh can have thousands of devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,32 +252,32 @@ class TreeRow:
     """A line of a drawn tree.
 
     Attributes:
-        guide: the lines that lead to it.
-        name: its key in the container it is in.
-        what: its type: a dtype and shape, a kind of value, a kind of container.
-        size: bytes of an array; else empty.
-        detail: how it was sharded, what it shares bytes with, a value.
+        guide: the lines of the drawing, before the name.
+        name: the key in the parent container.
+        type: dtype and shape of an array, kind of a value, or kind of a container.
+        size: size of an array; empty for others.
+        detail: sharding, path of an array with the same bytes, or the value.
     """
 
     guide: str
     name: str
-    what: str
+    type: str
     size: str
     detail: str
 
 
 def tree_rows(tree: TreeMetadata, depth: int | None) -> Iterator[TreeRow]:
-    """The rows of a tree, down to so many levels of containers; None for all."""
-    yield from _rows(_Numbered(tree), tree.skeleton, "", "", "<root>", depth)
+    """Yield the rows of a tree, down to `depth` levels of containers. None: all levels."""
+    yield from _rows(_LeafCursor(tree), tree.skeleton, "", "", "<root>", depth)
 
 
-class _Numbered:
-    """Gives the leaves of a tree, one after the other, in the order in which the skeleton has them.
+class _LeafCursor:
+    """Returns the leaves of a tree in order.
 
     Attributes:
         tree: the tree.
         next: the number of the next leaf.
-        one_device: whether all arrays that were on one device were on the same: then that is not said of each.
+        one_device: True if all arrays were on the same device. The rows then do not name it.
     """
 
     def __init__(self, tree: TreeMetadata) -> None:
@@ -296,7 +294,9 @@ class _Numbered:
         return number, self.tree.leaves[number]
 
 
-def _rows(leaves: _Numbered, node: Skeleton, guide: str, below: str, name: str, depth: int | None) -> Iterator[TreeRow]:
+def _rows(
+    leaves: _LeafCursor, node: Skeleton, guide: str, child_guide: str, name: str, depth: int | None
+) -> Iterator[TreeRow]:
     if not isinstance(node, Node):
         yield _leaf_row(leaves, *leaves.take(), guide, name)
         return
@@ -305,7 +305,9 @@ def _rows(leaves: _Numbered, node: Skeleton, guide: str, below: str, name: str, 
         first = leaves.next
         leaves.next = first + _leaf_count(node)
         nbytes = _nbytes(leaves.tree, range(first, leaves.next))
-        yield TreeRow(guide, name, kind, size(nbytes), f"… {count(leaves.next - first, 'leaf', 'leaves')}")
+        yield TreeRow(
+            guide, name, kind, format_size(nbytes), f"… {format_count(leaves.next - first, 'leaf', 'leaves')}"
+        )
         return
     yield TreeRow(guide, name, kind, "", "" if node.children else "empty")
     for number, (key, child) in enumerate(zip(node.keys, node.children, strict=True)):
@@ -313,26 +315,26 @@ def _rows(leaves: _Numbered, node: Skeleton, guide: str, below: str, name: str, 
         yield from _rows(
             leaves,
             child,
-            below + ("└─ " if last else "├─ "),
-            below + ("   " if last else "│  "),
+            child_guide + ("└─ " if last else "├─ "),
+            child_guide + ("   " if last else "│  "),
             _key_text(key),
             None if depth is None else depth - 1,
         )
 
 
-def _leaf_row(leaves: _Numbered, number: int, record: LeafRecord, guide: str, name: str) -> TreeRow:
+def _leaf_row(leaves: _LeafCursor, number: int, record: LeafRecord, guide: str, name: str) -> TreeRow:
     if not isinstance(record, ArrayRecord):
         value = json.dumps(record.value, ensure_ascii=False)
-        if len(value) > _VALUE_CHARACTERS:
-            value = value[: _VALUE_CHARACTERS - 1] + "…"
+        if len(value) > _MAX_VALUE_CHARACTERS:
+            value = value[: _MAX_VALUE_CHARACTERS - 1] + "…"
         return TreeRow(guide, name, printable(record.kind), "", printable(value))
-    what = str(record.spec) if record.kind == "array" else f"{printable(record.kind)} {record.spec}"
+    type_text = str(record.spec) if record.kind == "array" else f"{printable(record.kind)} {record.spec}"
     if (target := leaves.tree.aliases.get(number)) is not None:
-        return TreeRow(guide, name, what, "", f"= {printable(format_path(leaves.tree.paths[target]))}")
-    return TreeRow(guide, name, what, size(record.spec.nbytes), _how_it_lies(record, leaves.one_device))
+        return TreeRow(guide, name, type_text, "", f"= {printable(format_path(leaves.tree.paths[target]))}")
+    return TreeRow(guide, name, type_text, format_size(record.spec.nbytes), _sharding_text(record, leaves.one_device))
 
 
-def _how_it_lies(record: ArrayRecord, one_device: bool) -> str:
+def _sharding_text(record: ArrayRecord, one_device: bool) -> str:
     parts = []
     if record.cuts is not None:
         parts.append("in " + "×".join(str(len(axis) + 1) for axis in record.cuts) + " parts")
@@ -340,12 +342,12 @@ def _how_it_lies(record: ArrayRecord, one_device: bool) -> str:
         if one_device and _device(note) is not None:
             continue
         text = f"{key}: {_compact(note).removeprefix('(').removesuffix(')')}"
-        parts.append(text if len(text) <= _NOTE_CHARACTERS else text[: _NOTE_CHARACTERS - 1] + "…")
+        parts.append(text if len(text) <= _MAX_NOTE_CHARACTERS else text[: _MAX_NOTE_CHARACTERS - 1] + "…")
     return printable(", ".join(parts))
 
 
 def _device(note: JSON) -> str | None:
-    """The one device that an array was on, if that is what the note says: ``{"type": ..., "device": name}``."""
+    """Return the device of an array, if the note is ``{"type": ..., "device": name}``."""
     if not isinstance(note, Mapping) or note.keys() != {"type", "device"}:
         return None
     device = note["device"]
@@ -353,7 +355,7 @@ def _device(note: JSON) -> str | None:
 
 
 def _compact(note: JSON) -> str:
-    """JSON as briefly as can be: ``(NamedSharding mesh=(data=4) spec=(data, -))``; a "type" goes without its name."""
+    """Return short text of JSON, without the name "type": ``(NamedSharding mesh=(data=4) spec=(data, -))``."""
     if note is None:
         return "-"
     if isinstance(note, str):
@@ -362,9 +364,9 @@ def _compact(note: JSON) -> str:
         members = (_compact(member) if key == "type" else f"{key}={_compact(member)}" for key, member in note.items())
         return f"({' '.join(members)})"
     if isinstance(note, Sequence):
-        if len(note) <= _LISTED:
+        if len(note) <= _MAX_NOTE_ELEMENTS:
             return f"({', '.join(map(_compact, note))})"
-        return f"({', '.join(map(_compact, note[: _LISTED - 2]))}, … {len(note):,} in all)"
+        return f"({', '.join(map(_compact, note[: _MAX_NOTE_ELEMENTS - 2]))}, … {len(note):,} in all)"
     return json.dumps(note)
 
 

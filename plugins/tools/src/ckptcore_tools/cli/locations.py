@@ -1,4 +1,4 @@
-"""Locations that the user names, and descriptions of the checkpoints at them."""
+"""Locations given on the command line, and descriptions of the checkpoints at them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import urllib.parse
 from collections.abc import Mapping, Sequence
 
-from ckptcore.commit.location import Place, open_directory, resolve_location
+from ckptcore.commit.location import open_directory, resolve_location
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointNotFoundError, InvalidLocationError
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint
@@ -15,22 +15,22 @@ from ckptcore.loading.opening import ConsistentRead, is_deleted, open_either, pr
 from ckptcore.runtime import runtime_of
 from ckptcore_tools.cli.command import command_context
 
-__all__ = ["child_location", "describe", "describe_directories", "names_in"]
+__all__ = ["child_location", "describe_directories", "names_in"]
 
 
 def child_location(directory: str, name: str) -> str:
-    """The location of something in a directory."""
+    """Return the location of an entry of a directory."""
     if directory[:7].lower() == "file://":
-        escaped = urllib.parse.quote(name, errors="surrogateescape")  # escapes in such a URL are decoded
+        escaped = urllib.parse.quote(name, errors="surrogateescape")  # percent escapes in file URLs are decoded
         return f"{directory.rstrip('/')}/{escaped}"
     return os.path.join(directory, name)
 
 
 def names_in(directory: str, context: Context) -> Sequence[str]:
-    """The names in a directory; those of directories end in ``/``.
+    """Return the names in a directory. Names of subdirectories end in ``/``.
 
     Raises:
-        CheckpointNotFoundError: if there is no such directory.
+        CheckpointNotFoundError: if the directory does not exist.
     """
     names = open_directory(directory, runtime_of(context).registry, durable=False, config=context.storage).list_names()
     if names:
@@ -38,30 +38,22 @@ def names_in(directory: str, context: Context) -> Sequence[str]:
     try:
         location = resolve_location(directory, runtime_of(context).registry, durable=False, config=context.storage)
     except InvalidLocationError:
-        return names  # the root of a storage, which is always there
+        return names  # the root of a storage, which always exists
     if f"{location.name}/" not in location.parent.list_names():
-        raise CheckpointNotFoundError(f"there is no directory {directory}; check the path")
+        raise CheckpointNotFoundError(f"{directory}: no such directory; check the path")
     return names
 
 
-def describe(location: Place, context: Context) -> CheckpointMetadata:
-    """What a checkpoint of either sort says of itself. Any thread.
-
-    Raises:
-        What `ckptcore.metadata` does.
-    """
-    return describe_checkpoint(location, context)
-
-
 def describe_directories(location: str) -> Mapping[str, tuple[str, CheckpointMetadata]]:
-    """Everything in a checkpoint that is one: by directory, where it is and what it says.
+    """Return the location and the metadata of each directory of a checkpoint that contains a tree or files.
 
-    Of one tree that is itself, with an empty directory. Of several checkpointables each one that is still there, of
-    each process that saved its own.
+    The key is the directory within the checkpoint. A checkpoint of one tree has one entry, with an empty key. A
+    checkpoint of several checkpointables has one entry per checkpointable, or per process if every process saved its
+    own. Deleted checkpointables are left out.
 
     Raises:
-        CheckpointNotFoundError: also if one of what other software wrote cannot be read.
-        What `ckptcore.metadata` does.
+        CheckpointNotFoundError: also if a checkpointable that other software wrote cannot be read.
+        CheckpointError: see `ckptcore.metadata`.
     """
     context = command_context()
 
@@ -69,16 +61,16 @@ def describe_directories(location: str) -> Mapping[str, tuple[str, CheckpointMet
         if isinstance(found, Checkpoint):
             return {"": (location, describe_tree(location, context))}
         if found.root is None:
-            told = describe_checkpoint(location, context).checkpointables
-            for reason in told.unreadable.values():
-                raise CheckpointNotFoundError(f"{reason}; name one of the others by its own location")
-            return {name: (child_location(location, name), one) for name, one in told.items()}
-        places = {
+            members = describe_checkpoint(location, context).checkpointables
+            for reason in members.unreadable.values():
+                raise CheckpointNotFoundError(f"{reason}. To compare another checkpointable, give its own location")
+            return {name: (child_location(location, name), member) for name, member in members.items()}
+        locations = {
             directory: child_location(location, directory)
             for directories in present_members(found).values()
             for directory in directories
             if not is_deleted(found, directory)
         }
-        return {directory: (place, describe_tree(place, context)) for directory, place in places.items()}
+        return {directory: (member, describe_tree(member, context)) for directory, member in locations.items()}
 
     return ConsistentRead(location, context, open_either).retry_if_replaced(describe_each)

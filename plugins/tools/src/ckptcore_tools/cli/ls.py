@@ -1,4 +1,4 @@
-"""``ckptcore ls``: the checkpoints in a directory, and what is left there of saves that died."""
+"""``ckptcore ls``: lists the checkpoints in a directory, and leftovers of failed saves."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 import click
 
 from ckptcore.context import Context
+from ckptcore.loading.describe import describe_checkpoint
 from ckptcore.model import ArrayRecord
-from ckptcore_tools.amounts import count, size
 from ckptcore_tools.cli.command import ExitCode, checkpoint_command, command_context
-from ckptcore_tools.cli.locations import child_location, describe, names_in
+from ckptcore_tools.cli.locations import child_location, names_in
 from ckptcore_tools.cli.output import UNSET, Unset, print_document, print_line, printable
+from ckptcore_tools.formatting import format_count, format_size
 
 if TYPE_CHECKING:
     from ckptcore.results import CheckpointMetadata
 
-__all__ = ["Listed", "command"]
+__all__ = ["Entry", "command"]
 
 State: TypeAlias = Literal["committed", "foreign", "uncommitted", "leftover", "corrupt", "unreadable"]
 
@@ -29,26 +30,26 @@ _STATES = """\
 \b
 States:
   committed    a checkpoint of ckptcore
-  foreign      a checkpoint of other software, which an installed layout reads
-  uncommitted  a save that is under way, or died
-  leftover     a hidden directory in which a save is under way, or died; the next save removes it
-  corrupt      a checkpoint that is damaged
+  foreign      a checkpoint of other software that an installed layout can read
+  uncommitted  a save that is running, or failed
+  leftover     a hidden directory of a save that is running, or failed; the next save removes it if it failed
+  corrupt      a damaged checkpoint
   unreadable   a checkpoint that cannot be read here, such as one of a newer version
 """
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
-    """Something in a directory: a checkpoint, or what a save left.
+class Entry:
+    """An entry of a directory: a checkpoint, or a leftover of a save.
 
     Attributes:
-        name, state: what it is.
-        layout: "composite" where it holds several checkpointables.
-        created: ISO 8601 in UTC.
-        arrays, nbytes: how many, and their bytes.
-        error: why it is corrupt or unreadable.
-        writer: the software that wrote it, where it can be read.
-        checkpointables: their names, where it holds several.
+        name, state: the name in the directory, and the state.
+        layout: the layout; "composite" for several checkpointables.
+        created: start of the save, ISO 8601 in UTC.
+        arrays, nbytes: number of arrays, and their bytes.
+        error: why the checkpoint is corrupt or unreadable.
+        writer: the software that wrote it, if it can be read.
+        checkpointables: names of the checkpointables, if there are several.
     """
 
     name: str
@@ -65,51 +66,52 @@ class Listed:
 @checkpoint_command("ls", epilog=_STATES)
 @click.argument("directory", default=".")
 def command(as_json: bool, directory: str) -> ExitCode:
-    """List the checkpoints in DIRECTORY: whether each is committed, its layout, size and age, and what other software wrote it.
+    """List the checkpoints in DIRECTORY, with state, layout, size and time.
 
-    DIRECTORY is a path or URL; only what is directly in it is looked at, and what is no checkpoint is left out. Of the
-    steps of a run `ckptcore steps` tells more.
+    DIRECTORY is a path or URL. Subdirectories are not searched, and other files are left out. For the steps of a run,
+    `ckptcore steps` shows more.
     """
-    found = _checkpoints(directory)
+    entries = _read_entries(directory)
     if as_json:
-        print_document("ls", directory=directory, checkpoints=found)
+        print_document("ls", directory=directory, checkpoints=entries)
     else:
-        _print(directory, found)
+        _print(directory, entries)
     return ExitCode.OK
 
 
-def _checkpoints(directory: str) -> Sequence[Listed]:
+def _read_entries(directory: str) -> Sequence[Entry]:
     from ckptcore.commit.root import ROOT_KEY
     from ckptcore.commit.target import ADMINISTRATION, is_hidden_name, is_leftover_name
 
     context = command_context()
     names = names_in(directory, context)
     if ROOT_KEY in names:
-        # It is a checkpoint itself: like `ls` of a file.
-        return _listed(directory, directory, context)
+        # The directory is a checkpoint itself: list only it, as `ls` does for a file.
+        entry = _read_entry(directory, directory, context)
+        return [] if entry is None else [entry]
 
-    def look(name: str) -> Sequence[Listed]:
+    def read_named(name: str) -> Entry | None:
         if is_hidden_name(name):
-            return [Listed(name, "leftover" if is_leftover_name(name) else "uncommitted")]
-        return _listed(child_location(directory, name), name, context)
+            return Entry(name, "leftover" if is_leftover_name(name) else "uncommitted")
+        return _read_entry(child_location(directory, name), name, context)
 
-    entries = [entry.rstrip("/") for entry in sorted(names, key=_in_order)]
-    # Each is some small requests, which a remote storage answers in tens of milliseconds.
+    ordered = [name.rstrip("/") for name in sorted(names, key=_sort_key)]
+    # Each entry takes a few small requests, which a remote storage answers in tens of milliseconds.
     with ThreadPoolExecutor(_THREADS) as threads:
-        found = list(threads.map(look, [name for name in entries if name != ADMINISTRATION]))
-    return [document for documents in found for document in documents]
+        entries = list(threads.map(read_named, [name for name in ordered if name != ADMINISTRATION]))
+    return [entry for entry in entries if entry is not None]
 
 
-def _in_order(entry: str) -> tuple[str, int, str]:
-    """Steps by their number: 9 before 10."""
+def _sort_key(entry: str) -> tuple[str, int, str]:
+    """Return a key that sorts steps by number: 9 before 10."""
     name = entry.rstrip("/")
     prefix = name.rstrip("0123456789")
-    # A number of a thousand digits is no step.
+    # Only 20 digits: converting a name of thousands of digits is slow or fails.
     return (prefix, int(name[len(prefix) :][:20] or -1), name)
 
 
-def _listed(location: str, name: str, context: Context) -> Sequence[Listed]:
-    """The checkpoint at a location, or nothing if it is none."""
+def _read_entry(location: str, name: str, context: Context) -> Entry | None:
+    """Describe the checkpoint at a location. None if there is none."""
     import ckptcore
     from ckptcore.errors import (
         CheckpointNotFoundError,
@@ -119,43 +121,40 @@ def _listed(location: str, name: str, context: Context) -> Sequence[Listed]:
     )
 
     try:
-        found = describe(location, context)
+        found = describe_checkpoint(location, context)
     except UncommittedCheckpointError:
-        return [Listed(name, "uncommitted")]
+        return Entry(name, "uncommitted")
     except CheckpointNotFoundError:
-        return ()
+        return None
     except CorruptCheckpointError as error:
-        return [Listed(name, "corrupt", error=str(error))]
+        return Entry(name, "corrupt", error=str(error))
     except StorageError:
-        raise  # says nothing of this one
+        raise  # the storage failed, which is not a property of this checkpoint
     except ckptcore.CheckpointError as error:
-        return [Listed(name, "unreadable", error=str(error))]
+        return Entry(name, "unreadable", error=str(error))
+    checkpointables: Sequence[str] | Unset = UNSET
+    layout = "composite"
+    if not found.is_composite:
+        trees, layout = [found], found.layout
     else:
-        named: Sequence[str] | Unset = UNSET
-        layout = "composite"
-        if not found.is_composite:
-            trees, layout = [found], found.layout
-        else:
-            trees, named = list(found.checkpointables.values()), list(found.checkpointables)
-        return [
-            Listed(
-                name,
-                "foreign" if found.save_id is None else "committed",
-                layout=layout,
-                created=found.created,
-                arrays=sum(map(_arrays, trees)),
-                nbytes=found.nbytes,
-                writer=found.writer,
-                checkpointables=named,
-            )
-        ]
+        trees, checkpointables = list(found.checkpointables.values()), list(found.checkpointables)
+    return Entry(
+        name,
+        "foreign" if found.save_id is None else "committed",
+        layout=layout,
+        created=found.created,
+        arrays=sum(map(_array_count, trees)),
+        nbytes=found.nbytes,
+        writer=found.writer,
+        checkpointables=checkpointables,
+    )
 
 
-def _arrays(found: CheckpointMetadata) -> int:
+def _array_count(found: CheckpointMetadata) -> int:
     return sum(isinstance(record, ArrayRecord) for record in found.tree.leaves)
 
 
-def _print(directory: str, checkpoints: Sequence[Listed]) -> None:
+def _print(directory: str, checkpoints: Sequence[Entry]) -> None:
     if not checkpoints:
         print_line(f"no checkpoints in {printable(directory)}")
         return
@@ -164,9 +163,15 @@ def _print(directory: str, checkpoints: Sequence[Listed]) -> None:
     for name, checkpoint in zip(names, checkpoints, strict=True):
         details = ""
         if checkpoint.arrays is not None and checkpoint.nbytes is not None:
-            named = checkpoint.checkpointables
-            held = count(checkpoint.arrays, "array") if named is UNSET else count(len(named), "checkpointable")
-            details = f"{checkpoint.layout:<12}{size(checkpoint.nbytes):>9} {held:>18}  {checkpoint.created or ''}"
+            members = checkpoint.checkpointables
+            content = (
+                format_count(checkpoint.arrays, "array")
+                if members is UNSET
+                else format_count(len(members), "checkpointable")
+            )
+            details = (
+                f"{checkpoint.layout:<12}{format_size(checkpoint.nbytes):>9} {content:>18}  {checkpoint.created or ''}"
+            )
             if checkpoint.state == "foreign" and checkpoint.writer:
                 details = f"{details.rstrip()}  by {printable(str(checkpoint.writer))}"
         elif checkpoint.error is not None:

@@ -1,4 +1,4 @@
-"""Output of commands: text and JSON to stdout, errors and progress to stderr."""
+"""Output of commands: text and JSON on stdout, errors and progress on stderr."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ __all__ = [
 
 
 class _Output(Console):
-    """Lets it be seen that the reader of a pipe has gone; rich would end the program, with the exit code 1."""
+    """A console that raises an error if the reader of the pipe has exited. Rich would exit the process with code 1."""
 
     def on_broken_pipe(self) -> None:
-        raise BrokenPipeError(errno.EPIPE, "the reader of the output has gone")
+        raise BrokenPipeError(errno.EPIPE, "the reader of the output closed the pipe")
 
 
 def print_line(*parts: str | tuple[str, str]) -> None:
-    """Print a line to stdout: plain parts, and parts with a style where that is a terminal.
+    """Print a line to stdout, from parts of text or of ``(text, style)``. Styles are used on terminals only.
 
-    Nothing is read as markup, wrapped or cut: a line in a pipe is a line.
+    The text is not interpreted as markup, and is not wrapped or truncated.
     """
     console = _output(sys.stdout)
     if console.is_terminal:
@@ -67,20 +67,20 @@ class Unset(Enum):
 
 
 UNSET: Final = Unset.UNSET
-"""The value of a field that a JSON document leaves out."""
+"""The value of a field that is left out of a JSON document."""
 
 
 def to_json(value: object, **names: str) -> Any:
-    """Return a dataclass, a named tuple, or a member of a document, as JSON.
+    """Convert a dataclass, a named tuple, or any member of a document to JSON.
 
-    Members that are `UNSET` are left out. The numbers that JSON does not have are text: "nan", "inf", "-inf".
+    Members that are `UNSET` are left out. Numbers that JSON cannot represent become text: "nan", "inf", "-inf".
 
     Args:
-        value: the dataclass.
-        names: members of the document that are named differently, by the name of the field.
+        value: the value to convert.
+        names: name of a field in the document, by the name of the field, if the two differ.
     """
     if isinstance(value, Attribute):
-        return {"attr": value.name}  # apart from a text key of a mapping
+        return {"attr": value.name}  # to distinguish it from a text key of a mapping
     if dataclasses.is_dataclass(value):
         fields = dataclasses.fields(value)
         return to_json({names.get(field.name, field.name): getattr(value, field.name) for field in fields})
@@ -94,45 +94,46 @@ def to_json(value: object, **names: str) -> Any:
 
 
 def print_document(kind: str, **members: object) -> None:
-    """Print the one JSON document of a command to stdout.
+    """Print the JSON document of a command to stdout.
 
     Args:
-        kind: names the type of the document. ``schema`` has it with its version, within which members are only added.
-        members: what the document has; sizes in bytes, times ISO 8601 in UTC. Dataclasses are converted.
+        kind: the type of the document. Its ``schema`` is the type with a version. Within a version, members are only
+            added.
+        members: the members of the document; sizes in bytes, times in ISO 8601 (UTC). Dataclasses are converted.
     """
     document = {"schema": f"ckptcore.{kind}/1", **to_json(members)}
     sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
 
 
 def json_number(number: float) -> float | str:
-    """A number for a JSON document: JSON has no ``nan``, ``inf`` and ``-inf``, which are text there."""
+    """Return a number for a JSON document. ``nan``, ``inf`` and ``-inf`` become text, because JSON has none."""
     return number if math.isfinite(number) else str(number)
 
 
 def error_line(message: str) -> None:
-    """Print one line to stderr, whatever line breaks the message has."""
+    """Print an error to stderr as one line. Line breaks become spaces."""
     flat = " ".join(part.strip() for part in message.splitlines() if part.strip())
     sys.stderr.write(f"ckptcore: error: {printable(flat)}\n")
 
 
 def printable(text: str) -> str:
-    """Text that came out of a checkpoint, without what could steer a terminal: an escape becomes ``\\x1b``."""
+    """Escape the control characters of a text, because text of a checkpoint could control the terminal."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 Cell: TypeAlias = str | tuple[str, str]
-"""A text, or a text with a style."""
+"""A text, or a text and its style."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column.
+    """A column of a table.
 
     Attributes:
-        heading: what stands above it.
-        side: where its texts begin or end.
+        heading: the heading.
+        side: the alignment of the cells.
     """
 
     heading: str
@@ -140,7 +141,7 @@ class Column:
 
 
 def print_table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> None:
-    """Print rows below the headings of their columns; a column in which nothing stands is left out."""
+    """Print a table with headings. Empty columns are left out."""
     used = [number for number in range(len(columns)) if any(_text(row[number]) for row in rows)]
     widths = {number: max(len(columns[number].heading), *(len(_text(row[number])) for row in rows)) for number in used}
     headings: list[Cell] = [(column.heading, "dim") for column in columns]
@@ -167,7 +168,7 @@ def _style(cell: Cell) -> str:
 
 @contextmanager
 def byte_progress(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar until the body ends; gives a function that takes bytes done and bytes in all, from any thread."""
+    """Show a progress bar until the body ends. Yields a function of bytes done and total bytes, for any thread."""
     console = Console(file=sys.stderr)
     bar = Progress(
         TextColumn("{task.description}"),

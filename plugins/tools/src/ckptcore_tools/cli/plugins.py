@@ -1,4 +1,4 @@
-"""``ckptcore plugins``: what is installed, and what failed to load and why."""
+"""``ckptcore plugins``: lists installed plugins, and plugins that failed to load."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ _OFFERS = {
     "ckpt_checkpointable_handler": "checkpointables",
     "ckpt_coordinator": "a coordinator",
     "ckpt_executor": "an executor",
-    "ckpt_storage_for": "locations of schemes that no plugin names",
+    "ckpt_storage_for": "locations with other URL schemes",
 }
 
 
 @checkpoint_command("plugins")
 def command(as_json: bool) -> ExitCode:
-    """List the installed plugins: what each one handles, its layouts and URL schemes.
+    """List the installed plugins with their handlers, layouts and URL schemes.
 
-    Those that failed to load, and layouts that cannot be used, are listed with the reason, and make the exit code 1.
+    Plugins that failed to load, and layouts that cannot be used, are listed with the reason. If there are any, the
+    exit code is 1.
     """
     installed = core_plugins.installed_plugins()
     plugins, version = installed.describe(), importlib.metadata.version("ckptcore")

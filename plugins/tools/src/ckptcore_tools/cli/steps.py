@@ -1,4 +1,4 @@
-"""``ckptcore steps``: the steps of a run, and the job that owns them."""
+"""``ckptcore steps``: lists the steps of a run, and the job that owns the directory."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
 from ckptcore.step_names import StepNames
 from ckptcore.training.steps import StepDirectory
-from ckptcore_tools.amounts import age, count, metrics_text, size
-from ckptcore_tools.cli.command import ExitCode, checkpoint_command, command_context
+from ckptcore_tools.cli.command import NAMED_HELP, ExitCode, checkpoint_command, command_context
 from ckptcore_tools.cli.locations import child_location, names_in
 from ckptcore_tools.cli.output import (
     UNSET,
@@ -48,29 +47,30 @@ from ckptcore_tools.cli.output import (
     printable,
 )
 from ckptcore_tools.cli.verify import problem_documents
+from ckptcore_tools.formatting import format_age, format_count, format_metrics, format_size
 
-__all__ = ["Found", "StepState", "command", "find_pinned", "find_steps", "look_at_steps", "step_names"]
+__all__ = ["StepState", "StepStatus", "command", "find_pinned", "find_steps", "read_steps", "step_names"]
 
 StepState: TypeAlias = Literal["committed", "foreign", "uncommitted", "corrupt", "unreadable", "other"]
 
 _THREADS: Final = 8
-"""Requests at a time: each step is a small one, which a remote storage answers in tens of milliseconds."""
+"""Concurrent requests. Each step takes a small request, which a remote storage answers in tens of milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What stands under the name of a step.
+class StepStatus:
+    """The state of a step.
 
     Attributes:
-        step, name: its number, and the name of its directory.
-        state: what it is. "other": nothing that can be loaded, and no save of ckptcore.
-        created: when its save began, ISO 8601 in UTC; None where that is not known.
-        nbytes: bytes of its objects; of other software's, those of its arrays. None where it cannot be read.
-        metrics: the measurements that were saved with it.
-        pinned: by a reader; None where that cannot be found out.
-        error: why it is corrupt or unreadable, or the first problem that verifying it found.
-        sound, unverified, problems: what verifying it found: whether nothing is wrong, the objects without checksums,
-            and the problems as JSON.
+        step, name: the number, and the name of the directory.
+        state: the state. "other": neither a checkpoint that can be loaded nor a save of ckptcore.
+        created: start of the save, ISO 8601 in UTC; None if unknown.
+        nbytes: bytes of the objects; for checkpoints of other software, bytes of the arrays. None if unreadable.
+        metrics: the metrics saved with the step.
+        pinned: True if a reader has pinned the step; None if unknown.
+        error: why the step is corrupt or unreadable, or the first problem found by verification.
+        sound, unverified, problems: result of the verification: True if there is no problem, the objects without
+            checksums, and the problems as JSON.
     """
 
     step: int
@@ -87,10 +87,10 @@ class Found:
 
 
 def step_names(example: str | None) -> StepNames:
-    """How steps are named: in the usual ways, and as in an example.
+    """Return the usual names of steps, or the names that follow an example.
 
     Raises:
-        click.BadParameter: if no step can be named so.
+        click.BadParameter: if the example cannot be the name of a step.
     """
     if example is None:
         return StepNames()
@@ -104,12 +104,13 @@ def find_steps(directory: str, names: StepNames, context: Context) -> StepDirect
     """List the steps of a directory.
 
     Raises:
-        CheckpointNotFoundError: if there is no such directory.
-        InvalidLocationError: if it is a checkpoint itself.
+        CheckpointNotFoundError: if the directory does not exist.
+        InvalidLocationError: if the directory is a checkpoint.
     """
     if ROOT_KEY in names_in(directory, context):
         raise InvalidLocationError(
-            f"{directory} is a checkpoint and no directory of steps; name the directory that it is in, or use inspect"
+            f"{directory} is a checkpoint, not a directory of steps. Give its parent directory, or use "
+            f"`ckptcore inspect {directory}`"
         )
     steps = StepDirectory(directory, names, context)
     since = steps.changes()
@@ -118,94 +119,95 @@ def find_steps(directory: str, names: StepNames, context: Context) -> StepDirect
 
 
 def find_pinned(store: StorageBackend, display: str) -> frozenset[str] | None:
-    """The names of the steps that readers have pinned; None where that cannot be found out."""
+    """Return the names of the steps that readers have pinned. None if the storage does not allow to read them."""
     try:
         return commit_method(store).locks(display).pinned()
     except StorageError:
-        return None  # what readers died of may not be removed by everybody who may read
+        # Reading the pins also removes the pins of dead processes, which needs write permission.
+        return None
 
 
-def look_at_steps(steps: StepDirectory, chosen: Sequence[int], context: Context) -> Sequence[Found]:
-    """Read the roots of some steps, several at a time.
+def read_steps(steps: StepDirectory, chosen: Sequence[int], context: Context) -> Sequence[StepStatus]:
+    """Read the roots of some steps concurrently.
 
     Raises:
-        StorageError
+        StorageError: if the storage fails.
     """
     if not chosen:
         return ()
     with ThreadPoolExecutor(min(_THREADS, len(chosen))) as threads:
-        return list(threads.map(partial(_look, steps, context), chosen))
+        return list(threads.map(partial(_read_step, steps, context), chosen))
 
 
-def _look(steps: StepDirectory, context: Context, step: int) -> Found:
-    """Look at a step. Look again if it was committed, replaced or deleted in between."""
+def _read_step(steps: StepDirectory, context: Context, step: int) -> StepStatus:
+    """Read a step. Read it again if it was committed, replaced or deleted in the meantime."""
     store = subdirectory(steps.store, steps.name(step))
     for _ in range(ATTEMPTS):
         mark = root_mark(store)
-        found = _look_once(steps, context, step, mark)
-        if found.state == "committed" or root_mark(store) == mark:
+        status = _read_step_once(steps, context, step, mark)
+        if status.state == "committed" or root_mark(store) == mark:
             break
-    return found
+    return status
 
 
-def _look_once(steps: StepDirectory, context: Context, step: int, data: bytes | str | None) -> Found:
-    """Look at a step of which this is the mark."""
+def _read_step_once(steps: StepDirectory, context: Context, step: int, mark: bytes | str | None) -> StepStatus:
     name = steps.name(step)
     store = subdirectory(steps.store, name)
-    if isinstance(data, str):
-        return Found(step, name, "unreadable", error=data)
+    if isinstance(mark, str):
+        return StepStatus(step, name, "unreadable", error=mark)
     try:
-        if data is None:
-            return _look_at_foreign(steps, context, step)
-        summary = summarize_root(data)
+        if mark is None:
+            return _read_foreign_step(steps, context, step)
+        summary = summarize_root(mark)
         if not summary.committed:
-            return Found(step, name, "uncommitted", summary.created)
-        nbytes = (
-            _bytes_of_members(steps, step, data, summary, context) if summary.members else _bytes(store, data, summary)
-        )
-        return Found(step, name, "committed", summary.created, nbytes, summary.metrics)
+            return StepStatus(step, name, "uncommitted", summary.created)
+        if summary.members:
+            nbytes = _composite_bytes(steps, step, mark, summary, context)
+        else:
+            nbytes = _object_bytes(store, mark, summary)
+        return StepStatus(step, name, "committed", summary.created, nbytes, summary.metrics)
     except CheckpointNotFoundError:
-        return Found(step, name, "other")
+        return StepStatus(step, name, "other")
     except CorruptCheckpointError as error:
-        return Found(step, name, "corrupt", error=str(error))
+        return StepStatus(step, name, "corrupt", error=str(error))
     except StorageError:
         raise
     except CheckpointError as error:
-        return Found(step, name, "unreadable", error=str(error))
+        return StepStatus(step, name, "unreadable", error=str(error))
 
 
-def _look_at_foreign(steps: StepDirectory, context: Context, step: int) -> Found:
+def _read_foreign_step(steps: StepDirectory, context: Context, step: int) -> StepStatus:
     found = describe_checkpoint(steps.place(step), context)
-    # Between the two looks a save may have committed.
+    # A save may have committed since the root was looked for.
     state: StepState = "foreign" if found.save_id is None else "committed"
-    return Found(step, steps.name(step), state, found.created, found.nbytes, found.metrics)
+    return StepStatus(step, steps.name(step), state, found.created, found.nbytes, found.metrics)
 
 
-def _bytes(store: StorageBackend, data: bytes, summary: Summary) -> int:
-    """Bytes of the objects of one tree, or of what one object wrote."""
+def _object_bytes(store: StorageBackend, data: bytes, summary: Summary) -> int:
+    """Return the bytes of the objects of one tree, or of the files of one checkpointable."""
     if summary.nbytes is not None:
         return summary.nbytes
     root = parse_root(store, data)
     return sum(record.size for record in root.objects.values()) if isinstance(root, Root) else 0
 
 
-def _bytes_of_members(steps: StepDirectory, step: int, data: bytes, summary: Summary, context: Context) -> int:
-    """Bytes of the objects of every checkpointable, of every process.
+def _composite_bytes(steps: StepDirectory, step: int, data: bytes, summary: Summary, context: Context) -> int:
+    """Return the bytes of the objects of all checkpointables and processes.
 
     Raises:
-        CorruptCheckpointError: names the one whose root cannot be read.
+        CorruptCheckpointError: if a root cannot be read. Names its directory.
     """
     location = resolve_location(steps.place(step), runtime_of(context).registry, durable=False, config=context.storage)
     composite = Composite(summary.save_id, summary.created, {}, summary.members or {})
     total = 0
     for directories in present_members(CompositeCheckpoint.of_root(location, Mark(data), composite)).values():
         for directory in directories:
-            inside = subdirectory(location.store, directory)
-            found = root_bytes(inside)
-            if found is None:
+            store = subdirectory(location.store, directory)
+            root = root_bytes(store)
+            if root is None:
                 continue  # deleted
             try:
-                total += _bytes(inside, found, summarize_root(found))
+                total += _object_bytes(store, root, summarize_root(root))
             except CorruptCheckpointError as error:
                 raise CorruptCheckpointError(f"{directory}: {error}", key=error.key) from error
     return total
@@ -226,72 +228,72 @@ _STATES = """\
 \b
 States:
   committed    a checkpoint of ckptcore
-  foreign      a checkpoint of other software, which an installed layout reads
-  uncommitted  a save that is under way, or died
-  corrupt      a checkpoint that is damaged
+  foreign      a checkpoint of other software that an installed layout can read
+  uncommitted  a save that is running, or failed
+  corrupt      a damaged checkpoint
   unreadable   a checkpoint that cannot be read here, such as one of a newer version
-  other        nothing that can be loaded; saves, loads and policies pass it over
+  other        not a checkpoint; saves, loads and policies ignore it
 """
 
 
 @checkpoint_command("steps", epilog=_STATES)
 @click.argument("directory", default=".")
-@click.option("--last", type=click.IntRange(min=1), metavar="N", help="Only the newest N; the others are not read.")
 @click.option(
-    "--verify", is_flag=True, help="Read every byte of each step and check it; the exit code is 1 if one fails."
+    "--last", type=click.IntRange(min=1), metavar="N", help="Show only the newest N steps, and read no others."
 )
-@click.option("--named", metavar="EXAMPLE", help="How steps are named, if in no usual way: epoch-0010.")
+@click.option("--verify", is_flag=True, help="Verify every byte of each step. If a step is damaged, exit with 1.")
+@click.option("--named", metavar="EXAMPLE", help=NAMED_HELP)
 def command(as_json: bool, directory: str, last: int | None, verify: bool, named: str | None) -> ExitCode:
-    """List the steps in DIRECTORY: state, size, age and metrics of each; who owns it, and what dead saves left.
+    """List the steps in DIRECTORY with state, size, age and metrics, the owner, and leftovers of failed saves.
 
-    DIRECTORY is a path or URL. No checkpoint in it is changed, and a job may go on saving there. The size is that of
-    all files of a step but its root.
+    DIRECTORY is a path or URL. Nothing is changed, and a job can save there at the same time. The size counts all files
+    of a step except its root.
     """
     context = command_context()
     steps = find_steps(directory, step_names(named), context)
     candidates = steps.candidates()
     chosen = candidates if last is None else candidates[-last:]
     pinned = find_pinned(steps.store, directory)
-    found = [
-        replace(one, pinned=None if pinned is None else one.name in pinned)
-        for one in look_at_steps(steps, chosen, context)
+    statuses = [
+        replace(status, pinned=None if pinned is None else status.name in pinned)
+        for status in read_steps(steps, chosen, context)
     ]
     if verify:
-        found = [
-            _verified(directory, one, f"step {one.step} ({number} of {len(found)})")
-            for number, one in enumerate(found, 1)
+        statuses = [
+            _verify(directory, status, f"step {status.step} ({number} of {len(statuses)})")
+            for number, status in enumerate(statuses, 1)
         ]
     owner, older = _owner(steps.store), len(candidates) - len(chosen)
     if as_json:
         print_document(
-            "steps", directory=directory, owner=owner, steps=found, older=older, leftovers=list(steps.leftovers)
+            "steps", directory=directory, owner=owner, steps=statuses, older=older, leftovers=list(steps.leftovers)
         )
     else:
-        _print(found, owner, older, steps.leftovers, directory)
-    return ExitCode.FOUND if any(one.sound is False for one in found) else ExitCode.OK
+        _print(statuses, owner, older, steps.leftovers, directory)
+    return ExitCode.FOUND if any(status.sound is False for status in statuses) else ExitCode.OK
 
 
-def _verified(directory: str, found: Found, title: str) -> Found:
-    """Verify a step; an uncommitted one, and what is no checkpoint, is left as it is."""
-    if found.state in ("uncommitted", "other"):
-        return found
+def _verify(directory: str, status: StepStatus, title: str) -> StepStatus:
+    """Verify a step if it is a committed checkpoint."""
+    if status.state in ("uncommitted", "other"):
+        return status
     try:
         with byte_progress(title) as progress:
             report = ckptcore.verify(
-                child_location(directory, found.name), progress=progress, context=command_context()
+                child_location(directory, status.name), progress=progress, context=command_context()
             )
     except ckptcore.CheckpointError as error:
-        return replace(found, sound=False, error=found.error or str(error))
+        return replace(status, sound=False, error=status.error or str(error))
     problems: Any = problem_documents(report)
-    message = problems[0]["message"] if problems and found.error is None else found.error
-    return replace(found, error=message, sound=report.ok, unverified=report.unverified, problems=problems)
+    message = problems[0]["message"] if problems and status.error is None else status.error
+    return replace(status, error=message, sound=report.ok, unverified=report.unverified, problems=problems)
 
 
 def _owner(store: StorageBackend) -> Mapping[str, JSON] | None:
     try:
         owner = commit_method(store).locks().owner()
     except StorageError as error:
-        return {"alive": None, "host": None, "pid": None, "since": None, "description": f"not known: {error}"}
+        return {"alive": None, "host": None, "pid": None, "since": None, "description": f"unknown: {error}"}
     if owner is None:
         return None
     holder = owner.holder
@@ -305,19 +307,19 @@ def _owner(store: StorageBackend) -> Mapping[str, JSON] | None:
 
 
 def _print(
-    steps: Sequence[Found], owner: Mapping[str, JSON] | None, older: int, leftovers: Sequence[str], directory: str
+    steps: Sequence[StepStatus], owner: Mapping[str, JSON] | None, older: int, leftovers: Sequence[str], directory: str
 ) -> None:
     if steps:
         now = time.time()
         print_table(_COLUMNS, [_row(step, now) for step in steps])
         print_line()
     print_line(_summary(steps, older, directory))
-    print_line((f"{'owner':<9} ", "dim"), "nobody" if owner is None else printable(str(owner["description"])))
+    print_line((f"{'owner':<9} ", "dim"), "none" if owner is None else printable(str(owner["description"])))
     for name in leftovers:
-        print_line((f"{'leftover':<9} ", "dim"), printable(name), (", of a save that is under way or died", "dim"))
+        print_line((f"{'leftover':<9} ", "dim"), printable(name), (", of a save that is running or failed", "dim"))
 
 
-def _row(step: Found, now: float) -> Sequence[Cell]:
+def _row(step: StepStatus, now: float) -> Sequence[Cell]:
     notes = ["pinned"] if step.pinned else []
     if step.error is not None:
         notes.append(printable(" ".join(step.error.split())))
@@ -330,16 +332,16 @@ def _row(step: Found, now: float) -> Sequence[Cell]:
         str(step.step),
         printable(step.name),
         (step.state, _STYLES.get(step.state, "bold red")),
-        "" if step.nbytes is None else size(step.nbytes),
-        "" if step.created is None else printable(age(step.created, now)),
+        "" if step.nbytes is None else format_size(step.nbytes),
+        "" if step.created is None else printable(format_age(step.created, now)),
         checked,
-        printable(metrics_text(step.metrics)),
+        printable(format_metrics(step.metrics)),
         ("; ".join(notes), "" if step.error is None else "red"),
     )
 
 
-def _summary(steps: Sequence[Found], older: int, directory: str) -> str:
+def _summary(steps: Sequence[StepStatus], older: int, directory: str) -> str:
     if not steps:
         return f"no steps in {printable(directory)}"
-    text = f"{count(len(steps), 'step')}, {size(sum(step.nbytes or 0 for step in steps))}"
-    return f"{text}; {count(older, 'older one')} not shown" if older else text
+    text = f"{format_count(len(steps), 'step')}, {format_size(sum(step.nbytes or 0 for step in steps))}"
+    return f"{text}; {format_count(older, 'older step')} not shown" if older else text

@@ -1,4 +1,4 @@
-"""``ckptcore verify``: whether every byte of a checkpoint is what was written."""
+"""``ckptcore verify``: compares every byte of a checkpoint with its checksums."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import click
 
 from ckptcore.model import JSON
-from ckptcore_tools.amounts import count, size
 from ckptcore_tools.cli.command import ExitCode, checkpoint_command, command_context
 from ckptcore_tools.cli.output import byte_progress, print_document, print_line, printable, to_json
+from ckptcore_tools.formatting import format_count, format_size
 
 if TYPE_CHECKING:
     from ckptcore.results import Problem, VerifyReport
@@ -20,12 +20,11 @@ __all__ = ["command", "problem_documents"]
 @checkpoint_command("verify")
 @click.argument("location")
 def command(as_json: bool, location: str) -> ExitCode:
-    """Read every byte of a checkpoint and check it against its checksum.
+    """Read every byte of a checkpoint and verify its checksums.
 
-    Each problem names the object (file), the arrays in it and the range of bytes; with one the exit code is 1. A
-    checkpoint that other software wrote has no checksums: that all of it can be read is checked, and is said so. Of a
-    checkpoint of several checkpointables each one that is there is verified, and those that are not are named: deleted
-    since, or lost.
+    Each problem names the object (file), its arrays and the range of bytes. If there is a problem, the exit code is 1.
+    Checkpoints of other software have no checksums; for these the command only checks that everything can be read. In
+    a checkpoint of several checkpointables each one is verified, and missing ones are listed.
     """
     import ckptcore
 
@@ -41,7 +40,7 @@ def command(as_json: bool, location: str) -> ExitCode:
 
 
 def problem_documents(report: VerifyReport) -> list[JSON]:
-    """The problems of a checkpoint as JSON, in the order of its objects."""
+    """Return the problems of a checkpoint as JSON, sorted by object."""
     return [to_json(problem, key="object") for problem in _sorted(report)]
 
 
@@ -63,24 +62,19 @@ def _print(report: VerifyReport) -> None:
             print_line("  ", ("arrays ", "dim"), shown, f" and {more:,} more" if more > 0 else "")
     if deleted:
         others = f" and {len(deleted) - 8:,} more" if len(deleted) > 8 else ""
-        print_line(
-            ("not there ", "yellow"),
-            ", ".join(map(printable, deleted[:8])),
-            others,
-            ": deleted since the save, or lost",
-        )
-    checked = f"{count(report.objects, 'object')}, {size(report.nbytes)} checked"
+        print_line(("missing ", "yellow"), ", ".join(map(printable, deleted[:8])), others, ": deleted or lost")
+    checked = f"{format_count(report.objects, 'object')}, {format_size(report.nbytes)} checked"
     if not report.ok:
-        print_line((count(len(report.problems), "problem"), "bold red"), f": {checked}")
+        print_line((format_count(len(report.problems), "problem"), "bold red"), f": {checked}")
         return
     if not report.objects:
         print_line(
             ("readable", "bold green"),
-            f": {size(report.nbytes)} of arrays. Other software wrote this and recorded no checksums for ckptcore: "
-            "what its format does not check itself is not verified",
+            f": {format_size(report.nbytes)} of arrays. This checkpoint was written by other software, without checksums "
+            "of ckptcore: damage that its own format does not detect is not found",
         )
         return
     print_line(("sound", "bold green"), f": {checked}")
     if report.unverified:
         unverified = ", ".join(map(printable, report.unverified[:8]))
-        print_line(("no checksums are kept of ", "yellow"), unverified, ": read, and not verified")
+        print_line(("no checksums for ", "yellow"), unverified, ": read, but not verified")

@@ -1,7 +1,7 @@
-"""Consolidating a sharded checkpoint into one directory of safetensors, by one process or by the many of a job.
+"""Consolidation of a sharded checkpoint into one directory of safetensors files, by one process or a whole job.
 
-Each file is written by one process, which reads what is in that file and no more. Which process that is, all of them
-know from the tree alone.
+Each file is written by one process, which reads only the arrays of that file. The assignment of files to processes is
+computed from the tree on every process, without communication.
 """
 
 from __future__ import annotations
@@ -45,29 +45,29 @@ from ckptcore.saving.parts import SavePart
 from ckptcore.saving.preparing import save_created
 from ckptcore.saving.requests import NOTHING_COMMITTED, CommitInfo, Save, Target
 from ckptcore.saving.writing import PlainCommit, PlainSave, write_save
+from ckptcore_tools.copies.conversion import ReportedSave
 from ckptcore_tools.copies.destinations import refuse_destination, refuse_further
-from ckptcore_tools.copies.reported_save import ReportedSave
 from ckptcore_tools.copies.streaming import StreamedSnapshot, StreamSizes, items_by_object, reading_context
 from ckptcore_tools.subtrees import Subtree, SubtreePath, find_subtree, path_keys
 
 __all__ = ["FilePath", "TiedNames", "consolidate_checkpoint"]
 
 FilePath: TypeAlias = str | os.PathLike[str]
-"""Where a local file is."""
+"""Path of a local file."""
 
 TiedNames: TypeAlias = Literal["each", "once"]
 """Names under which a tied array is stored: each of them, or only the first."""
 
-_FILE_PIECE_BYTES: Final = 1 << 24
+_FILE_SLICE_BYTES: Final = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What is consolidated, as it was opened.
+    """The open checkpoint that is consolidated.
 
     Attributes:
         opened: the checkpoint.
-        subtree: the part of it that is written.
+        subtree: the part to write.
     """
 
     opened: Checkpoint
@@ -79,7 +79,7 @@ class _SaveWithAliases(PlainSave):
     """Save a tree whose tied arrays are stored under each of their names; its root lists them as aliases.
 
     Attributes:
-        aliases: by leaf, the leaf that it is tied to.
+        aliases: the leaf that each tied leaf is tied to.
     """
 
     aliases: Mapping[int, int]
@@ -95,7 +95,7 @@ class _CommitWithAliases(PlainCommit):
         self._aliases = aliases
 
     def _completed(self, root: Root | Composite) -> Root | Composite:
-        assert isinstance(root, Root)  # what is consolidated is one tree
+        assert isinstance(root, Root)  # a consolidated checkpoint is one tree
         return replace(root, tree=replace(root.tree, aliases={**root.tree.aliases, **self._aliases}))
 
 
@@ -110,8 +110,9 @@ def consolidate_checkpoint(
     progress: ProgressCallback | None,
     context: Context,
 ) -> None:
-    """See `ckptcore.copy` with a subtree."""
-    key = runtime_of(context).exchange_key(destination)  # before anything can fail: every rank counts every exchange
+    """Consolidate a checkpoint. See `ckptcore.copy` with a subtree."""
+    # Before anything can fail: the key contains a counter, which must be the same on every rank.
+    key = runtime_of(context).exchange_key(destination)
     job = runtime_of(context).job()
     recording = Recording("save", str(destination), context.observers, rank=job.rank)
     try:
@@ -147,7 +148,7 @@ def _consolidate(
     agreement: Agreement,
     recording: Recording,
 ) -> int:
-    """Describe, agree, read and write; bytes of the arrays that this process wrote."""
+    """Describe, agree, read and write. Return the bytes of arrays that this process wrote."""
     sizes = StreamSizes.of(context)
     with recording.phase("describe"), agreement.stage("describe", meaning=NOTHING_COMMITTED) as stage:
         durable = context.durability == "full"
@@ -157,39 +158,39 @@ def _consolidate(
         found = _open(source, path, context)
         refuse_further(found.opened, location)
         tree = found.subtree.tree
-        shared = tree.aliases if tied == "each" else {}
-        if shared:
+        aliases = tree.aliases if tied == "each" else {}
+        if aliases:
             tree = replace(tree, aliases={})
         layout.check(tree, agreement.size)
-        with _expect_same(found.opened):
+        with _detecting_replacement(found.opened):
             check_sizes(found.opened, set(found.subtree.sources))
             objects = items_by_object(layout, tree, found.opened, found.subtree.sources, sizes)
-        beside: Mapping[str, FilePath] = {}
+        added_files: Mapping[str, FilePath] = {}
         if agreement.rank == 0:
             refuse_to_replace(location, overwrite, foreign_checkpoints(context))
-            beside = _files_by_name(files)
+            added_files = _files_by_name(files)
         if agreement.size > 1:
             stage.payload = _digest(found, objects, layout.file_names(tree), layout.metadata)
     payloads = stage.payloads
-    decided = agreement.lead("save", lambda: _same_source(payloads, str(source)))
-    recording.save_id = decided["save_id"]
-    items = [item for number in _shares(objects, agreement.size)[agreement.rank] for item in objects[number]]
-    plan = WritePlan(tree, tuple(items), agreement.rank, agreement.size, decided["save_id"])
+    decision = agreement.lead("save", lambda: _decide(payloads, str(source)))
+    recording.save_id = decision["save_id"]
+    items = [item for number in _assign_objects(objects, agreement.size)[agreement.rank] for item in objects[number]]
+    plan = WritePlan(tree, tuple(items), agreement.rank, agreement.size, decision["save_id"])
     nbytes = sum(item.nbytes for item in items)
     handle = ReportedSave(location.display, nbytes, progress) if progress is not None else None
     snapshot = StreamedSnapshot(plan, found.opened, found.subtree.sources, sizes)
-    part = SavePart("", layout, plan, captured=_Consolidated(found, snapshot, beside))
+    part = SavePart("", layout, plan, captured=_ConsolidatedFiles(found, snapshot, added_files))
     save = Save(
         target=Target(location, overwrite),
         info=CommitInfo(
-            save_id=decided["save_id"],
-            created=decided["created"],
+            save_id=decision["save_id"],
+            created=decision["created"],
             custom=found.opened.origin.custom,
             metrics=found.opened.origin.metrics,
             progress=found.opened.root.progress if found.opened.root is not None else {},
         ),
         parts=[part],
-        strategy=_SaveWithAliases(shared),
+        strategy=_SaveWithAliases(aliases),
         agreement=agreement,
         recording=recording,
         context=context,
@@ -202,7 +203,7 @@ def _consolidate(
 
 
 def _open(source: LocationLike, path: SubtreePath, context: Context) -> _Source:
-    """Open what is to be read; of several checkpointables the one that the path begins with."""
+    """Open the checkpoint, or the checkpointable that the path begins with, and find the subtree."""
     reading = reading_context(context)
     keys = path_keys(path)
 
@@ -221,25 +222,25 @@ def _open(source: LocationLike, path: SubtreePath, context: Context) -> _Source:
 
 
 def _files_by_name(files: Sequence[FilePath]) -> Mapping[str, FilePath]:
-    """Files that go along, by the names that they get.
+    """Return the files to add, by name.
 
     Raises:
-        InvalidLocationError: if one is no file.
-        NameCollisionError: if two have one name, or one has the name of what is written anyway.
+        InvalidLocationError: if a path is not a file.
+        NameCollisionError: if two files have one name, or the name is used for weights or is reserved.
     """
     found: dict[str, FilePath] = {}
     for path in files:
         name = os.path.basename(os.fspath(path))
         if not os.path.isfile(path):
-            raise InvalidLocationError(f"{os.fspath(path)!r} is to go along, and is no file; check the path")
+            raise InvalidLocationError(f"{os.fspath(path)!r} is not a file; check the path. Nothing was written")
         if (
             name in found
             or name.startswith("checkpoint.")
             or name.endswith((".safetensors", ".safetensors.index.json"))
         ):
             raise NameCollisionError(
-                f"{os.fspath(path)!r} cannot go along as {name!r}: that is the name of another one, of weights, or "
-                "of a file of ckptcore's own. Give it another name. Nothing was written"
+                f"{os.fspath(path)!r} cannot be added as {name!r}: another file, the weights or ckptcore's own files "
+                "use this name. Rename the file. Nothing was written"
             )
         found[name] = path
     return found
@@ -248,7 +249,7 @@ def _files_by_name(files: Sequence[FilePath]) -> Mapping[str, FilePath]:
 def _digest(
     source: _Source, objects: Sequence[Sequence[WriteItem]], files: Sequence[str], metadata: Mapping[str, str]
 ) -> JSON:
-    """Return a digest, equal on two ranks if they read the same save and plan the same pieces, files and metadata."""
+    """Return a digest that is equal on all ranks if they read the same save and plan the same items and files."""
     opened = source.opened
     saved: JSON = opened.root.save_id if opened.root is not None else [opened.tree.to_json(), opened.state]
     items = [[[item.leaf, [[box.start, box.stop] for box in item.boxes]] for item in of_one] for of_one in objects]
@@ -256,38 +257,39 @@ def _digest(
     return xxhash.xxh3_128_hexdigest(document.encode())
 
 
-def _same_source(digests: Sequence[JSON], source: str) -> dict[str, str]:
+def _decide(digests: Sequence[JSON], source: str) -> dict[str, str]:
+    """Compare the digests of all ranks, and choose the save id and the time of the save."""
     different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if different:
         raise CheckpointError(
-            f"the ranks {different} found another checkpoint at {source} than rank 0, or were asked for other files: "
-            "call copy with the same arguments on each, when nobody saves there. Nothing was written"
+            f"{source}: the ranks {different} read another checkpoint than rank 0, or were called with other "
+            "arguments. Call copy with the same arguments on every rank, while no job saves there. Nothing was written"
         )
     return {"save_id": new_save_id(), "created": save_created()}
 
 
-def _shares(objects: Sequence[Sequence[WriteItem]], size: int) -> list[list[int]]:
-    """Which objects each process writes: the largest first, always to the one that has the fewest bytes.
+def _assign_objects(objects: Sequence[Sequence[WriteItem]], size: int) -> list[list[int]]:
+    """Assign objects to processes: the largest object first, each to the process with the fewest bytes.
 
     Args:
-        objects: what is in each.
-        size: how many processes there are.
+        objects: the items of each object.
+        size: the number of processes.
 
     Returns:
         By rank, the numbers of its objects, ascending. The same on every process.
     """
-    amounts = [sum(item.nbytes for item in items) for items in objects]
-    taken = [0] * size
-    found: list[list[int]] = [[] for _ in range(size)]
-    for number in sorted(range(len(objects)), key=lambda number: -amounts[number]):
-        rank = taken.index(min(taken))
-        taken[rank] += amounts[number]
-        found[rank].append(number)
-    return [sorted(numbers) for numbers in found]
+    nbytes = [sum(item.nbytes for item in items) for items in objects]
+    assigned_bytes = [0] * size
+    assigned: list[list[int]] = [[] for _ in range(size)]
+    for number in sorted(range(len(objects)), key=lambda number: -nbytes[number]):
+        rank = assigned_bytes.index(min(assigned_bytes))
+        assigned_bytes[rank] += nbytes[number]
+        assigned[rank].append(number)
+    return [sorted(numbers) for numbers in assigned]
 
 
-class _Consolidated:
-    """The files of one process, read from the source as they are written."""
+class _ConsolidatedFiles:
+    """The files that one process writes. Arrays are read from the source while they are written."""
 
     def __init__(self, source: _Source, snapshot: StreamedSnapshot, files: Mapping[str, FilePath]) -> None:
         self._source = source
@@ -298,10 +300,10 @@ class _Consolidated:
         """See `Captured`.
 
         Raises:
-            CorruptCheckpointError: also if the source was replaced meanwhile.
+            CorruptCheckpointError: also if the source was replaced during the save.
         """
         opened = self._source.opened
-        with _expect_same(opened):
+        with _detecting_replacement(opened):
             state = part.layout.write(self._snapshot, store)
         for name, path in self._files.items():
             store.write(name, _file_segments(path))
@@ -310,13 +312,13 @@ class _Consolidated:
         return state
 
     def close(self) -> None:
-        """Let go of what was read; again is no error."""
+        """Free the arrays. Can be called again."""
         self._snapshot.close()
 
 
 @contextmanager
-def _expect_same(opened: Checkpoint) -> Iterator[None]:
-    """Add the names of arrays to errors about bytes. If the source was replaced, raise an error that says so."""
+def _detecting_replacement(opened: Checkpoint) -> Iterator[None]:
+    """Add the names of arrays to read errors. If the source was replaced, raise an error that says so."""
     try:
         with naming_arrays(opened):
             yield
@@ -328,16 +330,16 @@ def _expect_same(opened: Checkpoint) -> Iterator[None]:
 
 def _replaced(opened: Checkpoint) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        f"{opened.location.display} was replaced while it was consolidated; begin again when nobody saves there"
+        f"{opened.location.display} was replaced during the consolidation. Try again while no job saves there"
     )
 
 
 def _file_segments(path: FilePath) -> list[ArraySegment]:
-    """The bytes of a file that goes along, read when they are wanted."""
+    """Return the bytes of a local file as segments that are read lazily."""
     size = os.path.getsize(path)
 
     def segment(start: int) -> ArraySegment:
-        box = Box((0,), (min(_FILE_PIECE_BYTES, size - start),))
+        box = Box((0,), (min(_FILE_SLICE_BYTES, size - start),))
 
         def read() -> Sequence[tuple[Box, HostArray]]:
             with open(path, "rb") as file:
@@ -345,11 +347,11 @@ def _file_segments(path: FilePath) -> list[ArraySegment]:
                 data: Any = np.frombuffer(file.read(box.size), np.uint8)
             if data.size != box.size:
                 raise StorageError(
-                    f"{os.fspath(path)!r} ends at byte {start + data.size}, where it had {size} bytes when it was "
-                    "looked at; let nobody write it meanwhile"
+                    f"{os.fspath(path)!r} ends at byte {start + data.size}, but had {size} bytes before. Do not change "
+                    "the file during the copy"
                 )
             return ((box, data),)
 
         return ArraySegment(box, 1, read, lambda: None)
 
-    return [segment(start) for start in range(0, size, _FILE_PIECE_BYTES)]
+    return [segment(start) for start in range(0, size, _FILE_SLICE_BYTES)]

@@ -1,7 +1,7 @@
-"""Converting a checkpoint to another layout, with little of it in memory at a time.
+"""Conversions of checkpoints to another layout, in bounded memory.
 
-A layout that takes arrays in pieces gets pieces of up to 64 MiB, any other gets whole arrays. They are read ahead of
-the writer, by threads of their own.
+Arrays are read in slices of up to 64 MiB if the layout supports it, otherwise whole, on separate threads ahead of the
+writer.
 """
 
 from __future__ import annotations
@@ -33,21 +33,42 @@ from ckptcore.model.transfer import ArraySegment, WritePlan
 from ckptcore.model.tree import JSON
 from ckptcore.planning import plan_write
 from ckptcore.protocols import Layout, Transforms, WriteStore
+from ckptcore.results import SaveHandle
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import SavePart, TreeCaptured
 from ckptcore.saving.preparing import save_created
 from ckptcore.saving.requests import CommitInfo, Save, Target
 from ckptcore.saving.writing import PlainSave, write_save
 from ckptcore_tools.copies.destinations import refuse_destination, refuse_further
-from ckptcore_tools.copies.reported_save import ReportedSave
 from ckptcore_tools.copies.streaming import StreamedSnapshot, StreamSizes, items_by_object, reading_context
 
-__all__ = ["SourceReplaced", "convert_checkpoint"]
+__all__ = ["ReportedSave", "SourceReplacedError", "convert_checkpoint"]
 
-_PIECE_BYTES: Final = 1 << 24
+_SLICE_BYTES: Final = 1 << 24
 
 
-class SourceReplaced(Exception):
+class ReportedSave(SaveHandle):
+    """A handle of a save that reports progress to a callback."""
+
+    def __init__(self, location: str, total: int, callback: Callable[[int, int], None]) -> None:
+        """Start with zero bytes written.
+
+        Args:
+            location: the location in error messages.
+            total: bytes of the arrays to write.
+            callback: called with bytes written and total bytes, from any thread.
+        """
+        super().__init__(location, total)
+        self._callback = callback
+
+    def count(self, nbytes: int) -> None:
+        """Add written bytes and call the callback."""
+        super().count(nbytes)
+        progress = self.progress
+        self._callback(min(progress.written, progress.total), progress.total)
+
+
+class SourceReplacedError(Exception):
     """The source was replaced by another save before the conversion. Nothing was written."""
 
 
@@ -60,31 +81,34 @@ def convert_checkpoint(
     context: Context,
     transforms: Transforms = (),
     *,
-    save_id_of: Callable[[str], str] | None = None,
+    copy_id: Callable[[str], str] | None = None,
     before_commit: Callable[[], None] = lambda: None,
-    only: bytes | None = None,
+    expected_root: bytes | None = None,
 ) -> None:
-    """See `ckptcore.copy` with a layout.
+    """Convert a checkpoint. See `ckptcore.copy` with a layout.
 
     Args:
-        source, destination, layout, overwrite, progress, context, transforms: as there.
-        save_id_of: gives that of what is written, from that of the source; None: a new one.
-        before_commit: called right before the commit; what it raises stops that.
-        only: the root of the save that is converted; None: whichever is there.
+        source, destination, layout, overwrite, progress, context, transforms: see `ckptcore.copy`.
+        copy_id: returns the save id to write, for the save id of the source. None: a new save id.
+        before_commit: called before the commit. Its error stops the commit.
+        expected_root: the root of the save to convert. None: any root.
 
     Raises:
-        SourceReplaced: if the source has another root than `only`.
-        What `ckptcore.copy` does.
+        SourceReplacedError: if the source has another root than `expected_root`.
+        CheckpointError: see `ckptcore.copy`.
     """
     chosen = runtime_of(context).registry.layout(layout)
     durable = context.durability == "full"
-    resolved = resolve_location(destination, runtime_of(context).registry, durable=durable, config=context.storage)
-    read_from = resolve_location(source, runtime_of(context).registry, durable=False, config=context.storage)
-    refuse_destination(read_from, resolved)
-    refuse_to_replace(resolved, overwrite, foreign_checkpoints(context))
-
-    job = _Conversion(resolved, chosen, overwrite, progress, context, transforms, save_id_of, before_commit, only)
-    ConsistentRead(source, job.reading, open_either).retry_if_replaced(functools.partial(job.either, source))
+    to = resolve_location(destination, runtime_of(context).registry, durable=durable, config=context.storage)
+    refuse_destination(
+        resolve_location(source, runtime_of(context).registry, durable=False, config=context.storage), to
+    )
+    refuse_to_replace(to, overwrite, foreign_checkpoints(context))
+    conversion = _Conversion(
+        to, chosen, overwrite, progress, context, transforms, copy_id, before_commit, expected_root
+    )
+    reading = conversion.reading_context
+    ConsistentRead(source, reading, open_either).retry_if_replaced(functools.partial(conversion.convert, source))
 
 
 class _Conversion:
@@ -96,76 +120,76 @@ class _Conversion:
         progress: ProgressCallback | None,
         context: Context,
         transforms: Transforms,
-        save_id_of: Callable[[str], str] | None,
+        copy_id: Callable[[str], str] | None,
         before_commit: Callable[[], None],
-        only: bytes | None,
+        expected_root: bytes | None,
     ) -> None:
         self._before_commit = before_commit
-        self._only = only
-        self._save_id_of = save_id_of
+        self._expected_root = expected_root
+        self._copy_id = copy_id
         self._transforms = transforms
         self._destination = destination
         self._layout = layout
         self._overwrite = overwrite
         self._progress = progress
         self._context = context
-        self.reading = reading_context(context)
-        """What the source is read with."""
+        self.reading_context = reading_context(context)
+        """The Context to read the source with."""
         self._snapshots: list[StreamedSnapshot] = []
         self._written: str | None = None
-        """The save id under which an attempt wrote the source, which was replaced meanwhile."""
+        """The save id of the previous attempt, which is invalid because the source was replaced."""
 
-    def either(self, source: Place, found: Checkpoint | CompositeCheckpoint) -> None:
+    def convert(self, source: Place, found: Checkpoint | CompositeCheckpoint) -> None:
         """Convert one tree, or several checkpointables."""
-        if self._only is not None and found.mark.root != self._only:
-            self._take_back()
-            raise SourceReplaced
+        if self._expected_root is not None and found.mark.root != self._expected_root:
+            self._remove_previous_attempt()
+            raise SourceReplacedError
         if isinstance(found, Checkpoint):
-            self._tree(found)
+            self._convert_single(found)
         elif self._transforms:
             raise TransformError(
-                f"{found.location.display} holds several checkpointables, and transforms apply to one tree: convert "
-                f"them one by one, as in copy({source}/NAME, ..., layout=..., transforms=...). Nothing was converted"
+                f"{found.location.display} contains several checkpointables, and transforms apply to one tree. Convert "
+                f"each by its own location, such as {source}/{next(iter(found.members), 'NAME')}. Nothing was converted"
             )
         else:
-            self._composite(source, found)
+            self._convert_composite(source, found)
 
-    def _tree(self, opened: Checkpoint) -> None:
-        """Write a checkpoint that is one tree."""
+    def _convert_single(self, opened: Checkpoint) -> None:
+        """Write a checkpoint of one tree, or of files."""
         if self._transforms:
             opened = self._transformed(opened)
         refuse_further(opened, self._destination)
         root = opened.root
-        save_id = new_save_id() if self._save_id_of is None or root is None else self._save_id_of(root.save_id)
+        save_id = new_save_id() if self._copy_id is None or root is None else self._copy_id(root.save_id)
         self._write(save_id, [self._part("", "", opened, save_id, own=False)], None, opened)
 
     def _transformed(self, opened: Checkpoint) -> Checkpoint:
-        """A checkpoint as the transforms make it.
+        """Apply the transforms.
 
         Raises:
-            TransformError: if it has no tree, or they do not fit.
+            TransformError: if the checkpoint has no tree, or the transforms do not fit.
         """
         if opened.layout.name == FilesLayout.name:
             raise TransformError(
-                f"{opened.location.display} holds files that an object wrote, and no tree to transform"
+                f"{opened.location.display} contains files of a checkpointable, and no tree to transform"
             )
-        return transformed(opened, self._transforms, self.reading)
+        return transformed(opened, self._transforms, self.reading_context)
 
-    def _composite(self, source: Place, composite: CompositeCheckpoint) -> None:
-        """Write every checkpointable that is still there; files as they are."""
+    def _convert_composite(self, source: Place, composite: CompositeCheckpoint) -> None:
+        """Write every checkpointable that is not deleted. Files are copied."""
         save_id = new_save_id()
         members: dict[str, Member] = {}
         parts = []
         for name, directories in present_members(composite).items():
             member = composite.members[name]
-            check_name(name)  # other software has other rules
-            there = [directory for directory in directories if not is_deleted(composite, directory)]
-            if there and len(there) < (member.processes or 1):
+            check_name(name)  # other software allows other names
+            existing = [directory for directory in directories if not is_deleted(composite, directory)]
+            if existing and len(existing) < (member.processes or 1):
                 raise CorruptCheckpointError(
-                    f"{name!r} in {composite.location.display} has a state for each of {member.processes} processes, "
-                    f"and only {len(there)} are there; delete those too, or convert another checkpoint"
+                    f"{composite.location.display}: {name!r} was saved by {member.processes} processes, but only "
+                    f"{len(existing)} of them exist. Delete these too, or convert another checkpoint"
                 )
-            for directory in there:
+            for directory in existing:
                 members[name] = member
                 opened = self._open(composite, name, directory, source)
                 parts.append(self._part(name, directory, opened, save_id, own=member.processes is not None))
@@ -173,12 +197,10 @@ class _Conversion:
 
     def _open(self, composite: CompositeCheckpoint, name: str, directory: str, source: Place) -> Checkpoint:
         try:
-            return open_member(composite, name, directory, source, self.reading)
+            return open_member(composite, name, directory, source, self.reading_context)
         except CheckpointNotFoundError as error:
             if composite.root is None:
-                error.add_note(
-                    f"nothing was converted; the others can be, one by one, as in copy({source}/NAME, ..., layout=...)"
-                )
+                error.add_note(f"Nothing was converted. The others can be converted by location, such as {source}/NAME")
             raise
 
     def _part(self, name: str, directory: str, opened: Checkpoint, save_id: str, *, own: bool) -> SavePart:
@@ -203,7 +225,7 @@ class _Conversion:
         members: Mapping[str, Member] | None,
         source: Checkpoint | CompositeCheckpoint,
     ) -> None:
-        self._take_back()
+        self._remove_previous_attempt()
         display = self._destination.display
         total = sum(part.plan.tree.nbytes for part in parts)
         handle = ReportedSave(display, total, self._progress) if self._progress is not None else None
@@ -234,39 +256,39 @@ class _Conversion:
         self._written = save_id
 
     def _check(self, source: Checkpoint | CompositeCheckpoint) -> None:
-        """Look, before the commit, whether further checkpoints that were read are still those that were opened."""
+        """Check before the commit that bases and other sources were not replaced."""
         if isinstance(source, Checkpoint) and source.derived is not None:
-            from ckptcore.loading.derived import check_beside  # only who reads further ones needs it
+            from ckptcore.loading.derived import check_beside  # needed only for derived arrays
 
             check_beside(source)
         self._before_commit()
 
-    def _take_back(self) -> None:
-        """Remove what an attempt before wrote where it cannot be replaced, and nothing that somebody else saved there since."""
+    def _remove_previous_attempt(self) -> None:
+        """Remove the checkpoint of a previous attempt if the next one cannot replace it. Keep other saves."""
         written, self._written = self._written, None
         if written is None or (self._overwrite and self._destination.commits.replaces_atomically):
             return
-        there = read_root(self._destination.store)
-        if there is not None and there.save_id == written:
+        root = read_root(self._destination.store)
+        if root is not None and root.save_id == written:
             self._destination.commits.remove(self._destination, new_save_id(), runtime_of(self._context).conditions)
 
 
 def _refuse_own_names(opened: Checkpoint) -> None:
-    """Refuse files of other software that have the names of ckptcore's own.
+    """Refuse files of other software with names that ckptcore reserves.
 
     Raises:
-        NameCollisionError
+        NameCollisionError: if there is such a file.
     """
     for key in opened.objects:
         if key.startswith("checkpoint."):
             raise NameCollisionError(
-                f"{opened.location.display} has the file {key!r}; names that begin with 'checkpoint.' are those of "
-                "ckptcore's own files, so it cannot stand in a checkpoint of ckptcore. Nothing was converted"
+                f"{opened.location.display}: the file name {key!r} is reserved, because names of ckptcore's own files "
+                "begin with 'checkpoint.'. Rename the file. Nothing was converted"
             )
 
 
 class _StoredFiles:
-    """Files of an object that are read from the source as they are written."""
+    """Files of a checkpointable that are read from the source while they are written."""
 
     def __init__(self, opened: Checkpoint) -> None:
         self._opened = opened
@@ -274,12 +296,12 @@ class _StoredFiles:
     def write(self, part: SavePart, store: WriteStore) -> JSON:
         """See `Captured`."""
         for record in self._opened.objects.values():
-            check_file(self._opened, record)  # before anything is made of a size that a hostile root may state
-            store.write(record.key, [self._piece(record, start) for start in range(0, record.size, _PIECE_BYTES)])
-        return state_of_files(empty_directories(self._opened.state))  # checked: the source may be hostile
+            check_file(self._opened, record)  # a hostile root can state any size
+            store.write(record.key, [self._segment(record, start) for start in range(0, record.size, _SLICE_BYTES)])
+        return state_of_files(empty_directories(self._opened.state))  # decoded and checked: the source can be hostile
 
-    def _piece(self, record: ObjectRecord, start: int) -> ArraySegment:
-        box = Box((0,), (min(_PIECE_BYTES, record.size - start),))
+    def _segment(self, record: ObjectRecord, start: int) -> ArraySegment:
+        box = Box((0,), (min(_SLICE_BYTES, record.size - start),))
 
         def read() -> Sequence[tuple[Box, HostArray]]:
             data = self._opened.store.get(record.key, start, start + box.size)
@@ -288,4 +310,4 @@ class _StoredFiles:
         return ArraySegment(box, 1, read, lambda: None)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """See `Captured`. There is nothing to free."""

@@ -1,4 +1,4 @@
-"""Copying a checkpoint byte for byte between any two storages; an interrupted copy resumes."""
+"""Copies of checkpoints byte for byte, between any two storages. An interrupted copy resumes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from ckptcore.model.objects import ObjectRecord
 from ckptcore.protocols import StorageBackend, Transaction
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.preparing import save_created
-from ckptcore_tools.copies.conversion import SourceReplaced, convert_checkpoint
+from ckptcore_tools.copies.conversion import SourceReplacedError, convert_checkpoint
 from ckptcore_tools.copies.destinations import refuse_destination
 from ckptcore_tools.copies.manifests import Manifest, StoredRoot, read_manifest
 from ckptcore_tools.copies.transfers import Transfer
@@ -53,7 +53,7 @@ __all__ = ["CopyReport", "CopyVerification", "copy_checkpoint", "copy_whole"]
 logger = logging.getLogger("ckptcore.copying")
 
 CopyVerification: TypeAlias = Literal["passing", "read-back"]
-"""How a copy is verified: bytes are compared with their checksums as they pass; all is read at the destination, too."""
+"""When a copy is verified: as bytes are copied, or also by reading the destination."""
 
 _VERIFICATIONS: Final = ("passing", "read-back")
 """The values of `CopyVerification`."""
@@ -61,16 +61,17 @@ _VERIFICATIONS: Final = ("passing", "read-back")
 
 @dataclass(frozen=True, slots=True)
 class CopyReport:
-    """What a copy did.
+    """Result of a copy.
 
     Attributes:
-        objects: how many objects the checkpoint has, its root included.
-        nbytes: bytes of all of them.
-        sent_bytes: bytes that were written at the destination.
-        kept_bytes: bytes that were there already, of a copy that died, or of one that was complete.
+        objects: number of objects of the checkpoint, including its root.
+        nbytes: bytes of all objects.
+        sent_bytes: bytes that were written to the destination.
+        kept_bytes: bytes that existed at the destination, from an interrupted or complete copy.
         read_back_bytes: bytes that were read at the destination.
-        requests: ranges read, pieces written, objects begun and completed; without those that look around.
-        unverified: keys of objects of which no checksums are kept: they were copied as they were read.
+        requests: number of ranges read, ranges written, and objects opened and completed. Listings and checks are not
+            counted.
+        unverified: keys of objects without checksums. They were copied without verification.
     """
 
     objects: int
@@ -97,12 +98,12 @@ def copy_checkpoint(
     """See `ckptcore.copy`.
 
     Args:
-        source, destination, context, overwrite, verify, progress: as there.
-        is_stopped: asked before each piece; who says True gets a `CancelledError`, and what was copied stays for the
-            next copy.
-        before_commit: called when all but the root is there; what it raises is raised, and what was copied stays.
-        copy_referring: copies a checkpoint whose root refers to others, and returns None if it was replaced meanwhile.
-            None: such checkpoints are copied as they are.
+        source, destination, context, overwrite, verify, progress: see `ckptcore.copy`.
+        is_stopped: called before each range. If it returns True, the copy raises `CancelledError`. Copied objects are
+            kept for the next copy.
+        before_commit: called when everything but the root is copied. Its error stops the copy. Copied objects are kept.
+        copy_referring: copies a checkpoint that has bases. Returns None if the checkpoint was replaced during the copy.
+            None: such checkpoints are copied with their references.
     """
     if verify not in _VERIFICATIONS:
         raise ValueError(f"verify={verify!r}: expected one of {', '.join(map(repr, _VERIFICATIONS))}")
@@ -118,27 +119,27 @@ def copy_checkpoint(
             if report is None:
                 continue
             return report
-        copy = _Copy(manifest, to, verify, progress, is_stopped, before_commit, context)
+        copy = _CopyAttempt(manifest, to, verify, progress, is_stopped, before_commit, context)
         if not overwrite and copy.is_there():
             to.commits.sweep(to)
             return copy.report_of_complete()
-        _refuse_alien_composite(manifest, to)
+        _refuse_other_composite(manifest, to)
         try:
             if copy.attempt(overwrite):
                 return copy.report()
         except (CheckpointExistsError, SaveLostError) as error:
-            # Another copy of the same save may have been faster, or have taken over from this one.
+            # Another copy of the same save may have committed first, or have taken over this one's claim.
             if error is copy.refused or (not copy.is_there() and not copy.is_claimed()):
                 raise
         except StorageError as error:
-            # ... or have committed, and given up the uploads of this one.
+            # Another copy may have committed and aborted the uploads of this one.
             if error is copy.refused or overwrite or not copy.is_known_to_be_there():
                 raise
     raise replaced_too_often(source)
 
 
-def _refuse_alien_composite(manifest: Manifest, destination: Location) -> None:
-    """Refuse to place one of several checkpointables in a checkpoint that it does not belong to: it would not count there.
+def _refuse_other_composite(manifest: Manifest, destination: Location) -> None:
+    """Refuse to copy one of several checkpointables into another checkpoint, which would not list it as a member.
 
     Raises:
         InvalidLocationError: before anything is written.
@@ -146,13 +147,14 @@ def _refuse_alien_composite(manifest: Manifest, destination: Location) -> None:
     head = None if manifest.root is None else read_head(manifest.root.data)
     if head is not None and head.role == "member" and root_bytes(destination.parent):
         raise InvalidLocationError(
-            f"{destination.display} is inside another checkpoint, and {manifest.location.display} is one of several "
-            "checkpointables, which count only in the one that they were saved with; copy it to a location of its own"
+            f"{destination.display} is inside another checkpoint. {manifest.location.display} is one of several "
+            "checkpointables and can be loaded only from the checkpoint that it was saved with, or alone. Give another "
+            "destination"
         )
 
 
-class _Copy:
-    """An attempt to copy what a manifest says."""
+class _CopyAttempt:
+    """An attempt to copy the objects of a manifest."""
 
     def __init__(
         self,
@@ -164,7 +166,7 @@ class _Copy:
         before_commit: Callable[[], None],
         context: Context,
     ) -> None:
-        self.refused: BaseException | None = None  # what `before_commit` raised
+        self.refused: BaseException | None = None  # the error of `before_commit`
         self._before_commit = before_commit
         self._manifest = manifest
         self._destination = destination
@@ -172,7 +174,7 @@ class _Copy:
         self._progress = progress
         self._is_stopped = is_stopped
         self._context = context
-        self._records = (*manifest.objects, *manifest.marks)
+        self._records = (*manifest.objects, *manifest.markers)
         self._total = manifest.nbytes
         self._done = 0
         self._kept = 0
@@ -185,50 +187,52 @@ class _Copy:
             self._manifest.location.store,
             store,
             runtime_of(self._context).io_threads,
-            sent=self._moved,
+            sent=self._count_done,
             is_stopped=self._is_stopped,
         )
         return self._transfer
 
-    def _moved(self, nbytes: int) -> None:
+    def _count_done(self, nbytes: int) -> None:
         with self._lock:
             self._done += nbytes
             if self._progress is not None:
                 self._progress(self._done, self._total)
 
     def is_there(self) -> bool:
-        """Whether this very checkpoint stands at the destination already."""
+        """Return True if the destination is this save already."""
         root = self._manifest.root
         return root is not None and root_mark(self._destination.store) == root.data
 
     def is_known_to_be_there(self) -> bool:
-        """Whether it stands there; False where that cannot be read."""
+        """Return `is_there`, or False if the destination cannot be read."""
         try:
             return self.is_there()
         except StorageError:
             return False
 
     def report_of_complete(self) -> CopyReport:
-        """The report of a copy that was complete before.
+        """Return the report for a copy that was complete before.
 
         Raises:
-            CorruptCheckpointError: what is there is damaged, as far as it was asked for.
+            CorruptCheckpointError: if verification is requested and the destination is damaged.
         """
         self._kept = self._total
-        self._moved(self._total)
+        self._count_done(self._total)
         if self._verify == "read-back":
-            self._expect_sound(self._records)
+            self._verify_copied(self._records)
         return self.report()
 
     def is_claimed(self) -> bool:
-        """Whether a copy of this very checkpoint to the destination is under way or died, where such copies cannot be told apart."""
+        """Return True if another copy of this save holds the claim of the destination."""
         return is_claimed_by(root_bytes(self._destination.store), self._manifest.copy_id)
 
     def attempt(self, overwrite: Overwrite) -> bool:
-        """Copy and commit; False if the source was replaced meanwhile. What was written of that is removed, and stays after an error.
+        """Copy and commit. Return False if the source was replaced during the copy.
+
+        Copied objects are removed if the source was replaced, and are kept after an error.
 
         Raises:
-            What `copy_checkpoint` does.
+            CheckpointError: see `copy_checkpoint`.
         """
         claim = self._destination.commits.begin(
             self._destination,
@@ -271,80 +275,80 @@ class _Copy:
         return True
 
     def _abort_uploads(self) -> None:
-        """Give up what copies before this one had begun to upload: where it is kept, it is paid for, and nobody finishes it."""
+        """Abort unfinished uploads of earlier copies. Object stores bill for them and do not delete them."""
         try:
             self._destination.store.abort_uploads()
         except StorageError as error:
-            # The copy is committed; who may write need not be allowed to look at uploads.
+            # The copy is committed. Listing uploads can need a permission that writing does not.
             logger.warning(
-                "%s is copied, but unfinished uploads to it cannot be looked for: %s", self._destination.display, error
+                "%s is copied, but unfinished uploads to it cannot be listed: %s", self._destination.display, error
             )
 
     def _is_unchanged(self) -> bool:
         return self._manifest.mark.is_part_of(self._manifest.location)
 
     def _send(self, store: StorageBackend) -> None:
-        """Write all but the root, and check what is to be checked."""
+        """Write everything but the root, and read it back if requested."""
         transfer = self._begin(store)
-        kept = self._keep(store)
+        kept = self._keep_complete(store)
         checked = [record for record in self._records if record.key in kept]
-        for some in (self._manifest.objects, self._manifest.marks):
-            checked.extend(transfer.send([record for record in some if record.key not in kept]))
+        for records in (self._manifest.objects, self._manifest.markers):
+            checked.extend(transfer.send([record for record in records if record.key not in kept]))
         if self._verify == "read-back":
-            self._expect_sound([record for record in checked if record.key not in kept])
+            self._verify_copied([record for record in checked if record.key not in kept])
         for member in self._manifest.members:
-            # Its root last: it is what makes a checkpointable count, once all is committed.
+            # The root of a member last, because it commits the member.
             for key, data in (*member.parts.items(), (ROOT_KEY, member.data)):
                 store.put(f"{member.directory}/{key}", data)
             self._count_root(member.nbytes)
 
     def _count_root(self, nbytes: int) -> None:
         self._roots_bytes += nbytes
-        self._moved(nbytes)
+        self._count_done(nbytes)
 
-    def _keep(self, store: StorageBackend) -> frozenset[str]:
-        """The keys of objects that a copy before this one completed; what else it left is removed.
+    def _keep_complete(self, store: StorageBackend) -> frozenset[str]:
+        """Return the keys of objects that an earlier copy completed, and remove its other objects.
 
-        An object is kept if it has its size and its bytes. Those are read: files have a size before they have their
-        bytes, a source without checksums may have been written anew, and where lists are old, or a save that lost its
-        claim is not dead yet, an object may be another save's of the same shapes.
+        An object is kept if its size and its bytes are correct. The bytes are read, because a size is not enough: files
+        get their size before their bytes, a source without checksums may have been rewritten, and with outdated
+        listings, or while a save that lost its claim still runs, the object may belong to another save of equal shapes.
         """
         found = [key for key in store.list() if key != ROOT_KEY]
         sizes: dict[str, int] = {}
-        look = partial(_add_size, store, sizes)
-        run_each(runtime_of(self._context).io_threads, found, look, parallelism=requests_of(store).concurrency)
-        there = [record for record in self._records if sizes.get(record.key) == record.size]
-        wrong = self._transfer.read_back(there)
-        kept = [record for record in there if record.key not in wrong]
+        add_size = partial(_add_size, store, sizes)
+        run_each(runtime_of(self._context).io_threads, found, add_size, parallelism=requests_of(store).concurrency)
+        candidates = [record for record in self._records if sizes.get(record.key) == record.size]
+        wrong = self._transfer.read_back(candidates)
+        kept = [record for record in candidates if record.key not in wrong]
         keys = frozenset([record.key for record in kept])
-        # Not the roots, which are written anyway: a copy of the same may be about to commit them.
+        # Roots are not deleted, because they are written again, and another copy may be about to commit them.
         roots = {f"{member.directory}/{key}" for member in self._manifest.members for key in (*member.parts, ROOT_KEY)}
         if self._manifest.root is not None:
             roots.update(self._manifest.root.parts)
         if useless := [key for key in found if key not in keys and key not in roots]:
             store.delete(useless)
         if kept:
-            store.sync([record.key for record in kept])  # who wrote them may have died before they were durable
+            store.sync([record.key for record in kept])  # the earlier copy may have failed before it synced them
             self._kept = sum(record.size for record in kept)
-            self._moved(self._kept)
+            self._count_done(self._kept)
         return keys
 
-    def _expect_sound(self, records: Sequence[ObjectRecord]) -> None:
-        """Read objects at the destination.
+    def _verify_copied(self, records: Sequence[ObjectRecord]) -> None:
+        """Read objects at the destination and compare them.
 
         Raises:
-            CorruptCheckpointError: they are not what was sent.
+            CorruptCheckpointError: if one differs.
         """
         wrong = self._transfer.read_back(records)
         for key, error in wrong.items():
             raise CorruptCheckpointError(
-                f"{self._destination.display} is not what was copied ({len(wrong)} of {len(records)} objects, the "
-                f"first is {key}): {error}",
+                f"{self._destination.display}: the copy differs from the source in {len(wrong)} of {len(records)} "
+                f"objects; the first is {key}: {error}. Copy again",
                 key=key,
             ) from error
 
     def report(self) -> CopyReport:
-        """What was done."""
+        """Return the report."""
         counts = self._transfer.counts
         return CopyReport(
             objects=self._manifest.count,
@@ -361,7 +365,7 @@ def _add_size(store: StorageBackend, sizes: dict[str, int], key: str) -> None:
     try:
         sizes[key] = store.size(key)
     except ObjectNotFoundError:
-        return  # removed meanwhile, or not there in spite of a list
+        return  # removed since it was listed, or an outdated listing
 
 
 def copy_whole(
@@ -375,40 +379,40 @@ def copy_whole(
     is_stopped: Callable[[], bool] = lambda: False,
     before_commit: Callable[[], None] = lambda: None,
 ) -> CopyReport:
-    """See `ckptcore.copy`: as it is, or where it refers to others, with what these have.
+    """Copy a checkpoint byte for byte, or, if it has bases, as a new save that contains all arrays.
 
-    Such a copy is another save, whose id every copy of the same checkpoint has: what is at the destination already is
-    known by it. One that is stopped begins anew the next time.
+    All copies of a checkpoint with bases have the same save id, so that an existing copy is recognised. An interrupted
+    copy of such a checkpoint does not resume.
 
     Args:
-        source, destination, context, overwrite, verify, progress, is_stopped, before_commit: as of `copy_checkpoint`.
+        source, destination, context, overwrite, verify, progress, is_stopped, before_commit: see `copy_checkpoint`.
     """
 
     def copy_referring(root: StoredRoot) -> CopyReport | None:
-        def tell(done: int, total: int) -> None:
+        def report_progress(done: int, total: int) -> None:
             if is_stopped():
                 raise CancelledError
             if progress is not None:
                 progress(done, total)
 
-        there = resolve_location(destination, runtime_of(context).registry, durable=False, config=context.storage)
-        kept = not overwrite and _save_id(there.store) == _save_id_of(summarize_root(root.data).save_id)
+        location = resolve_location(destination, runtime_of(context).registry, durable=False, config=context.storage)
+        kept = not overwrite and _committed_save_id(location.store) == _copy_id(summarize_root(root.data).save_id)
         if not kept:
             found = decode_root(root.data, lambda key, size: root.parts[key])
-            assert isinstance(found, Root)  # nothing else has bases
+            assert isinstance(found, Root)  # only checkpoints of one tree have bases
             try:
                 convert_checkpoint(
                     source,
                     destination,
                     found.layout,
                     overwrite,
-                    tell,
+                    report_progress,
                     context,
-                    save_id_of=_save_id_of,
+                    copy_id=_copy_id,
                     before_commit=before_commit,
-                    only=root.data,
+                    expected_root=root.data,
                 )
-            except SourceReplaced:
+            except SourceReplacedError:
                 return None
         return _report(destination, context, kept=kept, verify=verify)
 
@@ -425,29 +429,31 @@ def copy_whole(
     )
 
 
-def _save_id(store: StorageBackend) -> str | None:
-    """Of the checkpoint that is there; None where none is that is committed."""
+def _committed_save_id(store: StorageBackend) -> str | None:
+    """Return the save id of a committed checkpoint. None if there is none."""
     data = root_bytes(store)
     if data is None or is_claim(data) or is_partial(data):
         return None
     return summarize_root(data).save_id
 
 
-def _save_id_of(source: str) -> str:
-    """The save id of a whole copy of a save."""
+def _copy_id(source: str) -> str:
+    """Return the save id of all copies of a save that has bases."""
     return xxhash.xxh3_64_hexdigest(f"whole copy of {source}".encode())
 
 
 def _report(destination: Place, context: Context, *, kept: bool, verify: CopyVerification) -> CopyReport:
-    there = resolve_location(destination, runtime_of(context).registry, durable=False, config=context.storage)
-    root = read_root(there.store)
+    location = resolve_location(destination, runtime_of(context).registry, durable=False, config=context.storage)
+    root = read_root(location.store)
     if not isinstance(root, Root):
-        raise SaveLostError(f"{there.display} was replaced or deleted right after it was copied; copy again")
+        raise SaveLostError(f"{location.display} was replaced or deleted right after the copy. Copy again")
     read_back = 0
     if verify == "read-back":
         report = verify_checkpoint(destination, context, None)
         for problem in report.problems:
-            raise CorruptCheckpointError(f"{there.display} is not what was copied: {problem.message}", key=problem.key)
+            raise CorruptCheckpointError(
+                f"{location.display}: the copy is damaged: {problem.message}. Copy again", key=problem.key
+            )
         read_back = report.nbytes
     encoded, parts = encode_root(root)
     nbytes = sum([record.size for record in root.objects.values()]) + len(encoded) + sum(map(len, parts.values()))

@@ -1,4 +1,4 @@
-"""Destinations: where a checkpoint may be written that is made of another one, which stays as it is."""
+"""Checks of destinations: writing a copy must not delete the source."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ __all__ = ["refuse_destination", "refuse_further"]
 
 
 def refuse_destination(source: Location, destination: Location) -> None:
-    """Refuse a place where what is replaced is the source, or has it or a part of it inside.
+    """Refuse a destination that is the source, contains it, or is one of its checkpointables.
 
-    A place inside the source, beside what it has, is none of these.
+    A new directory inside the source is allowed.
 
     Raises:
         InvalidLocationError: before anything is written.
     """
     if destination.identity == source.identity:
         raise InvalidLocationError(
-            f"{source.display} cannot be written into itself; give another location, and delete the source then"
+            f"{source.display} is both source and destination. Give another destination. Nothing was written"
         )
     if source.lies_in(destination):
         raise InvalidLocationError(
-            f"{destination.display} is around the source, {source.display}, which would be deleted with what is "
-            "replaced there; give another location. Nothing was written"
+            f"{destination.display} contains the source, {source.display}, which would be deleted. Give another "
+            "destination. Nothing was written"
         )
     if destination.lies_in(source):
-        there = read_root(destination.store)
-        if isinstance(there, Root) and there.role == "member":
+        existing = read_root(destination.store)
+        if isinstance(existing, Root) and existing.role == "member":
             raise InvalidLocationError(
-                f"{destination.display} is one of the checkpointables of the source, {source.display}, and would be "
-                "lost from it; give another location. Nothing was written"
+                f"{destination.display} is one of the checkpointables of the source, {source.display}, which would "
+                "lose it. Give another destination. Nothing was written"
             )
 
 
 def refuse_further(opened: Checkpoint, destination: Location) -> None:
-    """Refuse a place where what is replaced has, or is, a further checkpoint that is read: a base, or one that a transform names.
+    """Refuse a destination that is, or contains, another checkpoint that is read: a base, or a source of a transform.
 
     Raises:
         InvalidLocationError: before anything is written.
@@ -51,7 +51,7 @@ def refuse_further(opened: Checkpoint, destination: Location) -> None:
         refuse_further(other, destination)
         if other.location.lies_in(destination):
             raise InvalidLocationError(
-                f"{destination.display} {'is' if other.location.identity == destination.identity else 'is around'} "
-                f"{other.location.display}, which has arrays of {first.location.display} and would be replaced while "
-                "they are read; give another location. Nothing was written"
+                f"{destination.display} {'is' if other.location.identity == destination.identity else 'contains'} "
+                f"{other.location.display}, which {first.location.display} reads arrays from. Give another "
+                "destination. Nothing was written"
             )

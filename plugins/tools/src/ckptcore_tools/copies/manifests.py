@@ -26,7 +26,7 @@ from ckptcore.runtime import runtime_of
 __all__ = ["Manifest", "StoredRoot", "read_manifest"]
 
 _OWN_PREFIX: Final = "checkpoint."
-"""What the names of ckptcore's own objects begin with: a root and its parts."""
+"""Prefix of the names of ckptcore's own objects: a root and its parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +51,15 @@ class StoredRoot:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All objects of a checkpoint that can be loaded.
+    """All objects of a committed checkpoint.
 
     Attributes:
-        location: its location.
+        location: the location.
         mark: identifies the save that was opened.
-        root: its root; None if other software wrote it.
-        members: the roots of its checkpointables.
-        objects: all other objects except `marks`, the largest first.
-        marks: objects by which readers of any software may recognise a checkpoint. Write them last.
+        root: the root. None if other software wrote the checkpoint.
+        members: the roots of the checkpointables.
+        objects: all other objects except `markers`, the largest first.
+        markers: objects by which readers of any software may recognise a checkpoint. Write them last.
     """
 
     location: Location
@@ -67,7 +67,7 @@ class Manifest:
     root: StoredRoot | None
     members: tuple[StoredRoot, ...]
     objects: tuple[ObjectRecord, ...]
-    marks: tuple[ObjectRecord, ...]
+    markers: tuple[ObjectRecord, ...]
 
     @classmethod
     def of(
@@ -78,12 +78,12 @@ class Manifest:
         members: Sequence[StoredRoot],
         records: Iterable[ObjectRecord],
     ) -> Manifest:
-        """Return a manifest of these objects, with the marks separated."""
-        marks: list[ObjectRecord] = []
+        """Return a manifest of these objects, with the markers separated."""
+        markers: list[ObjectRecord] = []
         objects: list[ObjectRecord] = []
         for record in sorted(records, key=lambda record: (-record.size, record.key)):
-            (marks if _may_be_mark(record) else objects).append(record)
-        return cls(location, mark, root, tuple(members), tuple(objects), tuple(marks))
+            (markers if _may_be_marker(record) else objects).append(record)
+        return cls(location, mark, root, tuple(members), tuple(objects), tuple(markers))
 
     @property
     def roots(self) -> tuple[StoredRoot, ...]:
@@ -93,12 +93,12 @@ class Manifest:
     @property
     def count(self) -> int:
         """Number of objects, including roots and their parts."""
-        return len(self.objects) + len(self.marks) + sum(1 + len(root.parts) for root in self.roots)
+        return len(self.objects) + len(self.markers) + sum(1 + len(root.parts) for root in self.roots)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all objects."""
-        return sum(record.size for record in (*self.objects, *self.marks)) + sum(root.nbytes for root in self.roots)
+        return sum(record.size for record in (*self.objects, *self.markers)) + sum(root.nbytes for root in self.roots)
 
     @property
     def copy_id(self) -> str:
@@ -107,54 +107,53 @@ class Manifest:
         if self.root is not None:
             digest.update(self.root.data)
         else:
-            for record in sorted((*self.objects, *self.marks), key=lambda record: record.key):
+            for record in sorted((*self.objects, *self.markers), key=lambda record: record.key):
                 digest.update(f"{record.key}\0{record.size}\0".encode("utf-8", "surrogateescape"))
         return digest.hexdigest()
 
 
 def read_manifest(source: Place, context: Context, *, without: Location | None = None) -> Manifest:
-    """Find out what a checkpoint is made of. Reads roots and asks for the size of every object; reads none.
+    """List the objects of a checkpoint. Reads the roots and the size of every object, but no other object.
 
-    What stands in its directory beside what its root names is part of it: marks of formats, files of the user's. Hidden
-    directories are not, and names of ckptcore's own that no root names.
+    The manifest includes objects that no root names, such as metadata files of formats and files that users added. It
+    does not include hidden directories, nor objects with ckptcore's own names that no root names.
 
     Args:
-        source: where it is.
+        source: the location of the checkpoint.
         context: options.
-        without: a location that is not part of it though it may lie inside: where it is copied to.
+        without: a location to leave out, even if it is inside the checkpoint: the destination of the copy.
 
     Raises:
-        CheckpointNotFoundError, UncommittedCheckpointError: if there is none.
-        InvalidLocationError: if it is one file.
-        CorruptCheckpointError: if a root cannot be read, or an object is not there with the size that it was written
-            with.
+        CheckpointNotFoundError, UncommittedCheckpointError: if there is no committed checkpoint.
+        InvalidLocationError: if the source is one file.
+        CorruptCheckpointError: if a root cannot be read, or if an object is missing or has the wrong size.
     """
-    reading = _Reading(source, context, without)
-    return ConsistentRead(source, context, open_either).retry_if_replaced(reading.either)
+    reader = _ManifestReader(source, context, without)
+    return ConsistentRead(source, context, open_either).retry_if_replaced(reader.read)
 
 
-class _Reading:
+class _ManifestReader:
     def __init__(self, source: Place, context: Context, without: Location | None) -> None:
         self._source = source
         self._context = context
         self._without = without
 
-    def either(self, found: Checkpoint | CompositeCheckpoint) -> Manifest:
-        """The manifest of a checkpoint."""
+    def read(self, found: Checkpoint | CompositeCheckpoint) -> Manifest:
+        """Return the manifest of a checkpoint."""
         if found.root is None:
-            return self._foreign(found)
-        return self._tree(found) if isinstance(found, Checkpoint) else self._composite(found)
+            return self._read_foreign(found)
+        return self._read_single(found) if isinstance(found, Checkpoint) else self._read_composite(found)
 
-    def _tree(self, opened: Checkpoint) -> Manifest:
-        """The manifest of a checkpoint that is one tree, or files."""
+    def _read_single(self, opened: Checkpoint) -> Manifest:
+        """Return the manifest of a checkpoint of one tree, or of files."""
         location = opened.location
         root = _stored_root(opened, "")
-        named = self._sized(location.store, opened.objects.values())
-        beside = self._beside(location, opened.objects.keys(), {""})
-        return Manifest.of(location, opened.mark, root, (), [*named, *beside])
+        named = self._with_sizes(location.store, opened.objects.values())
+        others = self._other_objects(location, opened.objects.keys(), {""})
+        return Manifest.of(location, opened.mark, root, (), [*named, *others])
 
-    def _composite(self, composite: CompositeCheckpoint) -> Manifest:
-        """The manifest of a checkpoint of several checkpointables, of those that are still there."""
+    def _read_composite(self, composite: CompositeCheckpoint) -> Manifest:
+        """Return the manifest of a checkpoint of several checkpointables, without deleted ones."""
         location = composite.location
         members, records, deleted = [], [], []
         for name, directories in present_members(composite).items():
@@ -166,70 +165,71 @@ class _Reading:
                 members.append(_stored_root(opened, directory))
                 records.extend([record._replace(key=f"{directory}/{record.key}") for record in opened.objects.values()])
         root = _stored_root(composite, "")
-        named = self._sized(location.store, records)
+        named = self._with_sizes(location.store, records)
         own = {"", *[member.directory for member in members]}
-        beside = self._beside(location, {record.key for record in records}, own, deleted)
-        return Manifest.of(location, composite.mark, root, members, [*named, *beside])
+        others = self._other_objects(location, {record.key for record in records}, own, deleted)
+        return Manifest.of(location, composite.mark, root, members, [*named, *others])
 
-    def _foreign(self, found: Checkpoint | CompositeCheckpoint) -> Manifest:
-        """The manifest of what other software wrote: every file."""
+    def _read_foreign(self, found: Checkpoint | CompositeCheckpoint) -> Manifest:
+        """Return the manifest of a checkpoint of other software: every file of the directory."""
         location = found.location
         if found.mark.is_object:
             raise InvalidLocationError(
-                f"{location.display} is one file, and what is copied is a directory: give the directory that it is "
-                "in, or copy the file with your own tools"
+                f"{location.display} is a file, and only directories can be copied. Give the directory that contains "
+                "it, or copy the file with another program"
             )
-        return Manifest.of(location, found.mark, None, (), self._beside(location, (), ()))
+        return Manifest.of(location, found.mark, None, (), self._other_objects(location, (), ()))
 
-    def _beside(
+    def _other_objects(
         self, location: Location, named: Collection[str], own: Collection[str], deleted: Collection[str] = ()
     ) -> list[ObjectRecord]:
-        """What is there beside what roots name.
+        """Return the objects that no root names.
 
         Args:
-            location: of the checkpoint.
+            location: the location of the checkpoint.
             named: keys that roots name.
-            own: directories in which names of ckptcore's own go by a root.
-            deleted: directories of checkpointables that were deleted.
+            own: directories with a root. In these, ckptcore's own names are left out.
+            deleted: directories of deleted checkpointables.
         """
-        left_out = [f"{directory}/" for directory in deleted]
+        excluded = [f"{directory}/" for directory in deleted]
         if self._without is not None and self._without.lies_in(location):
-            left_out.append(f"{self._without.identity[len(location.identity) + 1 :]}/")
+            excluded.append(f"{self._without.identity[len(location.identity) + 1 :]}/")
         keys = []
         for key in location.store.list():
             directory, _, name = key.rpartition("/")
             if key in named or (directory in own and name.startswith(_OWN_PREFIX)):
                 continue
-            if key.startswith(tuple(left_out)) or any(map(is_hidden_name, directory.split("/"))):
+            if key.startswith(tuple(excluded)) or any(map(is_hidden_name, directory.split("/"))):
                 continue
             keys.append(key)
-        return self._sized(location.store, [ObjectRecord(key, -1) for key in keys])
+        return self._with_sizes(location.store, [ObjectRecord(key, -1) for key in keys])
 
-    def _sized(self, store: StorageBackend, records: Iterable[ObjectRecord]) -> list[ObjectRecord]:
-        """Objects that are there; those of which the size is known must have it.
+    def _with_sizes(self, store: StorageBackend, records: Iterable[ObjectRecord]) -> list[ObjectRecord]:
+        """Return the objects that exist, with their sizes.
 
         Args:
-            store: of the checkpoint.
-            records: the objects; the size is -1 where it is not known.
+            store: the storage of the checkpoint.
+            records: the objects. The size is -1 if it is unknown.
 
         Raises:
-            CorruptCheckpointError: before anything is made of a size that a hostile root may state.
+            CorruptCheckpointError: if an object does not have the known size. A hostile root can state any size, so
+                sizes are checked before memory is allocated for them.
         """
         records = list(records)
         sizes: dict[str, int] = {}
-        look = partial(_look_at, store, sizes)
-        run_each(runtime_of(self._context).io_threads, records, look, parallelism=requests_of(store).concurrency)
+        add_size = partial(_add_size, store, sizes)
+        run_each(runtime_of(self._context).io_threads, records, add_size, parallelism=requests_of(store).concurrency)
         found = []
         for record in records:
             size = sizes.get(record.key)
             if record.size < 0:
-                if size is not None:  # else it went since it was listed
+                if size is not None:  # None: deleted since it was listed
                     found.append(record._replace(size=size))
                 continue
             if size != record.size:
-                there = "is not there" if size is None else f"has {size} bytes"
+                problem = "is missing" if size is None else f"has {size} bytes"
                 raise CorruptCheckpointError(
-                    f"{record.key} {there}, where {record.size} bytes were written; copy another checkpoint, or "
+                    f"{record.key} {problem}, but {record.size} bytes were written. Copy another checkpoint, or "
                     "restore this one",
                     key=record.key,
                     start=min(size or 0, record.size),
@@ -239,22 +239,22 @@ class _Reading:
         return found
 
 
-def _look_at(store: StorageBackend, sizes: dict[str, int], record: ObjectRecord) -> None:
+def _add_size(store: StorageBackend, sizes: dict[str, int], record: ObjectRecord) -> None:
     try:
         sizes[record.key] = store.size(record.key)
     except ObjectNotFoundError:
-        return  # which the caller sees
+        return  # the caller finds that the size is missing
 
 
 def _stored_root(found: Checkpoint | CompositeCheckpoint, directory: str) -> StoredRoot:
-    """The root of a checkpoint of ours as it is stored, and its parts, which are checked.
+    """Read the root of a checkpoint of ckptcore as bytes, with its parts, and check that they can be decoded.
 
     Args:
         found: the checkpoint.
-        directory: its name within the checkpoint that is copied.
+        directory: its directory within the checkpoint that is copied.
     """
     store, data = found.location.store, found.mark.root
-    assert isinstance(data, bytes)  # it is one of ours
+    assert isinstance(data, bytes)  # ckptcore wrote this checkpoint, so it has a root
     parts: dict[str, bytes] = {}
 
     def read_part(key: str, size: int) -> bytes:
@@ -268,7 +268,7 @@ def _stored_root(found: Checkpoint | CompositeCheckpoint, directory: str) -> Sto
     return StoredRoot(directory, data, parts)
 
 
-def _may_be_mark(record: ObjectRecord) -> bool:
-    """Return True if readers may recognise a checkpoint by this object. Formats have theirs in the top directory."""
+def _may_be_marker(record: ObjectRecord) -> bool:
+    """Return True if readers may recognise a checkpoint by this object: a root, or a small object at the top level."""
     directory, _, name = record.key.rpartition("/")
     return name == ROOT_KEY or (not directory and record.size <= BLOCK_BYTES)

@@ -1,4 +1,4 @@
-"""Copying the steps of a run to another directory, and what is kept with the directory as a whole."""
+"""Copies the steps of a run and the metadata of its directory."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ from ckptcore_tools.copies.copying import CopyReport, CopyVerification, copy_who
 __all__ = ["StepProgressCallback", "StepsCopyReport", "copy_run"]
 
 StepProgressCallback: TypeAlias = Callable[[int, int, int], None]
-"""Called with a step, its bytes at the destination and its bytes in all."""
+"""Called with a step, its bytes at the destination and its total bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepsCopyReport:
-    """What a copy of the steps of a run did.
+    """Result of copying the steps of a run.
 
     Attributes:
-        steps: by step what was copied, or was there already.
-        left: steps of other software that have a directory at the destination: whether those are the same is not known.
+        steps: reports of the steps that are at the destination, copied now or before.
+        left: steps of other software that were not copied, because their directory exists at the destination. Without a
+            root, ckptcore cannot tell whether it is the same checkpoint.
         gone: steps that were deleted at the source before they were copied.
-        damaged: by step, what is wrong with it at the source; it was not copied.
+        damaged: the error of each step that is damaged at the source. These were not copied.
     """
 
     steps: Mapping[int, CopyReport] = field(default_factory=dict)
@@ -48,12 +49,12 @@ class StepsCopyReport:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the steps that are at the destination."""
+        """Bytes of the steps at the destination."""
         return sum(report.nbytes for report in self.steps.values())
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that were written there."""
+        """Bytes that were written."""
         return sum(report.sent_bytes for report in self.steps.values())
 
 
@@ -70,59 +71,61 @@ def copy_run(
     progress: StepProgressCallback | None = None,
 ) -> StepsCopyReport:
     """See `ckptcore.copy_steps`."""
-    here, there = (StepDirectory(directory, names or StepNames(), context) for directory in (source, destination))
-    here.replace(here.list_names())
-    there.replace(there.list_names())
-    chosen = _chosen(here, steps)
-    store = there.open_to_write()
-    with commit_method(store).locks(there.display).own(if_in_use) as owned:
-        _copy_metadata(here.store, store, overwrite)
-        copy = _RunCopy(here, there, owned, overwrite, verify, progress, context)
+    from_steps, to_steps = (
+        StepDirectory(directory, names or StepNames(), context) for directory in (source, destination)
+    )
+    from_steps.replace(from_steps.list_names())
+    to_steps.replace(to_steps.list_names())
+    chosen = _choose_steps(from_steps, steps)
+    store = to_steps.open_to_write()
+    with commit_method(store).locks(to_steps.display).own(if_in_use) as lock:
+        _copy_metadata(from_steps.store, store, overwrite)
+        copy = _RunCopy(from_steps, to_steps, lock, overwrite, verify, progress, context)
         for step in chosen:
             copy.step(step)
     return copy.report()
 
 
-def _chosen(here: StepDirectory, steps: Collection[int] | None) -> Sequence[int]:
-    """The steps to copy, ascending: what is at the destination is a run as it was at some time.
+def _choose_steps(source: StepDirectory, steps: Collection[int] | None) -> Sequence[int]:
+    """Return the steps to copy, ascending: an interrupted copy is then the run as it was at an earlier time.
 
     Raises:
-        CheckpointNotFoundError: if there are none, or not all that were asked for.
+        CheckpointNotFoundError: if a requested step does not exist, or there are none.
     """
     if steps is None:
-        committed = here.steps()
+        committed = source.steps()
         if not committed:
-            raise CheckpointNotFoundError(f"there is no committed step in {here.display}; check the path")
+            raise CheckpointNotFoundError(f"{source.display}: no committed steps; check the path")
         return committed
     for step in steps:
-        if not here.is_committed(step):
-            raise CheckpointNotFoundError(here.missing(step))
+        if not source.is_committed(step):
+            raise CheckpointNotFoundError(source.missing(step))
     return sorted(set(steps))
 
 
-def _copy_metadata(here: StorageBackend, there: StorageBackend, overwrite: Overwrite) -> None:
-    """Copy what is kept with the directory; what is there stays unless all is replaced."""
-    metadata = read_directory_metadata(here)
-    if metadata and (overwrite or not read_directory_metadata(there)):
-        write_directory_metadata(there, metadata)
+def _copy_metadata(source: StorageBackend, destination: StorageBackend, overwrite: Overwrite) -> None:
+    """Copy the metadata of the directory. Without `overwrite`, existing metadata is not replaced."""
+    metadata = read_directory_metadata(source)
+    if metadata and (overwrite or not read_directory_metadata(destination)):
+        write_directory_metadata(destination, metadata)
 
 
 class _RunCopy:
-    """A copy of steps, one after the other."""
+    """Copies steps one after another and collects the report."""
 
     def __init__(
         self,
-        here: StepDirectory,
-        there: StepDirectory,
-        owned: Lock,
+        source: StepDirectory,
+        destination: StepDirectory,
+        lock: Lock,
         overwrite: Overwrite,
         verify: CopyVerification,
         progress: StepProgressCallback | None,
         context: Context,
     ) -> None:
-        self._here = here
-        self._there = there
-        self._owned = owned
+        self._source = source
+        self._destination = destination
+        self._lock = lock
         self._overwrite = overwrite
         self._verify = verify
         self._progress = progress
@@ -133,43 +136,43 @@ class _RunCopy:
         self._damaged: dict[int, str] = {}
 
     def step(self, step: int) -> None:
-        """Copy a step; what is wrong with it at the source is noted, and no reason not to copy others.
+        """Copy a step. Errors of the step at the source are added to the report, so that other steps are copied.
 
         Raises:
-            CheckpointExistsError: another save is there.
-            What `copy_whole` does of the destination.
+            CheckpointExistsError: if the destination has another save of the step.
+            CheckpointError: errors of the destination; see `copy_whole`.
         """
-        name = self._here.name(step)
-        if step in self._there.candidates() and self._there.name(step) != name:
+        name = self._source.name(step)
+        if step in self._destination.candidates() and self._destination.name(step) != name:
             raise CheckpointExistsError(
-                f"{self._there.display} has step {step} under the name {self._there.name(step)}, and "
-                f"{self._here.display} as {name}: which one would be loaded is not clear; delete one, or copy to "
+                f"{self._destination.display} already has step {step} as {self._destination.name(step)}, but in "
+                f"{self._source.display} it is {name}: with both, the step would be ambiguous. Delete one, or copy to "
                 "another directory"
             )
-        if not self._overwrite and not self._here.is_ours(step) and self._is_anything(name):
+        if not self._overwrite and not self._source.is_ours(step) and self._exists(name):
             self._left.append(step)
             return
-        self._owned.check()
+        self._lock.check()
         try:
             self._copied[step] = copy_whole(
-                self._here.place(step),
-                Within(self._there.directory, name),
+                self._source.place(step),
+                Within(self._destination.directory, name),
                 self._context,
                 overwrite=self._overwrite,
                 verify=self._verify,
                 progress=None if self._progress is None else partial(self._progress, step),
             )
         except (CheckpointNotFoundError, ObjectNotFoundError, CorruptCheckpointError) as error:
-            if not self._here.look_again(step):
+            if not self._source.look_again(step):
                 self._gone.append(step)
                 return
             if not isinstance(error, CorruptCheckpointError):
                 raise
             self._damaged[step] = str(error)
 
-    def _is_anything(self, name: str) -> bool:
-        return bool(subdirectory(self._there.store, name).list_names())
+    def _exists(self, name: str) -> bool:
+        return bool(subdirectory(self._destination.store, name).list_names())
 
     def report(self) -> StepsCopyReport:
-        """What was done."""
+        """Return the report."""
         return StepsCopyReport(dict(self._copied), tuple(self._left), tuple(self._gone), dict(self._damaged))

@@ -1,4 +1,4 @@
-"""Arrays of a checkpoint that is read, for the layout that writes another one: in pieces, some of them ahead of the writer."""
+"""Streaming of arrays from a stored checkpoint to a layout: arrays are read in slices, ahead of the writer."""
 
 from __future__ import annotations
 
@@ -22,42 +22,42 @@ from ckptcore.protocols import Layout
 
 __all__ = ["StreamSizes", "StreamedSnapshot", "items_by_object", "reading_context"]
 
-_PIECE_BYTES: Final = 64 << 20
+_SLICE_BYTES: Final = 64 << 20
 _ITEM_BYTES: Final = 512 << 20
-_LEAST_BYTES: Final = 4 << 10
-_MOST_BANDS_BITS: Final = 16
-"""About how many boundaries between chunks are looked at, as a power of 2: a hostile checkpoint may state any size."""
+_MIN_SLICE_BYTES: Final = 4 << 10
+_MAX_SLICES_LOG2: Final = 16
+"""Limit of the number of slices of an array, as a power of 2, because a hostile checkpoint can state any size."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StreamSizes:
-    """How much is in memory while a checkpoint is read and written again, in bytes.
+    """Sizes of what is in memory while a checkpoint is copied, in bytes.
 
     Attributes:
-        piece: what is read at once, and the most of an array that is, where it can be cut so.
-        item: what software stored as one item with a header or a checksum around it is not cut up to here: its checksum
-            can only be compared where all of it is read.
-        held: what is read and not yet written, unless the writer waits for more.
+        slice: size of a read, and of a slice of an array if the array can be divided.
+        item: arrays up to this size are not divided if they are stored with a header or checksum, because the checksum
+            can be verified only if the whole array is read.
+        buffered: bytes that are read and not yet written. Exceeded if the writer waits for another array.
     """
 
-    piece: int = _PIECE_BYTES
+    slice: int = _SLICE_BYTES
     item: int = _ITEM_BYTES
-    held: int = 3 * _PIECE_BYTES  # one that is read, one that waits, one that is written
+    buffered: int = 3 * _SLICE_BYTES  # one is read, one waits, one is written
 
     @classmethod
     def of(cls, context: Context) -> StreamSizes:
-        """As the options of a Context say."""
-        usual, most = cls(), context.memory.load_bytes
-        if most is None:
+        """Return the sizes for the options of a Context."""
+        usual, limit = cls(), context.memory.load_bytes
+        if limit is None:
             return usual
-        piece = min(usual.piece, max(most // 3, _LEAST_BYTES))
-        return cls(piece, min(usual.item, most), min(usual.held, most))
+        slice_bytes = min(usual.slice, max(limit // 3, _MIN_SLICE_BYTES))
+        return cls(slice_bytes, min(usual.item, limit), min(usual.buffered, limit))
 
 
 def reading_context(context: Context) -> Context:
-    """A Context like another one, whose threads are its own.
+    """Return an equal Context with its own I/O threads, for reading.
 
-    The threads of the other one write: they wait for what is read, so reading must not wait for them.
+    The threads of the first Context write, and wait for arrays to be read. Reading on the same threads could deadlock.
     """
     return dataclasses.replace(context)
 
@@ -65,16 +65,16 @@ def reading_context(context: Context) -> Context:
 def items_by_object(
     layout: Layout, tree: TreeMetadata, opened: Checkpoint, sources: Sequence[int], sizes: StreamSizes
 ) -> list[list[WriteItem]]:
-    """What a layout is to be given of a tree: by object that one process writes, in the order in which it takes it.
+    """Return the write items for a layout, grouped by object, in the order in which the layout takes them.
 
-    Arrays are cut for a layout that takes pieces. Any other gets whole arrays, and all of them stand together.
+    Arrays are divided if the layout supports it. Otherwise there is one group with whole arrays.
 
     Args:
-        layout: that will write.
-        tree: what is to be written.
-        opened: the checkpoint to read; its sizes were checked.
+        layout: the layout that writes.
+        tree: the tree to write.
+        opened: the checkpoint to read. Its sizes must have been checked.
         sources: by leaf of the tree, the leaf of `opened` that has its elements.
-        sizes: how large pieces may be.
+        sizes: sizes of slices.
     """
     objects = layout.arrays_by_object(tree)
     if objects is None:
@@ -85,14 +85,14 @@ def items_by_object(
                 if isinstance(record, ArrayRecord) and leaf not in tree.aliases
             ]
         ]
-    made = opened.derived
-    if made is not None:
+    derived = opened.derived
+    if derived is not None:
         return [
             [
                 WriteItem(leaf, record.spec, (box,))
                 for leaf in leaves
                 if isinstance(record := tree.leaves[leaf], ArrayRecord)
-                for box in made.pieces(sources[leaf], sizes.piece)
+                for box in derived.pieces(sources[leaf], sizes.slice)
             ]
             for leaves in objects
         ]
@@ -103,61 +103,61 @@ def items_by_object(
             WriteItem(leaf, record.spec, (box,))
             for leaf in leaves
             if isinstance(record := tree.leaves[leaf], ArrayRecord)
-            for box in _pieces(record, stored.get(sources[leaf], 0), index.chunk_rows(sources[leaf]), sizes)
+            for box in _slices(record, stored.get(sources[leaf], 0), index.chunk_rows(sources[leaf]), sizes)
         ]
         for leaves in objects
     ]
 
 
 def _stored_bytes(opened: Checkpoint) -> Mapping[int, int]:
-    """By leaf how many bytes of objects are of it, as far as they are plain ranges."""
+    """Return the number of stored bytes of each leaf, for leaves that are plain ranges of objects."""
     stored: dict[int, int] = {}
     for leaf, _, start, stop in extents_of(opened):
         stored[leaf] = stored.get(leaf, 0) + stop - start
     return stored
 
 
-def _pieces(record: ArrayRecord, stored: int, rows: int | None, sizes: StreamSizes) -> list[Box]:
-    """Cut an array where it was cut as it was stored, and elsewhere only where that does no harm.
+def _slices(record: ArrayRecord, stored: int, rows: int | None, sizes: StreamSizes) -> list[Box]:
+    """Divide an array at the boundaries of its stored chunks, and elsewhere only if parts can be read efficiently.
 
     Args:
         record: the array.
-        stored: bytes of objects that are plain ranges of it.
-        rows: of a chunk; None where there is no regular grid.
-        sizes: how large pieces may be.
+        stored: bytes of the array that are plain ranges of objects.
+        rows: rows per chunk. None if there is no regular grid.
+        sizes: sizes of slices.
     """
     nbytes = record.spec.nbytes
-    if nbytes <= sizes.piece:
+    if nbytes <= sizes.slice:
         return [Box.whole(record.spec.shape)]
     if stored == nbytes:
-        whole = 0  # elements as they are: any range of them is read by itself
+        undivided = 0  # raw elements: any range can be read alone
     elif stored > nbytes:
-        whole = sizes.item
+        undivided = sizes.item
     else:
-        whole = nbytes  # encoded: to read a part is to decode all of it
-    most = max(sizes.piece, nbytes >> _MOST_BANDS_BITS)
+        undivided = nbytes  # encoded: reading a part decodes everything
+    slice_bytes = max(sizes.slice, nbytes >> _MAX_SLICES_LOG2)
     bands: Sequence[int] = record.cuts[0] if record.cuts else ()
     if rows is not None and record.spec.shape:
-        step = rows * max(1, most // (rows * (nbytes // record.spec.shape[0])))
+        step = rows * max(1, slice_bytes // (rows * (nbytes // record.spec.shape[0])))
         bands = range(step, record.spec.shape[0], step)
-    return cut_runs(record.spec, bands, most_bytes=most, band_bytes=whole)
+    return cut_runs(record.spec, bands, most_bytes=slice_bytes, band_bytes=undivided)
 
 
 class StreamedSnapshot:
-    """A `ckptcore.protocols.Snapshot` of arrays that are read while others are written. `close` must follow. Any thread.
+    """A `ckptcore.protocols.Snapshot` of stored arrays that are read ahead of the writer. Close it. Any thread.
 
-    A thread of its own reads the items in the order of the plan, and what the writer asks for before that; many small
-    arrays by one request to the layout that has them. It begins when the first one is asked for.
+    A separate thread reads the items in the order of the plan, but first those that the writer waits for. Small arrays
+    are read in batches. The thread starts with the first call of `take`.
     """
 
     def __init__(self, plan: WritePlan, opened: Checkpoint, sources: Sequence[int], sizes: StreamSizes) -> None:
-        """Read nothing yet.
+        """Prepare to read.
 
         Args:
-            plan: what is written.
-            opened: the checkpoint to read, by threads that nobody writes with.
+            plan: the items to write.
+            opened: the checkpoint to read. Its I/O threads must not be used for writing; see `reading_context`.
             sources: by leaf of the plan's tree, the leaf of `opened` that has its elements.
-            sizes: how much is read at once and held.
+            sizes: sizes of slices and of the buffer.
         """
         self.plan = plan
         self._opened = opened
@@ -169,16 +169,16 @@ class StreamedSnapshot:
         self._unread = set(range(len(plan.items)))
         self._released: set[int] = set()
         self._position = 0
-        self._asked: deque[int] = deque()
-        self._held = 0
+        self._requested: deque[int] = deque()
+        self._buffered = 0
         self._error: BaseException | None = None
 
     def take(self, item: int) -> Sequence[HostArray]:
         """See `Snapshot`.
 
         Raises:
-            CheckpointError: what reading raised.
-            PluginError: it was released before.
+            CheckpointError: the error of reading.
+            PluginError: if the item was released before.
         """
         with self._changed:
             if self._thread is None and self._error is None:
@@ -186,11 +186,11 @@ class StreamedSnapshot:
                 self._thread.start()
             if item in self._released:
                 raise PluginError(
-                    f"{format_path(self.plan.tree.paths[self.plan.items[item].leaf])} was asked for again after it "
-                    "was given back; a layout releases an array once it needs it no more"
+                    f"{format_path(self.plan.tree.paths[self.plan.items[item].leaf])} was taken again after its "
+                    "release. A layout must release an array only when it no longer needs it"
                 )
             if item not in self._arrays:
-                self._asked.append(item)
+                self._requested.append(item)
                 self._changed.notify_all()
             while item not in self._arrays:
                 if self._error is not None:
@@ -203,13 +203,13 @@ class StreamedSnapshot:
         with self._changed:
             if self._arrays.pop(item, None) is not None:
                 self._released.add(item)
-                self._held -= self.plan.items[item].nbytes
+                self._buffered -= self.plan.items[item].nbytes
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Read no more, and let go of what was read; again is no error."""
+        """Stop reading and free the arrays. Can be called again."""
         with self._changed:
-            self._error = self._error or SaveLostError("an array was asked for after its checkpoint was closed")
+            self._error = self._error or SaveLostError("an array was taken after the snapshot was closed")
             self._changed.notify_all()
             thread = self._thread
         if thread is not None:
@@ -220,43 +220,44 @@ class StreamedSnapshot:
         try:
             while batch := self._next_batch():
                 self._read(batch)
-        except BaseException as error:  # noqa: BLE001  # raised by whoever takes an array
+        except BaseException as error:  # noqa: BLE001  # `take` raises it
             with self._changed:
                 self._error = self._error or error
                 self._changed.notify_all()
 
     def _next_batch(self) -> Sequence[int]:
-        """Items to read together, once there is room for them; none if all are read, or nobody takes them any more."""
+        """Wait for room in the buffer and return items to read together. Empty after the last item, or when closed."""
         with self._changed:
             while self._error is None and self._unread:
-                while self._asked and self._asked[0] not in self._unread:
-                    self._asked.popleft()
+                while self._requested and self._requested[0] not in self._unread:
+                    self._requested.popleft()
                 while self._position not in self._unread:
                     self._position += 1
-                first = self._asked[0] if self._asked else self._position
-                # What the writer waits for is read whatever is held: it would wait for ever otherwise.
-                room = self._sizes.held - self._held
-                if self._asked or self._held == 0 or self.plan.items[first].nbytes <= room:
-                    return self._batch_from(first, min(self._sizes.piece, room))
+                first = self._requested[0] if self._requested else self._position
+                # A requested item is read even if the buffer is full: the writer waits for it, so waiting would
+                # deadlock.
+                room = self._sizes.buffered - self._buffered
+                if self._requested or self._buffered == 0 or self.plan.items[first].nbytes <= room:
+                    return self._batch_from(first, min(self._sizes.slice, room))
                 self._changed.wait()
             return ()
 
-    def _batch_from(self, first: int, most_bytes: int) -> Sequence[int]:
-        """Take an item and those behind it that fit as well; the caller holds the lock."""
+    def _batch_from(self, first: int, max_bytes: int) -> Sequence[int]:
+        """Take an item and the next ones that fit. The caller holds the lock."""
         batch: list[int] = []
         nbytes = 0
         for number in range(first, len(self.plan.items)):
             size = self.plan.items[number].nbytes
-            if number not in self._unread or (batch and nbytes + size > most_bytes):
+            if number not in self._unread or (batch and nbytes + size > max_bytes):
                 break
             batch.append(number)
             nbytes += size
         self._unread.difference_update(batch)
-        self._held += nbytes
+        self._buffered += nbytes
         return batch
 
     def _read(self, batch: Sequence[int]) -> None:
-        """Read items, and hand each of them out once it is there."""
+        """Read items, and publish each one when it is complete."""
         items = [self.plan.items[number] for number in batch]
         buffers = [allocate(ArraySpec(box.shape, item.spec.dtype)) for item in items for box in item.boxes]
         owners = [position for position, item in enumerate(items) for _ in item.boxes]
@@ -276,6 +277,6 @@ class StreamedSnapshot:
         missing = next((item.leaf for item, count in zip(items, left, strict=True) if count), None)
         if missing is not None:
             raise PluginError(
-                f"the layout {self._opened.layout.name} did not read {format_path(self.plan.tree.paths[missing])}; "
-                "it is to yield the number of every box that it was given"
+                f"{format_path(self.plan.tree.paths[missing])}: the layout {self._opened.layout.name} did not read it. "
+                "A layout must yield the number of every box that is requested"
             )

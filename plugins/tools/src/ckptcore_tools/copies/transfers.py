@@ -1,4 +1,4 @@
-"""Transfers: objects that go from one storage to another as they are, and are checked on their way."""
+"""Transfers of objects from one storage to another, with verification of checksums."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = ["Transfer", "TransferCounts"]
 
 @dataclass(slots=True)
 class TransferCounts:
-    """What a transfer has done so far.
+    """Progress of a transfer.
 
     Attributes:
-        sent_bytes: bytes that were written at the destination.
-        read_back_bytes: bytes that were read there.
-        requests: ranges read, pieces written, objects begun and completed.
+        sent_bytes: bytes that were written to the destination.
+        read_back_bytes: bytes that were read at the destination.
+        requests: number of ranges read, ranges written, and objects opened and completed.
     """
 
     sent_bytes: int = 0
@@ -38,13 +38,12 @@ class TransferCounts:
 
 
 class Transfer:
-    """Objects on their way from one storage to another. One thread asks, and all threads that move bytes work.
+    """Copies objects from one storage to another on the I/O threads. Call it from one thread.
 
-    Each thread holds one piece of an object at a time, two where objects are compared; nothing else of them is in
-    memory.
+    Each I/O thread has one slice of an object in memory, or two when it compares objects.
 
     Attributes:
-        counts: what was done so far.
+        counts: the progress.
     """
 
     def __init__(
@@ -57,15 +56,15 @@ class Transfer:
         is_stopped: Callable[[], bool],
         sizes: Sizes = SIZES,
     ) -> None:
-        """Send nothing yet.
+        """Prepare a transfer.
 
         Args:
-            source: where objects are read.
-            destination: where they are written, under the same keys.
-            threads: what moves bytes, together with the calling thread.
-            sent: called with a number of bytes each time that many more are written, from any thread.
-            is_stopped: asked before each piece whether to give up.
-            sizes: how much is moved at a time.
+            source: the storage to read from.
+            destination: the storage to write to, under the same keys.
+            threads: the threads that copy bytes, together with the calling thread.
+            sent: called with the number of bytes of each write, from any thread.
+            is_stopped: called before each slice. True stops the transfer.
+            sizes: sizes of slices and blocks.
         """
         self._source = source
         self._destination = destination
@@ -75,57 +74,53 @@ class Transfer:
         self._sizes = sizes
         of_source, of_destination = requests_of(source), requests_of(destination)
         self._parallelism: Final = max(of_source.concurrency, of_destination.concurrency)
-        # Whole blocks, so that no checksum is of bytes that two threads have, and whole parts of an upload.
+        # Whole blocks, so that one thread has all bytes of a checksum, and whole parts of an upload.
         whole = math.lcm(sizes.block, of_destination.part_bytes)
-        self._piece_bytes: Final = -(-max(sizes.task, of_source.request_bytes) // whole) * whole
+        self._slice_bytes: Final = -(-max(sizes.task, of_source.request_bytes) // whole) * whole
         self._buffers: list[memoryview] = []
         self._lock = threading.Lock()
         self.counts = TransferCounts()
 
     def send(self, records: Sequence[ObjectRecord]) -> list[ObjectRecord]:
-        """Copy objects, several and several pieces of one at once.
+        """Copy objects, several at a time, and several slices of one object at a time.
 
         Args:
-            records: the objects, of sizes that they have. What has checksums is compared with them before it is
-                written.
+            records: the objects, with their correct sizes. Objects with checksums are verified before they are written.
 
         Returns:
-            The objects with their checksums: those that were given, and else those of the bytes that passed.
+            The objects with checksums: the given ones, or else those of the copied bytes.
 
         Raises:
-            ChecksumError: an object at the source is damaged.
-            CorruptCheckpointError: an object there ends too early.
-            CancelledError: it was stopped.
-            StorageError: the first error of a thread. What is complete stays; what is not is given up.
+            ChecksumError: if an object at the source is damaged.
+            CorruptCheckpointError: if an object at the source is too short.
+            CancelledError: if the transfer was stopped.
+            StorageError: the first error of a thread. Complete objects are kept, others are aborted.
         """
-        sendings = [_Sending(record, self._source, self._destination, self._sizes) for record in records]
+        transfers = [_ObjectTransfer(record, self._source, self._destination, self._sizes) for record in records]
 
-        def send_piece(piece: tuple[int, int, int]) -> None:
-            self._send_piece(sendings[piece[0]], piece[1], piece[2])
+        def send_slice(part: tuple[int, int, int]) -> None:
+            self._send_slice(transfers[part[0]], part[1], part[2])
 
         try:
-            run_each(self._threads, self._pieces(records), send_piece, parallelism=self._parallelism)
+            run_each(self._threads, self._slices(records), send_slice, parallelism=self._parallelism)
         finally:
-            for sending in sendings:
-                sending.give_up()
+            for transfer in transfers:
+                transfer.abort_unless_complete()
             self._buffers.clear()
-        return [sending.checked_record() for sending in sendings]
+        return [transfer.record_with_checksums() for transfer in transfers]
 
-    def _pieces(self, records: Sequence[ObjectRecord]) -> Iterator[tuple[int, int, int]]:
-        """The number of the object, start and stop of each piece; an empty object has an empty one."""
+    def _slices(self, records: Sequence[ObjectRecord]) -> Iterator[tuple[int, int, int]]:
+        """Yield object number, start and stop of each slice. An empty object has one empty slice."""
         for number, record in enumerate(records):
-            for start in range(0, max(1, record.size), self._piece_bytes):
-                self._expect_going_on()
-                yield number, start, min(start + self._piece_bytes, record.size)
+            for start in range(0, max(1, record.size), self._slice_bytes):
+                if self._is_stopped():
+                    raise CancelledError("the copy was stopped. Copy again to resume it")
+                yield number, start, min(start + self._slice_bytes, record.size)
 
-    def _expect_going_on(self) -> None:
-        if self._is_stopped():
-            raise CancelledError("the copy was stopped; copying again goes on with it")
-
-    def _send_piece(self, sending: _Sending, start: int, stop: int) -> None:
+    def _send_slice(self, transfer: _ObjectTransfer, start: int, stop: int) -> None:
         buffer = self._take_buffer()
         data = buffer[: stop - start]
-        requests = sending.send(start, data)
+        requests = transfer.send(start, data)
         self._buffers.append(buffer)
         self._count(requests, sent=len(data))
         self._sent(len(data))
@@ -134,7 +129,7 @@ class Transfer:
         try:
             return self._buffers.pop()
         except IndexError:
-            return map_pages(self._piece_bytes).memory()
+            return map_pages(self._slice_bytes).memory()
 
     def _count(self, requests: int, *, sent: int = 0, read_back: int = 0) -> None:
         with self._lock:
@@ -143,13 +138,13 @@ class Transfer:
             self.counts.read_back_bytes += read_back
 
     def read_back(self, records: Sequence[ObjectRecord]) -> dict[str, CheckpointError]:
-        """Read objects at the destination, and compare them with their checksums, or with the source where they have none.
+        """Read objects at the destination, and compare them with their checksums, or without these with the source.
 
         Returns:
-            By key, what is wrong; nothing of objects that are what they should be.
+            The errors by key of the object. Correct objects have none.
 
         Raises:
-            CancelledError: it was stopped.
+            CancelledError: if the transfer was stopped.
             CheckpointError: the first error of the source, or of a thread.
         """
         wrong: dict[str, CheckpointError] = {}
@@ -157,15 +152,15 @@ class Transfer:
             RecordedChecksums(record, block_bytes=self._sizes.block) if record.checksums else None for record in records
         ]
 
-        def compare(piece: tuple[int, int, int]) -> None:
-            number, start, stop = piece
+        def compare(part: tuple[int, int, int]) -> None:
+            number, start, stop = part
             key = records[number].key
             if key in wrong or start == stop:
                 return
             buffer = self._take_buffer()
             data = buffer[: stop - start]
             try:
-                # By its key each time: what is there may have been written anew since it was opened.
+                # Not with an open reader, because the object may have been replaced since it was opened.
                 self._destination.get_into(key, [(start, data)])
                 if (recorded := sums[number]) is not None:
                     recorded.verify(start, data)
@@ -177,7 +172,7 @@ class Transfer:
             self._count(1, read_back=len(data))
 
         try:
-            run_each(self._threads, self._pieces(records), compare, parallelism=self._parallelism)
+            run_each(self._threads, self._slices(records), compare, parallelism=self._parallelism)
         finally:
             self._buffers.clear()
         return wrong
@@ -191,16 +186,16 @@ class Transfer:
         self._count(1)
         if not same:
             raise CorruptCheckpointError(
-                f"{key!r} differs from the source in bytes {start} to {start + len(data)}; it changed there or here "
-                "since it was copied: copy it again",
+                f"{key!r} differs from the source in bytes {start} to {start + len(data)}: one of them changed since "
+                "the copy. Copy again",
                 key=key,
                 start=start,
                 stop=start + len(data),
             )
 
 
-class _Sending:
-    """One object on its way. Any thread."""
+class _ObjectTransfer:
+    """The transfer of one object. Any thread."""
 
     def __init__(self, record: ObjectRecord, source: StorageBackend, destination: StorageBackend, sizes: Sizes) -> None:
         self._record = record
@@ -216,10 +211,10 @@ class _Sending:
         self._sums: BlockChecksums | None = None
 
     def send(self, start: int, data: memoryview) -> int:
-        """Read, check and write a piece, and complete the object with its last one; how many requests that took."""
+        """Read, verify and write a slice. The last slice completes the object. Return the number of requests."""
         requests = 0
         with self._lock:
-            # Not before, so that few objects are open at once.
+            # Opened by the first slice, so that few objects are open at once.
             if self._writer is None:
                 self._reader = self._source.open_reader(self._record.key)
                 if self._record.checksums:
@@ -248,12 +243,12 @@ class _Sending:
             requests += 1
         return requests
 
-    def give_up(self) -> None:
-        """Remove what is not complete; of one that is complete this does nothing. No thread sends any more."""
+    def abort_unless_complete(self) -> None:
+        """Abort the object if it is not complete. No other thread may send slices of it."""
         if self._writer is not None and not self._complete:
             self._writer.abort()
         self._reader = self._writer = None
 
-    def checked_record(self) -> ObjectRecord:
-        """The object with its checksums; when it is complete."""
+    def record_with_checksums(self) -> ObjectRecord:
+        """Return the record of a complete object, with checksums."""
         return self._record if self._sums is None else self._record._replace(checksums=self._sums.encode())

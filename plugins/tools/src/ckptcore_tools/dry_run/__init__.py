@@ -1,4 +1,4 @@
-"""Dry run of a save: what it would write, request and hold in memory."""
+"""Dry run of a save: predicts its objects, requests and memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckptcore.commit.location import LocationLike
 from ckptcore.commit.target import Overwrite
 from ckptcore.context import Context, default_context
 from ckptcore.protocols import Layout
-from ckptcore_tools.dry_run.jobs import Asked, plan_running_job, plan_simulated_job
+from ckptcore_tools.dry_run.jobs import PlanRequest, plan_running_job, plan_simulated_job
 from ckptcore_tools.dry_run.plans import ExportPlan, MemoryPlan, ObjectPlan, ProcessPlan, RequestCounts, SavePlan
 from ckptcore_tools.exports import Export
 
@@ -27,35 +27,35 @@ def plan(
     exports: Sequence[Export] = (),
     context: Context | None = None,
 ) -> SavePlan:
-    """Return what `save` and `save_async` would write, request and hold in memory. A dry run: it reads no elements.
+    """Predict the objects, requests and memory of `save` and `save_async`. Reads no elements.
 
-    In a job every process calls this, as it would save, and each gets the plan of all. With `processes` one process
-    plans a job that is not running; the coordinator is not used.
+    In a job every process calls this, like `save`, and each returns the plan of the whole job. With `processes`, one
+    process plans a job that is not running, without a coordinator.
 
     Args:
-        state: as for `save`; its arrays may be abstract (`jax.ShapeDtypeStruct`, tensors on the meta device,
-            `AbstractArray`, `ShardedArray` without elements) or deleted. With `processes` it is the state of each
-            process, or a function that returns it for a rank, called several times for each. One state is enough if its
-            leaves describe all processes: host arrays, DTensors, arrays of JAX on devices of all processes. A
-            `ShardedArray` needs the function.
-        processes: how many processes the job would have; None: the job that is running.
-        location: where the save would go. It is examined, and refused as the save would be; nothing is written. None:
-            nothing is examined, and requests are counted for an object storage.
-        layout, overwrite, context: as for `save`.
-        exports: as for `WithExports`. The locations of exports are examined only with a location.
+        state: see `save`. Its arrays may be abstract (`jax.ShapeDtypeStruct`, tensors on the meta device,
+            `AbstractArray`, `ShardedArray` without elements) or deleted. With `processes`: the state of every process,
+            or a function from rank to state, which is called several times per rank. One state is enough if its leaves
+            describe all processes: host arrays, DTensors, JAX arrays on devices of all processes. A `ShardedArray`
+            needs the function.
+        processes: number of processes of the job. None: the running job.
+        location: the location of the save. It is checked like in a save; nothing is written. None: no location is
+            checked, and requests are counted for an object store.
+        layout, overwrite, context: see `save`.
+        exports: see `WithExports`. The locations of exports are checked only if `location` is given.
 
     Raises:
-        CheckpointExistsError, UnsupportedLeafError, UnsupportedKeyError, NameCollisionError: what the save would raise.
-        CorruptCheckpointError: if the shards of the processes do not make up the arrays.
-        PluginError: if a layout does not support planning.
-        ValueError: for less than one process.
+        CheckpointExistsError, UnsupportedLeafError, UnsupportedKeyError, NameCollisionError: like the save.
+        CorruptCheckpointError: if the shards of all processes do not cover the arrays.
+        PluginError: if a layout does not support dry runs.
+        ValueError: if `processes` is less than 1.
     """
-    asked = Asked(location=location, layout=layout, overwrite=overwrite, exports=exports)
+    request = PlanRequest(location=location, layout=layout, overwrite=overwrite, exports=exports)
     context = context or default_context()
     if processes is None:
-        return plan_running_job(asked, state, context)
+        return plan_running_job(request, state, context)
     if processes < 1:
-        raise ValueError(f"plan(processes={processes}): give at least 1")
-    # No leaf is a function, so there is no state that is one.
+        raise ValueError(f"plan(processes={processes}): expected at least 1")
+    # A function cannot be a leaf, so it is never a state.
     state_of = state if isinstance(state, FunctionType | MethodType | functools.partial) else lambda rank: state
-    return plan_simulated_job(asked, state_of, processes, context)
+    return plan_simulated_job(request, state_of, processes, context)

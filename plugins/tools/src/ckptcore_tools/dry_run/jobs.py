@@ -1,4 +1,4 @@
-"""Dry runs of whole jobs: of the job that this process is part of, and of one that is not running."""
+"""Dry runs of whole jobs: of the running job, and of simulated jobs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ckptcore_tools.dry_run.plans import (
     SavePlan,
 )
 from ckptcore_tools.dry_run.writes import (
-    Leading,
+    LeaderState,
     StorageKind,
     WrittenCheckpoint,
     WrittenProcess,
@@ -44,8 +44,8 @@ from ckptcore_tools.dry_run.writes import (
 from ckptcore_tools.exports import Export, WithExports
 
 __all__ = [
-    "Asked",
-    "NotToldYetError",
+    "MissingPayloadError",
+    "PlanRequest",
     "SimulatedAgreement",
     "SimulatedJob",
     "plan_from_json",
@@ -59,56 +59,60 @@ T = TypeVar("T", bound=JSON)
 R = TypeVar("R")
 
 
-class NotToldYetError(Exception):
-    """A process would decide for all, and some have not said yet what it decides by. To be asked again when they have."""
+class MissingPayloadError(Exception):
+    """A simulated process needs payloads of others that have not run so far. It is run again later."""
 
 
 class SimulatedJob:
-    """A job whose processes are played one after the other.
+    """A job whose processes run one after another in this process.
 
-    Each is played up to where it would need what the others say, until all have said it. Most jobs need one round:
-    every process has the same tree.
+    Each process runs until it needs payloads of other processes. All are run again until every payload exists. Usually
+    one round is enough, because every process has the same tree.
     """
 
     def __init__(self, size: int) -> None:
-        """A job of so many processes."""
+        """Create a job of `size` processes."""
         self.size = size
-        self._told: dict[str, dict[int, JSON]] = {}
-        self._decided: dict[str, JSON] = {}
+        self._payloads: dict[str, dict[int, JSON]] = {}
+        self._decisions: dict[str, JSON] = {}
 
-    def play(self, process: Callable[[Agreement], R]) -> list[R]:
-        """What each process comes to, in order of rank."""
+    def run(self, process: Callable[[Agreement], R]) -> list[R]:
+        """Run all processes, and return their results by rank."""
         while True:
             results = []
             waiting = False
             for rank in range(self.size):
                 try:
                     results.append(process(SimulatedAgreement(self, rank)))
-                except NotToldYetError:
+                except MissingPayloadError:
                     waiting = True
             if not waiting:
                 return results
 
-    def tell(self, name: str, rank: int, payload: JSON) -> Sequence[JSON]:
-        """What all ranks said in a stage, if they all did; else nothing."""
-        told = self._told.setdefault(name, {})
-        told[rank] = json.loads(json.dumps(payload))  # as it would arrive
-        return [told[other] for other in range(self.size)] if len(told) == self.size else []
+    def exchange(self, name: str, rank: int, payload: JSON) -> Sequence[JSON]:
+        """Add a payload of a stage. Return the payloads of all ranks, or nothing if some are missing."""
+        payloads = self._payloads.setdefault(name, {})
+        payloads[rank] = json.loads(json.dumps(payload))  # what the other ranks would receive
+        return [payloads[other] for other in range(self.size)] if len(payloads) == self.size else []
 
     def decide(self, name: str, rank: int, decide: Callable[[], T]) -> Any:
-        """The decision of the leader."""
-        if name not in self._decided:
-            if rank or any(len(told) < self.size for told in self._told.values()):
-                raise NotToldYetError(name)
-            self._decided[name] = json.loads(json.dumps(decide()))
-        return self._decided[name]
+        """Return the decision of the leader.
+
+        Raises:
+            MissingPayloadError: if the leader has not decided, or payloads that it needs are missing.
+        """
+        if name not in self._decisions:
+            if rank or any(len(payloads) < self.size for payloads in self._payloads.values()):
+                raise MissingPayloadError(name)
+            self._decisions[name] = json.loads(json.dumps(decide()))
+        return self._decisions[name]
 
 
 class SimulatedAgreement(Agreement):
     """The exchanges of one process of a simulated job."""
 
     def __init__(self, job: SimulatedJob, rank: int) -> None:
-        super().__init__(_Member(rank, job.size), "simulated")
+        super().__init__(_IsolatedCoordinator(rank, job.size), "simulated")
         self._job = job
 
     def part(self, name: str) -> Agreement:
@@ -122,15 +126,15 @@ class SimulatedAgreement(Agreement):
         stage = Stage()
         yield stage
         stage.done = True
-        stage.payloads = self._job.tell(name, self.rank, stage.payload)
+        stage.payloads = self._job.exchange(name, self.rank, stage.payload)
 
     def lead(self, name: str, decide: Callable[[], T]) -> T:
         decision: T = self._job.decide(name, self.rank, decide)
         return decision
 
 
-class _Member:
-    """A `Coordinator` that knows its place and reaches nobody."""
+class _IsolatedCoordinator:
+    """A `Coordinator` with a rank and a size, but without communication."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -144,15 +148,15 @@ class _Member:
 
 
 def _refuse(key: str) -> NoReturn:
-    raise PluginError(f"the exchange {key!r} was begun in a simulated job: this is a bug of ckptcore")
+    raise PluginError(f"a simulated job used its coordinator ({key!r}): this is a bug in ckptcore, please report it")
 
 
 def written_to_json(written: WrittenProcess) -> JSON:
-    """What a process tells the leader."""
+    """Encode the writes of a process for the leader."""
     return {
         "checkpoints": [_checkpoint_to_json(one) for one in written.checkpoints],
         "memory": asdict(written.memory),
-        "untold": list(written.untold),
+        "unplanned": list(written.unplanned),
     }
 
 
@@ -178,12 +182,12 @@ def _checkpoint_to_json(written: WrittenCheckpoint) -> JSON:
     }
 
 
-def written_from_json(told: Any, trees: Sequence[Sequence[TreeMetadata]]) -> WrittenProcess:
-    """The inverse of `written_to_json`; `trees` are those that the processes write together, by checkpoint and part."""
+def written_from_json(document: Any, trees: Sequence[Sequence[TreeMetadata]]) -> WrittenProcess:
+    """Decode the writes of a process. `trees`: those that all processes write together, by checkpoint and part."""
     return WrittenProcess(
         checkpoints=[
             WrittenCheckpoint(
-                receipts=[_receipt(*found) for found in zip(one["receipts"], of_one, strict=True)],
+                receipts=[_receipt_from_json(*pair) for pair in zip(one["receipts"], checkpoint_trees, strict=True)],
                 sizes=one["sizes"],
                 at_most=frozenset(one["at_most"]),
                 about=frozenset(one["about"]),
@@ -191,40 +195,41 @@ def written_from_json(told: Any, trees: Sequence[Sequence[TreeMetadata]]) -> Wri
                 boxes=one["boxes"],
                 requests=RequestCounts(**one["requests"]),
             )
-            for one, of_one in zip(told["checkpoints"], trees, strict=True)
+            for one, checkpoint_trees in zip(document["checkpoints"], trees, strict=True)
         ],
-        memory=MemoryPlan(**told["memory"]),
-        untold=told["untold"],
+        memory=MemoryPlan(**document["memory"]),
+        unplanned=document["unplanned"],
     )
 
 
-def _receipt(told: Any, tree: TreeMetadata) -> Receipt:
+def _receipt_from_json(document: Any, tree: TreeMetadata) -> Receipt:
     items = []
-    for leaf, boxes in told["items"]:
+    for leaf, boxes in document["items"]:
         record = tree.leaves[leaf]
         assert isinstance(record, ArrayRecord)  # plans have no other items
         items.append(WriteItem(leaf, record.spec, tuple([Box(tuple(start), tuple(stop)) for start, stop in boxes])))
-    objects = [ObjectRecord(key, size, bytes(CHECKSUM_BYTES * blocks)) for key, size, blocks in told["objects"]]
-    return Receipt(told["rank"], tuple(items), told["state"], tuple(objects))
+    objects = [ObjectRecord(key, size, bytes(CHECKSUM_BYTES * blocks)) for key, size, blocks in document["objects"]]
+    return Receipt(document["rank"], tuple(items), document["state"], tuple(objects))
 
 
-def plan_from_json(told: Any) -> SavePlan:
-    """The plan that the leader told: ``asdict`` of it."""
+def plan_from_json(document: Any) -> SavePlan:
+    """Decode a plan from its ``asdict``."""
     exports = [
-        ExportPlan(**{**export, "processes": _processes_from_json(export["processes"])}) for export in told["exports"]
+        ExportPlan(**{**export, "processes": _processes_from_json(export["processes"])})
+        for export in document["exports"]
     ]
     return SavePlan(
         **{
-            **told,
-            "processes": _processes_from_json(told["processes"]),
-            "memory": tuple([MemoryPlan(**memory) for memory in told["memory"]]),
+            **document,
+            "processes": _processes_from_json(document["processes"]),
+            "memory": tuple([MemoryPlan(**memory) for memory in document["memory"]]),
             "exports": tuple(exports),
-            "untold": tuple(told["untold"]),
+            "unplanned": tuple(document["unplanned"]),
         }
     )
 
 
-def _processes_from_json(told: Sequence[Any]) -> tuple[ProcessPlan, ...]:
+def _processes_from_json(documents: Sequence[Any]) -> tuple[ProcessPlan, ...]:
     return tuple(
         [
             ProcessPlan(
@@ -234,23 +239,23 @@ def _processes_from_json(told: Sequence[Any]) -> tuple[ProcessPlan, ...]:
                 objects=tuple([ObjectPlan(**planned) for planned in process["objects"]]),
                 requests=RequestCounts(**process["requests"]),
             )
-            for process in told
+            for process in documents
         ]
     )
 
 
-_NOWHERE: Final = "memory://ckptcore-dry-run"
-"""Where a dry run without a location is: in memory of this process, where nothing ever is."""
+_NO_LOCATION: Final = "memory://ckptcore-dry-run"
+"""The location of a dry run without a location. It is always empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """A save that is to be planned.
+class PlanRequest:
+    """A save to plan.
 
     Attributes:
-        location: where it would go; None: nothing is looked at.
-        layout, overwrite: as of the save.
-        exports: as of `WithExports`.
+        location: the location of the save. None: no location is checked.
+        layout, overwrite: options of the save.
+        exports: the exports of `WithExports`.
     """
 
     location: Place | None
@@ -258,17 +263,17 @@ class Asked:
     overwrite: Overwrite
     exports: Sequence[Export]
 
-    def request(self, state: object) -> SaveRequest:
-        """The save of a state. Without a location its exports have none either."""
+    def save_request(self, state: object) -> SaveRequest:
+        """Return the request of the save. Without a location, the locations of exports are not checked either."""
         exports = self.exports
         if self.location is None:
             exports = [
-                replace(export, location=f"{_NOWHERE}/export-{number}") if isinstance(export, Export) else export
+                replace(export, location=f"{_NO_LOCATION}/export-{number}") if isinstance(export, Export) else export
                 for number, export in enumerate(exports)
             ]
         return SaveRequest(
             destination=Destination(
-                f"{_NOWHERE}/checkpoint" if self.location is None else self.location, self.overwrite
+                f"{_NO_LOCATION}/checkpoint" if self.location is None else self.location, self.overwrite
             ),
             values=OneTree(state),
             layout=self.layout,
@@ -277,67 +282,75 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class _Played:
+class _SimulatedSave:
+    """The result of the dry run on one process."""
+
     save: Save
     kind: StorageKind
     written: WrittenProcess
-    leading: Sequence[Leading]
+    leader_states: Sequence[LeaderState]
 
 
-def plan_running_job(asked: Asked, state: object, context: Context) -> SavePlan:
-    """Plan a save of the job that this process is part of; every process calls this, and each gets the plan of all."""
+def plan_running_job(request: PlanRequest, state: object, context: Context) -> SavePlan:
+    """Plan a save of the running job. Every process calls this and returns the plan of the whole job."""
     agreement = Agreement(runtime_of(context).job(), runtime_of(context).exchange_key("the plan of a save"))
-    played = _play(asked, state, context, running_leaves(), agreement)
+    simulated = _simulate(request, state, context, running_leaves(), agreement)
     with agreement.stage("plan") as stage:
         if agreement.size > 1:
-            stage.payload = written_to_json(played.written)
+            stage.payload = written_to_json(simulated.written)
     payloads: Sequence[Any] = stage.payloads
     plans: list[SavePlan] = []
 
     def lead() -> JSON:
-        written = [played.written]
+        written = [simulated.written]
         if agreement.size > 1:
-            trees = [[part.plan.tree for part in one.save.parts if not part.own] for one in played.leading]
+            trees = [[part.plan.tree for part in one.save.parts if not part.own] for one in simulated.leader_states]
             written = [written_from_json(payload, trees) for payload in payloads]
-        plans.append(_plan(asked, played, written, context))
+        plans.append(_plan(request, simulated, written, context))
         return asdict(plans[0]) if agreement.size > 1 else None
 
-    told = agreement.lead("planned", lead)
-    return plans[0] if plans else plan_from_json(told)
+    document = agreement.lead("planned", lead)
+    return plans[0] if plans else plan_from_json(document)
 
 
-def plan_simulated_job(asked: Asked, state_of: Callable[[int], object], processes: int, context: Context) -> SavePlan:
-    """Plan a save of a job that does not run: each process is played in this one."""
-    first: list[_Played] = []
+def plan_simulated_job(
+    request: PlanRequest, state_of: Callable[[int], object], processes: int, context: Context
+) -> SavePlan:
+    """Plan a save of a job that is not running. Each of its processes is simulated in this process."""
+    first: list[_SimulatedSave] = []
 
     def process(agreement: Agreement) -> WrittenProcess:
-        played = _play(asked, state_of(agreement.rank), context, simulated_leaves(agreement.rank), agreement)
+        simulated = _simulate(request, state_of(agreement.rank), context, simulated_leaves(agreement.rank), agreement)
         if agreement.rank == 0:
-            first[:] = [played]
-        return played.written
+            first[:] = [simulated]
+        return simulated.written
 
-    written = SimulatedJob(processes).play(process)
-    return _plan(asked, first[0], written, context)
-
-
-def _play(asked: Asked, state: object, context: Context, wrap_leaf: WrapLeaf, agreement: Agreement) -> _Played:
-    request = asked.request(state)
-    recording = Recording("save", str(request.destination.place), rank=agreement.rank)
-    save = prepare_save(request, dry_run_context(context, wrap_leaf), recording, agreement)
-    real = asked.location is not None and save.target.location.commits.replaces_atomically
-    kind: StorageKind = "directories" if real else "objects"
-    return _Played(save, kind, *run_writes(save, kind, context))
+    written = SimulatedJob(processes).run(process)
+    return _plan(request, first[0], written, context)
 
 
-def _plan(asked: Asked, leader: _Played, written: Sequence[WrittenProcess], context: Context) -> SavePlan:
-    """Let the leader commit what all processes wrote, and say what that came to."""
+def _simulate(
+    request: PlanRequest, state: object, context: Context, wrap_leaf: WrapLeaf, agreement: Agreement
+) -> _SimulatedSave:
+    save_request = request.save_request(state)
+    recording = Recording("save", str(save_request.destination.place), rank=agreement.rank)
+    save = prepare_save(save_request, dry_run_context(context, wrap_leaf), recording, agreement)
+    on_file_system = request.location is not None and save.target.location.commits.replaces_atomically
+    kind: StorageKind = "directories" if on_file_system else "objects"
+    return _SimulatedSave(save, kind, *run_writes(save, kind, context))
+
+
+def _plan(
+    request: PlanRequest, leader: _SimulatedSave, written: Sequence[WrittenProcess], context: Context
+) -> SavePlan:
+    """Simulate the commits of the leader, and combine the results of all processes into a plan."""
     checkpoints = [
-        _processes(leading, [process.checkpoints[number] for process in written], context)
-        for number, leading in enumerate(leader.leading)
+        _plan_processes(state, [process.checkpoints[number] for process in written], context)
+        for number, state in enumerate(leader.leader_states)
     ]
     parts = leader.save.parts
     trees = [part.plan.tree for part in parts]
-    arrays = [_arrays(tree) for tree in trees]
+    arrays = [_array_count(tree) for tree in trees]
     return SavePlan(
         layout=parts[0].layout.name,
         storage=leader.kind,
@@ -349,25 +362,29 @@ def _plan(asked: Asked, leader: _Played, written: Sequence[WrittenProcess], cont
         exports=tuple(
             [
                 ExportPlan(location=str(export.location), layout=prepared.parts[0].layout.name, processes=processes)
-                for export, prepared, processes in zip(asked.exports, leader.save.further, checkpoints[1:], strict=True)
+                for export, prepared, processes in zip(
+                    request.exports, leader.save.further, checkpoints[1:], strict=True
+                )
             ]
         ),
-        untold=tuple(dict.fromkeys([name for process in written for name in process.untold])),
+        unplanned=tuple(dict.fromkeys([name for process in written for name in process.unplanned])),
     )
 
 
-def _arrays(tree: TreeMetadata) -> int:
+def _array_count(tree: TreeMetadata) -> int:
     return sum(isinstance(record, ArrayRecord) and leaf not in tree.aliases for leaf, record in enumerate(tree.leaves))
 
 
-def _processes(leading: Leading, written: Sequence[WrittenCheckpoint], context: Context) -> tuple[ProcessPlan, ...]:
-    """What each process writes of a checkpoint; the leader also what makes it whole."""
+def _plan_processes(
+    leader: LeaderState, written: Sequence[WrittenCheckpoint], context: Context
+) -> tuple[ProcessPlan, ...]:
+    """Simulate the commit of a checkpoint, and return the plan of each process. The leader also writes the root."""
     before = written[0].sizes.keys() - written[0].about
-    run_commit(leading.save, leading.claim, [one.receipts for one in written], context)
-    sizes = {key.partition("/")[2]: size for key, size in leading.storage.sizes.items()}
+    run_commit(leader.save, leader.claim, [one.receipts for one in written], context)
+    sizes = {key.partition("/")[2]: size for key, size in leader.storage.sizes.items()}
     processes = []
     for rank, one in enumerate(written):
-        of_rank = one.sizes if rank else sizes
+        rank_sizes = one.sizes if rank else sizes
         about = one.about if rank else sizes.keys() - before
         processes.append(
             ProcessPlan(
@@ -377,10 +394,10 @@ def _processes(leading: Leading, written: Sequence[WrittenCheckpoint], context: 
                 objects=tuple(
                     [
                         ObjectPlan(key, size, _certainty(key, one.at_most, about))
-                        for key, size in sorted(of_rank.items())
+                        for key, size in sorted(rank_sizes.items())
                     ]
                 ),
-                requests=leading.storage.requests if rank == 0 else one.requests,
+                requests=leader.storage.requests if rank == 0 else one.requests,
             )
         )
     return tuple(processes)

@@ -1,4 +1,4 @@
-"""Leaf handlers of a dry run: they describe leaves and say who holds what, and read no elements."""
+"""Leaf handlers for dry runs: they describe leaves and their shards, and read no elements."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ WrapLeaf = Callable[[LeafHandler], LeafHandler]
 
 
 def dry_run_context(context: Context, wrap_leaf: WrapLeaf) -> Context:
-    """Return a Context with the same options whose handlers of leaves touch no elements, and without observers."""
+    """Return a Context with the same options, without observers, and with leaf handlers that read no elements."""
     return with_registry(replace(context, observers=()), runtime_of(context).registry.wrapping(wrap_leaf))
 
 
 def running_leaves() -> WrapLeaf:
-    """For a process of a job that runs: leaves, also abstract ones, are what this process holds."""
-    return _Wrapping(_RunningLeaves)
+    """Wrap handlers for a process of the running job. The shards of a leaf are those of this process."""
+    return _HandlerWrapper(_RunningLeaves)
 
 
 def simulated_leaves(process: int) -> WrapLeaf:
-    """For a process of a job that does not run.
+    """Wrap handlers for a process of a job that is not running.
 
-    Its handlers raise UnsupportedLeafError for what only that process knows.
+    The handlers raise UnsupportedLeafError if only that process knows its shards.
     """
-    return _Wrapping(lambda handler: _SimulatedLeaves(handler, process))
+    return _HandlerWrapper(lambda handler: _SimulatedLeaves(handler, process))
 
 
-class _Wrapping:
-    """Wraps each handler once: leaves of one handler may be tied."""
+class _HandlerWrapper:
+    """Wraps each handler once, so that tied leaves still have the same handler."""
 
     def __init__(self, kind: Callable[[LeafHandler], LeafHandler]) -> None:
         self._kind = kind
@@ -110,4 +110,4 @@ class _SimulatedLeaves(_RunningLeaves):
 
 
 def _refuse() -> NoReturn:
-    raise PluginError("a dry run of a save touches no elements, and was asked for some: this is a bug of ckptcore")
+    raise PluginError("a dry run was asked to read elements: this is a bug in ckptcore, please report it")

@@ -1,4 +1,4 @@
-"""Stand-ins for the storage and the snapshot of a save, which keep sizes and count calls."""
+"""Simulated storages and snapshots of a dry run. They record sizes and count requests."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ __all__ = ["CountingDirectories", "CountingObjects", "NoElementsError", "SizeOnl
 
 
 class NoElementsError(Exception):
-    """Elements were asked for in a dry run, where there are none."""
+    """A layout took an array in a dry run, which has no elements."""
 
 
 class SizeOnlySnapshot:
     """A `ckptcore.protocols.Snapshot` without elements. Any thread.
 
     Attributes:
-        plan: what would be written.
-        held_by_writer: the most bytes of copies that are taken and not given back yet, at a time.
-        viewed_peak: the most bytes that a save that blocks has on the host at a time, as far ahead as that goes.
+        plan: the items to write.
+        taken_peak: peak bytes of copies that the layout has taken and not released.
+        viewed_peak: peak bytes that a blocking save has transferred to the host, including transfers started ahead.
     """
 
     def __init__(self, plan: WritePlan, host_bytes: Sequence[HostBytes]) -> None:
-        """`host_bytes` tells what each item of the plan takes."""
+        """Take the plan, and the host memory of each item."""
         self.plan = plan
-        self.held_by_writer = 0
+        self.taken_peak = 0
         self.viewed_peak = 0
         self._host_bytes = host_bytes
         self._views = ViewedSnapshot(plan, self._start)
@@ -59,7 +59,7 @@ class SizeOnlySnapshot:
             if item not in self._taken:
                 self._taken.add(item)
                 self._taken_bytes += self._host_bytes[item].copied
-                self.held_by_writer = max(self.held_by_writer, self._taken_bytes)
+                self.taken_peak = max(self.taken_peak, self._taken_bytes)
         raise NoElementsError(f"item {item} of a dry run has no elements")
 
     def release(self, item: int) -> None:
@@ -75,14 +75,16 @@ class SizeOnlySnapshot:
 
 
 class CountingObjects(StorageBackend):
-    """A `ckptcore.protocols.StorageBackend` of objects. Only of roots does it keep the bytes: a save reads its claim. Any thread.
+    """A `ckptcore.protocols.StorageBackend` that counts requests and stores only sizes. Any thread.
+
+    It stores the bytes of roots, because a save reads its claim.
 
     Attributes:
-        sizes: by key, the bytes of an object.
+        sizes: the sizes of the objects, by key, in bytes.
     """
 
     def __init__(self) -> None:
-        """Begin empty."""
+        """Create an empty storage."""
         self.sizes: dict[str, int] = {}
         self._roots: dict[str, bytes] = {}
         self._counts: Counter[str] = Counter()
@@ -90,11 +92,11 @@ class CountingObjects(StorageBackend):
 
     @property
     def requests(self) -> RequestCounts:
-        """What it was asked."""
+        """The requests so far."""
         return RequestCounts(**self._counts)
 
     def forget(self) -> None:
-        """Begin to count anew: what there is so far is another process's. Roots stay."""
+        """Reset the sizes and counts of objects that another process wrote. Roots are kept."""
         self.sizes.clear()
         self._counts.clear()
 
@@ -103,44 +105,44 @@ class CountingObjects(StorageBackend):
             self._counts[kind] += 1
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """See `StorageBackend`; of roots only."""
-        self._count("looks")
+        """See `StorageBackend`. Only roots can be read."""
+        self._count("reads")
         return self._root(key)[start:stop]
 
     def _root(self, key: str) -> bytes:
         if key not in self._roots:
-            raise ObjectNotFoundError(f"{key} is not in this dry run")
+            raise ObjectNotFoundError(f"{key} does not exist in this dry run")
         return self._roots[key]
 
     def get_with_tag(self, key: str) -> tuple[bytes, str]:
-        """See `StorageBackend`; of roots only."""
-        self._count("looks")
+        """See `StorageBackend`. Only roots can be read."""
+        self._count("reads")
         data = self._root(key)
         return data, data.hex()
 
     def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """See `StorageBackend`; of roots only."""
-        self._count("looks")
+        """See `StorageBackend`. Only roots can be read."""
+        self._count("reads")
         data = self._root(key)
         for start, buffer in ranges:
             buffer[:] = data[start : start + len(buffer)]
 
     def size(self, key: str) -> int:
         """See `StorageBackend`."""
-        self._count("looks")
+        self._count("reads")
         if key not in self.sizes:
-            raise ObjectNotFoundError(f"{key} is not in this dry run")
+            raise ObjectNotFoundError(f"{key} does not exist in this dry run")
         return self.sizes[key]
 
     def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
         """See `StorageBackend`."""
         self._count("puts")
         with self._lock:
-            there = self._roots.get(key)
-            if condition is not None and (there and there.hex()) != (
+            existing = self._roots.get(key)
+            if condition is not None and (existing and existing.hex()) != (
                 condition.tag if isinstance(condition, IfTag) else None
             ):
-                raise ConditionFailedError(f"{key} is not what the dry run expects")
+                raise ConditionFailedError(f"{key} has changed in this dry run")
             self.sizes[key] = len(data)
             if key.rpartition("/")[2] == ROOT_KEY:
                 self._roots[key] = data
@@ -148,28 +150,28 @@ class CountingObjects(StorageBackend):
         return ""
 
     def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
-        """See `StorageBackend`; what is written is as large as is said here."""
+        """See `StorageBackend`. Records the given size."""
         self._count("writes")
         with self._lock:
             self.sizes[key] = size or 0
         return _NoWriter()
 
     def open_new(self, key: str, size: int | None = None) -> ObjectWriter:
-        """See `StorageBackend`; every object is new here."""
+        """See `StorageBackend`. Every object is new."""
         return self.open_writer(key, size)
 
     def list(self, prefix: str = "") -> Iterator[str]:
         """See `StorageBackend`."""
         self._count("lists")
-        below = f"{prefix.rstrip('/')}/" if prefix else ""
-        return iter(sorted([key for key in self.sizes if key.startswith(below)]))
+        directory = f"{prefix.rstrip('/')}/" if prefix else ""
+        return iter(sorted([key for key in self.sizes if key.startswith(directory)]))
 
     def list_names(self, prefix: str = "") -> Sequence[str]:
         """See `StorageBackend`."""
         self._count("lists")
-        below = f"{prefix.rstrip('/')}/" if prefix else ""
-        rests = [key.removeprefix(below).partition("/") for key in self.sizes if key.startswith(below)]
-        return sorted({name + slash for name, slash, _ in rests})
+        directory = f"{prefix.rstrip('/')}/" if prefix else ""
+        keys = [key.removeprefix(directory).partition("/") for key in self.sizes if key.startswith(directory)]
+        return sorted({name + slash for name, slash, _ in keys})
 
     def delete(self, keys: Sequence[str]) -> None:
         """See `StorageBackend`."""
@@ -178,14 +180,14 @@ class CountingObjects(StorageBackend):
             self.sizes.pop(key, None)
 
     def sync(self, keys: Sequence[str]) -> None:
-        """See `StorageBackend`; nothing but native I/O needs it."""
+        """See `StorageBackend`. Not counted."""
 
 
 class CountingDirectories(CountingObjects):
-    """The same with real directories: `ckptcore.protocols.AtomicDirectories` too."""
+    """A counting storage that also implements `ckptcore.protocols.AtomicDirectories`, like a file system."""
 
     def lock_directory(self, key: str) -> AbstractContextManager[None] | None:
-        """See `AtomicDirectories`; nobody else is here."""
+        """See `AtomicDirectories`. The lock is always free."""
         self._count("directories")
         return nullcontext()
 
@@ -200,7 +202,7 @@ class CountingDirectories(CountingObjects):
             self.sizes[destination + key.removeprefix(source)] = size
 
     def exchange(self, first: str, second: str) -> None:
-        """See `AtomicDirectories`; nothing is ever replaced here."""
+        """See `AtomicDirectories`. Does nothing, because the dry run replaces nothing."""
         self._count("directories")
 
     def sync_directory(self, key: str) -> None:
@@ -215,7 +217,7 @@ class CountingDirectories(CountingObjects):
 
 
 class _NoWriter:
-    """Writes nothing, nowhere."""
+    """An object writer that ignores everything."""
 
     def write_at(self, offset: int, data: Buffer) -> None:
         pass
@@ -228,10 +230,10 @@ class _NoWriter:
 
 
 class SizeRecorder:
-    """A `ckptcore.protocols.WriteStore` that asks of a storage what `ckptcore.io.object_writes.ObjectRecorder` does. Any thread."""
+    """A `ckptcore.protocols.WriteStore` that makes the same requests as the one of a save. Any thread."""
 
     def __init__(self, storage: StorageBackend, *, checksums: bool) -> None:
-        """Hand objects to `storage`; `checksums` tells whether a save would keep some."""
+        """Write objects to `storage`. `checksums`: True if the save would compute checksums."""
         self._storage = storage
         self._checksums = checksums
         self._records: dict[str, ObjectRecord] = {}
@@ -239,12 +241,12 @@ class SizeRecorder:
 
     @property
     def address(self) -> StorageAddress | None:
-        """None: there is nothing for native I/O."""
+        """The address of the storage, for native I/O."""
         return self._storage.address
 
     @property
     def objects(self) -> tuple[ObjectRecord, ...]:
-        """The objects; their checksums are zeros, as many as there would be."""
+        """The objects. Their checksums have the right number, but are zero."""
         return tuple(self._records.values())
 
     def put(self, key: str, data: bytes) -> None:
@@ -253,7 +255,7 @@ class SizeRecorder:
         self._record(key, len(data))
 
     def write(self, key: str, segments: Sequence[Segment]) -> None:
-        """See `WriteStore`. Segments are opened in order, each closed before the next: as one thread would write them."""
+        """See `WriteStore`. Opens and closes the segments one after another, like one thread."""
         nbytes = sum([segment.nbytes for segment in segments])
         writer = self._storage.open_writer(key, nbytes)
         for segment in segments:
@@ -262,12 +264,12 @@ class SizeRecorder:
                     segment.open()
                 segment.close()
         if nbytes < SIZES.inline:
-            writer.write_at(0, bytes(nbytes))  # who keeps small objects together counts their bytes
+            writer.write_at(0, bytes(nbytes))  # a storage that packs small objects together counts their bytes
         writer.finish()
         self._record(key, nbytes)
 
     def write_many(self, objects: Iterable[tuple[str, Sequence[Segment]]]) -> None:
-        """See `WriteStore`; one after the other."""
+        """See `WriteStore`. Writes one object after another."""
         for key, segments in objects:
             self.write(key, segments)
 

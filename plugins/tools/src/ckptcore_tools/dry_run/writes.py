@@ -1,4 +1,4 @@
-"""What one process writes in a dry run, and what the leader adds: the code of layouts, on plans without elements."""
+"""Dry runs of the writes of one process and of the commit. They run the code of layouts on plans without elements."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ from ckptcore_tools.dry_run.storages import (
     SizeRecorder,
 )
 
-__all__ = ["Leading", "StorageKind", "WrittenCheckpoint", "WrittenProcess", "run_commit", "run_writes"]
+__all__ = ["LeaderState", "StorageKind", "WrittenCheckpoint", "WrittenProcess", "run_commit", "run_writes"]
 
 StorageKind: TypeAlias = Literal["directories", "objects"]
-"""Whether the storage that is played has real directories."""
+"""The kind of storage that is simulated: a file system, or an object store."""
 
 _NAME: Final = "checkpoint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenCheckpoint:
-    """What a process wrote of one checkpoint.
+    """The simulated writes of one process to one checkpoint.
 
     Attributes:
-        receipts: of the parts that the processes write together.
-        sizes: by key within the checkpoint, the bytes of its objects.
-        at_most: the keys of those that may be smaller.
-        about: the keys of those that make what it alone wrote a whole.
-        array_bytes, boxes: of arrays.
-        requests: what it asked.
+        receipts: receipts of the parts that all processes write together.
+        sizes: sizes of the objects by key within the checkpoint, in bytes.
+        at_most: keys of objects that may be smaller.
+        about: keys of metadata objects, whose sizes are estimates.
+        array_bytes, boxes: bytes and number of boxes of arrays.
+        requests: the requests.
     """
 
     receipts: Sequence[Receipt]
@@ -72,27 +72,27 @@ class WrittenCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenProcess:
-    """What a process wrote of a save: its checkpoint, then its exports.
+    """The simulated writes of one process.
 
     Attributes:
-        checkpoints: of each.
-        memory: that it took.
-        untold: checkpointables whose files nobody knows yet.
+        checkpoints: the writes to the checkpoint, and to each export.
+        memory: the memory that the save needs.
+        unplanned: checkpointables whose files are unknown.
     """
 
     checkpoints: Sequence[WrittenCheckpoint]
     memory: MemoryPlan
-    untold: Sequence[str]
+    unplanned: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
-class Leading:
-    """What the leader goes on with, of one checkpoint.
+class LeaderState:
+    """State of the leader between the writes and the commit of one checkpoint.
 
     Attributes:
         save: the checkpoint.
-        storage: with what the leader wrote.
-        claim: of the leader.
+        storage: the storage, with the objects of the leader.
+        claim: the leader's transaction.
     """
 
     save: Save
@@ -103,64 +103,67 @@ class Leading:
 @dataclass(frozen=True, slots=True)
 class _Written:
     checkpoint: WrittenCheckpoint
-    leading: Leading | None
+    leading: LeaderState | None
     buffer_bytes: int
 
 
-def run_writes(save: Save, kind: StorageKind, context: Context) -> tuple[WrittenProcess, Sequence[Leading]]:
-    """Play what this process writes of a save and of its exports.
+def run_writes(save: Save, kind: StorageKind, context: Context) -> tuple[WrittenProcess, Sequence[LeaderState]]:
+    """Simulate the writes of this process, for a save and its exports.
 
     Args:
-        save: what was asked for, with leaves of `ckptcore_tools.dry_run.leaves`.
-        kind: of storage.
+        save: the save, prepared with the leaf handlers of `ckptcore_tools.dry_run.leaves`.
+        kind: the kind of storage.
         context: options.
 
     Returns:
-        What it wrote; and on the leader what it goes on with, for each checkpoint.
+        The writes of this process, and on the leader its state for each checkpoint.
 
     Raises:
-        UnsupportedLeafError: if workers of a single controller hold arrays.
-        PluginError: if a layout cannot do without elements and does not say what it would write.
+        UnsupportedLeafError: if arrays belong to workers of a single controller.
+        PluginError: if a layout needs elements and does not implement `forecast`.
     """
     if save.uses_workers:
         raise UnsupportedLeafError(
-            "arrays are at workers of this single controller, and what those write is not planned; plan abstract "
-            "arrays instead, with plan(..., processes=N) with as many processes as there are workers"
+            "cannot plan a save of arrays that belong to workers of a single controller. Plan abstract arrays with "
+            "plan(..., processes=N), where N is the number of workers"
         )
     host_bytes: list[Sequence[HostBytes]] = []
-    untold = []
+    unplanned = []
     for part in save.parts:
         source = part.source
         assert source is not None  # nothing was captured
         if isinstance(source, FilesDescription):
-            untold.append(source.name)
+            unplanned.append(source.name)
             host_bytes.append(())
         else:
-            assert isinstance(source, TreeDescription)  # only saves into directories of hosts have other arrays
+            assert isinstance(source, TreeDescription)  # other descriptions exist only in per-host saves
             host_bytes.append([_host_bytes(source, item) for item in part.plan.items])
-    of_part = {id(part): taken for part, taken in zip(save.parts, host_bytes, strict=True)}
-    snapshots = [SizeOnlySnapshot(part.plan, of_part[id(part)]) for part in save.parts]
-    further = [(one, part, part.shared) for one in save.further for part in one.parts if part.shared is not None]
-    exported = [[of_part[id(shared.part)][number] for number in shared.items] for _, _, shared in further]
-    shares = [SizeOnlySnapshot(part.plan, taken) for (_, part, _), taken in zip(further, exported, strict=True)]
+    by_part = {id(part): nbytes for part, nbytes in zip(save.parts, host_bytes, strict=True)}
+    snapshots = [SizeOnlySnapshot(part.plan, by_part[id(part)]) for part in save.parts]
+    exports = [(export, part, part.shared) for export in save.further for part in export.parts if part.shared]
+    exported = [[by_part[id(shared.part)][number] for number in shared.items] for _, _, shared in exports]
+    export_snapshots = [
+        SizeOnlySnapshot(part.plan, nbytes) for (_, part, _), nbytes in zip(exports, exported, strict=True)
+    ]
     written = [_run_checkpoint(save, snapshots, kind, context)]
     written += [
-        _run_checkpoint(one, [share], kind, context) for (one, _, _), share in zip(further, shares, strict=True)
+        _run_checkpoint(export, [snapshot], kind, context)
+        for (export, _, _), snapshot in zip(exports, export_snapshots, strict=True)
     ]
     memory = _memory(
         save.agreement.rank,
-        [taken for of_one in host_bytes for taken in of_one],
-        [taken for of_export in exported for taken in of_export],
-        [*snapshots, *shares],
+        [nbytes for items in host_bytes for nbytes in items],
+        [nbytes for items in exported for nbytes in items],
+        [*snapshots, *export_snapshots],
         max(one.buffer_bytes for one in written),
         context,
     )
-    process = WrittenProcess(checkpoints=[one.checkpoint for one in written], memory=memory, untold=untold)
+    process = WrittenProcess(checkpoints=[one.checkpoint for one in written], memory=memory, unplanned=unplanned)
     return process, [one.leading for one in written if one.leading is not None]
 
 
 def _host_bytes(source: TreeDescription, item: WriteItem) -> HostBytes:
-    """Return the host memory that an item takes in a save."""
+    """Return the host memory that a save needs for an item."""
     leaf, handler = source.leaf(item.leaf)
     return handler.host_bytes(leaf, item.boxes)
 
@@ -170,14 +173,14 @@ def _run_checkpoint(save: Save, snapshots: Sequence[SizeOnlySnapshot], kind: Sto
     storage = CountingDirectories() if kind == "directories" else CountingObjects()
     location = Location(save.target.location.display, storage, _NAME)
     claimed = save.info.claimed
-    conditions = Conditions()  # they are tried out, as by the first save of a process
-    refuse_inside(location)  # as the save looks before it claims
+    conditions = Conditions()  # new, because the first save of a process tests the storage's conditions
+    refuse_inside(location)  # the checks of a save before it claims the location
     refuse_to_replace(location, False)
     claim = location.commits.begin(location, claimed, False, conditions)
     if save.agreement.size > 1:
         claim.show_claim()
     store = claim.store
-    if rank:  # the leader has done that
+    if rank:  # only the leader made the requests above; other ranks look for its claim
         storage.forget()
         sees_claim(claimed, location)
         store = location.commits.store_of(location, claimed.save_id, conditions)
@@ -211,7 +214,7 @@ def _run_checkpoint(save: Save, snapshots: Sequence[SizeOnlySnapshot], kind: Sto
         boxes=sum([len(item.boxes) for item in items]),
         requests=storage.requests,
     )
-    return _Written(checkpoint, None if rank else Leading(save, storage, claim), buffer_bytes)
+    return _Written(checkpoint, None if rank else LeaderState(save, storage, claim), buffer_bytes)
 
 
 def _write(
@@ -238,26 +241,26 @@ def _memory(
     buffer_bytes: int,
     context: Context,
 ) -> MemoryPlan:
-    """What a process holds.
+    """Estimate the memory of a process.
 
-    Snapshots tell what one thread would hold that writes; several may hold one more array, which is taken to be the
-    largest. Each thread may gather what it writes in memory of its own.
+    The snapshots record the memory for one writing thread. Several threads can use one more array, which is assumed to
+    be the largest. Each thread can have its own write buffer.
     """
-    viewed = sum([taken.viewed for taken in saved])
-    copied = sum([taken.copied for taken in saved])
+    viewed = sum([nbytes.viewed for nbytes in saved])
+    copied = sum([nbytes.copied for nbytes in saved])
     array_bytes = sum([item.nbytes for snapshot in snapshots for item in snapshot.plan.items])
-    pieces = -(-array_bytes // SIZES.write) if array_bytes >= SIZES.inline else 0
-    buffers = buffer_bytes + min(pieces, runtime_of(context).io_threads.count) * SIZES.write
+    writes = -(-array_bytes // SIZES.write) if array_bytes >= SIZES.inline else 0
+    buffers = buffer_bytes + min(writes, runtime_of(context).io_threads.count) * SIZES.write
     ahead = max([snapshot.viewed_peak for snapshot in snapshots], default=0)
-    kept = sum([taken.viewed for taken in exported])  # until the exports are written
-    blocking = min(viewed, ahead + max([taken.viewed for taken in saved], default=0) + kept)
+    exported_views = sum([nbytes.viewed for nbytes in exported])  # kept until the exports are written
+    blocking = min(viewed, ahead + max([nbytes.viewed for nbytes in saved], default=0) + exported_views)
     limit = context.memory.save_bytes
     asynchronous = copied
     if limit is not None:
-        largest = max([taken.copied for taken in saved], default=0)
-        held = max([snapshot.held_by_writer for snapshot in snapshots], default=0)
-        asynchronous = min(copied, max(limit, largest) + held)
-        copied += sum([taken.copied for taken in exported])  # their first copy is gone by then
+        largest = max([nbytes.copied for nbytes in saved], default=0)
+        taken = max([snapshot.taken_peak for snapshot in snapshots], default=0)
+        asynchronous = min(copied, max(limit, largest) + taken)
+        copied += sum([nbytes.copied for nbytes in exported])  # exports are copied again: the first copy was freed
     return MemoryPlan(
         rank=rank,
         viewed=viewed,
@@ -268,12 +271,12 @@ def _memory(
 
 
 def run_commit(save: Save, claim: Transaction, receipts: Sequence[Sequence[Receipt]], context: Context) -> None:
-    """Commit a checkpoint on the leader.
+    """Simulate the commit of a checkpoint on the leader.
 
     Args:
         save: the checkpoint.
-        claim: of the leader.
-        receipts: by rank, of each part that the processes write together.
+        claim: the leader's transaction.
+        receipts: by rank, the receipts of each part that the processes write together.
         context: options.
     """
     info = save.info

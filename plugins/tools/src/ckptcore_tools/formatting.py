@@ -1,21 +1,21 @@
-"""Sizes, counts and ages as text for people."""
+"""Formatting of sizes, counts, ages and metrics as text."""
 
 from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping
 
-__all__ = ["age", "count", "metrics_text", "size"]
+__all__ = ["format_age", "format_count", "format_metrics", "format_size"]
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
 
-def size(nbytes: int) -> str:
-    """Bytes in decimal units, with three digits: ``999 B``, ``1.02 kB``, ``90.9 MB``."""
+def format_size(nbytes: int) -> str:
+    """Return bytes in decimal units, with three digits: ``999 B``, ``1.02 kB``, ``90.9 MB``."""
     if nbytes < 1000:
         return f"{nbytes} B"
     amount = float(nbytes)
-    for unit in ("kB", "MB", "GB", "TB", "PB"):
+    for unit in ("kB", "MB", "GB", "TB", "PB", "EB"):
         amount /= 1000
         if amount < 999.5:
             break
@@ -23,16 +23,16 @@ def size(nbytes: int) -> str:
     return f"{amount:.{digits}f} {unit}"
 
 
-def count(number: int, noun: str, plural: str | None = None) -> str:
-    """A number with its noun: ``1 array``, ``1,200 arrays``."""
+def format_count(number: int, noun: str, plural: str | None = None) -> str:
+    """Return a number with its noun: ``1 array``, ``1,200 arrays``."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
-def age(created: str, now: float) -> str:
-    """How long ago a time in ISO 8601 was, in the unit that fits: ``42 s``, ``3 h``, ``12 days``; itself if it cannot be read.
+def format_age(created: str, now: float) -> str:
+    """Return the age of a time: ``42 s``, ``3 h``, ``12 days``. Return the time itself if it cannot be parsed.
 
     Args:
-        created: the time.
+        created: a time in ISO 8601.
         now: seconds since the epoch.
     """
     try:
@@ -40,13 +40,13 @@ def age(created: str, now: float) -> str:
     except (ValueError, OverflowError, OSError):
         return created
     if seconds < 0:
-        return "0 s" if seconds > -_MINUTE else "in future"
+        return "0 s" if seconds > -_MINUTE else "in the future"
     for unit, name in ((_DAY, "days"), (_HOUR, "h"), (_MINUTE, "min")):
         if seconds >= 2 * unit:
             return f"{seconds // unit:,.0f} {name}"
     return f"{seconds:.0f} s"
 
 
-def metrics_text(metrics: Mapping[str, float | str]) -> str:
-    """Measurements on one line: ``loss=0.25 accuracy=0.9``."""
+def format_metrics(metrics: Mapping[str, float | str]) -> str:
+    """Return metrics on one line: ``loss=0.25 accuracy=0.9``."""
     return " ".join(f"{name}={float(value):.6g}" for name, value in metrics.items())
