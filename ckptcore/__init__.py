@@ -1,24 +1,25 @@
 """Checkpoints for machine learning: save and load the state of a training job, with any framework.
 
 Save and load: `save`, `load` and `load_into` for one tree of arrays, `save_checkpointables` and `load_checkpointables`
-for several objects, each with a variant in the background. `Checkpointer` saves the steps of a training run and resumes
-it; `CheckpointReader` reads the steps of another job.
+for several objects; most have an asynchronous variant. `Checkpointer` saves the steps of a training run and resumes it.
+`CheckpointReader` reads the steps of another job.
 
-Inspect and manage: `open` reads parts of arrays on demand, `metadata` describes a checkpoint, `verify` checks every
-byte, `copy` and `delete` do what they say, and `plan` predicts a save.
+Inspect and manage: `open` reads parts of arrays on demand, `metadata` describes a checkpoint, `verify` checks all
+bytes, `copy` and `delete` manage checkpoints, and `plan` predicts a save.
 
-Options are in `Context`. Modules with more: `ckptcore.policies`, `select`, `transforms`, `step_names`, `errors`,
+Options are in `Context`. Further modules: `ckptcore.policies`, `select`, `transforms`, `step_names`, `errors`,
 `events`, `results`, `handlers`, `context`; for authors of plugins `protocols`, `hookspecs`, `model`, `planning`.
-`Update`, `copy`, `partial`, `plan`, exports, `tiers` and `transforms` are in distributions of their own, and an error
-names the command that installs them.
+`Update`, `copy`, `partial`, `plan`, exports, `tiers` and `transforms` are in other distributions. If one is missing,
+the error has the command that installs it.
 """
 
 import importlib
 import logging
+import sys
 from typing import TYPE_CHECKING, Final
 
-# Each name is imported with its first use, so that importing this package is fast. Type checkers read the imports below
-# instead; a test compares the two.
+# Names are imported at their first use, so that importing this package is fast. Type checkers read the imports below; a
+# test compares both.
 _NAMES: Final = {
     "ckptcore.api.descriptions": "abstract metadata open",
     "ckptcore.api.loads": "load load_async load_checkpointables load_into",
@@ -133,7 +134,18 @@ def __getattr__(name: str) -> object:
 
         if name in lazy_names():
             return import_name(name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise _unknown_name(name)
+
+
+def _unknown_name(name: str) -> Exception:
+    """Return the error for a name that does not exist. It names ours if another library has this one."""
+    from ckptcore.other_libraries import instead_of  # only errors need it
+
+    hint = instead_of(__name__, name)
+    # ``from ckptcore import name`` replaces an AttributeError by an ImportError without the hint.
+    if hint and sys._getframe(2).f_code.co_name == "_handle_fromlist":
+        return ImportError(f"cannot import name {name!r} from {__name__!r}{hint}", name=__name__)
+    return AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}", name=name, obj=sys.modules[__name__])
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""``python -m ckptcore``: the command line, which the distribution for tools adds."""
+"""``python -m ckptcore``: the command line, which ckptcore-tools adds."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
-"""The distributions of this project and what each adds: the only file of the core that names them.
+"""The distributions of this project and what each adds. No other file of the core names them.
 
-Error messages use it to say which ``pip install`` command brings what is missing, and `ckptcore` uses it for names that
-other distributions define, such as `ckptcore.copy`.
+Error messages take the ``pip install`` command from this table, and `ckptcore` its lazy names, such as `ckptcore.copy`.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -37,17 +36,18 @@ _EMPTY: Final[Mapping[str, str]] = {}
 
 
 class Distribution(NamedTuple):
-    """A distribution, and what a checkpoint or a program may need it for.
+    """A distribution, and what it adds.
 
     Attributes:
-        extra: the extra of `ckptcore` that installs it; ``pip install 'ckptcore[extra]'``.
+        extra: the extra of `ckptcore` that installs it: ``pip install 'ckptcore[extra]'``.
         package: its import package.
-        names: attributes of `ckptcore` that it defines, each with the module of `package` that has it. A name with
-            an empty module is the module `package` itself.
-        internals: functions that the core calls if it is installed, each with the module of `package` that has it.
+        names: attributes of `ckptcore` that it defines, each with its module in `package`. An empty module means
+            `package` itself.
+        internals: functions that the core calls if it is installed, each with its module in `package`.
         types: top-level packages whose types it handles.
         schemes: URL schemes that it opens.
-        layouts: names of layouts that it reads and writes.
+        layouts: layouts that it adds.
+        suffixes: ends of the names of files that its layouts read.
     """
 
     extra: str
@@ -57,6 +57,7 @@ class Distribution(NamedTuple):
     types: tuple[str, ...] = ()
     schemes: tuple[str, ...] = ()
     layouts: tuple[str, ...] = ()
+    suffixes: tuple[str, ...] = ()
 
     @property
     def hint(self) -> str:
@@ -65,13 +66,27 @@ class Distribution(NamedTuple):
 
 
 DISTRIBUTIONS: Final = (
-    Distribution("jax", "ckptcore_jax", types=("flax", "jax", "jaxlib")),
+    Distribution("jax", "ckptcore_jax", types=("equinox", "flax", "jax", "jaxlib", "optax")),
     Distribution("torch", "ckptcore_torch", types=("torch",)),
     Distribution("s3", "ckptcore_s3", schemes=("s3",)),
     Distribution("gcs", "ckptcore_gcs", schemes=("gcs", "gs")),
-    Distribution("dcp", "ckptcore_dcp", layouts=("dcp", "torch")),
-    Distribution("orbax", "ckptcore_orbax", layouts=("ocdbt", "zarr", "zarr3")),
-    Distribution("fsspec", "ckptcore_fsspec", schemes=("abfs", "az", "hdfs", "http", "https", "sftp")),
+    Distribution(
+        "dcp",
+        "ckptcore_dcp",
+        layouts=("dcp", "torch"),
+        suffixes=(".bin", ".ckpt", ".distcp", ".metadata", ".pt", ".pth"),
+    ),
+    Distribution(
+        "orbax",
+        "ckptcore_orbax",
+        layouts=("ocdbt", "zarr", "zarr3"),
+        suffixes=(".zarray", "_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "zarr.json"),
+    ),
+    Distribution(
+        "fsspec",
+        "ckptcore_fsspec",
+        schemes=("abfs", "az", "ftp", "hdfs", "hf", "http", "https", "sftp", "webhdfs"),
+    ),
     Distribution("ray", "ckptcore_ray"),
     Distribution("incremental", "ckptcore_incremental", names={"Update": "updates", "partial": "partial_checkpoint"}),
     Distribution("testing", "ckptcore_testing"),
@@ -91,15 +106,30 @@ DISTRIBUTIONS: Final = (
 )
 
 
-def install_hint(*, type_: str = "", scheme: str = "", layout: str = "") -> str:
-    """Return the command that adds support for a type's package, a URL scheme or a layout; empty if none is known."""
+def install_hint(
+    *, value_type: type | None = None, scheme: str = "", layout: str = "", files: Iterable[str] = ()
+) -> str:
+    """Return the ``pip install`` command that adds support for something, in backquotes.
+
+    Args:
+        value_type: a type of leaves or containers, or a subclass of one.
+        scheme: a URL scheme.
+        layout: the name of a layout.
+        files: names of files in a checkpoint of other software.
+
+    Returns:
+        The command; empty if no distribution of this project adds it, or if that distribution is installed.
+    """
+    packages = {base.__module__.partition(".")[0] for base in value_type.__mro__} if value_type is not None else set()
     for distribution in DISTRIBUTIONS:
-        if (
-            (type_ and type_ in distribution.types)
-            or (scheme and scheme in distribution.schemes)
-            or (layout and layout in distribution.layouts)
-        ):
-            return distribution.hint
+        adds = (
+            not packages.isdisjoint(distribution.types)
+            or scheme in distribution.schemes
+            or layout in distribution.layouts
+            or any(file.endswith(distribution.suffixes) for file in files)
+        )
+        if adds:
+            return "" if _is_installed(distribution.package) else f"`{distribution.hint}`"
     return ""
 
 
@@ -121,23 +151,23 @@ def _is_installed(package: str) -> bool:
 
 
 def import_name(name: str, *, purpose: str = "") -> object:
-    """Import what another distribution defines: an attribute of `ckptcore`, or a function that the core calls.
+    """Import an attribute of `ckptcore`, or a function that the core calls, from another distribution.
 
     Args:
         name: its name in the table.
-        purpose: what needs it, for the error message; empty: the attribute of that name.
+        purpose: the caller, for the error message. Empty: the attribute of that name.
 
     Raises:
-        MissingDistributionError: if that distribution is not installed; the message has its ``pip install`` command.
+        MissingDistributionError: the distribution is not installed. The message has the ``pip install`` command.
     """
     for distribution in DISTRIBUTIONS:
-        inside = distribution.names.get(name, distribution.internals.get(name))
-        if inside is not None:
+        module = distribution.names.get(name, distribution.internals.get(name))
+        if module is not None:
             break
     else:
         raise KeyError(name)
     try:
-        imported = importlib.import_module(".".join(filter(None, [distribution.package, inside])))
+        imported = importlib.import_module(".".join(filter(None, [distribution.package, module])))
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != distribution.package:
             raise
@@ -145,4 +175,4 @@ def import_name(name: str, *, purpose: str = "") -> object:
             f"{purpose or f'ckptcore.{name}'} needs the distribution ckptcore-{distribution.extra}, which is not "
             f"installed: run {distribution.hint}"
         ) from error
-    return getattr(imported, name) if inside else imported
+    return getattr(imported, name) if module else imported

@@ -3,52 +3,52 @@
 ::
 
     CheckpointError
-    ├── CheckpointNotFoundError        (FileNotFoundError)  nothing that can be loaded is at the location
-    │   ├── UncommittedCheckpointError                      a save began there and never committed
-    │   └── UnknownCheckpointableError                      the checkpoint was saved without this name
-    ├── CheckpointExistsError          (FileExistsError)    a save would replace something and was not asked to
-    ├── DirectoryInUseError            (BlockingIOError)    another job writes steps into the directory
-    ├── CorruptCheckpointError         (ValueError)         bytes are not what was written; names the file and range
-    │   └── ChecksumError                                   ... because a checksum does not match
-    ├── UnsupportedVersionError        (ValueError)         written by a newer ckptcore than this one
-    ├── CompositeCheckpointError       (ValueError)         it holds several checkpointables, and one tree was asked for
-    ├── TreeMismatchError              (ValueError)         the abstract tree and the stored one differ; lists it all
-    ├── TransformError                 (ValueError)         a transform of a load does not fit what is stored, or failed
-    ├── UnknownPathError               (KeyError)           nothing is at this path in an open checkpoint
+    ├── CheckpointNotFoundError        (FileNotFoundError)  the location has no checkpoint that can be loaded
+    │   ├── UncommittedCheckpointError                      a save began there and did not commit
+    │   └── UnknownCheckpointableError                      the checkpoint has no checkpointable of this name
+    ├── CheckpointExistsError          (FileExistsError)    a save without ``overwrite`` would replace something
+    ├── DirectoryInUseError            (BlockingIOError)    another job writes steps to the directory
+    ├── CorruptCheckpointError         (ValueError)         bytes differ from those written; names the file and range
+    │   └── ChecksumError                                   a checksum does not match
+    ├── UnsupportedVersionError        (ValueError)         a newer version of ckptcore wrote the checkpoint
+    ├── CompositeCheckpointError       (ValueError)         it has several checkpointables, and one tree is required
+    ├── TreeMismatchError              (ValueError)         the abstract tree and the stored one differ; lists how
+    ├── TransformError                 (ValueError)         a transform failed, or does not fit the stored tree
+    ├── UnknownPathError               (KeyError)           an open checkpoint has no such path
     ├── NotMappableError               (ValueError)         a stored array cannot be mapped into memory; says why
-    ├── UnsupportedLeafError           (TypeError)          no handler or no layout can store this leaf
-    ├── UnsupportedKeyError            (TypeError)          a container key that is neither int nor str
-    ├── NameCollisionError             (ValueError)         two leaves would get one name in the layout
-    ├── InvalidLocationError           (ValueError)         not a path or URL that can be used
-    ├── PluginError                    (RuntimeError)       a plugin broke its contract
-    │   ├── PluginConflictError                             two plugins claim one type, name or scheme
+    ├── UnsupportedLeafError           (TypeError)          no handler or layout can store this leaf
+    ├── UnsupportedKeyError            (TypeError)          a container key is neither int nor str
+    ├── NameCollisionError             (ValueError)         two leaves would get the same name in the layout
+    ├── InvalidLocationError           (ValueError)         not a valid path or URL
+    ├── PluginError                    (RuntimeError)       a plugin violated its protocol
+    │   ├── PluginConflictError                             two plugins claim the same type, name or scheme
     │   └── UnknownPluginError         (LookupError)        no installed plugin has this layout or URL scheme
-    ├── MissingDistributionError       (ImportError)        a distribution of this project is not installed; says how to
+    ├── MissingDistributionError       (ImportError)        a distribution of this project is not installed
     ├── StorageError                   (OSError)            the storage failed
-    │   ├── StorageFullError                                ... because it is full or over quota
-    │   ├── ObjectNotFoundError        (FileNotFoundError)  ... because the object is not there
-    │   ├── BucketNotFoundError        (FileNotFoundError)  ... because the bucket is not there
-    │   ├── ConditionFailedError                            ... because a conditional put lost
-    │   ├── StorageCredentialsError                         ... because the service knows no such credentials
-    │   ├── StoragePermissionError     (PermissionError)    ... because the credentials do not allow it
-    │   ├── StorageThrottledError                           ... because the service keeps asking to send less
-    │   ├── StorageTimeoutError        (TimeoutError)       ... because no answer came in time
-    │   ├── WrongRegionError                                ... because the bucket is in another region
-    │   └── ClockSkewError                                  ... because the clock of this machine is wrong
-    ├── NotSharedError                 (RuntimeError)       processes of a job do not see the same directory
-    ├── SaveLostError                  (RuntimeError)       another save took over or removed this one's claim
-    ├── AtomicityError                 (RuntimeError)       the storage cannot do atomically what was asked
-    ├── BackgroundSaveError            (RuntimeError)       an earlier asynchronous save failed unnoticed
-    ├── UploadError                    (RuntimeError)       committed steps of the near tier are not in the far one
-    ├── OnlyStepError                  (ValueError)         a deletion would leave a directory without a valid step
-    ├── CheckpointReferredError        (RuntimeError)       others have arrays in the checkpoint that is to be deleted
-    ├── StepPinnedError                (RuntimeError)       a reader has pinned the step that is to be deleted
-    ├── TargetUndefinedError           (RuntimeError)       ``load_into`` failed after it began to fill its target
-    ├── CommitUnknownError             (RuntimeError)       whether the save committed cannot be known
+    │   ├── StorageFullError                                it is full or over quota
+    │   ├── ObjectNotFoundError        (FileNotFoundError)  the object does not exist
+    │   ├── BucketNotFoundError        (FileNotFoundError)  the bucket does not exist
+    │   ├── ConditionFailedError                            the condition of a put is not met
+    │   ├── StorageCredentialsError                         the credentials are missing, unknown or expired
+    │   ├── StoragePermissionError     (PermissionError)    the credentials do not permit the request
+    │   ├── StorageThrottledError                           the storage throttled requests until the deadline
+    │   ├── StorageTimeoutError        (TimeoutError)       the storage did not answer in time
+    │   ├── WrongRegionError                                the bucket is in another region
+    │   └── ClockSkewError                                  the clock of this machine is wrong
+    ├── NotSharedError                 (RuntimeError)       the processes of a job do not share the directory
+    ├── SaveLostError                  (RuntimeError)       another save took over or removed the claim of this one
+    ├── AtomicityError                 (RuntimeError)       the storage has no atomic operation for the request
+    ├── BackgroundSaveError            (RuntimeError)       an earlier asynchronous save failed
+    ├── UploadError                    (RuntimeError)       committed steps of the near tier are not in the far tier
+    ├── OnlyStepError                  (ValueError)         a deletion would remove the last valid step
+    ├── CheckpointReferredError        (RuntimeError)       updates refer to the checkpoint to delete
+    ├── StepPinnedError                (RuntimeError)       a reader has pinned the step to delete
+    ├── TargetUndefinedError           (RuntimeError)       ``load_into`` failed after it changed its target
+    ├── CommitUnknownError             (RuntimeError)       it is unknown whether the save committed
     ├── RankFailedError                (RuntimeError)       another process of the job failed
-    └── CoordinationTimeoutError       (TimeoutError)       ranks did not come before the deadline
+    └── CoordinationTimeoutError       (TimeoutError)       some ranks missed the deadline of an exchange
 
-Each says what was looked at, what was expected, what was found and what to do.
+Messages begin with the path or array, then say what failed, why, and what to do.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ __all__ = [
 
 
 class CheckpointError(Exception):
-    """The root of every error that ckptcore raises on purpose.
+    """Base class of all errors of ckptcore.
 
-    Secrets of URLs in its text, passwords and values of queries, are shown as ``***``.
+    Secrets in URLs, which are passwords and values of queries, are printed as ``***``.
     """
 
     def __str__(self) -> str:
@@ -119,36 +119,36 @@ class CheckpointError(Exception):
         return redacted(super().__repr__())
 
     def add_note(self, note: str, /) -> None:
-        """Add a line that is printed below the error. Secrets of URLs are shown as ``***``."""
+        """Add a line that is printed below the error. Secrets in URLs are printed as ``***``."""
         super().add_note(redacted(note))
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """Nothing that can be loaded is at the location."""
+    """The location has no checkpoint that can be loaded."""
 
 
 class UncommittedCheckpointError(CheckpointNotFoundError):
-    """A save began at the location and never committed; it is never loaded."""
+    """A save began at the location and did not commit. Loads ignore it."""
 
 
 class UnknownCheckpointableError(CheckpointNotFoundError):
-    """A checkpoint of several checkpointables was saved without this name."""
+    """The checkpoint has no checkpointable of this name."""
 
 
 class CheckpointExistsError(CheckpointError, FileExistsError):
-    """A save without ``overwrite`` would replace what is at the location."""
+    """A save without ``overwrite`` would replace files at the location."""
 
 
 class DirectoryInUseError(CheckpointError, BlockingIOError):
-    """Another job, or another part of this one, writes steps into the directory."""
+    """Another job, or another `Checkpointer` of this one, writes steps to the directory."""
 
 
 class CorruptCheckpointError(CheckpointError, ValueError):
-    """Bytes of a checkpoint are not what was written.
+    """Bytes of a checkpoint differ from those written.
 
     Attributes:
-        key: the object (file) within the checkpoint, or None where it is not known.
-        start, stop: the half-open range of bytes in that object that is wrong, or None.
+        key: the object (file) in the checkpoint; None if unknown.
+        start, stop: the half-open range of wrong bytes in that object; None if unknown.
     """
 
     def __init__(
@@ -166,22 +166,22 @@ class CorruptCheckpointError(CheckpointError, ValueError):
 
 
 class ChecksumError(CorruptCheckpointError):
-    """A checksum is not the one that was recorded when the bytes were written.
+    """A checksum differs from the one recorded when the bytes were written.
 
-    It is that of a block, which ``checkpoint.json`` has, or one that a format keeps in its own files: of a read chunk
-    of an array, of an index of chunks, of a node of a database.
+    Checksums of blocks are in ``checkpoint.json``. Formats record others in their own files: of chunks, of chunk
+    indexes, of nodes of a database.
     """
 
 
 class UnsupportedVersionError(CheckpointError, ValueError):
-    """The checkpoint was written in a newer format than this ckptcore reads."""
+    """The format of the checkpoint is newer than the formats that this version of ckptcore reads."""
 
 
 class CompositeCheckpointError(CheckpointError, ValueError):
-    """A checkpoint holds several checkpointables where one tree was asked for, or the other way round.
+    """A checkpoint has several checkpointables and one tree is required, or the other way round.
 
     Attributes:
-        names: of the checkpointables; empty where it is one tree.
+        names: the names of the checkpointables; empty for one tree.
     """
 
     def __init__(self, message: str, names: Sequence[str] = ()) -> None:
@@ -193,7 +193,7 @@ class TreeMismatchError(CheckpointError, ValueError):
     """The abstract tree and the stored one differ.
 
     Attributes:
-        differences: one line for each difference, every one of them.
+        differences: one line for each difference.
     """
 
     def __init__(self, message: str, differences: Sequence[str]) -> None:
@@ -202,23 +202,23 @@ class TreeMismatchError(CheckpointError, ValueError):
 
 
 class TransformError(CheckpointError, ValueError):
-    """A transform does not fit what is stored, or failed on it. Nothing was changed."""
+    """A transform failed, or does not fit the stored tree. Nothing was changed."""
 
 
 class UnknownPathError(CheckpointError, KeyError):
-    """Nothing is at this path in an open checkpoint."""
+    """An open checkpoint has no such path."""
 
     def __str__(self) -> str:
-        """The message as it is; a `KeyError` would quote it."""
+        """Return the message without the quotes that `KeyError` adds."""
         return Exception.__str__(self)
 
 
 class NotMappableError(CheckpointError, ValueError):
-    """A stored array is not on a local disk as it is in memory, and cannot be mapped; read it by indexing."""
+    """A stored array cannot be mapped: it is remote, encoded, or in several parts. Read it by indexing."""
 
 
 class UnsupportedLeafError(CheckpointError, TypeError):
-    """No handler describes this leaf, or the layout cannot store it. Nothing was written."""
+    """No handler or layout can store this leaf. Nothing was written."""
 
 
 class UnsupportedKeyError(CheckpointError, TypeError):
@@ -230,11 +230,11 @@ class NameCollisionError(CheckpointError, ValueError):
 
 
 class InvalidLocationError(CheckpointError, ValueError):
-    """A location or a key within it is not one that can be used."""
+    """A location, or a key in it, is invalid."""
 
 
 class PluginError(CheckpointError, RuntimeError):
-    """A plugin broke its contract."""
+    """A plugin violated its protocol."""
 
 
 class PluginConflictError(PluginError):
@@ -242,67 +242,67 @@ class PluginConflictError(PluginError):
 
 
 class UnknownPluginError(PluginError, LookupError):
-    """No installed plugin provides this layout or URL scheme."""
+    """No installed plugin has this layout or URL scheme."""
 
 
 class MissingDistributionError(CheckpointError, ImportError):
-    """A name of `ckptcore` is in a distribution that is not installed; the message has the ``pip install`` command."""
+    """A distribution of this project is not installed. The message has the ``pip install`` command."""
 
 
 class StorageError(CheckpointError, OSError):
-    """The storage failed; the cause is the error it gave."""
+    """The storage failed. The cause is its own error."""
 
 
 class StorageFullError(StorageError):
-    """The storage is full, or the quota on it is used up."""
+    """The storage is full or over quota."""
 
 
 class ObjectNotFoundError(StorageError, FileNotFoundError):
-    """An object is not in the storage."""
+    """An object does not exist in the storage."""
 
 
 class ConditionFailedError(StorageError):
-    """A conditional put found the object in another state than its condition asks."""
+    """A conditional put failed because its condition is not met."""
 
 
 class BucketNotFoundError(StorageError, FileNotFoundError):
-    """The bucket that a location names is not there."""
+    """The bucket of a location does not exist."""
 
 
 class StorageCredentialsError(StorageError):
-    """There are no credentials for the storage, or it does not know or no longer takes those that there are."""
+    """The credentials for the storage are missing, unknown or expired."""
 
 
 class StoragePermissionError(StorageError, PermissionError):
-    """The storage knows the credentials, and they do not allow what was asked."""
+    """The credentials do not permit the request."""
 
 
 class StorageThrottledError(StorageError):
-    """The storage asked to come slower, again and again until the deadline."""
+    """The storage throttled the requests until the deadline."""
 
 
 class StorageTimeoutError(StorageError, TimeoutError):
-    """The storage gave no answer in time; whether it did what was asked is not known."""
+    """The storage did not answer in time. It may have carried out the request."""
 
 
 class WrongRegionError(StorageError):
-    """The bucket is in another region than the one that was asked."""
+    """The bucket is in another region than the one requested."""
 
 
 class ClockSkewError(StorageError):
-    """The storage refuses requests because their time, from the clock of this machine, is too far from its own."""
+    """The storage rejects requests because the clock of this machine differs too much from its own."""
 
 
 class NotSharedError(CheckpointError, RuntimeError):
-    """This process does not see in a directory what the leader of its job made there. Nothing was saved."""
+    """This process cannot see the files that the leader of its job created. Nothing was saved."""
 
 
 class SaveLostError(CheckpointError, RuntimeError):
-    """Another save took over or removed this save's claim; this one did not commit."""
+    """Another save took over or removed the claim of this one, which did not commit."""
 
 
 class AtomicityError(CheckpointError, RuntimeError):
-    """The storage cannot do atomically what was asked. Nothing was changed."""
+    """The storage has no atomic operation for the request. Nothing was changed."""
 
 
 class BackgroundSaveError(CheckpointError, RuntimeError):
@@ -310,10 +310,10 @@ class BackgroundSaveError(CheckpointError, RuntimeError):
 
 
 class UploadError(CheckpointError, RuntimeError):
-    """Steps that are committed in the near tier of a run are not in the far one.
+    """Committed steps of the near tier are not in the far tier.
 
     Attributes:
-        steps: which.
+        steps: these steps.
     """
 
     def __init__(self, message: str, steps: Sequence[int] = ()) -> None:
@@ -322,34 +322,34 @@ class UploadError(CheckpointError, RuntimeError):
 
 
 class OnlyStepError(CheckpointError, ValueError):
-    """A deletion would leave a directory of steps without a valid one. Nothing was deleted."""
+    """A deletion would remove the last valid step of a directory. Nothing was deleted."""
 
 
 class CheckpointReferredError(CheckpointError, RuntimeError):
-    """Other checkpoints, saved with `ckptcore.Update`, refer to arrays in the one to delete. Nothing was deleted."""
+    """Updates, saved with `ckptcore.Update`, refer to the checkpoint to delete. Nothing was deleted."""
 
 
 class StepPinnedError(CheckpointError, RuntimeError):
-    """A reader has pinned the step that is to be deleted. Nothing was deleted."""
+    """A reader has pinned the step to delete. Nothing was deleted."""
 
 
 class TargetUndefinedError(CheckpointError, RuntimeError):
-    """``load_into`` failed after it began: the target holds a mix of old and new. The cause says why."""
+    """``load_into`` failed after it changed its target, which has old and new values. The cause says why."""
 
 
 class CommitUnknownError(CheckpointError, RuntimeError):
-    """Whether the save committed cannot be known: look at the location before saving again."""
+    """It is unknown whether the save committed. Inspect the location before saving again."""
 
 
 class RankFailedError(CheckpointError, RuntimeError):
-    """Another process of the job failed, so this save or load failed everywhere."""
+    """Another process of the job failed, so the save or load failed on all processes."""
 
 
 class CoordinationTimeoutError(CheckpointError, TimeoutError):
-    """Some ranks did not come to an exchange before its deadline.
+    """Some ranks missed the deadline of an exchange.
 
     Attributes:
-        missing: the ranks that did not come.
+        missing: these ranks.
     """
 
     def __init__(self, message: str, missing: Sequence[int] = ()) -> None:

@@ -1,4 +1,4 @@
-"""The hooks by which plugins offer what they have. `ckptcore.protocols` says what the objects do."""
+"""The hooks that plugins implement. `ckptcore.protocols` has the protocols of the objects that they return."""
 
 from __future__ import annotations
 
@@ -26,72 +26,72 @@ PROJECT_NAME: Final = "ckptcore"
 
 _hookspec = pluggy.HookspecMarker(PROJECT_NAME)
 hookimpl = pluggy.HookimplMarker(PROJECT_NAME)
-"""Marks a plugin's function or method as the implementation of a hook."""
+"""Decorator for a function or method of a plugin that implements a hook."""
 
 
 class HookSpecs:
-    """Each hook, with what calls it and when.
+    """The hooks.
 
-    A plugin's entry module imports no heavy library: a type hook can ask ``sys.modules.get("jax")``, because no value
-    of a library's type exists before the library was imported.
+    The entry module of a plugin imports no heavy library. A hook for types can use ``sys.modules.get("jax")``, because
+    no value of a type exists before its library is imported.
     """
 
     @_hookspec
     def ckpt_leaf_handler(self, leaf_type: type, example: object) -> LeafHandler | None:
-        """The handler for leaves of a type, also of abstract ones; None for the types of others.
+        """Return the handler for leaves of a type, abstract leaves included; None for unknown types.
 
-        Asked once per type and Context; `example` is one value of the type.
+        Called once per type and Context. `example` is a value of the type.
         """
 
     @_hookspec
     def ckpt_container_handler(self, value_type: type, example: object) -> ContainerHandler | None:
-        """The handler that takes containers of a type apart by one level; None for the types of others.
+        """Return the handler that flattens containers of a type by one level; None for unknown types.
 
-        Asked once per type and Context; `example` is one value of the type.
+        Called once per type and Context. `example` is a value of the type.
         """
 
     @_hookspec
     def ckpt_checkpointable_handler(self, value_type: type, example: object) -> CheckpointableHandler | None:
-        """The handler for objects of a type that are more than a container; None for the types of others.
+        """Return the handler for stateful objects of a type, such as modules; None for unknown types.
 
-        Asked once per type and Context; `example` is one value of the type.
+        Called once per type and Context. `example` is a value of the type.
         """
 
     @_hookspec
     def ckpt_files_handler(self, value_type: type, example: object) -> FilesHandler | None:
-        """The handler for objects of a type that write files of their own; None for the types of others.
+        """Return the handler for objects of a type that write their own files; None for unknown types.
 
-        Asked about what has a name of its own in ``save_checkpointables``, once per type and Context; `example` is one
-        value of the type.
+        Called for the objects passed to ``save_checkpointables``, once per type and Context. `example` is a value of
+        the type.
         """
 
     @_hookspec
     def ckpt_layouts(self) -> Mapping[str, LayoutFactory]:  # type: ignore[empty-body]  # a specification has no body
-        """Layouts by the name users give as ``layout=``. A name that two plugins give is an error."""
+        """Return layouts by name, as users pass it in ``layout=``. A name of two plugins is an error."""
 
     @_hookspec
     def ckpt_storages(self) -> Mapping[str, StorageOpener]:  # type: ignore[empty-body]  # a specification has no body
-        """Storages by URL scheme, without ``://``. A scheme that two plugins give is an error."""
+        """Return storages by URL scheme, without ``://``. A scheme of two plugins is an error."""
 
     @_hookspec
     def ckpt_storage_for(self, scheme: str) -> StorageOpener | None:
-        """Return an opener for URLs of a scheme that no plugin names in `ckpt_storages`; None if it cannot open them.
+        """Return an opener for a URL scheme that no plugin returns from `ckpt_storages`; None if it cannot open it.
 
-        For a plugin that opens what a library opens whose schemes it does not know before it imports it. Asked with the
-        scheme in lower case, without ``://``; answers of two plugins for one scheme are an error.
+        For a plugin around a library whose schemes are unknown until it is imported. The scheme is in lower case,
+        without ``://``. Openers of two plugins for one scheme are an error.
         """
 
     @_hookspec
     def ckpt_coordinator(self) -> Coordinator | None:
-        """The coordinator of the job this process is part of, if this plugin knows of one."""
+        """Return the coordinator of the job of this process, or None."""
 
     @_hookspec
     def ckpt_executor(self) -> Executor[Any, Any] | None:
-        """The workers of the single controller that this process is, if this plugin knows of some.
+        """Return the workers of this process if it is a single controller, else None.
 
-        Asked at the first save or load of a Context that was given none, and not in a job of several processes.
+        Called at the first save or load of a Context without an executor, and not in a job of several processes.
         """
 
     @_hookspec
     def ckpt_collectives(self) -> Collectives | None:
-        """The collectives of the job this process is part of, over which elements are sent, if this plugin has some."""
+        """Return the collectives of the job of this process, which send elements between processes, or None."""

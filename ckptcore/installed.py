@@ -1,8 +1,8 @@
 """Installed distributions: their entry points and versions.
 
-`importlib.metadata` finds the same ones, but takes longer than a small save: it imports the packages `email`, `csv` and
-`zipfile`, and reads the metadata of each distribution. It is used only where a distribution may be in an archive or
-behind an import hook.
+`importlib.metadata` has the same functions, but takes longer than a small save: it imports `email`, `csv` and
+`zipfile`, and reads the metadata of each distribution. It is used only if a distribution may be in an archive or behind
+an import hook.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["EntryPoint", "entry_points", "version_of"]
 
 
 class EntryPoint(NamedTuple):
-    """A named object that a distribution offers.
+    """An entry point of a distribution.
 
     Attributes:
         name: its name in the group.
@@ -38,7 +38,7 @@ class EntryPoint(NamedTuple):
 
 
 def entry_points(group: str) -> list[EntryPoint]:
-    """Find the entry points of a group. Of distributions with the same name, the first one on `sys.path` counts."""
+    """Return the entry points of a group. Of distributions with the same name, only the first on `sys.path` is used."""
     if not _are_directories():
         from importlib import metadata  # see above
 
@@ -67,7 +67,7 @@ def version_of(distribution: str) -> str:
 
 
 def _are_directories() -> bool:
-    """Return True if distributions are only in directories of `sys.path`: no archives, eggs or import hooks."""
+    """Return True if `sys.path` has only directories: no archives, eggs or import hooks."""
     if any(path.endswith(".egg") or os.path.isfile(path) for path in _paths()):
         return False
     return not any(hasattr(finder, "find_distributions") for finder in sys.meta_path if finder is not PathFinder)
@@ -83,7 +83,7 @@ def _metadata_directories() -> dict[str, str]:
     for path in _paths():
         try:
             names = os.listdir(path or ".")
-        except OSError:  # not there, or not readable: nothing can be imported from it
+        except OSError:  # missing or unreadable: nothing can be imported from it
             continue
         for name in names:
             stem, suffix = os.path.splitext(name)
@@ -94,7 +94,7 @@ def _metadata_directories() -> dict[str, str]:
 
 
 def _name_and_version(directory: str) -> tuple[str, str]:
-    """Read the name and the version of a distribution; empty texts for missing ones."""
+    """Return the name and the version of a distribution; empty text for a missing field."""
     lines = _lines(os.path.join(directory, "METADATA")) or _lines(os.path.join(directory, "PKG-INFO"))
     head = dict(line.split(": ", 1) for line in lines[: lines.index("") if "" in lines else None] if ": " in line)
     return head.get("Name", "").strip(), head.get("Version", "").strip()
@@ -110,7 +110,7 @@ def _lines(path: str) -> list[str]:
 
 
 def _points(path: str, group: str) -> Iterator[tuple[str, str]]:
-    """Yield the names and values of one group of a file ``entry_points.txt``, which most distributions lack."""
+    """Yield the names and values of a group in a file ``entry_points.txt``, which may not exist."""
     section = ""
     for line in map(str.strip, _lines(path)):
         if line.startswith("[") and line.endswith("]"):

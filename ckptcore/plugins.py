@@ -1,4 +1,4 @@
-"""Plugins: the handler of a type, the layout of a name, the storage of a URL scheme. Only this module uses pluggy."""
+"""Plugins: handlers by type, layouts by name, storages by URL scheme. Only this module uses pluggy."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 import pluggy
 
 from ckptcore.builtin import BuiltinPlugin
-from ckptcore.distributions import install_hint
+from ckptcore.distributions import DISTRIBUTIONS, install_hint
 from ckptcore.errors import PluginConflictError, PluginError, UnknownPluginError
 from ckptcore.hookspecs import PROJECT_NAME, HookSpecs
 from ckptcore.installed import entry_points, version_of
+from ckptcore.other_libraries import LAYOUTS, did_you_mean
 from ckptcore.protocols import (
     CheckpointableHandler,
     Collectives,
@@ -33,9 +34,7 @@ __all__ = ["Dispatch", "FailedPlugin", "Handler", "PluginInfo", "Plugins", "expe
 logger = logging.getLogger("ckptcore.plugins")
 
 Handler: TypeAlias = LeafHandler | ContainerHandler | CheckpointableHandler | FilesHandler
-"""The object that handles the values of a type."""
-
-T = TypeVar("T")
+"""An object that handles the values of a type."""
 
 _IN_TREES: Final = {
     "ckpt_leaf_handler": "leaf",
@@ -49,6 +48,13 @@ _PROTOCOLS: Final[Mapping[str, type]] = {
     "checkpointable": CheckpointableHandler,
 }
 """The protocols with defaults, which handlers inherit from."""
+
+_STATE_METHODS: Final = (
+    ("state_dict", "load_state_dict"),
+    ("get_state", "set_state"),
+    ("get_state_tree", "set_state_tree"),
+)
+"""Methods that return the state of an object, each with the method that restores it."""
 
 
 class Dispatch(NamedTuple):
@@ -81,13 +87,13 @@ class FailedPlugin:
 
 @dataclass(frozen=True, slots=True)
 class PluginInfo:
-    """An installed plugin and what it offers.
+    """An installed plugin and its contents.
 
     Attributes:
         name: the name of its entry point.
         distribution: name and version of its distribution.
-        hooks: the hooks it implements.
-        layouts, storages: the names and URL schemes it offers.
+        hooks: the hooks that it implements.
+        layouts, storages: the names of its layouts, the URL schemes of its storages.
         failed_layouts: errors of layouts that cannot be created, by name.
     """
 
@@ -100,7 +106,7 @@ class PluginInfo:
 
 
 class Plugins:
-    """The plugins in use: those of a Context before the installed ones. Any thread."""
+    """The plugins in use: first those of a Context, then the installed ones. Any thread."""
 
     def __init__(
         self,
@@ -120,7 +126,7 @@ class Plugins:
         self.failed = tuple(failed)
 
     def having(self, plugins: Sequence[object], handlers: Mapping[type, Handler]) -> Plugins:
-        """Return these plugins with further ones, and with handlers by type that precede all others."""
+        """Return these plugins and further ones, with handlers by type that take precedence over all plugins."""
         if not plugins and not handlers:
             return self
         manager = _new_manager()
@@ -159,12 +165,12 @@ class Plugins:
             found = self._find(value_type, value, _IN_TREES)
             if found.leaf is not None and self._wrap_leaf is not None:
                 found = Dispatch(leaf=self._wrap_leaf(found.leaf))
-            if found != Dispatch():  # a type without a handler may be registered with a framework later
+            if found != Dispatch():  # a type without a handler may be registered with its framework later
                 self._dispatch[value_type] = found
         return found
 
     def dispatch_named(self, value: object) -> Dispatch:
-        """Return the handler of a value that has a name of its own in a checkpoint. It may be a files handler.
+        """Return the handler of a checkpointable, which may be a files handler.
 
         Raises:
             PluginConflictError: two plugins claim the type with the same priority.
@@ -173,21 +179,41 @@ class Plugins:
         files = self._find(value_type, value, _AS_FILES)
         if files.files is None:
             return self.dispatch(value)
-        if self._given(value_type) is not None:
+        if self._handler_of_context(value_type) is not None:
             return files
         tree = self.dispatch(value)
         handler = tree.leaf or tree.container or tree.checkpointable
         return files if handler is None or files.files.priority >= handler.priority else tree
 
-    def _given(self, value_type: type) -> Handler | None:
-        """Return the handler that a Context gives for a type or the nearest of its bases."""
+    def unsupported_reason(self, value: object) -> str:
+        """Return why a value in a tree has no handler and what to do, as a relative clause for an error message."""
+        if self.dispatch_named(value).files is not None:
+            return "which writes files of its own; save it under a name of its own with save_checkpointables"
+        if hint := install_hint(value_type=type(value)):
+            return f"which no installed plugin handles; install support for it with {hint}"
+        for getter, setter in _STATE_METHODS:
+            if callable(getattr(value, getter, None)) and not isinstance(value, type):
+                if not callable(getattr(value, setter, None)):
+                    return f"which has {getter} but not {setter}; add {setter} to its class, or save its {getter}()"
+                return f"whose {getter} and {setter} need other arguments; call them as {getter}() and {setter}(state)"
+        if isinstance(value, set | frozenset):
+            return "which no installed plugin handles; convert it to a sorted list"
+        if callable(value):
+            return "which no installed plugin handles; code is not saved: remove it from the tree"
+        return (
+            "which no installed plugin handles; convert it to arrays, numbers, text or containers, give its class "
+            "state_dict and load_state_dict, or remove it from the tree"
+        )
+
+    def _handler_of_context(self, value_type: type) -> Handler | None:
+        """Return the handler of a Context for a type, or for its nearest base class."""
         claims = [claimed for claimed in self._handlers if issubclass(value_type, claimed)]
         if not claims:
             return None
         return self._handlers[next((claimed for claimed in value_type.__mro__ if claimed in claims), claims[0])]
 
     def _find(self, value_type: type, example: object, hooks: Mapping[str, str]) -> Dispatch:
-        given = self._given(value_type)
+        given = self._handler_of_context(value_type)
         if given is not None:
             dispatch = _as_dispatch(given)
             return dispatch if any(getattr(dispatch, kind) is not None for kind in hooks.values()) else Dispatch()
@@ -206,7 +232,7 @@ class Plugins:
             names = " and ".join(sorted(name for name, _ in best))
             raise PluginConflictError(
                 f"the plugins {names} both claim {_type_name(value_type)} with priority {highest}; "
-                "give Context(plugins=PluginOptions(handlers={type: handler})) the one to use, or uninstall one of them"
+                "choose one with Context(plugins=PluginOptions(handlers={type: handler})), or uninstall one of them"
             )
         return best[0][1]
 
@@ -216,33 +242,38 @@ class Plugins:
         Raises:
             UnknownPluginError: no installed plugin has it.
             PluginConflictError: two plugins have it.
-            PluginError: its plugin cannot create it. Usually it imports a library that is not installed.
+            PluginError: its plugin cannot create it, usually because a library is missing.
         """
         if not isinstance(layout, str):
             expect_inherits(type(layout), Layout)
             return layout
         factories = self._named("ckpt_layouts", "layout")
         if layout not in factories:
+            hint = install_hint(layout=layout)
+            known = sorted({*factories, *(name for one in DISTRIBUTIONS for name in one.layouts)})
+            remedy = f"; install it with {hint}" if hint else did_you_mean(LAYOUTS.get(layout, layout), known)
             raise UnknownPluginError(
-                f"no installed plugin has a layout {layout!r}{_brought_by(layout=layout)}; there are "
-                f"{', '.join(sorted(factories))}{self._failures()}"
+                f"no installed plugin has a layout {layout!r}{remedy}. Installed: {', '.join(sorted(factories))}"
+                f"{self._failures()}"
             )
         plugin_name, factory = factories[layout]
         try:
-            return _make(factory)
+            return _create_layout(factory)
         except Exception as error:
             raise PluginError(
-                f"the plugin {plugin_name} cannot make its layout {layout!r}: {_reason(error)}; install what it "
-                "needs, or another version of it"
+                f"the plugin {plugin_name} cannot create its layout {layout!r}: {_reason(error)}; install the "
+                "libraries that it requires, or another version of the plugin"
             ) from error
 
     def layouts(self) -> Sequence[Layout]:
-        """Return every layout that can be created, sorted by name. `failed_layouts` has the others.
+        """Return all layouts that can be created, sorted by name. `failed_layouts` has the others.
 
         Raises:
             PluginConflictError: two plugins have a layout of the same name.
         """
-        return [layout for layout in _made(self._layout_factories()).values() if not isinstance(layout, Exception)]
+        return [
+            layout for layout in _create_layouts(self._layout_factories()).values() if not isinstance(layout, Exception)
+        ]
 
     def failed_layouts(self) -> Mapping[str, str]:
         """Return the errors of layouts that cannot be created, by name.
@@ -250,7 +281,7 @@ class Plugins:
         Raises:
             PluginConflictError: two plugins have a layout of the same name.
         """
-        return _failures_of(_made(self._layout_factories()))
+        return _failures_of(_create_layouts(self._layout_factories()))
 
     def _layout_factories(self) -> Mapping[str, object]:
         return {name: factory for name, (_, factory) in self._named("ckpt_layouts", "layout").items()}
@@ -268,14 +299,16 @@ class Plugins:
         found = _answers(self._manager.hook.ckpt_storage_for, {"scheme": scheme})
         if len(found) > 1:
             names = " and ".join(name for name, _ in found)
-            raise PluginConflictError(
-                f"the plugins {names} both open {scheme}:// locations, which no plugin names as its own; uninstall one"
-            )
+            raise PluginConflictError(f"the plugins {names} both open {scheme}:// locations; uninstall one of them")
         if not found:
+            known = [name for one in DISTRIBUTIONS for name in one.schemes]
+            remedy = did_you_mean(scheme, sorted({*openers, *known}))
+            if hint := install_hint(scheme=scheme if scheme in known else "https"):
+                # The plugin of https:// opens further schemes, which no table lists.
+                remedy = f"; install it with {hint}" if scheme in known else f"{remedy}; {hint} adds what fsspec opens"
             raise UnknownPluginError(
-                f"no installed plugin opens {scheme}:// locations{_brought_by(scheme=scheme)}; there are "
-                f"{', '.join(f'{known}://' for known in sorted(openers))}. `{install_hint(scheme='az')}` brings "
-                f"those that fsspec opens, such as az:// and https://{self._failures()}"
+                f"no installed plugin opens {scheme}:// locations{remedy}. Installed: "
+                f"{', '.join(f'{name}://' for name in sorted(openers))}{self._failures()}"
             )
         return cast(StorageOpener, found[0][1])
 
@@ -312,7 +345,7 @@ class Plugins:
         )
 
     def describe(self) -> Sequence[PluginInfo]:
-        """Describe the plugins, sorted by name. The distribution of a plugin that a Context added is empty."""
+        """Describe the plugins, sorted by name. A plugin of a Context has an empty distribution."""
         distributions = {**self._distributions, "builtin": f"ckptcore {version_of('ckptcore')}"}
         found = []
         for name, plugin in self._manager.list_name_plugin():
@@ -330,13 +363,13 @@ class Plugins:
                     hooks,
                     tuple(sorted(layouts)),
                     tuple(sorted(storages)),
-                    _failures_of(_made(layouts)),
+                    _failures_of(_create_layouts(layouts)),
                 )
             )
         return sorted(found, key=lambda info: info.name)
 
     def _named(self, hook_name: str, what: str) -> Mapping[str, tuple[str, Callable[..., object]]]:
-        """Return the objects that plugins offer by name, each with the name of its plugin. Cached."""
+        """Return the objects that plugins return by name, each with the name of its plugin. Cached."""
         known = self._offers.get(hook_name)
         if known is not None:
             return known
@@ -345,7 +378,7 @@ class Plugins:
             for name, offered in mapping.items():
                 if name in offers:
                     raise PluginConflictError(
-                        f"the plugins {offers[name][0]} and {plugin_name} both offer the {what} {name!r}; uninstall one"
+                        f"the plugins {offers[name][0]} and {plugin_name} both have the {what} {name!r}; uninstall one"
                     )
                 offers[name] = (plugin_name, offered)
         self._offers[hook_name] = offers
@@ -358,7 +391,7 @@ class Plugins:
 
 
 def _answers(caller: Any, arguments: Mapping[str, object]) -> list[tuple[str, Any]]:
-    """Return the answers of all plugins to a hook, with their names. Leaves out None."""
+    """Call a hook of all plugins. Return their results except None, with the names of the plugins."""
     answers = []
     for implementation in caller.get_hookimpls():
         answer = implementation.function(*[arguments[name] for name in implementation.argnames])
@@ -368,14 +401,14 @@ def _answers(caller: Any, arguments: Mapping[str, object]) -> list[tuple[str, An
 
 
 def _only(found: Sequence[tuple[str, object]], subject: str, option: str) -> object:
-    """Return the only answer of a hook, or None if there is none.
+    """Return the only result of a hook, or None if there is none.
 
     Raises:
         PluginConflictError: there are several.
     """
     if len(found) > 1:
         names = " and ".join(name for name, _ in found)
-        raise PluginConflictError(f"{subject}: of {names}; give Context(job={option}) the one to use")
+        raise PluginConflictError(f"{subject}: of {names}; choose one with Context(job={option})")
     return found[0][1] if found else None
 
 
@@ -386,49 +419,43 @@ def _as_dispatch(handler: Handler) -> Dispatch:
     if hasattr(handler, "save") and hasattr(handler, "load"):
         return Dispatch(files=cast(FilesHandler, handler))
     raise PluginError(
-        f"Context(plugins=PluginOptions(handlers=...)) holds {handler!r}, which is no handler: inherit from "
+        f"Context(plugins=PluginOptions(handlers=...)): {handler!r} is not a handler: inherit from "
         "LeafHandler, ContainerHandler or CheckpointableHandler of ckptcore.protocols, or implement FilesHandler"
     )
 
 
-def _made(factories: Mapping[str, object]) -> Mapping[str, Layout | Exception]:
-    """Create layouts, sorted by name; a layout that cannot be created is replaced by its error."""
-    made: dict[str, Layout | Exception] = {}
+def _create_layouts(factories: Mapping[str, object]) -> Mapping[str, Layout | Exception]:
+    """Create layouts, sorted by name. A layout that cannot be created is replaced by its error."""
+    created: dict[str, Layout | Exception] = {}
     for name, factory in sorted(factories.items()):
         try:
-            made[name] = _make(factory)
+            created[name] = _create_layout(factory)
         except Exception as error:  # noqa: BLE001  # a broken layout must not disable the others
-            made[name] = error
-    return made
+            created[name] = error
+    return created
 
 
-def _make(factory: object) -> Layout:
+def _create_layout(factory: object) -> Layout:
     layout = cast(LayoutFactory, factory)()
     expect_inherits(type(layout), Layout)
     return layout
 
 
 def expect_inherits(offered_type: type, protocol: type) -> None:
-    """Refuse the type of an object of a plugin that does not inherit the defaults of a protocol.
+    """Check that the type of an object of a plugin inherits from a protocol, which has defaults.
 
     Raises:
         PluginError
     """
     if protocol not in offered_type.__mro__:
         raise PluginError(
-            f"{_type_name(offered_type)} must inherit from ckptcore.protocols.{protocol.__name__}, which has the "
-            "defaults of optional methods"
+            f"{_type_name(offered_type)} must inherit from ckptcore.protocols.{protocol.__name__}, which has "
+            "defaults for optional methods"
         )
 
 
-def _failures_of(made: Mapping[str, Layout | Exception]) -> Mapping[str, str]:
-    return {name: _reason(error) for name, error in made.items() if isinstance(error, Exception)}
-
-
-def _brought_by(*, layout: str = "", scheme: str = "") -> str:
-    """Return how to install a layout or URL scheme, for an error message; empty if this project has no such."""
-    hint = install_hint(layout=layout, scheme=scheme)
-    return f"; install it with {hint}" if hint else ""
+def _failures_of(layouts: Mapping[str, Layout | Exception]) -> Mapping[str, str]:
+    return {name: _reason(error) for name, error in layouts.items() if isinstance(error, Exception)}
 
 
 def _reason(error: Exception) -> str:
@@ -447,7 +474,7 @@ def _new_manager() -> pluggy.PluginManager:
 
 @functools.cache
 def installed_plugins() -> Plugins:
-    """Return the built-in plugin and the entry points of the group ``ckptcore``. Found once per process."""
+    """Return the built-in plugin and those of the entry point group ``ckptcore``. Cached for the process."""
     manager = _new_manager()
     manager.register(BuiltinPlugin(), "builtin")
     distributions = {"builtin": "ckptcore"}
@@ -456,7 +483,7 @@ def installed_plugins() -> Plugins:
         try:
             if found.name in distributions:
                 raise PluginConflictError(
-                    f"{distributions[found.name]} has a plugin of the name {found.name!r} too; uninstall one"
+                    f"{distributions[found.name]} also has a plugin named {found.name!r}; uninstall one"
                 )
             manager.register(found.load(), found.name)
             distributions[found.name] = found.distribution

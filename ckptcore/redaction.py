@@ -1,4 +1,4 @@
-"""Redaction: text without the passwords, tokens and signatures that URLs may have."""
+"""Redaction: hide passwords, tokens and signatures of URLs in text."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ __all__ = ["chainable", "redacted"]
 _HIDDEN: Final = "***"
 
 _URL: Final = r"([a-zA-Z][a-zA-Z0-9+.-]*)(:/{1,2})([^\s<>\"]+)"
-"""A URL in a text, also with a slash removed by `pathlib`. Characters before the next space may belong to the text."""
+"""A URL in a text, also with a slash removed by `pathlib`. Trailing punctuation may belong to the text."""
 
 _LOCAL: Final = frozenset({"file", "local", "memory"})
-"""Schemes whose names may contain any character, and no secrets."""
+"""Schemes whose URLs may contain any character, and have no secrets."""
 
 _PARAMETER: Final = (
     r"(?i)((?:[?&#]|%3F|%26|%23)[\w.-]{0,64}(?:auth|cred|key|passw|secret|sig|token)[\w.-]{0,64}(?:=|%3D))"
     r"(?!\*\*\*)(?:(?!%26)[^&;#/\s'\"])+"
 )
-"""A query parameter with the name of a secret, outside a URL, as in the key of an object; may be percent-encoded. Other
-parameters are kept, because local paths may contain them."""
+"""A query parameter with the name of a secret, outside a URL, as in the key of an object. It may be percent-encoded.
+Other parameters are not redacted, because local paths may contain them."""
 _TAIL: Final = "')],.;:"
 _PORT: Final = r"[^:]*(?::[0-9]*)?\Z"
 
 
 def redacted(text: str) -> str:
-    """Return a text in which URLs have no passwords, and queries and fragments have no values.
+    """Return a text whose URLs have no passwords, and no values in queries and fragments.
 
     ``https://user:password@host/a?token=value`` becomes ``https://user:***@host/a?token=***``.
     """
@@ -38,12 +38,12 @@ def redacted(text: str) -> str:
 
 
 def chainable(error: BaseException) -> BaseException | None:
-    """Return an error that may be raised from, or None if it, or an error behind it, would print a secret.
+    """Return an error for ``raise ... from``, or None if it, or an error in its chain, would print a secret.
 
-    Errors of other libraries may contain URLs, and a traceback prints them. `CheckpointError` redacts its own text.
+    Errors of other libraries may contain URLs, which a traceback prints. `CheckpointError` redacts its own text.
     """
     found: BaseException | None = error
-    seen: set[int] = set()  # an error may be behind itself
+    seen: set[int] = set()  # a chain may have cycles
     while found is not None and id(found) not in seen:
         seen.add(id(found))
         for text in (str(found), repr(found), *getattr(found, "__notes__", ())):
@@ -76,5 +76,5 @@ def _without_password(place: str, scheme: str) -> str:
     name, colon, _ = user.partition(":")
     if colon:
         return f"{name}:{_HIDDEN}@{host}{rest}"
-    # The name alone may be a token there.
+    # In web URLs the user name alone may be a token.
     return f"{_HIDDEN if scheme.lower() in ('http', 'https') else name}@{host}{rest}"

@@ -1,8 +1,8 @@
-"""Selections: which leaves of a checkpoint a load reads; the others are left out before any array is.
+"""Selections: the leaves of a checkpoint that a load reads. Other leaves are dropped before any array is read.
 
-A leaf has the path that its keys make, joined by ``/``: ``params/layers/0/kernel``. What selects by path selects what
-is at a path that fits and everything below it. Selections combine: ``a | b`` is what either selects, ``a & b`` what
-both do, ``~a`` everything else.
+The path of a leaf is its keys joined by ``/``: ``params/layers/0/kernel``. A selection by path includes the matching
+path and all leaves below it. Selections combine: ``a | b`` is the union, ``a & b`` the intersection, and ``~a`` the
+complement.
 """
 
 from __future__ import annotations
@@ -22,22 +22,21 @@ from ckptcore.tree.suggestions import NearNames
 __all__ = ["LeafTable", "Predicate", "Selection", "experts", "glob", "names", "regex", "where"]
 
 Predicate: TypeAlias = Callable[[str, object], bool]
-"""Takes the path of a leaf, and its leaf of ``metadata(location).abstract``: an `AbstractArray` or a small value."""
+"""A function of the path and the abstract leaf of a leaf, which returns True to select it."""
 
 _EXPERT: Final = "{expert}"
 
-_LONGEST: Final = 300
-"""Of a path that an error tells, in characters: it may be hostile."""
+_MOST_CHARACTERS: Final = 300
+"""Limit of a path in an error message, in characters. Paths of untrusted checkpoints can be long."""
 
 
 @dataclass(frozen=True)
 class LeafTable:
-    """The leaves of a stored tree, as selections see them.
+    """The leaves of a stored tree, for selections.
 
     Attributes:
-        paths: of each leaf.
-        describe: gives what ``metadata(location).abstract`` has in the place of each leaf; asked for only where it
-            matters.
+        paths: the path of each leaf.
+        describe: returns the abstract leaf of each leaf, as in ``metadata(location).abstract``. Called only if needed.
     """
 
     paths: Sequence[TreePath]
@@ -50,77 +49,76 @@ class LeafTable:
 
 
 class Selection(ABC):
-    """Some leaves of whatever tree it is asked about. Made by the functions of this module; immutable."""
+    """A selection of leaves of any tree, created by the functions of this module. Immutable."""
 
     @abstractmethod
     def leaves(self, table: LeafTable) -> frozenset[int]:
-        """The numbers of the leaves that it selects.
+        """Return the indices of the selected leaves.
 
         Raises:
-            TreeMismatchError: if it names what is not there.
+            TreeMismatchError: a selected name is not stored.
         """
 
     def __or__(self, other: Selection) -> Selection:
-        """What either selects."""
-        return _Either(self, other) if isinstance(other, Selection) else NotImplemented
+        """Return the union of two selections."""
+        return _Union(self, other) if isinstance(other, Selection) else NotImplemented
 
     def __and__(self, other: Selection) -> Selection:
-        """What both select."""
-        return _Both(self, other) if isinstance(other, Selection) else NotImplemented
+        """Return the intersection of two selections."""
+        return _Intersection(self, other) if isinstance(other, Selection) else NotImplemented
 
     def __invert__(self) -> Selection:
-        """What it does not select."""
-        return _Others(self)
+        """Return the complement of the selection."""
+        return _Complement(self)
 
     def __bool__(self) -> bool:
-        """Refused, so that ``and``, ``or`` and ``not`` do not quietly drop a part of what was asked for."""
+        """Raise TypeError: ``and``, ``or`` and ``not`` would silently ignore an operand."""
         raise TypeError(
             "a selection is neither true nor false: combine selections with &, | and ~, not with and, or and not"
         )
 
 
 def names(*paths: str | Sequence[Key]) -> Selection:
-    """What is at these paths, and everything below them. Each must be there.
+    """Select the leaves at these paths and below them. Each path must exist.
 
     Args:
-        paths: as text, ``"params/dense"``, or as keys, ``("layers", 0)``. A key that has a ``/`` in it is part of the
-            text, or a key.
+        paths: text, ``"params/dense"``, or keys, ``("layers", 0)``. A key may contain ``/`` in both forms.
 
     Raises:
-        TypeError: for what is no path.
+        TypeError: an argument is not a path.
     """
     return _Names(tuple([path if isinstance(path, str) else _keys(path) for path in paths]))
 
 
 def glob(*patterns: str) -> Selection:
-    """What is at a path that fits one of the patterns, and everything below it.
+    """Select paths that match one of the patterns, and all leaves below them.
 
-    ``*`` stands for any text within one key, ``?`` for one character of it, ``[0-7]`` for one of several, and ``**``
-    between two ``/`` for any number of keys. Letters are matched by case.
+    ``*`` matches any text within a key, ``?`` one character, ``[0-7]`` one of several characters, and ``**`` between
+    two ``/`` any number of keys. Matching is case-sensitive.
 
     Raises:
-        ValueError: for a pattern that is none.
+        ValueError: a pattern is invalid.
     """
     return _Patterns(tuple([_glob_pattern(pattern) for pattern in patterns]))
 
 
 def regex(*patterns: str) -> Selection:
-    """Select paths that one of the regular expressions matches from beginning to end, and everything below them.
+    """Select paths that one of the regular expressions matches as a whole, and all leaves below them.
 
     Raises:
-        ValueError: for a pattern that is none.
+        ValueError: a regular expression is invalid.
     """
     return _Patterns(tuple([_compiled(_expect_text(pattern, r"params/.*/kernel"), pattern) for pattern in patterns]))
 
 
 def where(predicate: Predicate) -> Selection:
-    """The leaves for which a function says so.
+    """Select the leaves for which a function returns True.
 
     Args:
-        predicate: called for each leaf of the tree, without its elements.
+        predicate: called with the path and the abstract leaf of each leaf of the tree.
 
     Raises:
-        TypeError: if it cannot be called.
+        TypeError: the argument is not callable.
     """
     if not callable(predicate):
         raise TypeError(f"where({predicate!r}): expected a function of a path and a leaf")
@@ -128,29 +126,27 @@ def where(predicate: Predicate) -> Selection:
 
 
 def experts(pattern: str, own: Collection[int]) -> Selection:
-    """Select all leaves but the experts of other processes, for a process with some experts of a mixture.
+    """Select all leaves except the experts of other processes, for expert parallelism in a mixture of experts.
 
     Args:
-        pattern: of the leaves of an expert, as for `glob`, with ``{expert}`` where its number is:
+        pattern: matches the leaves of an expert, as for `glob`, with ``{expert}`` for its number:
             ``"model.layers.*.mlp.experts.{expert}.*"``.
-        own: the numbers of the experts to be loaded.
+        own: the numbers of the experts to load.
 
     Raises:
-        ValueError: for a pattern that is none, or has not ``{expert}`` in one place.
-        TypeError: if `own` are no numbers.
+        ValueError: the pattern is invalid, or does not have ``{expert}`` exactly once.
+        TypeError: `own` has other values than integers.
     """
     numbers = _numbers(own)
     before, found, after = _expect_text(pattern, "experts.{expert}.*").partition(_EXPERT)
     if not found or _EXPERT in after:
-        raise ValueError(
-            f"experts({pattern!r}): expected {_EXPERT} once, where the number of an expert stands in a path"
-        )
+        raise ValueError(f"experts({pattern!r}): expected {_EXPERT} once, in place of the number of an expert")
     compiled = _compiled(_glob_text(before + "\0" + after, pattern).replace("\0", "([0-9]+)"), pattern)
     return _Experts(compiled, pattern, numbers)
 
 
 @dataclass(frozen=True, slots=True)
-class _Either(Selection):
+class _Union(Selection):
     first: Selection
     second: Selection
 
@@ -159,7 +155,7 @@ class _Either(Selection):
 
 
 @dataclass(frozen=True, slots=True)
-class _Both(Selection):
+class _Intersection(Selection):
     first: Selection
     second: Selection
 
@@ -168,7 +164,7 @@ class _Both(Selection):
 
 
 @dataclass(frozen=True, slots=True)
-class _Others(Selection):
+class _Complement(Selection):
     selection: Selection
 
     def leaves(self, table: LeafTable) -> frozenset[int]:
@@ -192,7 +188,7 @@ class _Names(Selection):
                 absent.append(text)
             chosen.update(found)
         if absent:
-            raise _not_there(absent, below)
+            raise _missing_names(absent, below)
         return frozenset(chosen)
 
 
@@ -218,8 +214,8 @@ class _Where(Selection):
     predicate: Predicate
 
     def leaves(self, table: LeafTable) -> frozenset[int]:
-        told = zip(table.texts, table.describe(), strict=True)
-        return frozenset([number for number, (text, leaf) in enumerate(told) if self.predicate(text, leaf)])
+        leaves = zip(table.texts, table.describe(), strict=True)
+        return frozenset([number for number, (text, leaf) in enumerate(leaves) if self.predicate(text, leaf)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,11 +235,11 @@ class _Experts(Selection):
                 seen.add(expert)
         absent = sorted(self.own - seen)
         if not seen or absent:
-            there = f"experts {_ranges(sorted(seen))} are stored" if seen else "nothing that is stored has such a path"
-            asked = f", and {_ranges(absent)} asked for" if seen else ""
+            stored = f"experts {_ranges(sorted(seen))} are stored" if seen else "no stored path matches the pattern"
+            requested = f", {_ranges(absent)} were requested" if seen else ""
             raise TreeMismatchError(
-                f"experts({self.pattern!r}): {there}{asked}; nothing was read. Correct the pattern, or the numbers",
-                [f"missing: expert {expert} of {self.pattern} is not stored" for expert in absent] or [there],
+                f"experts({self.pattern!r}): {stored}{requested}; nothing was read. Correct the pattern or the numbers",
+                [f"missing: expert {expert} of {self.pattern} is not stored" for expert in absent] or [stored],
             )
         return frozenset(chosen)
 
@@ -265,7 +261,7 @@ def _text(path: TreePath) -> str:
 
 
 def _texts_above(path: TreePath) -> Iterator[str]:
-    """The paths of all that is above a leaf but the root, and its own; a ``/`` within a key is one of the text, too."""
+    """Yield the paths of the containers above a leaf, without the root, and the path of the leaf."""
     text = ""
     for depth, key in enumerate(path):
         text = f"{text}/{key}" if depth else str(key)
@@ -275,14 +271,14 @@ def _texts_above(path: TreePath) -> Iterator[str]:
 
 
 def _forms_above(path: TreePath) -> Iterator[str]:
-    """Return the texts that patterns are compared with: with ``/`` inside keys as a separator, and as a character."""
+    """Yield the texts to match with patterns. A ``/`` inside a key is first a separator, then an ordinary character."""
     yield from _texts_above(path)
     if any("/" in str(key) for key in path):
         yield from _texts_above(tuple([str(key).replace("/", "\0") for key in path]))
 
 
 def _leaves_below(table: LeafTable) -> Mapping[str, list[int]]:
-    """By path, the leaves at it and below."""
+    """Return the indices of the leaves at each path and below it."""
     below: dict[str, list[int]] = {}
     for number, path in enumerate(table.paths):
         for text in _texts_above(path):
@@ -298,7 +294,7 @@ def _begins_with(path: TreePath, keys: TreePath) -> bool:
     )
 
 
-def _not_there(absent: Sequence[str], below: Mapping[str, object]) -> TreeMismatchError:
+def _missing_names(absent: Sequence[str], below: Mapping[str, object]) -> TreeMismatchError:
     names = NearNames(list(below))
     lines: list[str] = []
     for text in absent:
@@ -307,23 +303,23 @@ def _not_there(absent: Sequence[str], below: Mapping[str, object]) -> TreeMismat
     shown = "".join(f"\n  {line}" for line in lines[:30])
     more = f"\n  and {len(lines) - 30} more" if len(lines) > 30 else ""
     return TreeMismatchError(
-        f"names that are selected are not there, and nothing was read:{shown}{more}\n"
-        "Correct them (metadata(location).abstract has what is stored), or use glob() for what may be missing",
+        f"selected names are not stored; nothing was read:{shown}{more}\n"
+        "Correct them (metadata(location).abstract has the stored names), or use glob() for names that may be missing",
         lines,
     )
 
 
 def _shown(text: str) -> str:
-    """A path for a person; in quotes where it has what a terminal would not print."""
-    shown = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    """Return a path for an error message, in quotes if it has characters that a terminal cannot print."""
+    shown = text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
     return shown if shown.isprintable() else repr(shown)
 
 
 def _numbers(own: Collection[int]) -> frozenset[int]:
-    """The numbers of experts.
+    """Return the numbers of experts.
 
     Raises:
-        TypeError
+        TypeError: a value is not an integer.
     """
     try:
         return frozenset(map(operator.index, own))
@@ -335,26 +331,26 @@ def _glob_pattern(pattern: str) -> re.Pattern[str]:
     return _compiled(_glob_text(pattern, pattern), pattern)
 
 
-def _compiled(expression: str, told: str) -> re.Pattern[str]:
+def _compiled(expression: str, pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(expression, re.DOTALL)
     except re.error as error:
-        raise ValueError(f"{told!r} is no pattern: {error}") from error
+        raise ValueError(f"{pattern!r} is not a valid pattern: {error}") from error
 
 
 def _expect_text(pattern: str, example: str) -> str:
-    """A pattern, if it is text.
+    """Return a pattern.
 
     Raises:
-        ValueError
+        ValueError: it is not text, or empty.
     """
     if not isinstance(pattern, str) or not pattern:
-        raise ValueError(f"{pattern!r} is no pattern; give text such as {example!r}")
+        raise ValueError(f"{pattern!r} is not a pattern; pass text such as {example!r}")
     return pattern
 
 
-def _glob_text(pattern: str, told: str) -> str:
-    """The regular expression that a pattern of `glob` stands for; `told` is what errors call it."""
+def _glob_text(pattern: str, shown: str) -> str:
+    """Return a pattern of `glob` as a regular expression. Errors show the pattern as `shown`."""
     parts = _expect_text(pattern, "params/*/kernel").split("/")
     expression = ""
     for number, part in enumerate(parts):
@@ -362,7 +358,7 @@ def _glob_text(pattern: str, told: str) -> str:
         if part == "**":
             expression += ".*" if last else "(?:.*/)?"
         else:
-            expression += _key_expression(part, told) + ("" if last else "/")
+            expression += _key_expression(part, shown) + ("" if last else "/")
     return expression
 
 
@@ -378,7 +374,7 @@ def _key_expression(part: str, pattern: str) -> str:
         elif character == "[":
             end = part.find("]", position + 1 + (part[position : position + 1] == "!"))
             if end < 0:
-                raise ValueError(f"{pattern!r} is no pattern: '[' is not closed; write '[[]' for the character itself")
+                raise ValueError(f"{pattern!r} is not a valid pattern: '[' is not closed; write '[[]' for '['")
             inner = part[position:end].replace("\\", "\\\\").replace("[", "\\[")
             negated = inner.startswith("!")
             inner = inner[1:] if negated else inner.replace("^", "\\^", 1) if inner.startswith("^") else inner
@@ -390,12 +386,12 @@ def _key_expression(part: str, pattern: str) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Numbers in order, for a person: ``0-7, 9``."""
+    """Return sorted numbers as text: ``0-7, 9``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    told = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
-    return ", ".join(told[:10]) + (", ..." if len(told) > 10 else "")
+    shown = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    return ", ".join(shown[:10]) + (", ..." if len(shown) > 10 else "")

@@ -15,6 +15,7 @@ from ckptcore.loading.describe import (
 )
 from ckptcore.loading.open_checkpoints import OpenCheckpoint
 from ckptcore.model.tree import format_path
+from ckptcore.other_libraries import explains_arguments
 from ckptcore.protocols import LeafHandler, Transforms
 from ckptcore.runtime import runtime_of
 from ckptcore.tree.flattening import flatten, unflatten_states
@@ -22,6 +23,7 @@ from ckptcore.tree.flattening import flatten, unflatten_states
 __all__ = ["abstract", "metadata", "open"]
 
 
+@explains_arguments
 def open(location: LocationLike, *, context: Context | None = None) -> OpenCheckpoint:
     """Open a checkpoint to inspect it and to read parts of its arrays on demand. Reads no array.
 
@@ -39,6 +41,7 @@ def open(location: LocationLike, *, context: Context | None = None) -> OpenCheck
     return OpenCheckpoint(location, context or default_context())
 
 
+@explains_arguments
 def metadata(
     location: LocationLike, *, context: Context | None = None, transforms: Transforms = ()
 ) -> CheckpointMetadata:
@@ -58,6 +61,7 @@ def metadata(
     return describe_tree(location, context, transforms) if transforms else describe_checkpoint(location, context)
 
 
+@explains_arguments
 def abstract(state: Any, *, context: Context | None = None) -> Any:
     """Return the abstract tree of a value: passed to `load`, it requests a value like this one. Reads no elements.
 

@@ -12,6 +12,7 @@ from ckptcore.io.background import LoadHandle
 from ckptcore.loading.load import recorded_load
 from ckptcore.loading.load_requests import EXACT, LoadReport, LoadRequest, Matching
 from ckptcore.loading.targets import load_into_target, load_value
+from ckptcore.other_libraries import explains_arguments
 from ckptcore.protocols import ReadStrategy, Transforms
 from ckptcore.runtime import runtime_of
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["load", "load_async", "load_checkpointables", "load_into"]
 
 
+@explains_arguments
 def load(
     location: LocationLike,
     abstract: Any = None,
@@ -68,6 +70,7 @@ def load(
         )
 
 
+@explains_arguments
 def load_async(
     location: LocationLike,
     abstract: Any = None,
@@ -99,6 +102,7 @@ def load_async(
     )
 
 
+@explains_arguments
 def load_into(
     location: LocationLike,
     target: Any,
@@ -139,6 +143,7 @@ def load_into(
         )
 
 
+@explains_arguments
 def load_checkpointables(
     location: LocationLike,
     abstract: Abstracts = None,

@@ -9,6 +9,7 @@ from ckptcore.commit.target import Overwrite
 from ckptcore.context import Context, default_context
 from ckptcore.io.background import SaveHandle
 from ckptcore.model.tree import JSON
+from ckptcore.other_libraries import explains_arguments
 from ckptcore.protocols import Layout, SaveStrategy
 from ckptcore.saving.requests import Destination, OneTree, Save, SaveDraft, SaveNotes, SaveRequest
 from ckptcore.saving.save import begin_save, perform_save
@@ -17,6 +18,7 @@ from ckptcore.saving.writing import PlainSave
 __all__ = ["save", "save_async", "save_checkpointables", "save_checkpointables_async"]
 
 
+@explains_arguments
 def save(
     location: LocationLike,
     state: object,
@@ -52,6 +54,7 @@ def save(
     perform_save(request, context or default_context())
 
 
+@explains_arguments
 def save_async(
     location: LocationLike,
     state: object,
@@ -73,6 +76,7 @@ def save_async(
     return begin_save(request, context or default_context())
 
 
+@explains_arguments
 def save_checkpointables(
     location: LocationLike,
     checkpointables: Mapping[str, object],
@@ -100,6 +104,7 @@ def save_checkpointables(
     perform_save(request, context or default_context())
 
 
+@explains_arguments
 def save_checkpointables_async(
     location: LocationLike,
     checkpointables: Mapping[str, object],

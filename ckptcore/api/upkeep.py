@@ -6,11 +6,13 @@ from ckptcore.commit.delete import delete_checkpoint
 from ckptcore.commit.location import LocationLike, resolve_location
 from ckptcore.context import Context, default_context
 from ckptcore.loading.verify import ProgressCallback, VerifyReport, verify_checkpoint
+from ckptcore.other_libraries import explains_arguments
 from ckptcore.runtime import runtime_of
 
 __all__ = ["delete", "verify"]
 
 
+@explains_arguments
 def verify(
     location: LocationLike, *, progress: ProgressCallback | None = None, context: Context | None = None
 ) -> VerifyReport:
@@ -27,6 +29,7 @@ def verify(
     return verify_checkpoint(location, context or default_context(), progress)
 
 
+@explains_arguments
 def delete(location: LocationLike, *, context: Context | None = None) -> None:
     """Delete a checkpoint of ours, also an unfinished or a damaged one; it is never there in part.
 

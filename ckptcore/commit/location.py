@@ -283,7 +283,8 @@ def _address(location: Place) -> tuple[str, str]:
         text = os.fspath(location)
     except TypeError as error:
         raise InvalidLocationError(
-            f"a location is a path or a URL, and {type(location).__name__} {location!r} is neither"
+            f"expected a path or a URL as the location, found an object of type {type(location).__name__}; "
+            "the location is the first argument, and the state the second"
         ) from error
     if not isinstance(text, str) or not text or "\0" in text:
         raise InvalidLocationError(f"{text!r} is no location; give a path or a URL such as 'memory://name/step_1'")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
 from ckptcore.errors import BackgroundSaveError
+from ckptcore.other_libraries import ExplainsAttributes
 from ckptcore.redaction import redacted
 
 __all__ = [
@@ -146,7 +147,7 @@ class Progress:
     total: int
 
 
-class SaveHandle:
+class SaveHandle(ExplainsAttributes):
     """A save that runs in the background."""
 
     def __init__(self, location: str, total: int) -> None:
@@ -205,7 +206,7 @@ class SaveHandle:
             self._written += nbytes
 
 
-class LoadHandle(Generic[T]):
+class LoadHandle(ExplainsAttributes, Generic[T]):
     """A load that runs in the background."""
 
     def __init__(self, future: Future[T]) -> None:

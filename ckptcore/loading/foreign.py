@@ -12,6 +12,7 @@ from ckptcore.commit.root import ROOT_KEY, Member, PartialSave
 from ckptcore.commit.root_json import HEAD_BYTES, read_head
 from ckptcore.commit.target import IsForeign, Mark, holds_members
 from ckptcore.context import Context
+from ckptcore.distributions import install_hint
 from ckptcore.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -98,9 +99,10 @@ def inspect_tree(location: Location, mark: Mark, context: Context) -> Checkpoint
         raise CheckpointNotFoundError(_of_steps(location, steps))
     tried = ", ".join([layout.name for layout in registry.layouts()])
     failed = "".join([f"; {name} cannot be used: {reason}" for name, reason in registry.failed_layouts().items()])
+    hint = install_hint(files=[entry] if entry is not None else mark.names)
     raise CheckpointNotFoundError(
-        f"{location.display} is no checkpoint that an installed layout reads (tried {tried}{failed}); check the "
-        "path, or install the plugin of its format"
+        f"{location.display} is no checkpoint that an installed layout reads (tried {tried}{failed}); "
+        + (f"install support for its format with {hint}" if hint else "check the path")
     )
 
 

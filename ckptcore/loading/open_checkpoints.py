@@ -22,6 +22,7 @@ from ckptcore.loading.reading import abstract_leaves, read_leaves
 from ckptcore.loading.stored_arrays import StoredArray
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.tree import LEAF, Attribute, Key, Node, TreePath, format_path, leaf_count
+from ckptcore.other_libraries import ExplainsAttributes
 from ckptcore.runtime import runtime_of
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ StoredPath: TypeAlias = str | int | Sequence[Key]
 _TEXT_KINDS = ("str", "bytes")
 
 
-class StoredTree(Mapping[Any, Any]):
+class StoredTree(ExplainsAttributes, Mapping[Any, Any]):
     """A container of an open checkpoint: a mapping of its keys, in order. Those of a list or tuple are their indices.
 
     Its values are `StoredTree` for containers, `StoredArray` for arrays, and small values themselves.
@@ -149,9 +150,15 @@ class StoredTree(Mapping[Any, Any]):
 
         there = [str(key) for key in self._node.keys]
         asked = "/".join(map(str, keys))
-        near = NearNames(there).nearest(asked.split("/")[0])
+        first, _, inner = asked.partition("/")
+        if first in there and inner:
+            depth, count = len(self.path), asked.count("/") + 1
+            below = [path[depth:][:count] for path in self._state.opened.tree.paths if path[:depth] == self.path]
+            near = NearNames(list(dict.fromkeys(["/".join(map(str, path)) for path in below]))).nearest(asked)
+        else:
+            near = NearNames(there).nearest(first)
         shown = ", ".join(map(repr, there[:20])) + (", ..." if len(there) > 20 else "")
-        hint = f"; did you mean {near!r}?" if near is not None and near != asked.split("/")[0] else ""
+        hint = f"; did you mean {near!r}?" if near not in (None, asked, first) else ""
         return UnknownPathError(
             f"{asked!r} is not in {format_path(self.path)} of {self._state.opened.location.display}, which has "
             f"{shown or 'nothing'}{hint}"

@@ -14,6 +14,7 @@ from ckptcore.context import Context, default_context
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedVersionError
 from ckptcore.io.background import SaveHandle
 from ckptcore.model.tree import JSON
+from ckptcore.other_libraries import explains_arguments
 from ckptcore.policies import EveryStep, PreservationPolicy, PreserveAll, SavePolicy
 from ckptcore.protocols import Layout, Rejoinable, SaveStrategy, StepStrategy
 from ckptcore.redaction import redacted
@@ -46,6 +47,7 @@ class Checkpointer(CheckpointReader):
     the same order. The leader owns, lists and deletes, and decides for all.
     """
 
+    @explains_arguments
     def __init__(
         self,
         directory: LocationLike | RunDirectory,
@@ -176,6 +178,7 @@ class Checkpointer(CheckpointReader):
         step, epoch = step_number(step), None if epoch is None else whole_number("epoch", epoch)
         return self._saver.wants(step, epoch)
 
+    @explains_arguments
     def save(
         self,
         step: int,
@@ -210,6 +213,7 @@ class Checkpointer(CheckpointReader):
         """
         return self._saver.begin(self._order(step, OneTree(state), metrics, metadata, epoch, force, overwrite))
 
+    @explains_arguments
     def save_checkpointables(
         self,
         step: int,
@@ -227,6 +231,7 @@ class Checkpointer(CheckpointReader):
         """
         return self._saver.begin(self._order(step, checkpointables, metrics, metadata, epoch, force, overwrite))
 
+    @explains_arguments
     def save_blocking(
         self,
         step: int,

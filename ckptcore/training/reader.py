@@ -20,6 +20,7 @@ from ckptcore.loading.describe import CheckpointMetadata, describe_checkpoint
 from ckptcore.loading.load_requests import EXACT, LoadReport, LoadRequest, Matching
 from ckptcore.loading.targets import load_into_target, load_value
 from ckptcore.model.tree import JSON
+from ckptcore.other_libraries import ExplainsAttributes, explains_arguments
 from ckptcore.policies import StepInfo
 from ckptcore.protocols import Transforms
 from ckptcore.redaction import redacted
@@ -40,7 +41,7 @@ T = TypeVar("T")
 _POLL_SECONDS: Final = 1.0
 
 
-class StepReader:
+class StepReader(ExplainsAttributes):
     """The methods for reading a run that `CheckpointReader` and `Checkpointer` share."""
 
     def __init__(
@@ -143,6 +144,7 @@ class StepReader:
         step = step_number(step)
         return describe_checkpoint(self._directory_of(step).place(step), self._context)
 
+    @explains_arguments
     def load(
         self,
         step: int | None = None,
@@ -170,6 +172,7 @@ class StepReader:
     def _load_value(self, abstract: object, request: LoadRequest, place: Place, recording: Recording) -> Any:
         return load_value(place, abstract, self._context, recording, request)
 
+    @explains_arguments
     def load_into(
         self,
         target: Any,
@@ -198,6 +201,7 @@ class StepReader:
 
         return self._load(step, Loading(into, "the target"))
 
+    @explains_arguments
     def load_checkpointables(
         self,
         step: int | None = None,
@@ -322,6 +326,7 @@ class CheckpointReader(StepReader):
     lists.
     """
 
+    @explains_arguments
     def __init__(
         self,
         directory: LocationLike | RunDirectory,

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
-from ckptcore.distributions import install_hint
 from ckptcore.errors import CheckpointError, UnsupportedKeyError, UnsupportedLeafError
 from ckptcore.model.tree import LEAF, MAX_DEPTH, Attribute, Key, Node, Skeleton, TreePath, format_path, leaf_paths
 from ckptcore.plugins import Plugins
@@ -128,7 +127,7 @@ def flatten(
 class _Flattening:
     def __init__(self, plugins: Plugins, placeholders: bool, stored_at: Callable[[TreePath], object] | None) -> None:
         self.dispatch = plugins.dispatch
-        self.dispatch_named = plugins.dispatch_named
+        self.unsupported_reason = plugins.unsupported_reason
         self.placeholders = placeholders
         self.stored_at = stored_at
         self.leaves: list[object] = []
@@ -148,11 +147,7 @@ class _Flattening:
             self.handlers.append(None)
             return LEAF, None
         if found.container is None and found.checkpointable is None:
-            hint = install_hint(type_=type(value).__module__.partition(".")[0])
-            install = f"install it: {hint}" if hint else "install the plugin of its framework"
-            reason = f"which no installed plugin handles; convert it, leave it out, or {install}"
-            if self.dispatch_named(value).files is not None:
-                reason = "which writes files of its own; save it under a name of its own with save_checkpointables"
+            reason = self.unsupported_reason(value)
             self.unsupported.append(
                 f"{format_path(tuple(self.path))} is a {type(value).__module__}.{type(value).__qualname__}, {reason}"
             )

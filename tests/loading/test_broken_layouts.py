@@ -44,7 +44,7 @@ def test_it_is_named_where_nobody_reads_a_checkpoint(context: ckptcore.Context, 
 
 
 def test_it_is_named_where_it_is_asked_for(context: ckptcore.Context, tmp_path: Path) -> None:
-    with pytest.raises(PluginError, match="cannot make its layout 'incomplete'") as caught:
+    with pytest.raises(PluginError, match="cannot create its layout 'incomplete'") as caught:
         ckptcore.save(tmp_path / "c", {"w": np.arange(3)}, layout="incomplete", context=context)
     assert _CAUSE in str(caught.value) and not isinstance(caught.value, UnknownPluginError)
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)

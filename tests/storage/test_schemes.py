@@ -69,9 +69,12 @@ def test_two_answers_are_a_conflict() -> None:
         plugins.storage("any")
 
 
-def test_a_scheme_that_nobody_opens_is_told_with_what_may_help() -> None:
+def test_an_unknown_scheme_is_an_error_with_the_installed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     plugins = installed_plugins().having([Fallback()], {})
-    with pytest.raises(UnknownPluginError, match=r"no-such-scheme:// .*file://.*memory://.*ckptcore\[fsspec\]"):
+    with pytest.raises(UnknownPluginError, match=r"no-such-scheme:// .*Installed: .*file://.*memory://"):
+        plugins.storage("no-such-scheme")
+    monkeypatch.setattr("ckptcore.distributions._is_installed", lambda package: False)
+    with pytest.raises(UnknownPluginError, match=r"ckptcore\[fsspec\].*file://.*memory://"):
         plugins.storage("no-such-scheme")
 
 
