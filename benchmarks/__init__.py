@@ -1,4 +1,4 @@
-"""Benchmarks against the libraries a user would pick instead: ``python -m benchmarks``.
+"""Benchmarks that compare ckptcore with other libraries: ``python -m benchmarks``.
 
 A benchmark is a module of this package with a function ``rows(setting: Setting) -> Iterator[Row]``. Its name in
 `BENCHMARKS` makes it part of ``make bench`` and of the tests.
@@ -11,6 +11,7 @@ from typing import Final
 __all__ = ["BENCHMARKS"]
 
 BENCHMARKS: Final = (
+    "peers",
     "local",
     "saved_bytes",
     "processes",

@@ -1,4 +1,4 @@
-"""Run benchmarks and print a table: ``python -m benchmarks [--only NAME ...] [--out FILE]``."""
+"""Run benchmarks and print a table: ``python -m benchmarks [--only NAME ...] [--out FILE [--chart]]``."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--scale", type=float, default=1.0, help="share of the full sizes (default: 1)")
     parser.add_argument("--directory", type=Path, default=Path.cwd(), help="where to write; a real disk, not tmpfs")
     parser.add_argument("--out", type=Path, help="write the results to this file, as JSON")
+    parser.add_argument("--chart", action="store_true", help="draw the chart of the README from the results of --out")
     options = parser.parse_args(arguments)
     setting = Setting(options.directory, options.rounds, options.scale)
     print(TABLE_HEAD)
@@ -37,6 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found[name] = rows
         if options.out is not None:
             write_report(options.out, setting, found)
+    if options.chart:
+        from benchmarks import chart  # imports every library that it shows
+
+        chart.main(["--results", str(options.out)])
     missed = sum(not row.reached for rows in found.values() for row in rows)
     print(f"{missed} targets missed" if missed else "every target reached")
     return 1 if missed else 0

@@ -1,4 +1,4 @@
-"""Timing contenders in turn, so that noise of the machine affects all of them alike."""
+"""Timing of contenders in turn, so that noise of the machine affects all of them equally."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["Case", "Contender", "Times", "compare", "huge", "measure", "timed_ro
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """Something to time.
+    """An operation to time.
 
     Attributes:
-        name: in the table.
-        run: what is timed.
-        prepare: what is done before each run, not timed.
+        name: its name in the table.
+        run: the operation.
+        prepare: called before each run, not timed.
         after: called with the result of each run, not timed.
         seconds: returns the time from the result, for runs that measure it themselves.
         target: the least ratio that is required of ckptcore against this contender.
@@ -40,10 +40,10 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A comparison. The first contender is ckptcore's, and the others are compared with it.
+    """A comparison. The first contender is an operation of ckptcore, and the others are compared with it.
 
     Attributes:
-        name: in the table.
+        name: its name in the table.
         contenders: at least one.
         nbytes: bytes that each run moves; 0 if its time does not depend on them.
         writes: the runs write files. The system then writes back all dirty pages before each run, and the rows report
@@ -100,11 +100,11 @@ def compare(case: Case, rounds: int) -> Sequence[Row]:
 
 
 def measure(case: Case, rounds: int, barrier: Callable[[], object] = lambda: None) -> Mapping[str, Times]:
-    """Run every contender once per round, after a round that does not count. Each round begins with another contender.
+    """Run every contender once per round, after a warm-up round. Each round begins with another contender.
 
     Args:
-        case: what is compared.
-        rounds: how often.
+        case: the comparison.
+        rounds: number of timed rounds.
         barrier: called before and after each run; waits for the other processes of a job, which call this too.
     """
     contenders = case.contenders

@@ -1,9 +1,9 @@
-"""Four processes of torchrun that all load one whole state, compared with PyTorch's own methods.
+"""Loads of one whole state by four processes of torchrun, compared with methods of PyTorch.
 
 The state is 32 matrices of 4096 x 4096 bfloat16, 1 GB, saved as ``dcp`` by one process. A round takes as long as the
 slowest process. All processes are on one host, and the checkpoint is in its page cache: reading it four times is cheap,
-and messages use the same memory and processors. So this measures the cost of sending, and not what it saves where
-storage is slower than the network.
+and messages use the same memory and processors. So this measures the cost of sending, not the time saved if the storage
+is slower than the network.
 """
 
 from __future__ import annotations

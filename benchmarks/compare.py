@@ -1,4 +1,4 @@
-"""Compare the benchmarks of two worktrees: ``python -m benchmarks.compare OLD_WORKTREE [--only NAME ...] [--out FILE]``.
+"""Compare the benchmarks of two worktrees: ``python -m benchmarks.compare OLD_WORKTREE [--only NAME ...]``.
 
 Three processes run each benchmark: one of the old worktree, one of the new, and a second one of the old. In each round
 each of them runs the same contender once, and each round begins with another process. The ratio of new to old has the
@@ -7,9 +7,9 @@ and the first round does not count. A run of less than 50 ms is repeated within 
 processes are started several times, because the layout of memory and other accidents of a process last as long as the
 process.
 
-Each worktree runs its own benchmarks with its own library, by the Python of its ``.venv`` if it has one. Rows are
-matched by name. Libraries of others, which are the same in both, are not timed. Rows that a benchmark measures in
-jobs of its own have one measurement for each start, and their benchmarks are started once for each pair.
+Each worktree runs its own benchmarks with its own library, and the Python of its ``.venv`` if it has one. Rows are
+matched by name. Other libraries, which are the same in both, are not timed. Rows that a benchmark measures in separate
+jobs have one measurement for each start, and their benchmarks are started once for each pair.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Options:
         new: the worktree after.
         directory: a directory on the file system that is measured.
         pairs: rounds of each row, in all processes together.
-        launches: how often processes are started for each benchmark; the pairs are divided among them.
+        launches: number of starts of the processes of each benchmark; the pairs are divided among them.
         scale: share of the full sizes. The three processes hold their states at the same time.
     """
 
@@ -88,9 +88,9 @@ class Comparison:
 
     Attributes:
         case: what was measured.
-        contender: which way of ckptcore.
+        contender: the operation of ckptcore.
         unit: ``s``, ``B``, or the name of what is counted.
-        pairs: how many rounds.
+        pairs: number of rounds.
         old: median of the old worktree, in `unit`.
         new: median of the new worktree.
         ratio: median over the rounds of new divided by old.
@@ -235,7 +235,7 @@ def _environment(tree: Path) -> Mapping[str, str]:
 
 
 def compare_trees(benchmark: str, options: Options) -> Iterator[Comparison | str]:
-    """Compare one benchmark of two worktrees; gives rows, and the names of rows that only one worktree has.
+    """Compare one benchmark of two worktrees. Return rows, and the names of rows that only one worktree has.
 
     Raises:
         RuntimeError: the benchmark failed in one of them.
@@ -302,7 +302,7 @@ def _measure(
 def _in_turn(
     processes: Sequence[_Process], first: int, ask: Callable[[_Process], Mapping[str, Any]]
 ) -> Sequence[Mapping[str, Any]]:
-    """Ask one process after the other, beginning with another one in each round."""
+    """Run one process after the other. Each round begins with another process."""
     replies: dict[int, Mapping[str, Any]] = {}
     for number in range(len(processes)):
         index = (first + number) % len(processes)
@@ -331,7 +331,7 @@ def _run(contenders: Mapping[_Process, int], repeats: int, process: _Process) ->
 
 
 def _add_rows(rows: Sequence[Sequence[Mapping[str, Any]]], samples: dict[tuple[str, str], Samples]) -> None:
-    """Add the rows that benchmarks measured by themselves."""
+    """Add the rows that benchmarks measured themselves."""
     old, new, again = [{(row["case"], row["contender"]): row for row in of_one} for of_one in rows]
     for name, row in old.items():
         if name in new and name in again:

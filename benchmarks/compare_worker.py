@@ -1,10 +1,10 @@
 """One process of `benchmarks.compare`: runs one benchmark of one worktree, a timed run for each request.
 
 The program is started by its path, with the worktree first in ``PYTHONPATH``, so the benchmarks and the library are
-those of the worktree, which may be older than this file. Only names that every worktree has are used: `Setting`, `Row`,
+those of the worktree, which may be older than this file. It uses only names that every worktree has: `Setting`, `Row`,
 and `Case`, `Times`, `compare`, `huge` and `timed_rows` of `benchmarks.alternating`.
 
-Requests and replies are lines of JSON on the standard streams. What benchmarks print goes to the standard error.
+Requests and replies are lines of JSON on the standard streams. Output of benchmarks goes to the standard error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The layout dcp against torch.distributed.checkpoint, at its own format: the same tensors, saved and loaded by both in turn."""
+"""The layout dcp compared with torch.distributed.checkpoint: the same tensors, saved and loaded by both in turn."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ from benchmarks.report import Row
 from benchmarks.setting import Setting
 from benchmarks.states import large_state, small_state
 
-__all__ = ["rows"]
+__all__ = ["TorchDcp", "rows"]
 
 _FULL = ckptcore.Context()
 _FAST = ckptcore.Context(durability="none")
 
 
-class _Torch:
-    """torch.distributed.checkpoint in one process, quiet."""
+class TorchDcp:
+    """torch.distributed.checkpoint in one process, without warnings."""
 
     def __init__(self) -> None:
         warnings.filterwarnings("ignore", module="torch")
 
     def save(self, location: Path, state: dict[str, Any]) -> None:
-        """With its defaults: one file, one thread, synced."""
+        """Save with the defaults: one file, one thread, synced."""
         save(state, storage_writer=FileSystemWriter(location), no_dist=True)
 
     def save_fast(self, location: Path, state: dict[str, Any]) -> None:
-        """With the settings that are fastest here: a file for each item, two threads, nothing synced."""
+        """Save with the fastest settings: one file per item, two threads, not synced."""
         writer = FileSystemWriter(location, single_file_per_rank=False, sync_files=False, thread_count=2)
         save(state, storage_writer=writer, no_dist=True)
 
     def load(self, location: Path, target: dict[str, Any]) -> None:
-        """In place, as it always does."""
+        """Load in place."""
         load(target, checkpoint_id=location, no_dist=True)
 
 
 def rows(setting: Setting) -> Iterator[Row]:
     """Measure many small tensors, as many Python integers, and one large state."""
-    peer = _Torch()
+    peer = TorchDcp()
     small: Mapping[str, Any] = small_state(setting.count(1000))
     integers = {f"count.{number}": number for number in range(len(small))}
     for name, part in (("tensors", small), ("integers", integers)):
@@ -63,7 +63,7 @@ def _targets(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0 for name, value in state.items()}
 
 
-def _large_cases(directory: Path, state: dict[str, torch.Tensor], peer: _Torch) -> Sequence[Case]:
+def _large_cases(directory: Path, state: dict[str, torch.Tensor], peer: TorchDcp) -> Sequence[Case]:
     theirs, ours, written = directory / "dcp", directory / "ckptcore-dcp", directory / "dcp-raw"
     clear = Clearing(theirs, ours, written)
     their_ready, ready = directory / "ready-torch-dcp", directory / "ready-dcp"
@@ -106,7 +106,7 @@ def _large_cases(directory: Path, state: dict[str, torch.Tensor], peer: _Torch) 
     ]
 
 
-def _small_cases(directory: Path, name: str, state: Mapping[str, Any], peer: _Torch) -> Sequence[Case]:
+def _small_cases(directory: Path, name: str, state: Mapping[str, Any], peer: TorchDcp) -> Sequence[Case]:
     theirs, ours = directory / f"dcp-{name}", directory / f"ckptcore-dcp-{name}"
     clear = Clearing(theirs, ours)
     their_ready, ready = directory / f"ready-torch-{name}", directory / f"ready-dcp-{name}"

@@ -1,4 +1,4 @@
-"""A ``.metadata`` of very many chunks: merged, written and read, beside torch.distributed.checkpoint's own functions."""
+"""A ``.metadata`` of many chunks: merged, written and read, compared with torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ _RANKS = 64
 _SAVE_ID = "0" * 16
 _ITEM_BYTES = 2752
 _ROWS, _COLUMNS = 8, 64
-"""Of each chunk; no element is written, only said where it would be."""
+"""Bytes of each chunk. Only the metadata is written, no elements."""
 
 
 class _Kept:
-    """A store that keeps what is put."""
+    """A store in memory."""
 
     def __init__(self) -> None:
         self.data = b""
 
     def put(self, key: str, data: bytes) -> None:
-        """Keep it."""
+        """Store an object."""
         self.data = data
 
 
@@ -112,12 +112,12 @@ def _cases(directory: Path, tensors: int, chunks: int) -> Sequence[Case]:
 
 
 def _mine(tensor: int, chunks: int, rank: int) -> Sequence[int]:
-    """The chunks of a tensor that a rank has: dealt out in turn."""
+    """Return the chunks of a tensor that a rank writes, in round-robin order."""
     return range((rank - tensor) % _RANKS, chunks, _RANKS)
 
 
 def _plan(names: Sequence[str], chunks: int, rank: int) -> SavePlan:
-    """What the planner of a rank sends: `create_default_local_save_plan` needs tensors, and makes this of them."""
+    """Return the plan of a rank. `create_default_local_save_plan` would create it from tensors."""
     properties = TensorProperties(dtype=torch.float32)
     items: list[WriteItem] = []
     for number, name in enumerate(names):
@@ -131,7 +131,7 @@ def _plan(names: Sequence[str], chunks: int, rank: int) -> SavePlan:
 
 
 def _written(plans: Sequence[SavePlan]) -> bytes:
-    """What its coordinator does: `DefaultSavePlanner.create_global_plan` and `FileSystemWriter.finish` without the file."""
+    """Run the steps of the coordinator: `create_global_plan`, and `FileSystemWriter.finish` without the file."""
     merged, metadata = create_default_global_save_plan(list(plans))
     metadata = dataclasses.replace(metadata, planner_data=dict(ChainMap(*[plan.planner_data for plan in merged])))
     return _pickled(metadata, merged)
@@ -148,7 +148,7 @@ def _pickled(metadata: Metadata, plans: Sequence[SavePlan]) -> bytes:
 
 
 def _receipt(layout: DcpLayout, tree: TreeMetadata, chunks: int, rank: int) -> Receipt:
-    """Return the receipt of a rank: that of the real layout, whose chunks have no elements."""
+    """Return the receipt of a rank, from the real layout, with chunks without elements."""
     items = []
     for leaf, record in enumerate(tree.leaves):
         assert isinstance(record, ArrayRecord)

@@ -1,7 +1,7 @@
-"""Loading what processes of one mesh saved in those of another, under torchrun, beside torch.distributed.checkpoint.
+"""Loads on another mesh than that of the save, under torchrun, compared with torch.distributed.checkpoint.
 
-The state is 16 matrices of 4096 x 4096 bfloat16, 0.5 GB, in the page cache. Bytes read are those that the system counts
-for each process (``rchar`` in ``/proc/self/io``). A round takes as long as the slowest process.
+The state is 16 matrices of 4096 x 4096 bfloat16, 0.5 GB, in the page cache. Bytes read are counted by the
+system for each process (``rchar`` in ``/proc/self/io``). A round takes as long as the slowest process.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _MATRICES: Final = 16
 _SIDE: Final = 4096
 _ROUNDS: Final = 3
 _MOST_READ: Final = 1.1
-"""The target: bytes read for each byte that is wanted."""
+"""Target: bytes read for each requested byte."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Into how many parts rows and columns are cut, a process for each part."""
+    """Number of parts of the rows and of the columns. Each process has one part."""
 
     rows: int
     columns: int
 
     @property
     def size(self) -> int:
-        """How many processes."""
+        """Number of processes."""
         return self.rows * self.columns
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class ReshardCase:
-    """A mesh that saves and one that loads; the target is compared where what is wanted lies together in what was saved."""
+    """A mesh that saves and one that loads. The target applies if requested boxes are contiguous in the stored data."""
 
     saved: Mesh
     loaded: Mesh

@@ -54,7 +54,7 @@ def measure_rank(
     barrier: Callable[[], object],
     writes: bool = False,
 ) -> None:
-    """Measure contenders in one process of a job, and write what was measured for `joined_times`.
+    """Measure contenders in one process of a job, and write the measurements for `joined_times`.
 
     Args:
         contenders: the same ones in the same order in all processes.
@@ -70,7 +70,7 @@ def measure_rank(
 
 
 def joined_times(results: Path) -> Mapping[str, Times]:
-    """Join the measurements of all processes: a round takes as long as the slowest; what was read is added."""
+    """Join the measurements of all processes. The time of a round is that of the slowest; bytes read are added."""
     ranks = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.iterdir())]
     joined = {}
     for name, first in ranks[0].items():

@@ -1,4 +1,4 @@
-"""Four processes that save one state together, beside torch.distributed.checkpoint and Orbax, each under its own launcher.
+"""Saves by a job of four processes, compared with torch.distributed.checkpoint and Orbax.
 
 The state is 32 matrices of 4096 x 4096 bfloat16, 1 GB whose elements do not compress. Each process holds a quarter of
 the rows. All saves are durable, and write to a directory that does not exist. A round takes as long as the slowest

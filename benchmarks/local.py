@@ -21,7 +21,7 @@ from benchmarks.setting import Setting
 from benchmarks.states import large_state, small_state
 from ckptcore.results import SaveHandle
 
-__all__ = ["Clearing", "State", "read_raw", "rows", "write_raw"]
+__all__ = ["Clearing", "State", "load_and_copy", "read_raw", "rows", "save_and_sync", "sync", "write_raw"]
 
 State = dict[str, torch.Tensor]
 
@@ -61,7 +61,7 @@ def _small_cases(directory: Path, state: State) -> Sequence[Case]:
             f"save {count} small, durable",
             [
                 Contender("ckptcore.save", lambda: ckptcore.save(ours, state, context=_FULL), clear),
-                Contender("save_file + fsync", lambda: _save_and_sync(state, theirs), clear, target=0.2),
+                Contender("save_file + fsync", lambda: save_and_sync(state, theirs), clear, target=0.2),
             ],
             writes=True,
         ),
@@ -69,7 +69,7 @@ def _small_cases(directory: Path, state: State) -> Sequence[Case]:
             f"load {count} small",
             [
                 Contender("ckptcore.load", lambda: ckptcore.load(ready, target)),
-                Contender("load_file, pages copied", lambda: _load_and_copy(file), target=0.2),
+                Contender("load_file, pages copied", lambda: load_and_copy(file), target=0.2),
                 Contender("ckptcore.load (NumPy)", lambda: ckptcore.load(ready)),
             ],
         ),
@@ -102,7 +102,7 @@ def _save_cases(directory: Path, state: State, views: Sequence[Any], total: int)
             "save, durable",
             [
                 Contender("ckptcore.save", lambda: save(context=_FULL), clear),
-                Contender("save_file + fsync", lambda: _save_and_sync(state, theirs), clear, target=1.4),
+                Contender("save_file + fsync", lambda: save_and_sync(state, theirs), clear, target=1.4),
                 Contender("raw pwrite + fdatasync", write, clear),
             ],
             total,
@@ -133,7 +133,7 @@ def _load_cases(directory: Path, state: State, total: int) -> Sequence[Case]:
             "load into fresh memory",
             [
                 Contender("ckptcore.load", lambda: ckptcore.load(ready, target)),
-                Contender("load_file, pages copied", lambda: _load_and_copy(file), target=3.0),
+                Contender("load_file, pages copied", lambda: load_and_copy(file), target=3.0),
                 Contender("ckptcore.load (NumPy)", lambda: ckptcore.load(ready)),
                 Contender("raw preadv, huge pages, 2 threads", lambda: read_raw(file, huge(total))),
             ],
@@ -214,22 +214,22 @@ class Clearing:
                 path.unlink(missing_ok=True)
 
 
-def _save_and_sync(state: State, path: Path) -> None:
+def save_and_sync(state: State, path: Path) -> None:
     """Save with safetensors, and make the file and its name durable."""
     safetensors.torch.save_file(state, path)
-    _sync(path, path.parent)
+    sync(path, path.parent)
 
 
 def _replace_and_sync(state: State, path: Path) -> None:
     """Replace a file of safetensors so that a crash leaves the old one or the new one."""
     fresh = path.with_suffix(".new")
     safetensors.torch.save_file(state, fresh)
-    _sync(fresh)
+    sync(fresh)
     fresh.replace(path)
-    _sync(path.parent)
+    sync(path.parent)
 
 
-def _sync(*paths: Path) -> None:
+def sync(*paths: Path) -> None:
     for name in paths:
         descriptor = os.open(name, os.O_RDONLY)
         os.fsync(descriptor)
@@ -290,7 +290,7 @@ def _read_pieces(path: Path, pieces: Sequence[tuple[int, memoryview]]) -> None:
     os.close(descriptor)
 
 
-def _load_and_copy(file: Path) -> State:
+def load_and_copy(file: Path) -> State:
     """Load with safetensors, and copy the tensors so that they do not depend on the mapped file."""
     return {name: tensor.clone() for name, tensor in safetensors.torch.load_file(file).items()}
 

@@ -1,4 +1,4 @@
-"""Object stores on this machine, and the clients of each that are compared."""
+"""Object stores on this machine, and their clients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BUCKET: Final = "bucket"
 
 @dataclass(frozen=True, slots=True)
 class ObjectService:
-    """A server that runs, and a bucket there.
+    """A running server with a bucket.
 
     Attributes:
         scheme: of its locations.
@@ -36,7 +36,7 @@ class ObjectService:
         options: of our storage.
         store: the bucket, for obstore.
         files: the service, as a file system of fsspec.
-        library: what this file system is called.
+        library: the name of this file system.
     """
 
     scheme: str
@@ -49,7 +49,7 @@ class ObjectService:
 
     @property
     def context(self) -> ckptcore.Context:
-        """One that finds the server."""
+        """Return a Context with the options of the server."""
         return ckptcore.Context(storage={self.scheme: dict(self.options)})
 
 
@@ -74,7 +74,7 @@ def s3(directory: Path) -> Iterator[ObjectService]:
 
 @contextmanager
 def gs(directory: Path) -> Iterator[ObjectService]:
-    """The strict GCS of the tests, in memory."""
+    """The strict GCS server of the tests, in memory."""
     # gcsfs reads this when it is imported, and else asks by gRPC what kind of bucket it is.
     with gcs_server(directory) as server, _environment({"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}):
         server.create_bucket(_BUCKET)

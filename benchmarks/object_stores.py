@@ -1,11 +1,11 @@
-"""Object stores: upload and download of one state beside s3fs and gcsfs with safetensors, and beside obstore used by hand.
+"""Object stores: upload and download of one state, compared with s3fs, gcsfs and plain obstore.
 
-Requests are counted at MiniStack. It reads all of an object for each range of it, and is slower than any client, so
-times are measured with small servers in memory (`benchmarks.object_services`). Server and client share the processors
-of this machine, so the time of a contender includes that of the server. The report has the processor time of the
-client alone.
+s3fs and gcsfs transfer a safetensors file. Requests are counted at MiniStack. It reads a whole object for each range,
+and is slower than any client, so times are measured with small servers in memory (`benchmarks.object_services`).
+Server and client share the processors of this machine, so the time of a contender includes that of the server. The
+report has the processor time of the client alone.
 
-obstore by hand uploads a state that is bytes already, 16 parts of 8 MiB at once, and reads 16 ranges of 8 MiB at once.
+Plain obstore uploads a state that is bytes already, 16 parts of 8 MiB at once, and reads 16 ranges of 8 MiB at once.
 It verifies nothing. The raw limit is what the server sends to bare sockets of 16 threads that discard the bytes.
 """
 
@@ -71,7 +71,7 @@ def _uploads(service: ObjectService, state: State) -> Iterator[Case]:
     data = safetensors.numpy.save(state)
 
     def ours(layout: str) -> Contender:
-        """Save to an empty location: the server keeps objects in memory, and has room for the state of one round."""
+        """Save to an empty location. The server has memory for the state of one round."""
         location = _saved(service, layout)
 
         def clear() -> None:
@@ -156,7 +156,7 @@ def _downloads(service: ObjectService, state: State) -> Iterator[Case]:
 
 
 def _receive(url: str, path: str, part: tuple[int, int]) -> None:
-    """Let bytes of an object come by a bare socket, and go."""
+    """Read bytes of an object from a bare socket and discard them."""
     address = urllib.parse.urlsplit(url)
     request = f"GET {path} HTTP/1.1\r\nHost: {address.netloc}\r\nRange: bytes={part[0]}-{part[1] - 1}\r\n\r\n"
     buffer = bytearray(1 << 20)

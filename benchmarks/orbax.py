@@ -22,7 +22,7 @@ from benchmarks.report import Row
 from benchmarks.setting import Setting
 from benchmarks.states import large_state, small_state
 
-__all__ = ["jax_state", "rows"]
+__all__ = ["Orbax", "jax_state", "rows"]
 
 Arrays = dict[str, jax.Array]
 
@@ -32,7 +32,7 @@ _FAST = ckptcore.Context(durability="none")
 
 def rows(setting: Setting) -> Iterator[Row]:
     """Measure many small arrays, and one large state."""
-    orbax = _Orbax()
+    orbax = Orbax()
     small = jax_state(small_state(setting.count(1000)))
     yield from _cases(setting, "small", orbax, small, _small_cases)
     large = jax_state(large_state(1.5 * setting.scale))
@@ -42,9 +42,9 @@ def rows(setting: Setting) -> Iterator[Row]:
 def _cases(
     setting: Setting,
     name: str,
-    orbax: _Orbax,
+    orbax: Orbax,
     arrays: Arrays,
-    cases: Callable[[Path, _Orbax, Arrays], Sequence[Case]],
+    cases: Callable[[Path, Orbax, Arrays], Sequence[Case]],
 ) -> Iterator[Row]:
     directory = setting.directory / name
     directory.mkdir()
@@ -63,7 +63,7 @@ def jax_state(state: Mapping[str, torch.Tensor]) -> Arrays:
     return jax.block_until_ready(arrays)  # type: ignore[no-any-return, no-untyped-call]  # JAX has no type for it
 
 
-class _Orbax:
+class Orbax:
     """Orbax, version 1, quiet."""
 
     def __init__(self) -> None:
@@ -99,13 +99,13 @@ def _abstract(arrays: Arrays) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def _large_cases(directory: Path, orbax: _Orbax, arrays: Arrays) -> Sequence[Case]:
+def _large_cases(directory: Path, orbax: Orbax, arrays: Arrays) -> Sequence[Case]:
     total = sum(array.nbytes for array in arrays.values())
     views = [np.asarray(array).view(np.int16).reshape(-1) for array in arrays.values()]
     return [*_save_cases(directory, orbax, arrays, views, total), *_load_cases(directory, orbax, arrays, views, total)]
 
 
-def _save_cases(directory: Path, orbax: _Orbax, arrays: Arrays, views: Sequence[Any], total: int) -> Sequence[Case]:
+def _save_cases(directory: Path, orbax: Orbax, arrays: Arrays, views: Sequence[Any], total: int) -> Sequence[Case]:
     theirs, ours, raw = directory / "orbax", directory / "ocdbt", directory / "written"
     clear = Clearing(theirs, ours, raw)
     save = partial(ckptcore.save, ours, arrays)
@@ -131,7 +131,7 @@ def _save_cases(directory: Path, orbax: _Orbax, arrays: Arrays, views: Sequence[
     ]
 
 
-def _load_cases(directory: Path, orbax: _Orbax, arrays: Arrays, views: Sequence[Any], total: int) -> Sequence[Case]:
+def _load_cases(directory: Path, orbax: Orbax, arrays: Arrays, views: Sequence[Any], total: int) -> Sequence[Case]:
     zstd, plain, ready = directory / "ready-zstd", directory / "ready-plain", directory / "ready-ocdbt"
     orbax.save(zstd, arrays, compressed=True)
     orbax.save(plain, arrays, compressed=False)
@@ -163,7 +163,7 @@ def _load_cases(directory: Path, orbax: _Orbax, arrays: Arrays, views: Sequence[
     ]
 
 
-def _small_cases(directory: Path, orbax: _Orbax, arrays: Arrays) -> Sequence[Case]:
+def _small_cases(directory: Path, orbax: Orbax, arrays: Arrays) -> Sequence[Case]:
     theirs, ours = directory / "orbax", directory / "ocdbt"
     clear = Clearing(theirs, ours)
     their_ready, ready = directory / "ready-orbax", directory / "ready-ocdbt"
@@ -200,7 +200,7 @@ def _small_cases(directory: Path, orbax: _Orbax, arrays: Arrays) -> Sequence[Cas
     ]
 
 
-def _blocking_case(directory: Path, orbax: _Orbax, arrays: Arrays) -> Case:
+def _blocking_case(directory: Path, orbax: Orbax, arrays: Arrays) -> Case:
     """Compare the time for which an asynchronous save blocks its caller."""
     theirs, ours = directory / "orbax-async", directory / "ocdbt-async"
     clear = Clearing(theirs, ours)

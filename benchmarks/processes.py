@@ -1,4 +1,4 @@
-"""Costs that need a process of their own: importing, the first save and the first load, and peaks of memory."""
+"""Measurements in new processes: imports, the first save and the first load, and peaks of memory."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _first_rows(setting: Setting) -> Iterator[Row]:
 def _in_process(
     name: str, modules: dict[str, int], *, timed: str, setup: str = "", clear: Clearing | None = None
 ) -> Contender:
-    """Time statements in a new process, and note how many modules they import."""
+    """Time statements in a new process, and count the modules that they import."""
     program = _TIMED.format(setup=setup, timed=timed)
 
     def note(found: Sequence[float]) -> None:

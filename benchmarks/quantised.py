@@ -1,7 +1,6 @@
-"""Quantised weights loaded as bfloat16, beside what the owners of the formats do: transformers, and torch's reader of such checkpoints.
+"""Quantised weights loaded as bfloat16, compared with transformers and with the reader of PyTorch.
 
-All sides make the same bits, which is checked first. Transformers and safetensors verify nothing; what is published has
-no checksums, so ckptcore does not either.
+All contenders produce the same bits, which is checked first. None verifies checksums: the published files have none.
 """
 
 # mypy: allow-untyped-calls
@@ -120,7 +119,7 @@ def _case(name: str, ways: Mapping[str, Callable[[], State]]) -> Case:
 
 
 def _publish(directory: Path, tensors: State, quantization: Mapping[str, object]) -> None:
-    """As Hugging Face's tools write it."""
+    """Write a checkpoint as the tools of Hugging Face do."""
     directory.mkdir()
     safetensors.torch.save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "model.safetensors")}

@@ -1,8 +1,8 @@
-"""A server that speaks as much of S3 as uploads and downloads need, and costs little: ``python quick_s3.py PORT``.
+"""A small and fast S3 server for uploads and downloads: ``python quick_s3.py PORT``.
 
-Servers for tests read all of an object for each range of it, and take longer for that than any client. This one keeps
-objects in memory, in the pieces that they came in, and has a thread for each connection. No signature is looked at, and
-nothing is durable.
+Servers for tests read a whole object for each range, which takes longer than any client. This server stores objects in
+memory, in the parts that were uploaded, and has a thread for each connection. It checks no signatures, and nothing is
+durable.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Answer:
 
 
 def serve_forever(port: int) -> None:
-    """Answer until the process ends."""
+    """Serve until the process ends."""
     state = _Objects()
     listener = socket.create_server(("127.0.0.1", port), backlog=128)
     while True:

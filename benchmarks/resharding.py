@@ -1,4 +1,4 @@
-"""How many bytes a load reads when a checkpoint of one mesh is loaded on another: counted, not timed.
+"""Bytes read by loads on another mesh than that of the save. Counted, not timed.
 
 Weights of a layer of Llama-3.1-8B and its embedding, every axis a quarter as long, sharded over an FSDP and a
 tensor-parallel axis as is usual: the cases of the paper on Orbax, ``64 devices as (16, 4)`` loaded as ``(64, 1)`` and
@@ -44,19 +44,19 @@ __all__ = ["CASES", "Case", "Count", "Mesh", "counts", "rows", "subchunked", "wh
 _BLOCK_BYTES = 512
 _CHUNK_BYTES = 16 * _BLOCK_BYTES
 _LEAST_BLOCKS = 64
-"""Boxes of fewer blocks are left out: of those most of what is read is the rest of a block, however they are stored."""
+"""Smaller boxes are not counted: for them most bytes read are the rest of a block, in any layout. In blocks."""
 
 _MOST_READ = 1.1
-"""Most bytes that may be read for each byte of a box."""
+"""Limit of the bytes read for each byte of a box."""
 
 _SCALE = 4
 _DEVICES = 8
-"""Of the new mesh, spread over it, for which bytes are counted."""
+"""Number of processes of the new mesh for which bytes are counted, spread over the mesh."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """How many parts weights are cut into: along an axis for FSDP, and along another for tensor parallelism."""
+    """Number of parts of a weight along the axis of FSDP and along that of tensor parallelism."""
 
     fsdp: int
     tensor: int
@@ -73,13 +73,13 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """What a load of boxes read.
+    """Bytes read by a load of boxes.
 
     Attributes:
         needed: bytes of the boxes.
         read: bytes that were read for them.
-        worst: read by needed of the box for which it is highest.
-        boxes: how many were counted.
+        worst: the highest ratio of bytes read to bytes needed of a box.
+        boxes: number of boxes.
     """
 
     needed: int
@@ -131,7 +131,7 @@ def _boxes(name: str, mesh: Mesh) -> Sequence[Box]:
 
 
 class _Arrays:
-    """A snapshot of weights whose elements are all different."""
+    """A snapshot of weights with distinct elements."""
 
     def __init__(self, plan: WritePlan, arrays: Mapping[int, HostArray]) -> None:
         self.plan = plan
@@ -147,7 +147,7 @@ class _Arrays:
 
 
 def counts(case: Case, layout: Layout) -> Count:
-    """Save with one mesh, load boxes of another, and count; fails if an element is not what was saved."""
+    """Save with one mesh, load boxes of another, and count bytes. Fails if an element differs."""
     arrays: dict[int, HostArray] = {}
     records, items = [], []
     for leaf, (name, (shape, _)) in enumerate(_WEIGHTS.items()):
@@ -190,23 +190,23 @@ def counts(case: Case, layout: Layout) -> Count:
 
 
 class _ScaledStorage(LocalStorage):
-    """A directory for which requests are scaled as blocks are."""
+    """A local directory whose requests are scaled like blocks."""
 
     capabilities = StorageCapabilities(request_bytes=StorageCapabilities().request_bytes * _BLOCK_BYTES // BLOCK_BYTES)
 
 
 def subchunked() -> Layout:
-    """Shards divided into read chunks of some blocks."""
+    """Return a layout whose shards are divided into read chunks of some blocks."""
     return OcdbtLayout(chunk_bytes=_CHUNK_BYTES)
 
 
 def whole_shards() -> Layout:
-    """Shards that are read chunks themselves."""
+    """Return a layout whose shards are single read chunks."""
     return OcdbtLayout(chunk_bytes=None)
 
 
 def rows(setting: Setting) -> Iterator[Row]:
-    """Count the bytes that loads read, with and without subchunks."""
+    """Count the bytes read by loads, with and without subchunks."""
     blocks = _CHUNK_BYTES // _BLOCK_BYTES
     for case in CASES[: setting.count(len(CASES))]:
         divided = counts(case, subchunked())

@@ -1,8 +1,8 @@
-"""The cost of owning the bytes that a save writes.
+"""The cost of copying the bytes that a save writes.
 
-A blocking save copies each block before it hashes and writes it. Two references do only that, with as many threads: one
-copies too, the other hashes and writes the blocks in place. `save_async` copies `jax.Array`s of the CPU backend before
-it returns; its reference keeps views.
+A blocking save copies each block before it hashes and writes it. Two references do only that, with the same number of
+threads: one copies too, the other hashes and writes the blocks in place. `save_async` copies `jax.Array`s of
+the CPU backend before it returns; its reference uses views.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["rows"]
 _ARRAYS: Final = 16
 _FAST: Final = ckptcore.Context(durability="none")
 _MOST_COST: Final = 1.1
-"""How much longer than hashing and writing in place a save may take."""
+"""Limit of the time of a save, relative to hashing and writing in place."""
 
 
 def rows(setting: Setting) -> Iterator[Row]:

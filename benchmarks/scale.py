@@ -1,12 +1,12 @@
-"""A save of 405 billion parameters by up to 16,384 processes, in one process: what each of them does, and what the leader does.
+"""A simulated save of 405 billion parameters by up to 16,384 processes: the work of each process and of the leader.
 
-Real: describing and planning, what the layouts tell of what they write, the encoding of receipts, the exchanges of an
-agreement, the check that what was written makes up the arrays, the layouts' merge, the root. Simulated: the arrays have
-no elements, the wire between processes is a dictionary, the storage counts what is put. See `benchmarks.scale_receipts`
-for which processes the layouts run.
+The real code describes and plans, writes and encodes receipts, exchanges messages, checks that the boxes cover the
+arrays, runs `finish` of the layouts, and builds the root. Simulated are the arrays, which have no elements, the wire
+between processes, which is a dictionary, and the storage, which counts bytes. The layouts run for some processes: see
+`benchmarks.scale_receipts`.
 
-``python -m benchmarks --only scale`` prints a table; ``python -m benchmarks.scale_report FILE...`` makes the table and
-the plot of the documentation from rows that ``python -m benchmarks.scale SIZE LAYOUT FILE`` wrote.
+``python -m benchmarks --only scale`` prints a table. ``python -m benchmarks.scale_report FILE...`` creates the table
+and the plot of the documentation from rows that ``python -m benchmarks.scale SIZE LAYOUT FILE`` wrote.
 """
 
 from __future__ import annotations
@@ -50,29 +50,29 @@ LAYOUTS: Final = ("safetensors", "ocdbt", "zarr3", "dcp")
 
 _SAVE_ID: Final = "0" * 16
 _SIZES: Final = (64, 16384)
-"""Processes of the jobs, ascending."""
+"""Numbers of processes of the jobs, ascending."""
 _SECONDS: Final = 60.0
-"""What the leader may take in all."""
+"""Limit of the total time of the leader."""
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class Measured:
-    """What a save took.
+    """The costs of a save.
 
     Attributes:
-        size, layout: of how many processes, in which layout.
-        chunks: boxes that were written, by all processes together.
-        process: CPU seconds of one that is not the first of a block, by what it did.
-        relay: CPU seconds of the first of a block, for the others of it.
-        leader: CPU seconds of the leader, by what it did.
+        size, layout: number of processes, and the layout.
+        chunks: boxes written by all processes.
+        process: CPU seconds of a process that is not the first of a block, by stage.
+        relay: CPU seconds of the first process of a block, for the others of the block.
+        leader: CPU seconds of the leader, by stage.
         sent, received: bytes, by role: ``process``, ``relay``, ``leader``.
-        messages: sent and received, by role.
-        process_memory: bytes that Python and NumPy had allocated at once in a process that plans, writes and tells.
-        leader_memory: bytes that the leader came to take on top of what it had before.
-        root_bytes: of the root and its parts.
-        finished_bytes: of what the layout wrote on the leader.
+        messages: messages sent and received, by role.
+        process_memory: peak of the bytes that Python and NumPy allocate in a process that plans and writes.
+        leader_memory: bytes that the leader allocates in addition.
+        root_bytes: bytes of the root and its parts.
+        finished_bytes: bytes that the layout writes on the leader.
     """
 
     size: int
@@ -91,15 +91,15 @@ class Measured:
 
 
 class Simulation:
-    """One save."""
+    """One simulated save."""
 
     def __init__(self, job: SimulatedJob, layout: str, *, replicas: ReplicaOptions | None = None) -> None:
-        """Do nothing yet.
+        """Prepare a save.
 
         Args:
-            job: who saves what.
+            job: the job.
             layout: the name of the layout.
-            replicas: how replicas share; None: as by default. No box may be so large that it is cut for them.
+            replicas: how replicas share the work; None: the default. No box may be so large that it is divided.
         """
         self._job = job
         self._replicas = replicas or ReplicaOptions()
@@ -113,7 +113,7 @@ class Simulation:
 
         Raises:
             CheckpointError: the save failed.
-            AssertionError: what was put together for a process is not what the real code comes to.
+            AssertionError: the receipt assembled for a process differs from that of the real code.
         """
         sample = min(1, self._job.size - 1)
         description, digest = self._prepare(sample)
@@ -131,7 +131,7 @@ class Simulation:
         return self.measured
 
     def _prepare(self, rank: int) -> tuple[TreeDescription, str]:
-        """What a process does before it writes, in CPU seconds; and in memory, another time, because counting it takes longer."""
+        """Return CPU seconds and memory of a process before it writes. Memory is measured in a second, slower run."""
         value = self._job.value(rank)
         shares = self._layout.capabilities.any_replica_writes
         replicas = self._replicas if shares else None
@@ -157,7 +157,7 @@ class Simulation:
             state = self._layout.write(PlannedSnapshot(plan), store)
             encode_receipts([description.tree], [Receipt(rank, plan.items, state, tuple(store.objects))])
 
-        prepare()  # modules are read, and formats that all saves of a process share are made
+        prepare()  # imports modules, and creates formats that all saves of a process share
         tracemalloc.start()
         prepare()
         self.measured.process_memory = tracemalloc.get_traced_memory()[1]
@@ -176,7 +176,7 @@ class Simulation:
     def _write_really(
         self, receipts: JobReceipts, tree: TreeMetadata, owners: Mapping[int, Owners] | None, sample: int
     ) -> None:
-        """Let the layout run for some processes, and compare what was put together for them."""
+        """Run the layout for sample processes, and compare their receipts with the assembled ones."""
         size = self._job.size
         for rank in sorted({0, sample, size // 3, size // 2, size - 1}):
             plan = plan_write(tree, self._job.shards(rank), rank=rank, size=size, save_id=_SAVE_ID, owners=owners)
@@ -191,7 +191,7 @@ class Simulation:
         return SimulatedCoordinator(self._wire, range(self._job.size), rank)
 
     def _say(self, key: str, payload: Callable[[int], Any], *, tokens: bool) -> None:
-        """Let all but the leader say something: block by block, the first of a block last, because it waits for the others."""
+        """Send the messages of all processes but the leader. The first of a block is last: it waits for the others."""
         for block in Gathering(self._coordinator(0)).blocks:
             for rank in reversed(block):
                 if rank == 0:
@@ -204,7 +204,7 @@ class Simulation:
                     self.measured.relay[key.rpartition("/")[2]] = time.process_time() - start
 
     def _hear(self, key: str, *, tokens: bool) -> bytes:
-        """Let all but the leader hear the answer."""
+        """Receive the reply on all processes but the leader."""
         told = b""
         for rank in range(1, self._job.size):
             gathering = Gathering(self._coordinator(rank))
@@ -212,7 +212,7 @@ class Simulation:
         return told
 
     def _exchange(self, key: str, payload: Callable[[int], Any], *, first: bool = False) -> str:
-        """A stage in which little is said; the prefix of what follows."""
+        """Run a stage with short messages. Return the prefix of the next keys."""
         prefix, _, name = key.rpartition("/")
         self._say(key, payload, tokens=first)
         if first:
@@ -227,7 +227,7 @@ class Simulation:
         return f"{prefix}/{told['leader']}" if first else prefix
 
     def _leader_decides(self, key: str, receipts: JobReceipts, tree: TreeMetadata) -> None:
-        """The stage in which everyone tells what it wrote, and what the leader makes of it."""
+        """Run the stage in which all processes send receipts, and the leader builds the root from them."""
 
         def encoded(rank: int) -> bytes:
             receipt = receipts.receipt(rank)
@@ -271,12 +271,12 @@ class Simulation:
 
     @property
     def _relay(self) -> int:
-        """The first of the second block."""
+        """The first process of the second block."""
         blocks = Gathering(self._coordinator(0)).blocks
         return blocks[1][0] if len(blocks) > 1 else -1
 
     def _count_messages(self) -> None:
-        """What each role sent and received: the one of its kind that did most."""
+        """Return the bytes sent and received by each role, for the process with the most."""
         firsts = {block[0] for block in Gathering(self._coordinator(0)).blocks}
         roles = {
             "leader": [0],
@@ -303,7 +303,7 @@ def _timed(seconds: dict[str, float], name: str, work: Callable[[], T]) -> T:
 def _chunks_of(
     layout: Layout, tree: TreeMetadata, size: int
 ) -> tuple[str | None, Mapping[int, str], Mapping[int, tuple[int, ...]]]:
-    """What the receipts of layouts with chunks need: the form that all agree on, names, and the shapes of chunks."""
+    """Return the form that all processes agree on, names, and shapes of chunks, for layouts with chunks."""
     if layout.name not in ("ocdbt", "zarr3"):
         return None, {}, {}
     from ckptcore_orbax.zarr.stored_arrays import array_names, stored_format
@@ -316,7 +316,7 @@ def _chunks_of(
 
 
 def _resident() -> int:
-    """Bytes of memory that this process has now; from here on `_peak` counts anew."""
+    """Return the bytes of memory of this process, and reset `_peak`."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     return _status("VmRSS")
 
@@ -333,7 +333,7 @@ def _status(name: str) -> int:
 
 
 def rows(setting: Setting) -> Iterator[Row]:
-    """Simulate saves of jobs, each in a process of its own."""
+    """Simulate saves of jobs, each in a new process."""
     for size in [size for size in _SIZES if size <= setting.count(_SIZES[-1], least=_SIZES[0])]:
         for layout in LAYOUTS:
             found = setting.directory / f"scale-{size}-{layout}.json"

@@ -1,12 +1,12 @@
-"""The job that is simulated: the training of a model of the shapes of Llama 3.1 405B, sharded and replicated over any number of processes.
+"""The simulated job: training of a model in the shapes of Llama 3.1 405B, sharded and replicated over processes.
 
-Shapes are those of the model's ``config.json``: 126 layers, hidden size 16384, feed-forward 53248, 128 heads and 8 of
-keys and values of 128 each, a vocabulary of 128256. Weights are bfloat16; beside them stand the float32 weights and
-both moments of AdamW.
+The shapes are from the ``config.json`` of the model: 126 layers, hidden size 16384, feed-forward 53248, 128 heads and 8
+key-value heads of 128 each, a vocabulary of 128256. The state has bfloat16 weights, float32 weights, and both moments
+of AdamW.
 
-Shards are those of PyTorch's FSDP2 over tensor parallelism: an array is cut for tensor parallelism first (by rows or
-columns, norms not at all), and the rows of each part as ``torch.chunk`` cuts them. The embedding and the head come out
-uneven: 16032 rows over 128.
+Shards are those of FSDP2 of PyTorch over tensor parallelism. An array is divided for tensor parallelism first (by rows
+or columns; norms are not divided), and then the rows of each part as ``torch.chunk`` does. The embedding and the head
+have uneven shards: 16032 rows over 128.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _WHOLE: Final = "whole"
 
 @dataclass(frozen=True, slots=True)
 class _Array:
-    """An array of the model, and what tensor parallelism cuts of it."""
+    """An array of the model, and the axis that tensor parallelism divides."""
 
     shape: tuple[int, ...]
     parallel: str
@@ -62,7 +62,7 @@ def _arrays(layers: int) -> Iterator[tuple[str, _Array]]:
 
 
 def _bounds(start: int, stop: int, pieces: int) -> list[int]:
-    """Where a range is cut into so many pieces as `torch.chunk` does: all as long but the last ones."""
+    """Return the boundaries of the pieces of a range, as `torch.chunk` divides it: equal, except the last ones."""
     step = -(-(stop - start) // pieces)
     return [min(stop, start + number * step) for number in range(pieces + 1)]
 
@@ -74,8 +74,8 @@ class SimulatedJob:
     Attributes:
         tensor: processes that share each layer by tensor parallelism.
         sharded: processes over which FSDP shards.
-        replicas: how many times the whole state is there.
-        layers: of the model.
+        replicas: number of copies of the whole state.
+        layers: number of layers of the model.
     """
 
     tensor: int
@@ -85,23 +85,23 @@ class SimulatedJob:
 
     @classmethod
     def of_size(cls, size: int, *, layers: int = LAYERS) -> SimulatedJob:
-        """A job of so many processes, a multiple of 8: up to 1,024 it is sharded, beyond it is replicated."""
+        """Return a job of a number of processes, a multiple of 8. Above 1,024, the state is replicated."""
         sharded = min(128, size // 8)
         return cls(8, sharded, size // (8 * sharded), layers)
 
     @property
     def size(self) -> int:
-        """Processes in all."""
+        """Total number of processes."""
         return self.tensor * self.sharded * self.replicas
 
     @cached_property
     def arrays(self) -> Sequence[_Array]:
-        """Of one of the four states, in the order of the tree."""
+        """The arrays of one of the four states, in the order of the tree."""
         return [array for _, array in _arrays(self.layers)]
 
     @cached_property
     def _boundaries(self) -> Mapping[_Array, tuple[tuple[int, ...], ...]]:
-        """By kind of array the inner boundaries of its shards."""
+        """The inner boundaries of the shards of each kind of array."""
         found: dict[_Array, tuple[tuple[int, ...], ...]] = {}
         for array in self.arrays:
             if array in found:
@@ -116,7 +116,7 @@ class SimulatedJob:
         return found
 
     def shard(self, array: _Array, rank: int) -> Shard:
-        """What a process holds of an array."""
+        """Return the box of an array in a process."""
         tensor = rank % self.tensor
         sharded = rank // self.tensor % self.sharded
         replica = rank // (self.tensor * self.sharded)
@@ -132,7 +132,7 @@ class SimulatedJob:
         return Shard(box, replica, self.replicas)
 
     def shards(self, rank: int) -> dict[int, Sequence[Shard]]:
-        """What a process holds, by leaf of the tree: what its handlers would say."""
+        """Return the shards in a process by leaf of the tree, as its handlers would."""
         known = {array: (self.shard(array, rank),) for array in self._boundaries}
         count = len(self.arrays)
         return {
@@ -142,7 +142,7 @@ class SimulatedJob:
         }
 
     def value(self, rank: int) -> dict[str, Any]:
-        """The state of a process, without memory: every element of an array lies in one place."""
+        """Return the state of a process, without memory: all elements of an array share one address."""
         shards = {array: self.shard(array, rank) for array in self._boundaries}
         named = list(_arrays(self.layers))
         value: dict[str, Any] = {}

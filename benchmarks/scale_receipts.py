@@ -1,9 +1,8 @@
-"""What each process of the simulated job writes, and what it tells the leader of that.
+"""Receipts of the processes of the simulated job.
 
-The real planning and the real layouts run for sample processes. For all others the same is put together here, array by
-array, because they would take hours on one machine: which arrays a process writes, their boxes, chunks, files and
-checksums are its own and exactly those that the real code comes to, which `expect_alike` makes sure of; only where in a
-file things begin is not to the byte.
+The real planning and the real layouts run for sample processes. For all other processes, receipts are assembled here,
+array by array, because the real code would take hours on one machine. Arrays, boxes, chunks, files and checksums equal
+those of the real code, which `expect_alike` checks; only offsets in files are approximate.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ __all__ = ["JobReceipts", "expect_alike"]
 
 _CHECKSUM_BYTES: Final = 8
 _APPROXIMATE: Final = ("offset", "nbytes", "elements", "length")
-"""Columns that tell where in a file things are."""
+"""Columns of offsets in files."""
 
 _DATA_FILE_BYTES: Final = 2 << 30
-"""What a data file of the layout ocdbt aims at by default."""
+"""Default target size of a data file of the layout ocdbt, in bytes."""
 
 _SAVE_ID: Final = "0" * 16
 
@@ -53,11 +52,11 @@ class JobReceipts:
     Attributes:
         job: the job.
         layout: the name of the layout.
-        tree: of the job, with the cuts for its replicas.
-        owners: by leaf which replica writes what; None where replica 0 writes all.
-        form: what the receipts of the layout have for its options; None where they have nothing.
-        names: by leaf, how the layout calls the array.
-        chunks: by leaf, the shape of a chunk, for layouts that have such.
+        tree: the tree of the job, with the boundaries for replicas.
+        owners: by leaf, the replica that writes each box; None if replica 0 writes all.
+        form: the options of the layout in receipts; None if they have none.
+        names: by leaf, the name of the array in the layout.
+        chunks: by leaf, the shape of a chunk, for layouts with chunks.
     """
 
     job: SimulatedJob
@@ -70,7 +69,7 @@ class JobReceipts:
 
     @cached_property
     def _kinds(self) -> Sequence[HostArray]:
-        """The leaves of each kind of array, of which a process holds boxes in the same place."""
+        """The leaves of each kind of array. A process holds the same box of all of them."""
         count = len(self.job.arrays)
         by_kind: dict[Any, list[int]] = {}
         for leaf in range(len(self.tree.leaves)):
@@ -79,14 +78,14 @@ class JobReceipts:
 
     @cached_property
     def _numbers(self) -> HostArray:
-        """By leaf, the number of the replica that writes its first box; -1 where replica 0 writes all."""
+        """By leaf, the number of the replica that writes its first box; -1 if replica 0 writes all."""
         owners = self.owners or {}
         if any(len(rule.numbers) > 1 for rule in owners.values()):
             raise ValueError("boxes of this job are not large enough to be cut for their replicas")
         return np.array([owners[leaf].numbers[0] if leaf in owners else -1 for leaf in range(len(self.tree.leaves))])
 
     def columns(self, rank: int) -> tuple[HostArray, Mapping[int, Box]]:
-        """The leaves of which a process writes its box, ascending, and by leaf this box."""
+        """Return the leaves whose box a process writes, ascending, and the box of each."""
         found: list[HostArray] = []
         boxes: dict[int, Box] = {}
         for leaves in self._kinds:
@@ -103,7 +102,7 @@ class JobReceipts:
         return np.sort(np.concatenate(found)), boxes
 
     def receipt(self, rank: int) -> Receipt:
-        """What a process tells."""
+        """Return the receipt of a process."""
         leaves, boxes = self.columns(rank)
         held = [boxes[leaf] for leaf in leaves.tolist()]
         bounds = np.array([bound for box in held for bound in (*box.start, *box.stop)], np.int64)
@@ -141,7 +140,7 @@ class JobReceipts:
         return state, [(file_of(rank, spread=spread), int(whole.sum()))] if len(leaves) else []
 
     def _chunk_columns(self, leaves: HostArray, held: Sequence[Box]) -> tuple[list[int], list[int], list[int]]:
-        """The leaf, number and bytes of each chunk."""
+        """Return the leaf, number and bytes of each chunk."""
         leaf_column: list[int] = []
         chunk_column: list[int] = []
         nbytes: list[int] = []
@@ -204,7 +203,8 @@ class JobReceipts:
     def _chunk_state(self, leaf: list[int], chunk: list[int]) -> dict[str, JSON]:
         return {
             "directory": "state", "save_id": _SAVE_ID, "name": "", "form": self.form, "session": None, "files": [],
-            "leaf": leaf, "chunk": chunk, "file": [], "offset": [], "length": [], "digested_leaf": [], "digested_chunk": [], "digest": "",
+            "leaf": leaf, "chunk": chunk, "file": [], "offset": [], "length": [],
+            "digested_leaf": [], "digested_chunk": [], "digest": "",
         }  # fmt: skip
 
     def _safetensors(
@@ -238,7 +238,7 @@ class JobReceipts:
 
 @cache
 def _chunk_numbers(shape: tuple[int, ...], chunk: tuple[int, ...], box: Box, itemsize: int) -> tuple[list[int], int]:
-    """The numbers of the chunks that make up a box, and the bytes of one with its checksum."""
+    """Return the numbers of the chunks of a box, and the bytes of one with its checksum."""
     grid = [-(-extent // step) for extent, step in zip(shape, chunk, strict=True)]
     ranges = [range(low // step, -(-high // step)) for low, high, step in zip(box.start, box.stop, chunk, strict=True)]
     numbers = [int(np.ravel_multi_index(index, grid)) for index in product(*ranges)]
@@ -246,15 +246,15 @@ def _chunk_numbers(shape: tuple[int, ...], chunk: tuple[int, ...], box: Box, ite
 
 
 def _checksums(nbytes: int, rank: int) -> bytes:
-    """As many checksums as an object of so many bytes has; as hard to compress as real ones."""
+    """Return random checksums of an object of a size: as many as it has blocks, as incompressible as real ones."""
     return random.Random(nbytes * 65_537 + rank).randbytes(-(-nbytes // BLOCK_BYTES) * _CHECKSUM_BYTES)
 
 
 def expect_alike(built: Receipt, real: Receipt) -> None:
-    """Make sure that what was put together for a process is what the real layout tells.
+    """Check that the assembled receipt of a process equals that of the real layout.
 
     Raises:
-        AssertionError: it is not.
+        AssertionError: they differ.
     """
     assert tuple(built.items) == tuple(real.items), f"other items of rank {real.rank}"
     _expect_alike(built.state, real.state, f"rank {real.rank}")

@@ -1,4 +1,4 @@
-"""The table and the plot of the documentation, of rows of `benchmarks.scale`: ``python -m benchmarks.scale_report DIRECTORY FILE...``.
+"""Table and plot of `benchmarks.scale` for the documentation: ``python -m benchmarks.scale_report DIRECTORY FILE...``.
 
 Writes ``large-jobs.svg`` and ``large-jobs.json`` into the directory, and prints the table.
 """
@@ -22,7 +22,7 @@ _SIZES: Final = (64, 256, 1024, 4096, 16384)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The lines of the table, in Markdown."""
+    """Return the lines of the table in Markdown."""
     yield (
         "| layout | processes | chunks | a process: CPU s | sent, KB | received, KB | peak, MB | "
         + " | ".join(f"leader: {phase}, s" for phase in _PHASES)
@@ -32,18 +32,21 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for row in rows:
         process, leader = sum(row["process"].values()), row["leader"]
         cells = [
-            row["layout"], f"{row['size']:,}", f"{row['chunks']:,}", f"{process:.2f}", f"{row['sent']['process'] / 1e3:.0f}",
-            f"{row['received']['process'] / 1e3:.1f}", f"{row['process_memory'] / 1e6:.0f}",
+            row["layout"], f"{row['size']:,}", f"{row['chunks']:,}", f"{process:.2f}",
+            f"{row['sent']['process'] / 1e3:.0f}", f"{row['received']['process'] / 1e3:.1f}",
+            f"{row['process_memory'] / 1e6:.0f}",
             *[f"{leader[phase]:.1f}" for phase in _PHASES], f"{sum(leader.values()):.1f}",
-            f"{row['received']['leader'] / 1e6:.0f}", f"{row['messages']['leader']:,}", f"{row['leader_memory'] / 1e9:.1f}",
+            f"{row['received']['leader'] / 1e6:.0f}", f"{row['messages']['leader']:,}",
+            f"{row['leader_memory'] / 1e9:.1f}",
         ]  # fmt: skip
         yield "| " + " | ".join(cells) + " |"
 
 
 def plot(rows: Sequence[Mapping[str, Any]]) -> str:
-    """CPU seconds of the leader and of another process over the size of the job, both axes logarithmic: an SVG."""
+    """Return an SVG plot of the CPU seconds of the leader and of another process over the size of the job."""
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}"',
+        ' font-family="sans-serif" font-size="12">',
         "<title>CPU seconds of the leader (solid) and of another process (dashed) in a save</title>",
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
     ]
@@ -86,7 +89,7 @@ def _y(seconds: float) -> float:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Write the plot and the rows, print the table."""
+    """Write the plot and the rows, and print the table."""
     directory, *files = arguments
     rows = [json.loads(Path(file).read_text(encoding="utf-8")) for file in files]
     rows.sort(key=lambda row: (list(_COLORS).index(row["layout"]), row["size"]))

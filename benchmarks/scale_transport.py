@@ -1,4 +1,4 @@
-"""A job that is simulated in one process: coordinators that count what goes over the wire, and stores that count what is written."""
+"""Transport of a job simulated in one process: coordinators that count messages, and stores that count bytes."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _CHECKSUM_BYTES: Final = 8
 
 
 class Wire:
-    """What is under way between the processes of a simulated job.
+    """Messages between the processes of a simulated job.
 
     Attributes:
-        sent, received: by process, bytes.
-        messages: by process, how many it sent and received.
+        sent, received: bytes, by process.
+        messages: number of messages sent and received, by process.
     """
 
     def __init__(self) -> None:
-        """Nothing is under way."""
+        """Begin without messages."""
         self.sent: Counter[int] = Counter()
         self.received: Counter[int] = Counter()
         self.messages: Counter[int] = Counter()
         self._given: dict[tuple[str, int], tuple[int, bytes]] = {}
 
     def give(self, key: str, place: int, rank: int, payload: bytes) -> None:
-        """Put a payload where others find it."""
+        """Store a payload for other processes."""
         if (key, place) in self._given:
             raise ValueError(f"rank {rank} uses the key {key!r} for two exchanges")
         self._given[key, place] = rank, payload
@@ -40,36 +40,36 @@ class Wire:
         self.messages[rank] += 1
 
     def fetch(self, key: str, place: int, rank: int) -> bytes:
-        """Take one away; it is still there for others.
+        """Receive a payload. Other processes can still receive it.
 
         Raises:
-            CoordinationTimeoutError: it was not given.
+            CoordinationTimeoutError: it was not sent.
         """
         if (key, place) not in self._given:
-            raise CoordinationTimeoutError(f"{key!r}: rank {place} of the group did not come", [place])
+            raise CoordinationTimeoutError(f"{key!r}: rank {place} of the group sent nothing", [place])
         _, payload = self._given[key, place]
         self.received[rank] += len(payload)
         self.messages[rank] += 1
         return payload
 
     def forget(self, key: str, place: int) -> None:
-        """Let go of what nobody fetches any more."""
+        """Discard a payload."""
         del self._given[key, place]
 
 
 class SimulatedCoordinator:
-    """One process of a job, or of a group of it. Nothing waits: who is asked for has come, or is missing.
+    """The coordinator of one process, or of a process in a group. It never waits: payloads were sent, or are missing.
 
-    What a rank sends to itself costs nothing.
+    Payloads of a rank to itself are not counted.
     """
 
     def __init__(self, wire: Wire, ranks: Sequence[int], rank: int) -> None:
-        """Touch nothing yet.
+        """Create a coordinator.
 
         Args:
-            wire: of the job.
-            ranks: those of the group.
-            rank: this process, as the job numbers it.
+            wire: the wire of the job.
+            ranks: the ranks of the group.
+            rank: the rank of this process in the job.
         """
         self._wire = wire
         self._ranks = ranks
@@ -101,30 +101,30 @@ class SimulatedCoordinator:
 
 
 class PlannedSnapshot:
-    """A snapshot whose elements nobody asks for."""
+    """A snapshot without elements."""
 
     def __init__(self, plan: WritePlan) -> None:
-        """Of a plan."""
+        """Take the sizes from a plan."""
         self.plan = plan
 
     def take(self, item: int) -> Sequence[HostArray]:
-        """Refuse."""
+        """Fail: elements must not be read."""
         raise UnsupportedVersionError("no element is moved in a simulation")
 
     def release(self, item: int) -> None:
-        """Nothing is held."""
+        """Do nothing: no memory is held."""
 
 
 class CountingStore:
-    """Counts objects and their bytes, and makes up checksums of the right number: as good as random, the same in every run."""
+    """A store that counts objects and bytes. Returns the right number of pseudorandom checksums."""
 
     address: StorageAddress | None = None
 
     def __init__(self, rank: int) -> None:
-        """Nothing is written.
+        """Begin without objects.
 
         Args:
-            rank: the process.
+            rank: the rank of the process.
         """
         self._seed = rank
         self.objects: list[ObjectRecord] = []
@@ -164,14 +164,14 @@ class _DiscardingWriter:
 
 
 class DiscardingStorage(StorageBackend):
-    """A storage that counts the bytes that are put, and keeps none.
+    """A storage that counts the bytes of puts and discards them.
 
     Attributes:
-        nbytes: that were put.
+        nbytes: bytes of all puts.
     """
 
     def __init__(self) -> None:
-        """Nothing was put."""
+        """Begin with zero bytes."""
         self.nbytes = 0
 
     def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
@@ -184,31 +184,31 @@ class DiscardingStorage(StorageBackend):
         return _DiscardingWriter(self)
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Nothing is there."""
+        """See `ckptcore.protocols.StorageBackend`. The storage is empty."""
         raise ObjectNotFoundError(key)
 
     def get_with_tag(self, key: str) -> tuple[bytes, str]:
-        """Nothing is there."""
+        """See `ckptcore.protocols.StorageBackend`. The storage is empty."""
         raise ObjectNotFoundError(key)
 
     def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Nothing is there."""
+        """See `ckptcore.protocols.StorageBackend`. The storage is empty."""
         raise ObjectNotFoundError(key)
 
     def size(self, key: str) -> int:
-        """Nothing is there."""
+        """See `ckptcore.protocols.StorageBackend`. The storage is empty."""
         raise ObjectNotFoundError(key)
 
     def list(self, prefix: str = "") -> Iterator[str]:
-        """Nothing is there."""
+        """See `ckptcore.protocols.StorageBackend`. The storage is empty."""
         return iter(())
 
     def list_names(self, prefix: str = "") -> Sequence[str]:
-        """Nothing is there."""
+        """See `ckptcore.protocols.StorageBackend`. The storage is empty."""
         return ()
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Nothing is there."""
+        """See `ckptcore.protocols.StorageBackend`. The storage is empty."""
 
     def sync(self, keys: Sequence[str]) -> None:
-        """Nothing is there."""
+        """See `ckptcore.protocols.StorageBackend`. The storage is empty."""

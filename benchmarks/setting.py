@@ -1,4 +1,4 @@
-"""The setting of a run: where benchmarks write, how often they measure, and the size of what they measure."""
+"""The setting of a run: the directory, the number of rounds, and the scale."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""Parts of checkpoints: rows of arrays beside `safe_open(...).get_slice` of safetensors, and the experts of one process of eight.
+"""Parts of checkpoints: rows of arrays, compared with `get_slice` of safetensors, and the experts of one process.
 
-Both sides give out copies. Safetensors maps its file and verifies nothing; ckptcore verifies a block of 1 MiB when
-something of it is read first. So there are rows for what is open and was read before, where both do the same work, and
-rows that open the checkpoint each time, where ckptcore reads and verifies sixteen times the bytes that are wanted.
-Beside each stands what it takes with `Context(io=IOOptions(verify=False))`. A Context remembers what the roots said
-that it opened last: rows of openings stand for the second one and all after it, and those with a new Context for the
-first.
+Both libraries return copies. safetensors maps its file and verifies nothing. ckptcore verifies a block of 1 MiB when it
+reads from it first. So some rows read blocks again that were verified, where both do the same work, and others open the
+checkpoint each time, where ckptcore reads and verifies sixteen times the requested bytes. Each row is also measured
+with `Context(io=IOOptions(verify=False))`. A Context caches the roots that it opened last: rows of openings measure
+later openings, and rows with a new Context the first one.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ _TRUSTING = ckptcore.Context(durability="none", io=ckptcore.context.IOOptions(ve
 _LAYOUTS = ("safetensors", "dcp", "zarr3", "ocdbt")
 _ROWS = 16
 _SETTLED_SECONDS = 2.5
-"""Before a file is so old, it could change without that showing in its times, and what is read of it is verified each time."""
+"""Age in seconds from which a change of a file shows in its times. Reads of younger files are always verified."""
 
 _EXPERTS = 8
 _MOST_READ = 1.05
-"""How many times an eighth of the bytes of the experts a process may read that wants an eighth of them."""
+"""Limit of the bytes read by a process that loads an eighth of the experts, relative to their bytes."""
 
 
 def rows(setting: Setting) -> Iterator[Row]:
@@ -142,7 +141,7 @@ def _theirs(location: Path, wanted: list[tuple[str, int]]) -> None:
 
 
 def _opening_many(name: str, location: Path) -> Case:
-    """The same with many arrays, whose metadata takes most of the time."""
+    """Compare openings of checkpoints of many arrays, whose metadata takes most of the time."""
     wanted = [("layers.7.weight", 0)]
     return Case(
         name,
@@ -165,7 +164,7 @@ def _first_openings(location: Path, wanted: list[tuple[str, int]]) -> list[Conte
 def _reading_anew(
     location: Path, context: ckptcore.Context | None, wanted: list[tuple[str, int]], *, verify: bool = True
 ) -> Callable[[], None]:
-    """Open a checkpoint, by a Context of its own where none is given, and read slices."""
+    """Open a checkpoint, with a new Context unless one is passed, and read slices."""
 
     def run() -> None:
         with ckptcore.open(
@@ -189,7 +188,7 @@ def _named(layout: str, context: ckptcore.Context) -> str:
 
 
 def _experts(setting: Setting, directory: Path) -> Iterator[Row]:
-    """Load the experts of one process of eight, in the order of Hugging Face."""
+    """Load the experts of one process of eight from a checkpoint in the order of Hugging Face."""
     generator = np.random.default_rng(0)
     side = setting.count(1 << 11, least=64)
     state = {

@@ -1,8 +1,8 @@
-"""How long a training loop stands still for a save in the background, beside Orbax's Checkpointer and DCP's async_save.
+"""The time for which asynchronous saves block a training loop, compared with Orbax and async_save of DCP.
 
-Each contender trains the same loop: steps of at least 50 ms on the main thread, a save every few of them. What a save
-costs the loop is the time that the call blocks it; what it waits for the save before is told apart. Contenders take
-turns, and one begins only when the one before has written everything.
+Each contender runs the same loop: steps of at least 50 ms on the main thread, and a save every few steps. The cost of a
+save is the time for which the call blocks the loop. The time that it waits for the previous save is reported apart.
+Contenders take turns; each starts after the previous one has written everything.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 _STEP_SECONDS = 0.05
 _ARRAYS = 40
 _ARRAY_ELEMENTS = 1_250_000
-"""Elements of float32 in each array: 200 MB in all."""
+"""Elements of float32 in each array: 200 MB in total."""
 
 
 @dataclass(slots=True)
 class _Cost:
-    """Other costs of the saves of a contender, in seconds and bytes, a number for each save."""
+    """Further costs of the saves of a contender, in seconds and bytes, one number for each save."""
 
     waited: list[float] = field(default_factory=list)
     copied: list[int] = field(default_factory=list)
@@ -51,14 +51,14 @@ class _Cost:
 
 
 class _Saver(Protocol):
-    """A library under test, opened on a fresh directory."""
+    """A library under test, with an empty directory."""
 
     def save(self, step: int) -> tuple[float, float]:
-        """Seconds for which the loop was blocked by the save itself, and by waiting for the one before."""
+        """Save. Return the seconds for which the save blocked the loop, and those of waiting for the previous save."""
         ...
 
     def finish(self) -> None:
-        """Wait until all is written."""
+        """Wait until everything is written."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The states that are saved: a Llama-shaped one of 1.5 GB of bfloat16, and 1000 arrays of 16 floats."""
+"""The states of the benchmarks: 1.5 GB of bfloat16 in the shapes of a Llama, and 1000 arrays of 16 floats."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["large_state", "small_state"]
 
 
 def large_state(gigabytes: float = 1.5) -> dict[str, torch.Tensor]:
-    """75 bfloat16 tensors in the proportions of a Llama: embeddings, 8 layers of 9, and a norm; about so many gigabytes."""
+    """Return 75 bfloat16 tensors in the proportions of a Llama: embeddings, 8 layers of 9, and a norm."""
     hidden = max(64, int((gigabytes * 1e9 / 1.5e9) ** 0.5 * 2048) // 64 * 64)
     wide = hidden * 11 // 4
     generator = torch.Generator().manual_seed(0)
@@ -32,5 +32,5 @@ def large_state(gigabytes: float = 1.5) -> dict[str, torch.Tensor]:
 
 
 def small_state(count: int = 1000) -> dict[str, torch.Tensor]:
-    """Tensors of 16 float32."""
+    """Return tensors of 16 float32."""
     return {f"layer.{number}.weight": torch.full((16,), float(number)) for number in range(count)}
