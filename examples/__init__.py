@@ -1,1 +1,1 @@
-"""Programs to read and run; each one is run by the test suite."""
+"""Programs to read and run. The tests run all of them."""

@@ -1,4 +1,4 @@
-"""Save JAX arrays that are spread over several devices, and load them onto another arrangement of devices."""
+"""Save JAX arrays that are sharded over several devices, and load them with another sharding."""
 
 # mypy: allow-untyped-calls
 
@@ -27,7 +27,7 @@ def main(directory: Path) -> None:
     key = jax.random.key(0)
     ckptcore.save(location, {"params": {"w": weights}, "key": key, "step": 100})
 
-    # What to load, and how it is spread: here over the columns of a mesh of half as many devices.
+    # The abstract tree states the sharding: here over the columns of a mesh of half of the devices.
     half = Mesh(devices[: max(1, len(devices) // 2)], ("model",))
     over_columns = NamedSharding(half, P(None, "model"))
     abstract = {

@@ -1,4 +1,4 @@
-"""Save a tree of NumPy arrays and plain values, load it back, and look at what is there without loading it."""
+"""Save a tree of NumPy arrays and plain values, load it, and inspect it without loading it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def main(directory: Path) -> None:
     found = ckptcore.metadata(location)
     print(f"{location}: layout {found.layout}, {found.nbytes} bytes of arrays, {dict(found.custom)}")
 
-    # An abstract tree says what to load: here the first array only. Nothing else is read.
+    # An abstract tree selects what to load: here only the first array. Nothing else is read.
     first = ckptcore.AbstractArray((3, 4), np.float32)
     abstract = {
         "layers": [{"weights": first}, ckptcore.PLACEHOLDER],
@@ -34,7 +34,7 @@ def main(directory: Path) -> None:
     assert np.array_equal(partial["layers"][0]["weights"], weights)
     assert partial["step"] is ckptcore.PLACEHOLDER
 
-    # Arrays that are there already can be filled in place.
+    # Existing arrays can be filled in place.
     target = found.abstract | {"layers": [{"weights": np.zeros((3, 4), np.float32)}, ckptcore.PLACEHOLDER]}
     before = target["layers"][0]["weights"]
     ckptcore.load_into(location, target)

@@ -1,9 +1,9 @@
-"""Train on scikit-learn's digits with JAX, Optax and Grain, save while training goes on, and resume to the bit.
+"""Train on the digits of scikit-learn with JAX, Optax and Grain, save in the background, and resume bit for bit.
 
     python examples/train_jax.py --directory runs/jax
 
-Stop it however you like, `kill -9` included, and start it again: it goes on from the last step that was committed, and
-every loss that it prints is the one that a run without the stop would have printed.
+Stop it at any time, also with `kill -9`, and start it again. It resumes from the last committed step, and prints the
+same losses as a run that was not stopped.
 """
 
 # mypy: disable-error-code="import-untyped"
@@ -28,7 +28,7 @@ OPTIMIZER = optax.adamw(optax.cosine_decay_schedule(3e-3, decay_steps=1000))
 
 
 class TrainState(NamedTuple):
-    """What a step makes of what was before; `opt_state` also counts the steps, for the schedule."""
+    """The state that a step changes. `opt_state` also counts the steps, for the schedule."""
 
     params: dict[str, jax.Array]
     opt_state: optax.OptState
@@ -36,7 +36,7 @@ class TrainState(NamedTuple):
 
 
 def load_data(batch_size: int) -> Iterator[dict[str, Any]]:
-    """Batches of images without an end, shuffled anew in each epoch, with noise; Grain's iterators know where they are."""
+    """Return an endless iterator of batches, shuffled in each epoch, with noise. Its position can be saved."""
     digits = load_digits()
     examples = [
         {"image": image.reshape(64).astype(np.float32) / 16, "label": label}
@@ -52,7 +52,7 @@ def load_data(batch_size: int) -> Iterator[dict[str, Any]]:
 
 @jax.jit
 def new_state() -> TrainState:
-    """The state before the first step."""
+    """Return the state before the first step."""
     key, first, second = jax.random.split(jax.random.key(0), 3)
     params = {
         "w1": jax.random.normal(first, (64, 128)) * 64**-0.5,
@@ -64,7 +64,7 @@ def new_state() -> TrainState:
 
 
 def mean_loss(params: dict[str, jax.Array], images: jax.Array, labels: jax.Array, key: jax.Array) -> jax.Array:
-    """The cross entropy of a batch, with dropout."""
+    """Return the cross entropy of a batch, with dropout."""
     hidden = jax.nn.relu(images @ params["w1"] + params["b1"])
     hidden = jnp.where(jax.random.bernoulli(key, 0.8, hidden.shape), hidden / 0.8, 0.0)
     logits = hidden @ params["w2"] + params["b2"]
@@ -74,7 +74,7 @@ def mean_loss(params: dict[str, jax.Array], images: jax.Array, labels: jax.Array
 
 @jax.jit
 def train_step(state: TrainState, images: jax.Array, labels: jax.Array) -> tuple[TrainState, jax.Array]:
-    """The state after one more step, and the loss before it."""
+    """Return the state after a step, and the loss before it."""
     key, dropout = jax.random.split(state.key)
     loss, gradients = jax.value_and_grad(mean_loss)(state.params, images, labels, dropout)
     updates, opt_state = OPTIMIZER.update(gradients, state.opt_state, state.params)
@@ -83,18 +83,18 @@ def train_step(state: TrainState, images: jax.Array, labels: jax.Array) -> tuple
 
 
 def train(directory: str, *, steps: int, save_every: int) -> None:
-    """Train up to a number of steps, from where the run in the directory left off."""
+    """Train up to a number of steps, from the last step of the run in the directory."""
     state, data = new_state(), load_data(batch_size=64)
     with ckptcore.Checkpointer(
         directory,
         save_policy=FixedInterval(save_every),
         preservation_policy=AnyPreservation([LatestN(3), BestN(1, "loss", "min")]),
-        if_in_use="take over",  # only from a job that gives no sign of life
+        if_in_use="take over",  # only from a job without a sign of life
     ) as checkpointer:
         first = 0
         if checkpointer.latest is not None:
-            # The newest that is sound. A tree of arrays is built anew, on the devices of the one that is passed;
-            # the iterator is restored in place.
+            # Load the newest valid step. The tree of arrays is built with the shardings of the one passed; the
+            # iterator is restored in place.
             state = checkpointer.load_checkpointables(abstract={"state": state}, into={"data": data})["state"]
             assert checkpointer.restored_step is not None
             first = checkpointer.restored_step
@@ -107,10 +107,10 @@ def train(directory: str, *, steps: int, save_every: int) -> None:
             print(f"step {step} loss {value:.4f} {value.hex()}", flush=True)
 
             # Returns at once if the policy does not want the step, and otherwise once the arrays are copied to host
-            # memory. An error of the save before is raised here.
+            # memory. An error of the previous save is raised here.
             objects = {"state": state, "data": data}
             checkpointer.save_checkpointables(step, objects, metrics={"loss": value}, force=step == steps)
-    # Leaving the block has waited for the last save.
+    # The end of the block waited for the last save.
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

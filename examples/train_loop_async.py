@@ -1,4 +1,4 @@
-"""Save every few steps while training goes on, and resume from the newest checkpoint after a stop."""
+"""Save every few steps in the background, and resume from the newest checkpoint after a stop."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ SAVE_EVERY = 10
 
 
 def newest(directory: Path) -> Path | None:
-    """The newest checkpoint in a directory; one that never committed is not there under its name."""
+    """Return the newest checkpoint in a directory. Only committed checkpoints have their final name."""
     steps = sorted(directory.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
     return steps[-1] if steps else None
 
 
 def train(directory: Path, steps: int) -> float:
-    """Train up to a number of steps, from where the newest checkpoint left off; returns the last loss."""
+    """Train up to a number of steps, from the newest checkpoint. Return the last loss."""
     torch.manual_seed(0)
     features = torch.randn(256, 8)
     wanted = features @ torch.randn(8, 1)
@@ -42,11 +42,11 @@ def train(directory: Path, steps: int) -> float:
         optimizer.step()
         optimizer.zero_grad()
         if step % SAVE_EVERY == 0:
-            # Returns as soon as the state is copied: the next step may change the model while the copy is written.
-            # An error of the save before would be raised here.
+            # Returns once the state is copied. The next step may change the model while the copy is written.
+            # An error of the previous save is raised here.
             saving = ckptcore.save_async(directory / f"step_{step}", {**state, "step": step})
     if saving is not None:
-        saving.result()  # waits until the last one is committed
+        saving.result()  # wait until the last save is committed
     return float(loss.detach())
 
 

@@ -1,9 +1,9 @@
-"""Train on scikit-learn's digits with PyTorch, save while training goes on, and resume to the bit.
+"""Train on the digits of scikit-learn with PyTorch, save in the background, and resume bit for bit.
 
     python examples/train_torch.py --directory runs/torch
 
-Stop it however you like, `kill -9` included, and start it again: it goes on from the last step that was committed, and
-every loss that it prints is the one that a run without the stop would have printed.
+Stop it at any time, also with `kill -9`, and start it again. It resumes from the last committed step, and prints the
+same losses as a run that was not stopped.
 """
 
 # mypy: allow-untyped-calls, disable-error-code="import-untyped"
@@ -29,26 +29,26 @@ from ckptcore.policies import AnyPreservation, AnySave, BestN, FixedInterval, La
 
 
 def load_data(batch_size: int) -> StatefulDataLoader[tuple[torch.Tensor, ...]]:
-    """Batches of images, shuffled anew in each epoch; `StatefulDataLoader` knows where it is."""
+    """Return batches of images, shuffled in each epoch. The position of a `StatefulDataLoader` can be saved."""
     digits = load_digits()
     images = torch.from_numpy(digits.images.reshape(-1, 64).astype(np.float32) / 16)
     dataset = TensorDataset(images, torch.from_numpy(digits.target))
-    # A generator for the order and another for the loader, which draws one number whenever it is iterated over. Without
-    # them both draw from PyTorch's global one, also when a run resumes: dropout would go on with other numbers.
+    # One generator for the order, and one for the loader, which draws a number for each iteration. Otherwise both draw
+    # from the global generator, also when a run resumes, and dropout would get other numbers.
     order = RandomSampler(dataset, generator=torch.Generator().manual_seed(0))
-    with warnings.catch_warnings():  # torchdata calls something that PyTorch deprecates
+    with warnings.catch_warnings():  # torchdata calls a deprecated function of PyTorch
         warnings.simplefilter("ignore", UserWarning)
         return StatefulDataLoader(dataset, batch_size, sampler=order, generator=torch.Generator())
 
 
 def epoch_after_epoch(loader: Iterable[tuple[torch.Tensor, ...]]) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Batches without an end."""
+    """Yield batches without end."""
     while True:
         yield from loader
 
 
 def train(directory: str, *, steps: int, save_every: int) -> None:
-    """Train up to a number of steps, from where the run in the directory left off."""
+    """Train up to a number of steps, from the last step of the run in the directory."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -56,7 +56,7 @@ def train(directory: str, *, steps: int, save_every: int) -> None:
     loader = load_data(batch_size=64)
     noise = np.random.default_rng(0)
 
-    # Everything that the next step depends on. Each is saved by the methods that it has, and restored in place.
+    # Everything that the next step depends on. Each object is saved with its own methods, and restored in place.
     state = {
         "model": model,
         "optimizer": optimizer,
@@ -67,13 +67,13 @@ def train(directory: str, *, steps: int, save_every: int) -> None:
     }
     with ckptcore.Checkpointer(
         directory,
-        save_policy=AnySave([FixedInterval(save_every), PreemptionCheckpointing()]),  # SIGTERM saves, too
+        save_policy=AnySave([FixedInterval(save_every), PreemptionCheckpointing()]),  # also saves at SIGTERM
         preservation_policy=AnyPreservation([LatestN(3), BestN(1, "loss", "min")]),
-        if_in_use="take over",  # only from a job that gives no sign of life
+        if_in_use="take over",  # only from a job without a sign of life
     ) as checkpointer:
         step = 0
         if checkpointer.latest is not None:
-            checkpointer.load_checkpointables(into=state)  # the newest that is sound
+            checkpointer.load_checkpointables(into=state)  # the newest valid step
             assert checkpointer.restored_step is not None
             step = checkpointer.restored_step
             print(f"resumed from step {step}", flush=True)
@@ -91,11 +91,10 @@ def train(directory: str, *, steps: int, save_every: int) -> None:
             value = float(loss.detach())
             print(f"step {step} loss {value:.4f} {value.hex()}", flush=True)
 
-            # Returns at once where the policy does not want the step, and otherwise as soon as it has a copy of the
-            # state: the next step may change everything while the copy is written. An error of the save before is
-            # raised here.
+            # Returns at once if the policy does not want the step, and otherwise once the state is copied. The next
+            # step may change the state while the copy is written. An error of the previous save is raised here.
             checkpointer.save_checkpointables(step, state, metrics={"loss": value}, force=step == steps)
-    # Leaving the block has waited for the last save.
+    # The end of the block waited for the last save.
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -105,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--save-every", type=int, default=20)
     options = parser.parse_args(arguments)
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # so little work is faster with one
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # one thread is faster for so little work
     train(options.directory, steps=options.steps, save_every=options.save_every)
 
 

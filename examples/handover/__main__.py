@@ -1,4 +1,4 @@
-"""``python -m examples.handover``: runs the demo; its exit code is 1 if a claim does not hold."""
+"""Run the demo: ``python -m examples.handover``. The exit code is 1 if a claim is false."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""The story: PyTorch trains and dies while it saves, JAX goes on from the last step, and nothing shows in the loss."""
+"""The demo: PyTorch trains and is killed during a save, JAX resumes from the last step, and the losses agree."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["main"]
 
 _KILL_AFTER = STEPS // 2 - 1
 _CLOSE = 1e-3
-"""How far losses may lie apart, relative: two frameworks add the same numbers in another order."""
+"""Relative tolerance of losses: two frameworks add the same numbers in another order."""
 
 
 def main() -> int:
-    """Tell the story; the exit code is 1 if a claim in it does not hold."""
+    """Run the demo. Return the exit code: 1 if a claim is false."""
     report = Report()
     with tempfile.TemporaryDirectory(prefix="ckptcore-demo-") as scratch:
         tell(report, Path(scratch) / "run")
@@ -30,7 +30,7 @@ def main() -> int:
 
 
 def tell(report: Report, directory: Path) -> None:
-    """All steps, in the directory of a run."""
+    """Run all steps of the demo in the directory of a run."""
     report.step("Train in PyTorch, and die in the middle of a save")
     killed = train_and_kill(directory, after=_KILL_AFTER)
     reader = ckptcore.CheckpointReader(directory)
@@ -50,7 +50,7 @@ def tell(report: Report, directory: Path) -> None:
         checkpointer.wait()
         report.claim("opening the directory removed what the dead save left", hidden_directories(directory) == [])
         report.claim(f"JAX goes on from step {checkpointer.restored_step}", checkpointer.restored_step == last)
-        # Steps that PyTorch did after its last save are lost with it: they are done again.
+        # Steps after the last save of PyTorch are lost, and are repeated.
         for step, loss in zip(range(last + 1, STEPS + 1), training.losses(), strict=False):
             found[step] = loss
             checkpointer.save_checkpointables(

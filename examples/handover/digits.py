@@ -1,4 +1,4 @@
-"""Scikit-learn's digits as batches, and the sizes of the network that reads them. Neither belongs to a framework."""
+"""Batches of the digits of scikit-learn, and the sizes of the network, without a framework."""
 
 # mypy: disable-error-code="import-untyped"
 
@@ -25,11 +25,11 @@ SHAPES: Final = {
     "output.weight": (10, _HIDDEN),
     "output.bias": (10,),
 }
-"""The parameters, by the names that they have in both frameworks and in the order in which PyTorch's optimizer numbers them."""
+"""The names of the parameters in both frameworks, in the order of their numbers in the optimizer of PyTorch."""
 
 
 def batches() -> Iterator[dict[str, Any]]:
-    """Shuffled batches without an end. Grain gives NumPy arrays to whoever asks, and knows where it is."""
+    """Return an endless iterator of shuffled batches, as NumPy arrays. Its position can be saved."""
     digits = load_digits()
     examples = [
         {"image": image.reshape(64).astype(np.float32) / 16, "label": label}

@@ -1,4 +1,4 @@
-"""The trainer in PyTorch: ``python -m examples.handover.in_torch DIRECTORY`` prints the loss of each step and saves every tenth."""
+"""The trainer in PyTorch, which saves every tenth step: ``python -m examples.handover.in_torch DIRECTORY``."""
 
 # mypy: allow-untyped-calls
 
@@ -29,7 +29,7 @@ class Training:
         self.data = batches()
 
     def losses(self) -> Iterator[float]:
-        """Train; gives the loss of each step when the step is done."""
+        """Train. Yield the loss of each step after the step."""
         for batch in self.data:
             hidden = torch.relu(self.model["hidden"](torch.from_numpy(batch["image"])))
             loss = nn.functional.cross_entropy(self.model["output"](hidden), torch.from_numpy(batch["label"]))
@@ -40,7 +40,7 @@ class Training:
 
 
 def main(directory: str) -> None:
-    """Train in a directory; it never resumes, for it is killed."""
+    """Train in a directory. This program never resumes: it is killed."""
     training = Training()
     with ckptcore.Checkpointer(directory, save_policy=FixedInterval(SAVE_EVERY)) as checkpointer:
         for step, loss in zip(range(1, STEPS + 1), training.losses(), strict=False):

@@ -1,4 +1,4 @@
-"""Killing a trainer in the middle of a save: when it has begun to write a step, and has not committed it."""
+"""Kill a trainer in the middle of a save: after it began to write a step, and before it committed it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["Killed", "hidden_directories", "train_and_kill"]
 
 @dataclass(frozen=True, slots=True)
 class Killed:
-    """What is known of a trainer that was killed.
+    """The state of a trainer when it was killed.
 
     Attributes:
-        losses: of each step that it did, from the first.
+        losses: the loss of each step, from the first.
         leftover: the hidden directory that it was writing.
-        step: the step that was to become.
-        nbytes: what it had written of it, in bytes.
+        step: the step that it was saving.
+        nbytes: bytes that it had written.
     """
 
     losses: list[float]
@@ -30,18 +30,18 @@ class Killed:
 
 
 def hidden_directories(directory: Path) -> list[str]:
-    """The directories of saves that are under way, or were when they died."""
+    """Return the hidden directories of saves that are running or were killed."""
     return sorted(path.name for path in directory.glob(".[0-9]*.ckptcore"))
 
 
 def train_and_kill(directory: Path, after: int) -> Killed:
-    """Train with PyTorch in a process of its own, and send it SIGKILL in the middle of the first save after a step.
+    """Train with PyTorch in a new process, and kill it with SIGKILL in the middle of the first save after a step.
 
-    Chance decides nothing: when a save has begun the process is frozen, looked at, and killed only if the save is under
-    way then. Otherwise it goes on to the next save.
+    Once a save has begun, the process is stopped. It is killed only if the save is still running. Otherwise it
+    continues until the next save.
 
     Raises:
-        RuntimeError: if no save could be caught.
+        RuntimeError: every save ended too early.
     """
     command = [sys.executable, "-m", "examples.handover.in_torch", str(directory)]
     with subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True) as trainer:
@@ -50,7 +50,7 @@ def train_and_kill(directory: Path, after: int) -> Killed:
                 if not any(_step(name) > after for name in hidden_directories(directory)):
                     continue
                 trainer.send_signal(signal.SIGSTOP)
-                _, status = os.waitpid(trainer.pid, os.WUNTRACED)  # when this returns it stands still, or has ended
+                _, status = os.waitpid(trainer.pid, os.WUNTRACED)  # after this call it is stopped, or has ended
                 caught = hidden_directories(directory)
                 if os.WIFSTOPPED(status) and caught:
                     trainer.kill()
@@ -65,5 +65,5 @@ def train_and_kill(directory: Path, after: int) -> Killed:
 
 
 def _step(name: str) -> int:
-    """Of which step a hidden directory is."""
+    """Return the step of a hidden directory."""
     return int(name.split(".")[1])

@@ -1,9 +1,9 @@
-"""``python -m examples.minilm``: runs the demo; its exit code is 1 if a claim does not hold."""
+"""Run the demo: ``python -m examples.minilm``. The exit code is 1 if a claim is false."""
 
 import os
 import sys
 
-# Before anything imports JAX: four devices on one CPU, for weights that are really spread out.
+# Before JAX is imported: four devices on one CPU, so that weights are sharded.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 

@@ -1,4 +1,4 @@
-"""The story: a Hugging Face checkpoint goes through ckptcore into NumPy, PyTorch and JAX and back."""
+"""The demo: a Hugging Face checkpoint is loaded into NumPy, PyTorch and JAX, and saved again."""
 
 # mypy: allow-untyped-calls
 
@@ -36,7 +36,7 @@ SENTENCES = [
 
 
 def main() -> int:
-    """Tell the story; the exit code is 1 if a claim in it does not hold."""
+    """Run the demo. Return the exit code: 1 if a claim is false."""
     report = Report()
     with tempfile.TemporaryDirectory(prefix="ckptcore-demo-") as scratch:
         tell(report, model_directory(), Path(scratch))
@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def tell(report: Report, pretrained: Path, scratch: Path) -> None:
-    """All steps, on the weights of a Hugging Face directory, writing into a scratch directory."""
+    """Run all steps with the weights of a Hugging Face directory, in a scratch directory."""
     source = pretrained / "model.safetensors"
     sizes = Sizes.of(pretrained)
     tokens = tokenise(SENTENCES, pretrained)
@@ -120,7 +120,7 @@ def change_the_tree(
     in_numpy: Mapping[str, npt.NDArray[Any]],
     expected: npt.NDArray[np.float32],
 ) -> None:
-    """Load the weights as another program names and stacks them, and take them back by the same map."""
+    """Load the weights with the names and stacks of another program, and map them back."""
     report.step("Load it as a tree for jax.lax.scan, save that for Orbax, and take it back by the same map")
     pretrained = source.parent
     sizes, tokens = Sizes.of(pretrained), tokenise(SENTENCES, pretrained)
@@ -153,9 +153,9 @@ def change_the_tree(
 
 
 def abstract_weights(arrays: Mapping[str, npt.NDArray[Any]], mesh: jax.sharding.Mesh) -> dict[str, object]:
-    """What to load, as what: weights as JAX arrays over a mesh, and position_ids, 64-bit integers, in NumPy.
+    """Return the abstract tree: weights as JAX arrays on a mesh, and position_ids in NumPy.
 
-    (JAX without ``jax_enable_x64`` has no such integers. One tree may mix leaves of any frameworks.)
+    position_ids are 64-bit integers, which JAX lacks without ``jax_enable_x64``. A tree may mix frameworks.
     """
     return {
         name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=network_jax.sharding(mesh, name))
@@ -166,7 +166,7 @@ def abstract_weights(arrays: Mapping[str, npt.NDArray[Any]], mesh: jax.sharding.
 
 
 def same_bits(found: Mapping[str, Any], expected: Mapping[str, npt.NDArray[Any]]) -> bool:
-    """Whether two dicts have the same names, and under each the same dtype, shape and bits."""
+    """Return True if two dicts have the same names, dtypes, shapes and bits."""
     if found.keys() != expected.keys():
         return False
     for name, array in expected.items():
@@ -177,22 +177,22 @@ def same_bits(found: Mapping[str, Any], expected: Mapping[str, npt.NDArray[Any]]
 
 
 def is_split(array: object) -> bool:
-    """Whether this is an array of which each device has a part."""
+    """Return True if each device has a part of the array."""
     return isinstance(array, jax.Array) and not array.sharding.is_fully_replicated
 
 
 def agree(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> bool:
-    """Whether vectors of length 1 point the same way."""
+    """Return True if vectors of length 1 have the same direction."""
     return bool((a * b).sum(-1).min() > 0.99999)
 
 
 def agreement(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> str:
-    """How well `agree` holds."""
+    """Return how close vectors of length 1 are, as text."""
     return f"cosine at least {(a * b).sum(-1).min():.7f}, largest difference {np.abs(a - b).max():.1e}"
 
 
 def run(report: Report, *arguments: str) -> None:
-    """Run a command of the ``ckptcore`` command line and show what it says, shortened."""
+    """Run a command of ``ckptcore`` and print its output, shortened."""
     report.say(f"$ ckptcore {' '.join(arguments)}")
     finished = subprocess.run(
         [sys.executable, "-m", "ckptcore", *arguments], capture_output=True, text=True, check=False

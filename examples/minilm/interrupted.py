@@ -1,4 +1,4 @@
-"""A save that is killed half-way: at a moment when it has begun to write and has not committed."""
+"""A save that is killed after it began to write and before it committed."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _ATTEMPTS = 20
 
 
 def kill_save_halfway(location: Path, save_earlier: Callable[[], None]) -> str:
-    """Start a process that saves a larger state over the checkpoint at a location, and kill it in the middle.
+    """Start a process that overwrites the checkpoint at a location with a larger state, and kill it during the save.
 
-    Chance decides nothing: once the process has written an eighth of it, it is frozen and looked at. If the checkpoint
-    at the location is still the earlier one, it is killed with SIGKILL; if its save was done already, all begins anew.
+    Once the process has written an eighth of the state, it is stopped. If the checkpoint at the location is still the
+    earlier one, the process is killed with SIGKILL. If its save has committed, everything is repeated.
 
     Args:
-        location: where both save.
+        location: the location of both checkpoints.
         save_earlier: saves the checkpoint that must survive.
 
     Returns:
-        What is left beside the earlier checkpoint, for a person.
+        A description of the files that the killed save left.
     """
     for _ in range(_ATTEMPTS):
         save_earlier()
@@ -42,7 +42,7 @@ def kill_save_halfway(location: Path, save_earlier: Callable[[], None]) -> str:
                 if _bytes_written(location) < _BYTES // 8:
                     continue
                 saver.send_signal(signal.SIGSTOP)
-                _, status = os.waitpid(saver.pid, os.WUNTRACED)  # when this returns it stands still, or has ended
+                _, status = os.waitpid(saver.pid, os.WUNTRACED)  # after this call it is stopped, or has ended
                 if os.WIFSTOPPED(status) and ckptcore.metadata(location).save_id == earlier:
                     left = ", ".join(leftovers(location))
                     return f"{left} with {_bytes_written(location) / 1e6:.0f} of {_BYTES / 1e6:.0f} MB"
@@ -54,7 +54,7 @@ def kill_save_halfway(location: Path, save_earlier: Callable[[], None]) -> str:
 
 
 def leftovers(location: Path) -> list[str]:
-    """The hidden directories beside a checkpoint in which saves to it are under way, or were when they died."""
+    """Return the hidden directories of saves to a location that are running or were killed."""
     return [path.name for path in location.parent.glob(f".{location.name}.*.ckptcore")]
 
 
@@ -62,13 +62,13 @@ def _bytes_written(location: Path) -> int:
     total = 0
     for name in leftovers(location):
         for path in (location.parent / name).glob("*.safetensors"):
-            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:  # it may vanish while we look
+            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:  # it may disappear meanwhile
                 total += _bytes_with_data(file.fileno())
     return total
 
 
 def _bytes_with_data(file: int) -> int:
-    """Bytes of a file that were written; space that is only reserved is a hole in it."""
+    """Return the bytes of a file that were written. Reserved space is a hole in the file."""
     total = end = 0
     with contextlib.suppress(OSError):  # ENXIO: no data behind this offset
         while True:
@@ -78,6 +78,6 @@ def _bytes_with_data(file: int) -> int:
     return total
 
 
-if __name__ == "__main__":  # the process that gets killed
+if __name__ == "__main__":  # the process that is killed
     blocks = {f"block_{number}": np.full(1 << 18, number, np.float32) for number in range(_BYTES >> 20)}
     ckptcore.save(sys.argv[1], blocks, overwrite=True)

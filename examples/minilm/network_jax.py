@@ -1,4 +1,4 @@
-"""The sentence encoder in JAX: functions over a dict of arrays, spread over several devices by tensor parallelism."""
+"""The sentence encoder in JAX: functions of a dict of arrays, sharded by tensor parallelism."""
 
 # mypy: allow-untyped-calls
 
@@ -19,7 +19,7 @@ from examples.minilm.tokens import Tokens
 __all__ = ["Weights", "embed", "mesh_over", "sharding"]
 
 Weights: TypeAlias = Mapping[str, jax.Array]
-"""The arrays of the network by Hugging Face's names."""
+"""The arrays of the network, by the names of Hugging Face."""
 
 _SPLIT_OUTPUTS = ("query.weight", "key.weight", "value.weight", "intermediate.dense.weight")
 _SPLIT_INPUTS = ("output.dense.weight", "word_embeddings.weight")
@@ -27,15 +27,15 @@ _SPLIT_BIASES = ("query.bias", "key.bias", "value.bias", "intermediate.dense.bia
 
 
 def mesh_over(devices: Sequence[jax.Device]) -> Mesh:
-    """A mesh of these devices with the one axis ``model``."""
+    """Return a mesh of these devices with one axis, ``model``."""
     return Mesh(np.array(devices), ("model",))
 
 
 def sharding(mesh: Mesh, name: str) -> NamedSharding:
-    """How an array is spread over the devices of a mesh with the axis ``model``.
+    """Return the sharding of an array on a mesh with the axis ``model``.
 
-    Megatron's way: each device has some of the heads and of the feed-forward part; the rest is on every device.
-    Weights lie as ``[outputs, inputs]``.
+    As in Megatron, each device has some heads and a part of the feed-forward layer; other arrays are replicated.
+    Weights are ``[outputs, inputs]``.
     """
     axes: tuple[str | None, ...] = ()
     if name.endswith(_SPLIT_OUTPUTS):
@@ -48,7 +48,7 @@ def sharding(mesh: Mesh, name: str) -> NamedSharding:
 
 
 def embed(weights: Weights, tokens: Tokens, sizes: Sizes) -> jax.Array:
-    """The vector of each sentence, ``[sentences, hidden]``, of length 1."""
+    """Return the vector of each sentence, ``[sentences, hidden]``, of length 1."""
     vectors: jax.Array = _embed(weights, tokens.numbers, tokens.mask, sizes)
     return vectors
 

@@ -1,4 +1,4 @@
-"""The sentence encoder in NumPy: what a service without a framework would run."""
+"""The sentence encoder in NumPy, for a service without a framework."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["Weights", "embed"]
 Array: TypeAlias = npt.NDArray[np.float32]
 
 Weights: TypeAlias = Mapping[str, npt.NDArray[Any]]
-"""The arrays of the network by Hugging Face's names."""
+"""The arrays of the network, by the names of Hugging Face."""
 
 _erf = np.vectorize(math.erf, otypes=[np.float32])
 
 
 def embed(weights: Weights, tokens: Tokens, sizes: Sizes) -> Array:
-    """The vector of each sentence, ``[sentences, hidden]``, of length 1."""
+    """Return the vector of each sentence, ``[sentences, hidden]``, of length 1."""
     hidden = weights["embeddings.word_embeddings.weight"][tokens.numbers]
     hidden = hidden + weights["embeddings.token_type_embeddings.weight"][0]
     hidden += weights["embeddings.position_embeddings.weight"][: tokens.numbers.shape[1]]

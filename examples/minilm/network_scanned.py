@@ -1,4 +1,4 @@
-"""The same encoder as Flax runs it: one array for all layers, over which ``jax.lax.scan`` goes; kernels as ``[inputs, outputs]``."""
+"""The same encoder in the form of Flax: one array for all layers, and kernels as ``[inputs, outputs]``."""
 
 # mypy: allow-untyped-calls
 
@@ -17,13 +17,13 @@ from examples.minilm.tokens import Tokens
 __all__ = ["Weights", "embed", "sharding"]
 
 Weights: TypeAlias = Any
-"""The tree that `ckptcore_transforms.maps.bert_to_scanned` makes: nested dicts of arrays."""
+"""The tree that `ckptcore_transforms.maps.bert_to_scanned` creates: nested dicts of arrays."""
 
 _SPLIT_OUTPUTS = ("query", "key", "value", "intermediate")
 
 
 def sharding(mesh: Mesh, path: tuple[str, ...]) -> NamedSharding:
-    """How an array is spread over the devices of a mesh with the axis ``model``: as in `examples.minilm.network_jax`."""
+    """Return the sharding of an array on a mesh with the axis ``model``, as in `examples.minilm.network_jax`."""
     axes: tuple[str | None, ...] = ()
     if path[-1] == "kernel" and "layers" in path:
         axes = (None, None, "model") if path[-2] in _SPLIT_OUTPUTS else (None, "model", None)
@@ -33,7 +33,7 @@ def sharding(mesh: Mesh, path: tuple[str, ...]) -> NamedSharding:
 
 
 def embed(weights: Weights, tokens: Tokens, sizes: Sizes) -> jax.Array:
-    """The vector of each sentence, ``[sentences, hidden]``, of length 1."""
+    """Return the vector of each sentence, ``[sentences, hidden]``, of length 1."""
     vectors: jax.Array = _embed(weights, tokens.numbers, tokens.mask, sizes)
     return vectors
 

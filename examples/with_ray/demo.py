@@ -1,4 +1,4 @@
-"""The story: a driver trains by its workers, loses one in the middle of a save, and ends as if nothing had been."""
+"""The demo: a driver trains with workers, loses one during a save, and ends with the result of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ SAVE_EVERY = 2
 
 
 def main(steps: int) -> int:
-    """Tell the story; the exit code is 1 if a claim in it does not hold.
+    """Run the demo. Return the exit code: 1 if a claim is false.
 
     Args:
-        steps: how long to train.
+        steps: number of training steps.
     """
     report = Report()
     ray.init(num_cpus=SIZE, include_dashboard=False, log_to_driver=False)
@@ -40,7 +40,7 @@ def main(steps: int) -> int:
 
 
 def tell(report: Report, scratch: Path, steps: int) -> None:
-    """All of it, writing into a scratch directory."""
+    """Run all steps in a scratch directory."""
     middle = steps // 2 // SAVE_EVERY * SAVE_EVERY
 
     report.step("Train without an accident")
@@ -61,20 +61,19 @@ def tell(report: Report, scratch: Path, steps: int) -> None:
     with make_job("disturbed", SIZE) as job:
         join(job, workers, scratch / "run")
         losses = train(workers, 0, middle)
-        train(workers, middle, middle + SAVE_EVERY - 1)  # what the accident undoes
+        train(workers, middle, middle + SAVE_EVERY - 1)  # lost by the accident
         saves = [worker.save.remote(middle + SAVE_EVERY - 1) for worker in workers[:-1]]
         report.say(f"the driver sees: {waiting(job)}")
         workers[-1].die.remote()
         began = time.monotonic()
-        report.claim(
-            "the other worker is told, long before the deadline of 600 s", told(saves) and time.monotonic() - began < 60
-        )
+        in_time = failed_with_the_worker(saves) and time.monotonic() - began < 60
+        report.claim("the other worker gets an error, long before the deadline of 600 s", in_time)
         report.claim("the driver knows which rank failed", job.progress().ranks[-1].state == "failed")
         latest = ckptcore.CheckpointReader(scratch / "run").latest
         report.claim(f"the newest checkpoint is the one before: {latest}", latest == middle)
 
         report.step("Start it again with an empty disk, and go on")
-        shutil.rmtree(scratch / f"another disk {SIZE - 1}")  # the machine is gone, and all that was on it
+        shutil.rmtree(scratch / f"another disk {SIZE - 1}")  # the machine is lost with its disk
         workers[-1] = start(SIZE - 1, scratch / "an empty disk")
         resumed = join(job, workers, scratch / "run")
         report.claim(f"every worker goes on from step {middle}", resumed == [middle] * SIZE)
@@ -92,13 +91,13 @@ def start(rank: int, disk: Path) -> Any:
 
 
 def join(job: RayJob, workers: Sequence[Any], directory: Path) -> list[int]:
-    """Let all workers join the job; the steps from which they go on."""
+    """Make all workers join the job. Return the steps from which they resume."""
     steps: list[int] = ray.get([worker.join.remote(job.name, job.size, directory) for worker in workers])
     return steps
 
 
 def train(workers: Sequence[Any], begin: int, end: int) -> list[float]:
-    """Train from after one step up to another, saving on the way; the loss of each step."""
+    """Train after one step up to another, with saves. Return the loss of each step."""
     losses = []
     for step in range(begin + 1, end + 1):
         parts = ray.get([worker.gradient.remote() for worker in workers])
@@ -111,15 +110,16 @@ def train(workers: Sequence[Any], begin: int, end: int) -> list[float]:
 
 
 def waiting(job: RayJob) -> str:
-    """Wait until the leader waits for others; what it waits for."""
+    """Wait until the leader waits for other ranks. Return a description."""
     while not (exchanges := job.progress().ranks[0].waiting):
         time.sleep(0.01)
     save, _, stage = exchanges[0].key.rpartition("/")
-    return f"rank 0 is in the stage {stage!r} of saving {Path(save.partition('#')[0]).name}, and waits for {list(exchanges[0].for_ranks)}"
+    name = Path(save.partition("#")[0]).name
+    return f"rank 0 is in the stage {stage!r} of saving {name}, and waits for {list(exchanges[0].for_ranks)}"
 
 
-def told(saves: Sequence[Any]) -> bool:
-    """Whether the saves fail for the worker that died."""
+def failed_with_the_worker(saves: Sequence[Any]) -> bool:
+    """Return True if the saves fail because of the killed worker."""
     try:
         ray.get(list(saves))
     except RankFailedError as error:

@@ -1,4 +1,4 @@
-"""A worker: its examples, its part of the gradient, and what is saved of it."""
+"""A worker: its examples, its part of the gradient, and its saved state."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ BATCH = 32
 
 
 class Worker:
-    """One rank of the run. The driver tells it what to do; it knows no other worker."""
+    """One rank of the run. The driver calls its methods; workers do not call each other."""
 
     def __init__(self, rank: int, disk: Path) -> None:
-        """Make the file of examples on the worker's disk.
+        """Create the file of examples on the disk of the worker.
 
         Args:
-            rank: which worker.
-            disk: a directory of its own, of which nothing is saved.
+            rank: the rank of the worker.
+            disk: a directory of this worker, which is not saved.
         """
         self.rank = rank
         self.disk = disk
@@ -49,9 +49,9 @@ class Worker:
         self.run: ckptcore.Checkpointer | None = None
 
     def join(self, job: str, size: int, directory: Path) -> int:
-        """Join the job, or join it again, and load the newest checkpoint; the step to go on from."""
+        """Join the job, also again, and load the newest checkpoint. Return its step."""
         if self.run is not None:
-            with contextlib.suppress(CheckpointError):  # the driver knows it: it is why the worker joins again
+            with contextlib.suppress(CheckpointError):  # the driver has this error already
                 self.run.close()
         # All three are new: a coordinator and a Context count the exchanges of one incarnation of the job.
         context = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=RayCoordinator(job, self.rank, size)))
@@ -59,33 +59,33 @@ class Worker:
         if self.run.latest is None:
             return 0
         loaded = self.run.load_checkpointables(abstract={"model": self.model}, into={"draw": self.draw})
-        self.model = loaded["model"]  # new arrays like those; the generator is restored in place
+        self.model = loaded["model"]  # arrays are built; the generator is restored in place
         return self.run.restored_step or 0
 
     def gradient(self) -> tuple[float, npt.NDArray[np.float64]]:
-        """The loss of a batch, and its gradient."""
+        """Return the loss of a batch, and its gradient."""
         batch = self.draw.integers(EXAMPLES, size=BATCH)
         inputs, targets = self.examples["inputs"][batch], self.examples["targets"][batch]
         error = inputs @ self.model["weights"] - targets
         return float(np.mean(error**2)), 2 * inputs.T @ error / BATCH
 
     def update(self, gradient: npt.NDArray[np.float64]) -> None:
-        """A step of gradient descent with momentum."""
+        """Run a step of gradient descent with momentum."""
         self.model["momentum"][:] = 0.9 * self.model["momentum"] + gradient
         self.model["weights"][:] -= 0.01 * self.model["momentum"]
 
     def save(self, step: int) -> None:
-        """Save what goes on changing: the model, of which all have the same, and the generator, of which each has its own."""
+        """Save the model, which is the same on all ranks, and the generator of this rank."""
         assert self.run is not None, "join comes first"
         checkpointables: dict[str, Any] = {"model": self.model, "draw": self.draw}
         self.run.save_checkpointables(step, checkpointables)
         self.run.wait()
 
     def close(self) -> None:
-        """Let the directory of the run go."""
+        """Close the Checkpointer, which releases the directory of the run."""
         if self.run is not None:
             self.run.close()
 
     def die(self) -> None:
-        """What happens to workers."""
+        """End the process, as an accident would."""
         os.kill(os.getpid(), signal.SIGKILL)
