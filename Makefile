@@ -11,7 +11,7 @@ WORKERS ?= 2
 # More arguments for pytest: make test PYTEST_ARGS="tests/docs -x"
 PYTEST_ARGS ?=
 
-# Compiled modules are kept, also where the environment says otherwise: each process of the tests would compile them again.
+# Compiled modules are kept: otherwise each process of the tests would compile them again.
 unexport PYTHONDONTWRITEBYTECODE
 
 VENV := .venv
@@ -23,7 +23,7 @@ SOURCES := $(PLUGINS:%=%/src)
 TYPED := ckptcore $(wildcard benchmarks examples tools) tests conftest.py
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup demo test test-system test-all test-ceph check lint types bench docs clean
+.PHONY: help setup demo test test-system test-all test-ceph test-wheels check lint types bench docs clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -53,6 +53,9 @@ test-system: $(STAMP)  ## run the tests with processes or servers, and sweeps th
 test-all: $(STAMP)  ## run every test, also the slow ones
 	$(BIN)/python -m pytest -n $(WORKERS) --slow $(PYTEST_ARGS)
 
+test-wheels: $(STAMP)  ## build all wheels, check them with twine, and use them in environments of their own
+	$(BIN)/python -m pytest -n 0 --slow tests/distributions $(PYTEST_ARGS)
+
 test-ceph: $(STAMP)  ## run the tests of S3 against a Ceph gateway (apt packages: ceph-common ceph-mon ceph-osd radosgw)
 	CKPTCORE_S3_SERVER=ceph $(BIN)/python -m pytest -n 0 $(CEPH_TESTS) $(PYTEST_ARGS)
 
@@ -67,8 +70,8 @@ lint: $(STAMP)
 types: $(STAMP)
 	MYPYPATH=$(subst $(eval ) ,:,$(SOURCES)) $(BIN)/mypy $(TYPED) $(SOURCES)
 
-bench: $(STAMP)  ## measure ckptcore beside the libraries a user would pick instead
-	$(BIN)/python -m benchmarks --out benchmarks/results.json
+bench: $(STAMP)  ## compare ckptcore with the libraries a user would pick instead, and draw the chart of the README
+	$(BIN)/python -m benchmarks --out benchmarks/results.json --chart
 
 docs: $(STAMP)  ## build the documentation into docs/_build/html
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet docs docs/_build/html

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -117,3 +120,28 @@ def test_an_extra_adds_what_its_name_says(
     environment = Environment(tmp_path / "env", wheels, [f"ckptcore[{distribution.extra}]"])
     (tmp_path / "scratch").mkdir()
     assert _program(environment, "added", distribution.extra, str(tmp_path / "scratch")) == {}
+
+
+def test_the_wheels_pass_twine_check(wheels: Mapping[str, Wheel]) -> None:
+    command = [sys.executable, "-m", "twine", "check", "--strict", *[str(wheel.path) for wheel in wheels.values()]]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert checked.stdout.count("PASSED") == len(wheels)
+
+
+def test_every_wheel_has_the_licence_and_a_description(wheels: Mapping[str, Wheel]) -> None:
+    for wheel in wheels.values():
+        with zipfile.ZipFile(wheel.path) as archive:
+            (licence,) = [name for name in archive.namelist() if name.endswith(".dist-info/licenses/LICENSE")]
+            assert archive.read(licence) == (ROOT / "LICENSE").read_bytes()
+            (metadata,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+            assert f"\n# {wheel.name}\n" in archive.read(metadata).decode("utf-8")
+
+
+def test_all_wheels_install_together(wheels: Mapping[str, Wheel], tmp_path: Path) -> None:
+    environment = Environment(tmp_path / "env", wheels, ["ckptcore[all]"])
+    packages = sorted({package for wheel in wheels.values() for package in wheel.packages})
+    environment.run("-c", "".join(f"import {package}\n" for package in packages))
+    described = environment.run("-m", "ckptcore", "plugins")
+    assert "failed" not in described
+    assert all(name in described for name in ("dcp", "fsspec", "gcs", "jax", "orbax", "ray", "s3", "torch"))

@@ -49,7 +49,7 @@ def build_wheels(directory: Path) -> Mapping[str, Wheel]:
     sources = directory / "sources"
     projects = [sources / "ckptcore"]
     (sources / "ckptcore").mkdir(parents=True)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "PACKAGE.md", "LICENSE"):
         shutil.copy(ROOT / name, projects[0])
     shutil.copytree(ROOT / "ckptcore", projects[0] / "ckptcore", ignore=_IGNORED)
     for found in sorted((ROOT / "plugins").glob("*/pyproject.toml")):

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from orbax.checkpoint import v1
+from orbax.checkpoint import v1  # type: ignore[import-untyped]  # it has no type stubs
+from torch.distributed.checkpoint import state_dict_saver
 
 import ckptcore
 from ckptcore import plugins
@@ -73,7 +73,7 @@ def _torch_file(directory: Path) -> Path:
 
 
 def _dcp(directory: Path) -> Path:
-    dcp.save({"w": torch.ones(2)}, checkpoint_id=directory / "c", no_dist=True)
+    state_dict_saver.save({"w": torch.ones(2)}, checkpoint_id=directory / "c", no_dist=True)
     return directory / "c"
 
 

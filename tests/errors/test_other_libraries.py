@@ -27,7 +27,7 @@ OWNERS: dict[str, Any] = {
     "StoredTree": StoredTree,
 }
 
-EXPLAINED = [
+EXPLAINED: list[Any] = [
     ckptcore.abstract,
     ckptcore.delete,
     ckptcore.load,
