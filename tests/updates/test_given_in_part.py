@@ -56,7 +56,7 @@ def test_another_container_with_placeholders_is_refused(given: Any, run: str) ->
     """It is ambiguous which children of the base to keep, so the save is refused."""
     state: Any = {"t": (np.ones(3), 5, [np.ones(1), 2])}
     ckptcore.save(f"{run}/1", state)
-    with pytest.raises(TreeMismatchError, match="the state does not go over its base"):
+    with pytest.raises(TreeMismatchError, match="the state does not fit its base"):
         ckptcore.save(f"{run}/2", {"t": given}, strategy=ckptcore.Update(f"{run}/1"))
     assert objects_at(f"{run}/2") == {}
 

@@ -1,9 +1,9 @@
-"""Incremental saves: checkpoints that several programs fill, and checkpoints that refer to others.
+"""Incremental saves: partial checkpoints, which several sessions fill, and updates, which refer to a base.
 
-partial_checkpoint  a checkpoint that sessions fill: `ckptcore.partial`
-sessions            the save strategy of a session
-session_tables      what the sessions wrote, and the union of all of them
-finalizing          what the sessions wrote becomes one committed checkpoint
-updates             the save strategy of an update: `ckptcore.Update`
-overlays            the tree of an update over the tree of its base
+partial_checkpoint  `ckptcore.partial`: a checkpoint that several sessions fill
+sessions            save strategy of a session
+session_tables      stored receipts of the sessions, and their union
+finalizing          commit of all sessions as one checkpoint
+updates             `ckptcore.Update`: save strategy of an update
+overlays            the tree of an update on the tree of its base
 """

@@ -1,4 +1,4 @@
-"""Finalizing a partial save: what its sessions wrote becomes one committed checkpoint."""
+"""Finalizing a partial save: commit of all sessions as one checkpoint."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Final
 
 from ckptcore.commit.location import Location, LocationLike, resolve_location
 from ckptcore.commit.root import PARTIAL_KEY, PartialSave
@@ -30,12 +31,13 @@ from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import SavePart
 from ckptcore.saving.requests import NOTHING_COMMITTED, CommitInfo, check_custom
 from ckptcore.saving.roots import complete_tree, encode, finish_part, recorder_of
-from ckptcore_incremental.session_tables import read_sessions, session_key, unite_sessions
-from ckptcore_incremental.sessions import expect_same_layout, expect_sessions
+from ckptcore_incremental.session_tables import merge_sessions, read_sessions, session_key
+from ckptcore_incremental.sessions import expect_same_layout, expect_session_support
 
 __all__ = ["finalize_sessions"]
 
-_SHOWN = 20
+_SHOWN: Final = 20
+"""Maximum number of arrays in an error message."""
 
 logger = logging.getLogger("ckptcore.saving")
 
@@ -47,16 +49,18 @@ def finalize_sessions(
     context: Context,
     wait: Callable[[], None],
 ) -> None:
-    """Commit the sessions of a partial save as one checkpoint. Every rank calls this; the leader does the work.
+    """Commit the sessions of a partial save as one checkpoint. Every rank must call this; the leader does the work.
 
     Args:
-        location: the path or URL of the partial save.
-        layout: its layout; None: that of the sessions.
-        custom: metadata of the user's.
+        location: path or URL of the partial save.
+        layout: its layout; None for the layout of the sessions.
+        custom: user metadata.
         context: options.
-        wait: waits for the sessions of this process. An error of a session on one rank is an error on all ranks.
+        wait: waits for the sessions of this process. If a session failed on one rank, every rank
+            raises an error.
     """
-    key = runtime_of(context).exchange_key(location)  # before anything can fail: every rank counts it
+    # First, because every rank must count this exchange, even if a later step fails on some ranks.
+    key = runtime_of(context).exchange_key(location)
     job = runtime_of(context).job()
     recording = Recording("save", str(location), context.observers, rank=job.rank)
     try:
@@ -85,15 +89,15 @@ def _finalize(
     context: Context,
     recording: Recording,
 ) -> None:
-    examined = functools.partial(_examine, location, layout, context)
+    validate = functools.partial(_validate_sessions, location, layout, context)
     try:
         with recording.phase("claim"):
             partial, claim, (layout, tree, receipts) = location.commits.resume_sessions(
-                location, examined, runtime_of(context).conditions
+                location, validate, runtime_of(context).conditions
             )
     except CheckpointNotFoundError:
         if _remove_tables_of_committed(location):
-            return  # a process that finalized it was killed right after the commit
+            return  # another process committed the checkpoint, and was killed before it removed the tables
         raise
     recording.save_id = partial.save_id
     try:
@@ -102,7 +106,7 @@ def _finalize(
             remove_debris(claim.store, {record.key for one in receipts for record in one.objects} | set(tables))
             info = CommitInfo(save_id=partial.save_id, created=partial.created, custom=custom)
             part = SavePart("", layout, WritePlan(tree, (), 0, 1, partial.save_id), receipts=receipts)
-            with _reported_as_damage(location):
+            with _errors_as_corruption(location):
                 root = finish_part(info, part, recorder_of(claim.store, context))
             claim.commit(*encode(complete_tree(info, layout, root, claim.store, context, recording)))
     except BaseException:
@@ -111,36 +115,38 @@ def _finalize(
     _remove_tables(location, partial)
 
 
-def _examine(
+def _validate_sessions(
     location: Location, layout: Layout | None, context: Context, partial: PartialSave, store: StorageBackend
 ) -> tuple[Layout, TreeMetadata, Sequence[Receipt]]:
-    """Return the layout, the tree and the receipts of all sessions, if they can be finalized. Writes nothing.
+    """Check that the sessions can be finalized. Return the layout, the merged tree and all receipts. Writes nothing.
 
     Raises:
-        CheckpointNotFoundError: no session is complete.
-        TreeMismatchError: arrays are not whole.
-        CheckpointError: the layout is another one, or cannot store this.
-        CorruptCheckpointError: the tables of the sessions cannot be read.
+        CheckpointNotFoundError: if no session is complete.
+        TreeMismatchError: if arrays are incomplete.
+        CheckpointError: if the layout differs from the sessions', or cannot store the tree.
+        CorruptCheckpointError: if the tables of the sessions cannot be read.
     """
     layout = runtime_of(context).registry.layout(partial.layout) if layout is None else layout
-    expect_sessions(layout)
+    expect_session_support(layout)
     expect_same_layout(location, partial, layout)
     if not partial.sessions:
         raise CheckpointNotFoundError(
-            f"no session of the partial save to {location.display} is complete: save with ckptcore.partial(...).save "
+            f"the partial save {location.display} has no complete session: save with ckptcore.partial(...).save "
             "first, or remove it with ckptcore.delete"
         )
     sessions = read_sessions(store, partial)
-    with _reported_as_damage(location):
-        tree, receipts = unite_sessions(sessions, layout)
-    _expect_whole(tree, receipts)
+    with _errors_as_corruption(location):
+        tree, receipts = merge_sessions(sessions, layout)
+    _expect_complete_arrays(tree, receipts)
     layout.check(tree, partial.ranks)
     return layout, tree, receipts
 
 
 @contextmanager
-def _reported_as_damage(location: Location) -> Iterator[None]:
-    """Report errors that hostile receipts cause in a layout as damage: these receipts come from the storage, not from a job.
+def _errors_as_corruption(location: Location) -> Iterator[None]:
+    """Convert errors that a layout raises for hostile receipts.
+
+    These receipts were read from the storage, unlike those of a job.
 
     Raises:
         CorruptCheckpointError
@@ -160,13 +166,13 @@ def _reported_as_damage(location: Location) -> Iterator[None]:
         AssertionError,
     ) as error:
         raise CorruptCheckpointError(
-            f"what the sessions at {location.display} say that they wrote cannot be put together: {error!r}; delete "
-            "the partial save and begin again"
+            f"{location.display}: the tables of its sessions are inconsistent: {error!r}; delete the partial save and "
+            "begin again"
         ) from error
 
 
-def _expect_whole(tree: TreeMetadata, receipts: Sequence[Receipt]) -> None:
-    """Make sure that the sessions wrote every element of every array.
+def _expect_complete_arrays(tree: TreeMetadata, receipts: Sequence[Receipt]) -> None:
+    """Check that the sessions wrote every element of every array.
 
     Raises:
         TreeMismatchError: names the incomplete arrays.
@@ -179,36 +185,37 @@ def _expect_whole(tree: TreeMetadata, receipts: Sequence[Receipt]) -> None:
         starts, stops = written.bounds(leaf)
         if makes_up(record.spec.shape, starts, stops):
             continue
-        there = int((stops - starts).prod(axis=1).sum())
-        if there < record.spec.size:  # else the check before the commit says what is wrong
+        written_elements = int((stops - starts).prod(axis=1).sum())
+        if written_elements < record.spec.size:  # otherwise boxes overlap: the check before the commit reports it
             lacking.append(
-                f"{format_path(tree.paths[leaf])} ({record.spec}) has {there} of its {record.spec.size} elements"
+                f"{format_path(tree.paths[leaf])} ({record.spec}) has {written_elements} of its {record.spec.size} "
+                "elements"
             )
     if lacking:
         more = f" and {len(lacking) - _SHOWN} more" if len(lacking) > _SHOWN else ""
         raise TreeMismatchError(
-            f"arrays are not whole yet: {'; '.join(lacking[:_SHOWN])}{more}. Save the rest in a further session, "
-            "then finalize again",
+            f"arrays are incomplete: {'; '.join(lacking[:_SHOWN])}{more}. Save the missing elements in another "
+            "session, then finalize again",
             lacking,
         )
 
 
 def _remove_tables(location: Location, partial: PartialSave) -> None:
-    """Remove the tables of the sessions; the root of the checkpoint replaces them."""
+    """Remove the tables of the sessions, which the root of the checkpoint replaces."""
     try:
         location.store.delete([*[session.key for session in partial.sessions], PARTIAL_KEY])
     except StorageError as error:
-        logger.warning("%s is committed, but what sessions left cannot be removed: %s", location.display, error)
+        logger.warning("%s is committed, but the tables of its sessions cannot be removed: %s", location.display, error)
 
 
 def _remove_tables_of_committed(location: Location) -> bool:
-    """Remove the tables of sessions next to a committed root. Return whether any existed."""
+    """Remove the tables of sessions of a committed checkpoint. Return True if any existed."""
     data = root_bytes(location.store)
     if data is None:
         return False
     summary = summarize_root(data)
     if not summary.committed:
-        return False  # of sessions that are not complete
+        return False  # the tables belong to a save that is not committed
     prefix = session_key(summary.save_id, 0).removesuffix("0")
     left = [key for key in location.store.list_names() if key.startswith(prefix) or key == PARTIAL_KEY]
     location.store.delete(left)

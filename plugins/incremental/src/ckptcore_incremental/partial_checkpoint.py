@@ -1,4 +1,4 @@
-"""Fill a checkpoint in several sessions, and commit it."""
+"""`ckptcore.partial`: fill a checkpoint in several sessions, and commit it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["PartialCheckpoint", "partial"]
 def partial(
     location: LocationLike, *, layout: str | Layout | None = None, context: Context | None = None
 ) -> PartialCheckpoint:
-    """Return a checkpoint that several sessions fill, one after the other, until `finalize` commits it. Does no I/O.
+    """Return a checkpoint that several sessions fill one after another, until `finalize` commits it. Does no I/O.
 
     ::
 
@@ -31,25 +31,28 @@ def partial(
             session.save({"head": head})
             session.finalize()
 
-    Sessions and `finalize` may be in different processes and programs: each calls `partial` with the same path.
+    Sessions and `finalize` can run in different processes and programs. Each calls `partial` with
+    the same path.
 
     Args:
-        location: a path or URL, the same in every session.
-        layout: as for `save`, the same with the same options in every session and for `finalize`. None:
-            ``"safetensors"`` for sessions; for `finalize` that of the sessions, with its default options.
+        location: path or URL, the same in every session.
+        layout: see `save`. Every session and `finalize` must use the same layout with the same
+            options. None means ``"safetensors"`` for sessions, and for `finalize` the layout of the
+            sessions with default options.
         context: options.
     """
     return PartialCheckpoint(location, layout, context or default_context())
 
 
 class PartialCheckpoint:
-    """A checkpoint that several sessions fill, one after the other. See `partial`.
+    """A checkpoint that several sessions fill one after another. See `partial`.
 
-    Until `finalize` there is no checkpoint: a load raises an error that lists the sessions. A session that fails does
-    not count, and those before it do. Nothing replaces a partial save: not `save`, not the retention of a
-    `Checkpointer`; `delete` removes it.
+    The checkpoint does not exist before `finalize`: a load raises an error that lists the sessions.
+    A failed session is discarded, and earlier sessions stay. Neither `save` nor the retention of a
+    `Checkpointer` replaces or deletes a partial save; `delete` does.
 
-    The end of a ``with`` block waits for asynchronous sessions that it began. It does not finalize.
+    A ``with`` block waits at its end for the asynchronous sessions it started. It does not
+    finalize.
     """
 
     def __init__(self, location: LocationLike, layout: str | Layout | None, context: Context) -> None:
@@ -60,51 +63,55 @@ class PartialCheckpoint:
         self._handles: list[SaveHandle] = []
 
     def save(self, state: object) -> None:
-        """Save a part of the tree as one session. Returns once the session is durable and counts.
+        """Save a part of the tree as one session. Return once the session is complete and durable.
 
-        In a job every process calls this. Mappings are united by key; every other container, and every value that is in
-        several sessions, must be the same in all of them. Of an array that gives its boxes (`ShardedArray`, arrays of a
-        job) sessions may have different ones.
+        In a job every process must call this. Mappings of all sessions are merged by key. Every
+        other container, and every value in several sessions, must be equal in all of them. Sessions
+        may save different boxes of one sharded array (`ShardedArray`, arrays of a job).
 
         Args:
-            state: what this session has.
+            state: the part of the tree.
 
         Raises:
-            TreeMismatchError: for an array that an earlier session has, and for what does not fit the trees of those.
-                Nothing was written.
-            CheckpointExistsError: if something is at the location that is no partial save.
+            TreeMismatchError: if an earlier session saved one of the arrays, or if the tree does
+                not fit the trees of earlier sessions. Nothing was written.
+            CheckpointExistsError: if the location has something other than a partial save.
             SaveLostError: if another session is running there, or took over from this one.
-            CheckpointError: if the layout differs from that of earlier sessions, or cannot be written in sessions.
-            What `ckptcore.save` raises.
+            CheckpointError: if the layout differs from the earlier sessions', or does not support
+            sessions. The errors of `ckptcore.save`.
         """
         perform_save(self._request(state), self._context)
 
     def save_async(self, state: object) -> SaveHandle:
-        """Begin a session and return once it owns its memory, as `ckptcore.save_async` does. Takes and raises what `save` does."""
+        """Begin a session, and return once the state is copied, as `ckptcore.save_async` does.
+
+        Arguments and errors: see `save`.
+        """
         handle = begin_save(self._request(state), self._context)
         self._handles.append(handle)
         return handle
 
     def finalize(self, *, metadata: Mapping[str, JSON] | None = None) -> None:
-        """Commit what the sessions wrote as one checkpoint, as if one save had written it. Moves no element of an array.
+        """Commit all sessions as one checkpoint, as if one save had written it. Does not rewrite array data.
 
-        In a job every process calls this. If it fails the sessions stay, further ones may follow, and it can be called
-        again.
+        In a job every process must call this. If it fails, the sessions stay: save more sessions,
+        or call it again.
 
         Args:
-            metadata: JSON of the user's, kept with the checkpoint.
+            metadata: user metadata of the checkpoint, as JSON.
 
         Raises:
-            CheckpointNotFoundError: if there is no partial save, or no session of it is complete.
-            TreeMismatchError: if elements of arrays are missing: names the arrays.
-            CheckpointError: if the layout has other options than the sessions.
-            SaveLostError: if a session is running there, or began meanwhile.
+            CheckpointNotFoundError: if there is no partial save, or it has no complete session.
+            TreeMismatchError: if elements of arrays are missing. Names the arrays.
+            CheckpointError: if the options of the layout differ from the sessions'.
+            SaveLostError: if a session is running or began during the call.
             CorruptCheckpointError: if the tables of the sessions are damaged.
         """
         finalize_sessions(self._location, self._layout, metadata, self._context, self._wait)
 
     def _request(self, state: object) -> SaveRequest:
-        # A session is planned after the one before it: it reads the table of sessions.
+        # Planning reads the tables of earlier sessions, so wait until the previous session is
+        # complete.
         runtime_of(self._context).saves.wait()
         return SaveRequest(
             destination=Destination(self._location),
@@ -128,7 +135,11 @@ class PartialCheckpoint:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Wait for asynchronous sessions; raise the first error that no caller has retrieved, or add it as a note."""
+        """Wait for asynchronous sessions.
+
+        Raise the first error that was not retrieved yet, or add it as a note to the error of the
+        block.
+        """
         if error is None:
             self._wait()
             return

@@ -1,8 +1,9 @@
-"""Receipts of the sessions of a partial save, and the union of all sessions.
+"""Stored receipts of the sessions of a partial save, and the union of all sessions.
 
-A table is an object of its own until the checkpoint is finalized: a line of JSON with the tree of the session, and
-after it the receipts of its processes in the form in which they are sent in a job. Only ckptcore reads it. Its version
-changes with each change of `ckptcore.job.receipts`.
+Each session stores its receipts in a separate object until the checkpoint is finalized: a line of
+JSON with the tree of the session, then the receipts of its processes as encoded by
+`ckptcore.job.receipts`. Only ckptcore reads this object. Increase its version with every change of
+`ckptcore.job.receipts`.
 """
 
 from __future__ import annotations
@@ -36,38 +37,40 @@ from ckptcore.tree.merge import unite_trees
 
 __all__ = [
     "SessionReceipts",
-    "boxes_taken",
     "decode_session",
     "describe_session",
     "encode_session",
+    "expect_unwritten",
+    "merge_sessions",
     "read_sessions",
-    "refuse_boxes",
     "session_key",
-    "unite_sessions",
+    "written_boxes",
 ]
 
 _VERSION: Final = 1
+_SHOWN: Final = 20
+"""Maximum number of arrays in an error message."""
 
 
 def session_key(save_id: str, first: int) -> str:
-    """Return the key of the table of a session; `first` is the first rank of its processes."""
+    """Return the key of a session's table. `first` is the first rank of its processes."""
     return f"checkpoint.{save_id}.session-{first}"
 
 
 def encode_session(tree: TreeMetadata, receipts: Sequence[Receipt]) -> bytes:
-    """Encode the table of a session: its tree, and a receipt for each of its processes, by rank."""
+    """Encode the table of a session: its tree, and the receipts of its processes in the order of their ranks."""
     head = json.dumps({"version": _VERSION, "tree": tree.to_json()}, separators=(",", ":")).encode("ascii")
     return head + b"\n" + encode_receipts([tree] * len(receipts), receipts)
 
 
 def describe_session(partial: PartialSave, data: bytes, receipts: Sequence[Receipt], created: str) -> Session:
-    """Return the entry of a complete session in the session table of the partial save.
+    """Return the entry of a complete session for the session table of the partial save.
 
     Args:
-        partial: the partial save, whose owner is the session.
-        data: the table of the session.
-        receipts: the receipts of its processes.
-        created: the present time, ISO 8601 in UTC.
+        partial: the partial save; its owner is the session.
+        data: the encoded table of the session.
+        receipts: receipts of its processes.
+        created: current time, ISO 8601 in UTC.
     """
     assert partial.owner is not None
     leaves = {leaf for receipt in receipts for leaf in ItemColumns.of((), receipt.items).leaf.tolist()}
@@ -88,80 +91,81 @@ def read_sessions(store: StorageBackend, partial: PartialSave) -> Sequence[Sessi
     """Read the tables of all complete sessions.
 
     Args:
-        store: the store of the sessions.
+        store: storage of the sessions.
         partial: the partial save.
 
     Raises:
         CorruptCheckpointError, UnsupportedVersionError
     """
-    return [decode_session(_read(store, session), session) for session in partial.sessions]
+    return [decode_session(_read_table(store, session), session) for session in partial.sessions]
 
 
-def _read(store: StorageBackend, session: Session) -> bytes:
+def _read_table(store: StorageBackend, session: Session) -> bytes:
     try:
         data = store.get(session.key, 0, session.key_bytes + 1)
     except ObjectNotFoundError as error:
         raise CorruptCheckpointError(
-            f"{session.key}, which says what a session of a partial save wrote, is missing; delete the save and "
-            "begin again",
+            f"{session.key} is missing: it lists the data that a session of this partial save wrote; delete the "
+            "partial save and begin again",
             key=session.key,
         ) from error
     if len(data) != session.key_bytes or _checksum(data) != session.checksum:
         raise CorruptCheckpointError(
             f"{session.key} is damaged: expected {session.key_bytes} bytes with the checksum {session.checksum}, "
-            f"found {len(data)} or more with {_checksum(data)}; delete the save and begin again",
+            f"found {len(data)} or more with {_checksum(data)}; delete the partial save and begin again",
             key=session.key, start=0, stop=len(data),
         )  # fmt: skip
     return data
 
 
 def decode_session(data: bytes, session: Session) -> SessionReceipts:
-    """Decode the table of a session. The bytes may be hostile.
+    """Decode and validate the table of a session. The bytes can be hostile.
 
     Args:
-        data: the table.
-        session: its entry in the partial save.
+        data: the encoded table.
+        session: its entry in the session table.
 
     Raises:
-        CorruptCheckpointError: the bytes are no valid table.
-        UnsupportedVersionError: another version of this package wrote them.
+        CorruptCheckpointError: if the bytes are not a valid table.
+        UnsupportedVersionError: if another version of this package wrote them.
     """
     try:
         line, _, rest = data.partition(b"\n")
         head: dict[str, Any] = json.loads(line)
         if head["version"] != _VERSION:
             raise UnsupportedVersionError(
-                f"{session.key} has the version {str(head['version'])[:40]}, and this ckptcore knows {_VERSION}: "
-                "finalize with the version that saved the sessions"
+                f"{session.key} has the format version {str(head['version'])[:40]}, but this ckptcore supports only "
+                f"{_VERSION}: finalize with the version of ckptcore that saved the sessions"
             )
         tree = TreeMetadata.from_json(head["tree"])
         receipts = decode_receipts(itertools.repeat(tree, session.size), rest)
         for number, receipt in enumerate(receipts):
-            _expect_sound(receipt, tree, session.first + number)
+            _validate_receipt(receipt, tree, session.first + number)
         if any(not 0 <= rank < session.size for ranks in tree.held_by.values() for rank in ranks):
-            raise ValueError("leaves are held by ranks that the session does not have")
+            raise ValueError("leaves belong to ranks that the session does not have")
     except (CorruptCheckpointError, UnsupportedVersionError):
         raise
     except InvalidLocationError as error:
         raise CorruptCheckpointError(
-            f"{session.key} names an object that cannot be: {error}", key=session.key
+            f"{session.key} is corrupt: invalid object name: {error}; delete the partial save and begin again",
+            key=session.key,
         ) from error
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
         raise CorruptCheckpointError(
-            f"{session.key} cannot be read as what a session wrote: {error!r}; delete the save and begin again",
+            f"{session.key} is not a valid table of a session: {error!r}; delete the partial save and begin again",
             key=session.key,
         ) from error
     return SessionReceipts(session.first, tree, receipts)
 
 
-def _expect_sound(receipt: Receipt, tree: TreeMetadata, rank: int) -> None:
-    """Refuse a receipt whose columns contradict each other, before memory of their size is allocated.
+def _validate_receipt(receipt: Receipt, tree: TreeMetadata, rank: int) -> None:
+    """Check that the columns of a receipt are consistent, before memory of their size is allocated.
 
     Raises:
         ValueError, TypeError, InvalidLocationError
     """
     items = receipt.items
-    assert isinstance(items, ItemColumns)  # they were decoded
+    assert isinstance(items, ItemColumns)  # `decode_receipts` returns columns
     leaf, counts = items.leaf.tolist(), items.counts.tolist()
     if receipt.rank != rank or len(leaf) != len(counts):
         raise ValueError(f"a receipt of rank {receipt.rank!r}, expected {rank}")
@@ -176,7 +180,7 @@ def _expect_sound(receipt: Receipt, tree: TreeMetadata, rank: int) -> None:
     if bounds != len(items.bounds):
         raise ValueError(f"{len(items.bounds)} bounds of boxes, expected {bounds}")
     if len(items.bounds) and int(np.min(items.bounds)) < 0:
-        raise ValueError("a box begins before its array")
+        raise ValueError("a box has a negative bound")
     for record in receipt.objects:
         check_key(record.key)
         if record.size < 0 or len(record.checksums) not in (0, record.blocks * CHECKSUM_BYTES):
@@ -187,17 +191,15 @@ def _checksum(data: bytes) -> str:
     return f"{CHECKSUM_ALGORITHM}:{xxhash.xxh3_64_hexdigest(data)}"
 
 
-_SHOWN = 20
-
-
 @dataclass(frozen=True, slots=True)
 class SessionReceipts:
-    """The tree and the receipts of a session.
+    """Tree and receipts of a session.
 
     Attributes:
-        first: the first rank of its processes.
-        tree: the tree of the session.
-        receipts: the receipts of its processes, by rank; leaves have the numbers of `tree`.
+        first: first rank of its processes.
+        tree: tree of the session.
+        receipts: receipts of its processes, in the order of their ranks, with leaf numbers of
+            `tree`.
     """
 
     first: int
@@ -205,22 +207,23 @@ class SessionReceipts:
     receipts: Sequence[Receipt]
 
 
-def unite_sessions(sessions: Sequence[SessionReceipts], layout: Layout) -> tuple[TreeMetadata, Sequence[Receipt]]:
-    """Return one tree with the leaves of all sessions, and all receipts with the leaf numbers of that tree.
+def merge_sessions(sessions: Sequence[SessionReceipts], layout: Layout) -> tuple[TreeMetadata, Sequence[Receipt]]:
+    """Return one tree with the leaves of all sessions, and all receipts with leaf numbers of that tree.
 
     Args:
         sessions: at least one, in their order.
-        layout: the layout of all sessions.
+        layout: layout of all sessions.
 
     Raises:
-        TreeMismatchError: the trees cannot be united.
-        NameCollisionError: an array would have another name in the whole tree than in its session.
-        KeyError, IndexError, TypeError, ValueError: what the layout raises for a hostile state.
+        TreeMismatchError: if the trees cannot be merged.
+        NameCollisionError: if an array would have another name in the merged tree than in its
+            session.
+        KeyError, IndexError, TypeError, ValueError: raised by the layout for a hostile state.
     """
-    tree, numbers = _unite(sessions, layout)
+    tree, numbers = _merge_trees(sessions, layout)
     return tree, [
         receipt._replace(
-            items=_renumbered(receipt.items, tree, leaves),
+            items=_renumber_items(receipt.items, tree, leaves),
             state=layout.renumbered(receipt.state, leaves),
         )
         for session, leaves in zip(sessions, numbers, strict=True)
@@ -228,43 +231,50 @@ def unite_sessions(sessions: Sequence[SessionReceipts], layout: Layout) -> tuple
     ]
 
 
-def boxes_taken(sessions: Sequence[SessionReceipts], tree: TreeMetadata, layout: Layout) -> Mapping[int, Sequence[Box]]:
-    """Return, by array of a further session, the boxes that earlier sessions wrote; arrays without any are left out.
+def written_boxes(
+    sessions: Sequence[SessionReceipts], tree: TreeMetadata, layout: Layout
+) -> Mapping[int, Sequence[Box]]:
+    """Return the boxes that earlier sessions wrote, for each leaf of a new session. Leaves without any are omitted.
 
     Args:
         sessions: the earlier sessions.
-        tree: the tree of the further session.
-        layout: the layout of all sessions.
+        tree: tree of the new session.
+        layout: layout of all sessions.
 
     Raises:
-        TreeMismatchError: the trees cannot be united, or an earlier session wrote all of an array.
-        NameCollisionError: an array would have another name in the whole tree.
+        TreeMismatchError: if the trees cannot be merged, or if earlier sessions wrote all of an
+            array.
+        NameCollisionError: if an array would have another name in the merged tree.
     """
     if not sessions:
         return {}
-    further = SessionReceipts(-1, tree, ())
-    _, numbers = _unite([*sessions, further], layout)
-    own = {whole: leaf for leaf, whole in enumerate(numbers[-1]) if leaf not in tree.aliases}
-    taken: dict[int, list[Box]] = {}
+    new = SessionReceipts(-1, tree, ())
+    _, numbers = _merge_trees([*sessions, new], layout)
+    own = {merged: leaf for leaf, merged in enumerate(numbers[-1]) if leaf not in tree.aliases}
+    written: dict[int, list[Box]] = {}
     for session, leaves in zip(sessions, numbers, strict=False):
         for receipt in session.receipts:
             for item in receipt.items:
                 leaf = own.get(leaves[item.leaf])
                 if leaf is not None:
-                    taken.setdefault(leaf, []).extend(item.boxes)
-    complete = [leaf for leaf, boxes in taken.items() if sum([box.size for box in boxes]) == _size(tree, leaf)]
+                    written.setdefault(leaf, []).extend(item.boxes)
+    complete = []
+    for leaf, boxes in written.items():
+        record = tree.leaves[leaf]
+        if isinstance(record, ArrayRecord) and sum([box.size for box in boxes]) == record.spec.size:
+            complete.append(f"{format_path(tree.paths[leaf])} ({record.spec})")
     if complete:
-        raise _twice([f"{format_path(tree.paths[leaf])} ({tree.leaves[leaf].spec})" for leaf in complete])  # type: ignore[union-attr]  # arrays
-    return taken
+        raise _already_saved(complete)
+    return written
 
 
-def refuse_boxes(tree: TreeMetadata, items: Sequence[WriteItem], taken: Mapping[int, Sequence[Box]]) -> None:
-    """Refuse to write elements that an earlier session wrote.
+def expect_unwritten(tree: TreeMetadata, items: Sequence[WriteItem], written: Mapping[int, Sequence[Box]]) -> None:
+    """Check that no earlier session wrote elements that this process is going to write.
 
     Args:
-        tree: the tree of this session.
-        items: the items that this process will write.
-        taken: boxes by leaf, as from `boxes_taken`.
+        tree: tree of this session.
+        items: the items that this process is going to write.
+        written: result of `written_boxes`.
 
     Raises:
         TreeMismatchError
@@ -272,64 +282,65 @@ def refuse_boxes(tree: TreeMetadata, items: Sequence[WriteItem], taken: Mapping[
     found = [
         f"{format_path(tree.paths[item.leaf])}, elements {list(common.start)} to {list(common.stop)}"
         for item in items
-        for earlier in taken.get(item.leaf, ())
+        for earlier in written.get(item.leaf, ())
         for box in item.boxes
         if (common := box.intersect(earlier)) is not None
     ]
     if found:
-        raise _twice(found)
+        raise _already_saved(found)
 
 
-def _twice(found: Sequence[str]) -> TreeMismatchError:
+def _already_saved(found: Sequence[str]) -> TreeMismatchError:
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return TreeMismatchError(
-        f"an earlier session of this partial save has {', '.join(found[:_SHOWN])}{more} already, and nothing is "
-        "saved twice: give what is not there yet. Nothing was written",
+        f"an earlier session of this partial save already saved {', '.join(found[:_SHOWN])}{more}: save only what is "
+        "still missing. Nothing was written",
         found,
     )
 
 
-def _size(tree: TreeMetadata, leaf: int) -> int:
-    record = tree.leaves[leaf]
-    return record.spec.size if isinstance(record, ArrayRecord) else -1
+def _merge_trees(sessions: Sequence[SessionReceipts], layout: Layout) -> tuple[TreeMetadata, Sequence[Sequence[int]]]:
+    """Merge the trees of the sessions.
 
-
-def _unite(sessions: Sequence[SessionReceipts], layout: Layout) -> tuple[TreeMetadata, Sequence[Sequence[int]]]:
-    """Return the union of the trees and, by session, the number of each leaf in it; for tied leaves that of the stored one."""
+    Returns:
+        The merged tree, and for each session the number of each leaf in it. A tied leaf has the
+            number of the leaf that is stored.
+    """
     trees = [session.tree for session in sessions]
     union = unite_trees(trees, [[number] for number in range(len(trees))], size=len(trees), savers="session")
-    places = {path: number for number, path in enumerate(union.paths)}
+    number_of = {path: number for number, path in enumerate(union.paths)}
     names = layout.names_written(union)
     numbers = []
     held_by: dict[int, tuple[int, ...]] = {}
     for session in sessions:
         tree = session.tree
-        own = [places[path] for path in tree.paths]
+        own = [number_of[path] for path in tree.paths]
         for leaf, ranks in tree.held_by.items():
             held_by[own[leaf]] = tuple([session.first + rank for rank in ranks])
         stored = [union.aliases.get(number, number) for number in own]
-        apart = [leaf for leaf, target in tree.aliases.items() if stored[leaf] != stored[target]]
-        if apart:
-            told = [
-                f"{format_path(tree.paths[leaf])} and {format_path(tree.paths[tree.aliases[leaf]])}" for leaf in apart
-            ]
+        untied = [
+            f"{format_path(tree.paths[leaf])} and {format_path(tree.paths[target])}"
+            for leaf, target in tree.aliases.items()
+            if stored[leaf] != stored[target]
+        ]
+        if untied:
             raise TreeMismatchError(
-                f"arrays share memory in one session and not in another: {'; '.join(told[:_SHOWN])}. Give them in "
+                f"arrays share memory in one session but not in another: {'; '.join(untied[:_SHOWN])}. Save them in "
                 "one session. Nothing was written",
-                told,
+                untied,
             )
         for leaf, name in layout.names_written(tree).items():
             if names[own[leaf]] != name:
                 raise NameCollisionError(
-                    f"{format_path(tree.paths[leaf])} is stored as {name!r} in its session, and would be "
-                    f"{names[own[leaf]]!r} together with what other sessions have: rename one of the keys, or save "
-                    "both in one session. Nothing was written"
+                    f"{format_path(tree.paths[leaf])} is stored as {name!r} in its session, but would be named "
+                    f"{names[own[leaf]]!r} in the tree of all sessions: rename one of the keys, or save both in one "
+                    "session. Nothing was written"
                 )
         numbers.append(stored)
     return replace(union, held_by=held_by), numbers
 
 
-def _renumbered(items: Sequence[WriteItem], tree: TreeMetadata, leaves: Sequence[int]) -> Sequence[WriteItem]:
+def _renumber_items(items: Sequence[WriteItem], tree: TreeMetadata, leaves: Sequence[int]) -> Sequence[WriteItem]:
     columns = ItemColumns.of(tree.leaves, items)
     numbers = np.array([leaves[leaf] for leaf in columns.leaf.tolist()], np.int64)
     return ItemColumns(tree.leaves, numbers, columns.counts, columns.bounds)

@@ -1,4 +1,4 @@
-"""PartialSession: the save strategy of one session of a partial save."""
+"""`PartialSession`: the save strategy of one session of a partial save."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from ckptcore.saving.preparing import save_created
 from ckptcore.saving.requests import Save, SaveDraft, fail_before_claim
 from ckptcore.saving.tree_descriptions import TreeDescription
 from ckptcore_incremental.session_tables import (
-    boxes_taken,
     describe_session,
     encode_session,
+    expect_unwritten,
     read_sessions,
-    refuse_boxes,
     session_key,
+    written_boxes,
 )
 
-__all__ = ["PartialSession", "expect_same_layout", "expect_sessions"]
+__all__ = ["PartialSession", "expect_same_layout", "expect_session_support"]
 
 logger = logging.getLogger("ckptcore.saving")
 
 
 @dataclass(frozen=True, slots=True)
 class PartialSession:
-    """Write a session of a partial save. See `ckptcore.protocols.SaveStrategy`.
+    """Write one session of a partial save. See `ckptcore.protocols.SaveStrategy`.
 
     Attributes:
-        planned: the session; None before `prepare`.
+        planned: the planned session; None before `prepare`.
     """
 
     takes_placeholders: ClassVar[bool] = False
@@ -54,41 +54,44 @@ class PartialSession:
     planned: PlannedSession | None = None
 
     def prepare(self, draft: SaveDraft) -> Save:
-        """Find the sessions before this one, and plan what it adds.
+        """Read the earlier sessions, and plan this session.
 
         Raises:
-            CheckpointExistsError: something is at the location that is no partial save.
-            TreeMismatchError, NameCollisionError: the session does not fit those before it.
-            UnsupportedLeafError: arrays are at workers of this controller.
-            CheckpointError: the layout cannot be written in sessions, or differs from that of the sessions before.
+            CheckpointExistsError: if the location has something other than a partial save.
+            TreeMismatchError, NameCollisionError: if the session does not fit the earlier sessions.
+            UnsupportedLeafError: if workers of this controller hold some of the arrays.
+            CheckpointError: if the layout does not support sessions, or differs from the earlier
+                sessions' layout.
         """
-        place = _plan_session(draft)
-        partial = place.planned.partial
+        plan = _plan_session(draft)
+        partial = plan.planned.partial
         draft.save.recording.save_id = partial.save_id
         info = replace(draft.save.info, save_id=partial.save_id, created=partial.created)
         draft = replace(draft, save=replace(draft.save, info=info))
         try:
-            save = draft.plan(PartialSession(place.planned))
+            save = draft.plan(PartialSession(plan.planned))
             for part in save.parts:
-                part.plan = place.placed(part.plan)
+                part.plan = plan.with_session_rank(part.plan)
         except BaseException as error:  # noqa: BLE001  # sent to the other ranks, then raised
             fail_before_claim(draft.save.agreement, error)
         return save
 
     def begin(self, save: Save) -> SaveCommit:
-        """Return the commit of a session."""
-        assert self.planned is not None  # `prepare` returned this strategy
+        """Return the commit of the session."""
+        assert self.planned is not None  # set by `prepare`
         return _SessionCommit(save, self.planned)
 
 
 class _SessionCommit:
-    """The commit of a session: the session counts, and the partial save stays open. See `ckptcore.protocols.SaveCommit`."""
+    """Commit of a session: adds it to the session table, and leaves the partial save open.
 
-    meaning = "the session does not count"
+    See `ckptcore.protocols.SaveCommit`.
+    """
+
+    meaning = "the session is not part of the partial save"
     commit_meaning = ""
 
     def __init__(self, save: Save, planned: PlannedSession) -> None:
-        """Claim nothing yet."""
         self._save = save
         self._location = save.target.location
         self._planned = planned
@@ -96,7 +99,7 @@ class _SessionCommit:
         self._claim: _OpenSession | None = None
 
     def claim(self) -> None:
-        """Claim the location on the leader; see the claim on the other ranks."""
+        """Claim the location on the leader. The other ranks check that they can see the claim."""
         agreement = self._save.agreement
         with seen_by_all(agreement, "claimed", self._location.absolute, self._sees_claim):
             if agreement.rank == 0:
@@ -117,7 +120,7 @@ class _SessionCommit:
         return self._location.commits.store_of(self._location, partial.save_id, self._conditions, owner=partial.owner)
 
     def commit(self, payloads: Sequence[object]) -> None:
-        """Put the table of the session, and let it count."""
+        """Write the table of the session, and add the session to the session table."""
         if self._claim is None:
             return
         if self._save.agreement.size > 1:
@@ -132,47 +135,51 @@ class _SessionCommit:
             self._claim.complete(describe_session(partial, data, part.receipts, save_created()))
 
     def settle(self, error: Exception | None) -> None:
-        """Warn on the leader, whose session counts; look for the session on the other ranks."""
+        """After a failed exchange, log a warning on the leader, and read the session table on the other ranks."""
         if error is None:
             return
         if self._claim is None:
             self._expect_complete(error)
             return
         logger.warning(
-            "a session of %s is complete, but perhaps not all ranks know: %s: %s",
+            "a session of %s is complete, but some ranks may not have been notified: %s: %s",
             self._location.display, type(error).__name__, error,
         )  # fmt: skip
 
     def _expect_complete(self, error: Exception) -> None:
-        """Make sure that the session counts although an exchange failed at its end: only the storage says so."""
+        """Check in the storage that the session is complete, because the last exchange failed.
+
+        Raises:
+            CommitUnknownError: if it is not, or if the session table cannot be read.
+        """
         location, partial, rank = self._location, self._planned.partial, self._save.agreement.rank
         try:
             found = find_partial(location)
         except CheckpointError as unreadable:
             raise CommitUnknownError(
-                f"whether a session of {location.display} counts is not known: {error}, and the list of its sessions "
-                f"cannot be read: {unreadable}"
+                f"{location.display}: unknown whether this session is complete: {error}; the session table cannot be "
+                f"read: {unreadable}"
             ) from error
         first = partial.owner
         if found is None or found.save_id != partial.save_id or all(one.first != first for one in found.sessions):
             raise CommitUnknownError(
-                f"the session of {location.display} does not count, or not yet: {error}; look again before saving "
-                f"(rank {rank})"
+                f"{location.display}: this session is not complete, or not yet: {error}; check the sessions again "
+                f"before saving (rank {rank})"
             ) from error
 
     def abort(self) -> None:
-        """Remove what the session wrote; earlier sessions still count."""
+        """Remove the objects of the session. Earlier sessions stay."""
         if self._claim is not None:
             self._claim.abort()
 
 
 @dataclass(frozen=True, slots=True)
 class _OpenSession:
-    """A session that may write. It ends with `complete` or `abort`.
+    """A session with a claim. It ends with `complete` or `abort`.
 
     Attributes:
         location: the location of the partial save.
-        planned: the session.
+        planned: the planned session.
         transaction: the resumed transaction.
     """
 
@@ -182,23 +189,23 @@ class _OpenSession:
 
     @property
     def store(self) -> StorageBackend:
-        """The storage to write objects to."""
+        """Storage of the session's objects."""
         return self.transaction.store
 
     def complete(self, session: Session) -> None:
-        """Add the session to the table; durable if the storage was opened durable.
+        """Add the session to the session table. Durable if the storage was opened durable.
 
         Raises:
-            CheckpointExistsError: a save that began before the first session has committed.
-            SaveLostError: another session, or a deletion, took over. The session does not count.
-            CommitUnknownError: the session may count.
+            CheckpointExistsError: if a save that began before the first session was committed.
+            SaveLostError: if another session or a deletion took over. The session is not added.
+            CommitUnknownError: if the session may have been added.
         """
         expect_no_checkpoint(self.location, self.planned.partial)
         self.transaction.replace(encode_partial(self.planned.partial.complete(session)))
         self.transaction.leave()
 
     def abort(self) -> None:
-        """Remove the objects of the session; the whole partial save if no other session is complete."""
+        """Remove the objects of the session, or the whole partial save if no other session is complete."""
         partial = self.planned.partial
         if partial.sessions:
             self.transaction.restore(encode_partial(partial._replace(owner=None)), self.planned.kept)
@@ -207,48 +214,48 @@ class _OpenSession:
 
 
 @dataclass(frozen=True, slots=True)
-class _SessionPlace:
-    """The place of a session among those of a partial save.
+class _SessionPlan:
+    """Plan of a session that follows the earlier sessions of a partial save.
 
     Attributes:
-        planned: the session.
-        taken: by leaf of the session's tree, the boxes of arrays that earlier sessions wrote in part.
+        planned: the planned session.
+        written: for each leaf of the session's tree, the boxes that earlier sessions wrote.
     """
 
     planned: PlannedSession
-    taken: Mapping[int, Sequence[Box]]
+    written: Mapping[int, Sequence[Box]]
 
-    def placed(self, plan: WritePlan) -> WritePlan:
-        """Return the plan of a process, with its rank among the processes of all sessions.
+    def with_session_rank(self, plan: WritePlan) -> WritePlan:
+        """Return the plan of a process with its rank among the processes of all sessions.
 
         Raises:
-            TreeMismatchError: an earlier session wrote some of its elements.
+            TreeMismatchError: if an earlier session wrote some of the elements.
         """
-        refuse_boxes(plan.tree, plan.items, self.taken)
+        expect_unwritten(plan.tree, plan.items, self.written)
         first = self.planned.partial.owner
         assert first is not None
         return plan._replace(rank=first + plan.rank, session=first)
 
 
-def _plan_session(draft: SaveDraft) -> _SessionPlace:
-    """Read the earlier sessions, and refuse a session that does not fit them. Every rank calls this; it writes nothing."""
+def _plan_session(draft: SaveDraft) -> _SessionPlan:
+    """Read the earlier sessions, and check that the new one fits. Every rank must call this. Writes nothing."""
     agreement, location = draft.save.agreement, draft.save.target.location
     save_id, created = draft.save.info.save_id, draft.save.info.created
     (description,) = draft.descriptions
     assert isinstance(description, TreeDescription)  # a partial save is one tree
     before: list[tuple[PartialSave | None, frozenset[str]]] = []
 
-    def look() -> dict[str, Any]:
+    def read_earlier_sessions() -> dict[str, Any]:
         layout = description.layout
-        expect_sessions(layout)
+        expect_session_support(layout)
         if description.held.at_workers:
             raise UnsupportedLeafError(
-                "arrays that the workers of a controller hold cannot be saved in sessions: expected arrays of this "
-                "process; save them with ckptcore.save. Nothing was written"
+                "arrays on workers of a single controller cannot be saved in sessions; save them with ckptcore.save. "
+                "Nothing was written"
             )
         found = find_partial(location)
         kept: set[str] = set()
-        taken: Mapping[int, Sequence[Box]] = {}
+        written: Mapping[int, Sequence[Box]] = {}
         if found is None:
             expect_no_checkpoint(location)
             partial = PartialSave(save_id, created, layout.name, layout.session_options, 0, None)
@@ -258,7 +265,7 @@ def _plan_session(draft: SaveDraft) -> _SessionPlace:
             expect_same_layout(location, found, layout)
             with read_unchanged(location, found):
                 sessions = read_sessions(location.commits.session_store(location), found)
-            taken = boxes_taken(sessions, description.tree, layout)
+            written = written_boxes(sessions, description.tree, layout)
             receipts = [receipt for session in sessions for receipt in session.receipts]
             kept = {record.key for receipt in receipts for record in receipt.objects}
             kept.update(session.key for session in found.sessions)
@@ -274,50 +281,49 @@ def _plan_session(draft: SaveDraft) -> _SessionPlace:
                 partial.owner,
                 partial.token,
             ],
-            "taken": [[leaf, [[*box.start, *box.stop] for box in boxes]] for leaf, boxes in taken.items()],
+            "written": [[leaf, [[*box.start, *box.stop] for box in boxes]] for leaf, boxes in written.items()],
         }
 
-    agreed = agreement.lead("session", look)
+    agreed = agreement.lead("session", read_earlier_sessions)
     partial = PartialSave(*agreed["partial"])
-    taken = {leaf: [_box(bounds) for bounds in boxes] for leaf, boxes in agreed["taken"]}
+    written = {leaf: [_decode_box(bounds) for bounds in boxes] for leaf, boxes in agreed["written"]}
     if not before:
-        return _SessionPlace(PlannedSession(None, partial, frozenset()), taken)
+        return _SessionPlan(PlannedSession(None, partial, frozenset()), written)
     found, kept = before[0]
     partial = partial._replace(sessions=() if found is None else found.sessions)
-    return _SessionPlace(PlannedSession(found, partial, kept), taken)
+    return _SessionPlan(PlannedSession(found, partial, kept), written)
 
 
-def expect_sessions(layout: Layout) -> None:
-    """Refuse a layout that cannot be written in sessions.
+def expect_session_support(layout: Layout) -> None:
+    """Check that a layout supports sessions.
 
     Raises:
         CheckpointError
     """
     if not layout.capabilities.sessions:
         raise CheckpointError(
-            f"the layout {layout.name} cannot be written in several sessions; save with another layout, such as "
-            "'safetensors', or everything at once with ckptcore.save. Nothing was written"
+            f"the layout {layout.name} cannot be written in several sessions; use another layout, such as "
+            "'safetensors', or save everything at once with ckptcore.save. Nothing was written"
         )
 
 
 def expect_same_layout(location: Location, partial: PartialSave, layout: Layout) -> None:
-    """Make sure that a layout is that of the earlier sessions.
+    """Check that a layout and its options are the same as in the earlier sessions.
 
     Raises:
         CheckpointError
     """
     if (layout.name, layout.session_options) != (partial.layout, partial.agreed):
+        stored, given = (
+            f"{name} ({options})" if options else name
+            for name, options in ((partial.layout, partial.agreed), (layout.name, layout.session_options))
+        )
         raise CheckpointError(
-            f"the sessions at {location.display} have the layout {_named(partial.layout, partial.agreed)}, and this "
-            f"is {_named(layout.name, layout.session_options)}: give the layout that they have, with its options. "
-            "Nothing was written"
+            f"the sessions at {location.display} have the layout {stored}, but the given layout is {given}: pass the "
+            "layout of the sessions, with the same options. Nothing was written"
         )
 
 
-def _named(name: str, agreed: str) -> str:
-    return f"{name} ({agreed})" if agreed else name
-
-
-def _box(bounds: Sequence[JSON]) -> Box:
+def _decode_box(bounds: Sequence[JSON]) -> Box:
     numbers: list[Any] = list(bounds)
     return Box(tuple(numbers[: len(numbers) // 2]), tuple(numbers[len(numbers) // 2 :]))

@@ -1,4 +1,4 @@
-"""Update: the save strategy that writes the given arrays, and refers to a base for all others."""
+"""`Update`: a save strategy that writes the given arrays and refers to a base checkpoint for all others."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ _LAST_POLL_SECONDS: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class _References:
-    """The references of an update.
+class _PlannedReferences:
+    """References of an update to its bases.
 
     Attributes:
         tree: the whole tree.
-        references: the arrays of the tree that are in bases.
-        bases: the locations of the bases.
+        references: arrays of the tree that are stored in bases.
+        bases: locations of the bases.
     """
 
     tree: TreeMetadata
@@ -58,25 +58,26 @@ class _References:
 
 @dataclass(frozen=True, slots=True)
 class Update(PlainSave):
-    """Save a checkpoint that writes only what is given, and refers to a base for all other arrays.
+    """Save a checkpoint that stores only the given arrays, and refers to a base for all others.
 
-    The checkpoint is loaded, sliced, transformed, verified and converted as any other, as long as its base exists
-    unchanged; `copy` makes one that needs no base. Software that reads the layout sees only what was written.
-    References are one deep: an update of an update refers to the first base.
+    The checkpoint can be loaded, sliced, transformed, verified and converted like any other, as
+    long as its base exists and is unchanged. `copy` creates a checkpoint that needs no base. Other
+    software that reads the layout sees only the arrays of the update. References are one level
+    deep: an update of an update refers to the first base.
 
-    Keys of mappings that are left out of the state, and what a `PLACEHOLDER` stands for, are those of the base; other
-    keys are added. A container that is no mapping is given whole, or with placeholders. The layout may differ from that
-    of the base.
+    Keys that a mapping lacks, and values replaced by a `PLACEHOLDER`, come from the base; new keys
+    are added. Pass containers that are not mappings completely, or with placeholders. The layout
+    may differ from the base's.
 
-    `save` raises also:
+    `save` also raises:
         TreeMismatchError: if the state does not fit the base. Nothing was written.
-        InvalidLocationError: if the base is at a location where none may be, or is none.
-        SaveLostError: if the base was deleted or replaced meanwhile.
-        What `load` raises, for the base.
+        InvalidLocationError: if a base is not allowed at its location, or is the target itself.
+        SaveLostError: if the base was deleted or replaced during the save.
+        The errors of `load`, for the base.
 
     Attributes:
-        base: the checkpoint that has the rest, of one tree, in the same directory; elsewhere in the same storage with
-            ``Context(io=IOOptions(bases="anywhere"))``.
+        base: checkpoint of one tree, in the same directory as the update. With
+            ``Context(io=IOOptions(bases="anywhere"))`` it can be anywhere in the same storage.
     """
 
     takes_placeholders: ClassVar[bool] = True
@@ -84,19 +85,19 @@ class Update(PlainSave):
     base: LocationLike
 
     def __post_init__(self) -> None:
-        absolute_location(self.base)  # raises for what is no location
+        absolute_location(self.base)  # raises an error for an invalid location
 
     def prepare(self, draft: SaveDraft) -> Save:
-        """Put the given tree over the tree of the base. See `SaveStrategy`."""
+        """Overlay the given tree on the tree of the base. See `SaveStrategy`."""
         planned, written = _plan_update(draft, self.base)
-        return PlainSave.prepare(_PlannedStrategy(self.base, planned), replace(draft, descriptions=[written]))
+        return PlainSave.prepare(_PlannedUpdate(self.base, planned), replace(draft, descriptions=[written]))
 
 
 @dataclass(frozen=True, slots=True)
-class _PlannedStrategy(Update):
-    """An update whose base was opened."""
+class _PlannedUpdate(Update):
+    """An update with the references to its base."""
 
-    planned: _References
+    planned: _PlannedReferences
 
     def begin(self, save: Save) -> SaveCommit:
         """Return the commit of the update."""
@@ -104,10 +105,9 @@ class _PlannedStrategy(Update):
 
 
 class _UpdateCommit(PlainCommit):
-    """The commit of an update. It keeps the bases from being deleted until it has committed."""
+    """Commit of an update. Pins the bases until the update is committed, so that they cannot be deleted."""
 
-    def __init__(self, save: Save, planned: _References) -> None:
-        """Pin nothing yet."""
+    def __init__(self, save: Save, planned: _PlannedReferences) -> None:
         super().__init__(save)
         self._planned = planned
         self._pins = ExitStack()
@@ -117,11 +117,11 @@ class _UpdateCommit(PlainCommit):
         super()._take_claim()
 
     def _completed(self, root: Root | Composite) -> Root | Composite:
-        """Return the root with the whole tree, if the bases are still those that were opened.
+        """Return the root with the whole tree, after a check that the bases are unchanged.
 
         Raises:
-            SaveLostError: one was deleted or replaced.
-            StorageError: the storage failed, so it cannot be known.
+            SaveLostError: if a base was deleted or replaced.
+            StorageError: if the storage failed, so that the bases could not be checked.
         """
         display = self._save.target.location.display
         for at, base in zip(self._planned.bases, self._planned.references.bases, strict=True):
@@ -129,78 +129,79 @@ class _UpdateCommit(PlainCommit):
                 read_base(display, at, base.save_id)
             except (CorruptCheckpointError, UnsupportedVersionError) as error:
                 raise SaveLostError(
-                    f"the base {at.display} of the update to {display} was deleted or replaced while that was saved; "
-                    f"save with another base, or everything: {error}"
+                    f"{display}: the base {at.display} of this update was deleted or replaced during the save; "
+                    f"save with another base, or save all arrays: {error}"
                 ) from error
         assert isinstance(root, Root)  # an update is one tree
         return replace(root, tree=self._planned.tree, references=self._planned.references)
 
     def settle(self, error: Exception | None) -> None:
-        """Release the bases."""
+        """Unpin the bases."""
         with self._pins:
             super().settle(error)
 
     def abort(self) -> None:
-        """Release the bases, after the written objects are removed."""
+        """Remove the written objects, then unpin the bases."""
         with self._pins:
             super().abort()
 
 
 @contextmanager
 def _pinned_bases(bases: Sequence[Location], conditions: Conditions) -> Iterator[None]:
-    """Keep the bases of an update from being deleted. A base in a directory that cannot be written is not kept.
+    """Pin the bases of an update, so that they cannot be deleted. Skips bases in directories without write access.
 
     Args:
-        bases: the locations; whether each base exists is to be checked inside the block.
+        bases: the locations. Check inside the block that each base exists.
         conditions: of the Context.
 
     Raises:
-        CheckpointNotFoundError, SaveLostError: one is being deleted or replaced.
+        CheckpointNotFoundError, SaveLostError: if a base is being deleted or replaced.
     """
-    with ExitStack() as held:
+    with ExitStack() as pins:
         for base in bases:
             locks = base_locks(base, conditions)
             try:
                 for name in (base.name, pin_name(base)):
-                    held.enter_context(locks.pin(name))
-                _await_change(base)
+                    pins.enter_context(locks.pin(name))
+                _wait_until_unchanging(base)
             except StorageError:
-                continue  # only the check before the commit protects it
+                continue  # without a pin, only the check before the commit detects a deletion
         yield
 
 
-def _await_change(base: Location) -> None:
-    """Wait while a save to a base or a deletion of it is running."""
+def _wait_until_unchanging(base: Location) -> None:
+    """Wait until no save to a base and no deletion of it is running."""
     deadline = SYSTEM_CLOCK.now() + _CHANGE_SECONDS
     pause = _FIRST_POLL_SECONDS
     while base.commits.is_changing(base):
         if SYSTEM_CLOCK.now() >= deadline:
             raise SaveLostError(
-                f"the base {base.display} is being deleted or replaced (waited {_CHANGE_SECONDS:.0f} seconds); save "
-                "with another base, or save all arrays. Nothing was written"
+                f"the base {base.display} is being deleted or replaced (waited {_CHANGE_SECONDS:.0f} s); save with "
+                "another base, or save all arrays. Nothing was written"
             )
         SYSTEM_CLOCK.sleep(pause)
         pause = min(2 * pause, _LAST_POLL_SECONDS)
 
 
-def _plan_update(draft: SaveDraft, base: Place) -> tuple[_References, TreeDescription]:
-    """Open the base, and put the given tree over it. Every rank calls this; it writes nothing.
+def _plan_update(draft: SaveDraft, base: Place) -> tuple[_PlannedReferences, TreeDescription]:
+    """Open the base and overlay the given tree on it. Every rank must call this. Writes nothing.
 
     Raises:
-        CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError, CompositeCheckpointError: the base
-            cannot be opened.
-        TreeMismatchError: the given tree does not fit the base.
-        InvalidLocationError: it is the location itself, or where the Context allows no base.
-        CheckpointError: other software wrote it.
+        CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError,
+            CompositeCheckpointError: if the base cannot be opened.
+        TreeMismatchError: if the given tree does not fit the base.
+        InvalidLocationError: if the base is the target itself, or the Context does not allow its
+            location.
+        CheckpointError: if the base was not written by ckptcore.
     """
     agreement, context = draft.save.agreement, draft.save.context
     (description,) = draft.descriptions
     assert isinstance(description, TreeDescription)  # an update is one tree
     with agreement.stage("base") as stage:
         opened = open_checkpoint(base, context)
-        root = _expect_own(opened)
-        update = _planned(draft.save.target.location, opened, root, description, context)
-        written = _placed_in(description, stored_tree(update.tree, update.references))
+        root = _expect_root(opened)
+        update = _plan_references(draft.save.target.location, opened, root, description, context)
+        written = _renumber_leaves(description, stored_tree(update.tree, update.references))
         written.layout.check(written.tree, agreement.size + len(written.held.at_workers))
         stage.payload = root.save_id
     saves: Sequence[Any] = stage.payloads
@@ -208,7 +209,7 @@ def _plan_update(draft: SaveDraft, base: Place) -> tuple[_References, TreeDescri
     def compare() -> None:
         if len(set(saves)) > 1:
             raise CheckpointError(
-                f"the base {opened.location.display} was replaced while the ranks opened it: found the saves "
+                f"the base {opened.location.display} was replaced while the ranks opened it: they found the save ids "
                 f"{sorted(set(saves))}; save again. Nothing was written"
             )
 
@@ -216,8 +217,8 @@ def _plan_update(draft: SaveDraft, base: Place) -> tuple[_References, TreeDescri
     return update, written
 
 
-def _placed_in(description: TreeDescription, tree: TreeMetadata) -> TreeDescription:
-    """Return the same leaves, with the numbers that they have in a tree that has all of them and perhaps others."""
+def _renumber_leaves(description: TreeDescription, tree: TreeMetadata) -> TreeDescription:
+    """Return the same leaves with their numbers in `tree`, which contains all of them and may contain others."""
     numbers = {path: number for number, path in enumerate(tree.paths)}
     own = [numbers[path] for path in description.tree.paths]
     stored = [tree.aliases.get(number, number) for number in own]
@@ -239,18 +240,18 @@ def _placed_in(description: TreeDescription, tree: TreeMetadata) -> TreeDescript
     )
 
 
-def _expect_own(opened: Checkpoint) -> Root:
+def _expect_root(opened: Checkpoint) -> Root:
     if opened.root is None:
         raise CheckpointError(
-            f"{opened.location.display} was not written by ckptcore, and nothing can refer to it: copy it with "
-            "ckptcore.copy(..., layout=...), and give that as the base. Nothing was written"
+            f"{opened.location.display} was not written by ckptcore, so an update cannot refer to it: copy it with "
+            "ckptcore.copy(..., layout=...), and use the copy as the base. Nothing was written"
         )
     return opened.root
 
 
-def _planned(
+def _plan_references(
     location: Location, opened: Checkpoint, root: Root, description: TreeDescription, context: Context
-) -> _References:
+) -> _PlannedReferences:
     if opened.location.identity == location.identity:
         raise InvalidLocationError(
             f"{location.display} cannot refer to itself: save the update to another location. Nothing was written"
@@ -260,19 +261,19 @@ def _planned(
         Base(base_path(location, base_location(opened.location, first, context)), first.save_id)
         for first in root.references.bases
     ]
-    over = overlay(root.tree, description.tree, *description.placeholders)
+    overlaid = overlay(root.tree, description.tree, *description.placeholders)
     known = {
         leaf: (base, stored)
         for leaf, base, stored in zip(root.references.leaf, root.references.base, root.references.stored, strict=True)
     }
     bases: dict[Base, int] = {}
     columns: list[tuple[int, int, int]] = []
-    for leaf, below in over.from_below.items():
-        if not isinstance(over.tree.leaves[leaf], ArrayRecord) or leaf in over.tree.aliases:
+    for leaf, base_leaf in overlaid.from_base.items():
+        if not isinstance(overlaid.tree.leaves[leaf], ArrayRecord) or leaf in overlaid.tree.aliases:
             continue
-        target = root.tree.aliases.get(below, below)
+        target = root.tree.aliases.get(base_leaf, base_leaf)
         base, stored = direct, target
-        if target in known:  # what the base refers to is referred to where it is: references are one deep
+        if target in known:  # the base refers to another checkpoint: refer to that one, so that references are one deep
             number, stored = known[target]
             base = further[number]
         columns.append((leaf, bases.setdefault(base, len(bases)), stored))
@@ -282,7 +283,7 @@ def _planned(
     for at in places:
         if at.lies_in(location):
             raise InvalidLocationError(
-                f"arrays of {opened.location.display} are in {at.display}, which the update to {location.display} "
-                "would replace: save it to another location. Nothing was written"
+                f"arrays of {opened.location.display} are stored in {at.display}, which the update to "
+                f"{location.display} would replace: save the update to another location. Nothing was written"
             )
-    return _References(over.tree, references, places)
+    return _PlannedReferences(overlaid.tree, references, places)

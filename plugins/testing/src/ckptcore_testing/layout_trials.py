@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
-from ckptcore_incremental.session_tables import SessionReceipts, unite_sessions
+from ckptcore_incremental.session_tables import SessionReceipts, merge_sessions
 
 from ckptcore.io.checksums import BlockChecksums
 from ckptcore.io.reader import ObjectReader
@@ -227,7 +227,7 @@ def write_sessions(layout: Layout, trials: Sequence[Trial], storage: StorageBack
         sessions.append(SessionReceipts(first, trial.tree, receipts))
         arrays.update({trial.tree.paths[leaf]: array for leaf, array in trial.arrays.items()})
         first += trial.size + 1
-    tree, united = unite_sessions(sessions, layout)
+    tree, united = merge_sessions(sessions, layout)
     layout.check(tree, len(united))
     numbers = {path: number for number, path in enumerate(tree.paths)}
     whole = Trial(tree, {numbers[path]: array for path, array in arrays.items()}, {})
