@@ -11,7 +11,7 @@ from ckptcore_testing.far_storage import FarStorage
 from ckptcore_testing.faulty_storage import FaultyStorage
 from ckptcore_testing.simulated_disk import SimulatedDisk
 from ckptcore_testing.simulated_storage import open_simulated
-from ckptcore_tiers.backed_places import BackedDirectory
+from ckptcore_tiers.fallback_places import FallbackStorage
 
 from ckptcore.builtin.local import open_local
 from ckptcore.commit.fences import FencedStore
@@ -68,7 +68,7 @@ def test_storages_before_others_pass_it_on(storage: StorageBackend) -> None:
         subdirectory(storage, "a"),
         subdirectory(subdirectory(storage, "a"), "b"),
         with_faults(storage, FaultPlan()),
-        BackedDirectory(storage, "step", memory_storage(), "step"),
+        FallbackStorage(storage, "step", memory_storage(), "step"),
     ):
         assert before.capabilities == storage.capabilities
         assert requests_of(before) == requests_of(storage)
@@ -91,7 +91,7 @@ def test_a_subdirectory_has_the_capabilities_of_its_storage(storage: StorageBack
     assert seen == [["a/data"]] and list(storage.list()) == []
 
 
-@pytest.mark.parametrize("kind", [Subdirectory, AtomicSubdirectories, FencedStore, BackedDirectory, FaultyStorage])
+@pytest.mark.parametrize("kind", [Subdirectory, AtomicSubdirectories, FencedStore, FallbackStorage, FaultyStorage])
 def test_storages_before_others_forward_every_method(kind: type[StorageBackend]) -> None:
     names = {name for name in vars(StorageBackend) if not name.startswith("_")}
     inherited = {name for name in names if getattr(kind, name) is getattr(StorageBackend, name)}

@@ -167,7 +167,7 @@ def test_a_far_tier_that_is_away_stops_no_save_and_is_tried_again(
         tiers.wait_for_uploads(60)
         assert tiers.uploads.error is None
     assert steps_in(far) == [1, 2, 3]
-    assert sum(record.levelno == logging.WARNING for record in caplog.records if "take a step" in record.message) == 1
+    assert sum(record.levelno == logging.WARNING for record in caplog.records if "cannot upload a step" in record.message) == 1
 
 
 @pytest.mark.usefixtures("quick")
@@ -294,9 +294,9 @@ def test_metadata_of_the_directory_goes_with_the_far_tier(near: str, far: str) -
 
 def test_tiers_do_not_lie_in_each_other(near: str) -> None:
     for other in (near, f"{near}/inside"):
-        with pytest.raises(InvalidLocationError, match="directory of its own"):
+        with pytest.raises(InvalidLocationError, match="separate directories"):
             Checkpointer(TieredDirectory(NearTier(other), near))
-        with pytest.raises(InvalidLocationError, match="directory of its own"):
+        with pytest.raises(InvalidLocationError, match="separate directories"):
             Checkpointer(TieredDirectory(NearTier(lambda: near), other))
 
 

@@ -1,16 +1,15 @@
 """Tiers: save steps to a fast directory, and upload them to the directory of the run in the background.
 
-near_tier           options of the fast directory
-tiered_directory    the two directories as the user describes them: `TieredDirectory`
-tiered_steps        the steps of both: which copy is loaded
+near_tier           `NearTier`: options of the fast directory
+tiered_directory    `TieredDirectory`: the two directories, as the user describes them
+tiered_steps        the steps of both directories, and which copy of a step is loaded
 tiered_run          the directories while a job owns them: targets of saves, retention, deletion
-uploads             the part of a process in the uploads of a run
-uploader            uploads steps on a thread; `status` holds its state, `sending` copies a step
-host_groups         the processes of a job by the directory that they see
-host_saves          the strategy of a save into a directory of each host
-hosts               near directories of single hosts: which processes share one, which steps are on all
-host_sending        uploads of steps that are on several hosts
-backed_places       steps of which missing objects are read from the far copy
+uploads             the role of one process in the uploads of a run
+uploader            uploads steps on a thread; `status` has its state, `sending` copies one step
+hosts               groups of processes that share a near directory, and the steps that all hosts have
+host_saves          save strategy that writes to a directory of each host
+host_sending        uploads of steps that are spread over several hosts
+fallback_places     steps whose missing objects are read from the far directory
 """
 
 from ckptcore_tiers.near_tier import NearTier

@@ -1,12 +1,13 @@
-"""Saves into directories of single hosts.
+"""`HostSave`: a save to separate near directories of several hosts.
 
-A checkpoint has every element once, on one of the hosts that hold it. A host whose disk the others do not see would
-have to read from elsewhere what it held itself, and could not before that is uploaded. So each host has copies of it,
-beside its part of the checkpoint: a small checkpoint of each process, of which nothing is told to anybody else.
+A checkpoint stores every element once, on one host. A host cannot read the directories of other
+hosts. To load a replicated array that another host wrote, it would have to wait for the upload and
+read the far directory. Therefore each host also stores copies of such arrays: each process writes a
+small checkpoint of copies, which only its host uses.
 
-Nothing is committed on any host before every process of the job has written. Then the leader makes the root, every host
-gets it, and the first process of each commits it there. If a host dies in between, the step is on some hosts and not on
-all: it does not count.
+No host commits before every process of the job has written. Then the leader builds the root and
+sends it to every host, and the first process of each host commits it there. If a host fails in
+between, only some hosts have the step, and it is incomplete: it is not loaded.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import base64
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -34,62 +35,66 @@ from ckptcore.saving.requests import NOTHING_COMMITTED, Save, SaveDraft, fail_ev
 from ckptcore.saving.roots import build_root, encode
 from ckptcore.saving.tree_descriptions import TreeDescription
 from ckptcore.saving.writing import PlainCommit, PlainSave
-from ckptcore_tiers.host_groups import Hosts, OnHosts, note_key
+from ckptcore_tiers.hosts import Hosts, shards_key
 
-__all__ = ["CopyDescription", "Held", "HostSave", "copied_boxes"]
+__all__ = ["HostSave", "ReplicaShards", "copied_boxes"]
 
-Held = Mapping[int, Sequence[Shard]]
-"""By leaf of a tree, the boxes that a process holds and others hold too."""
+ReplicaShards = Mapping[int, Sequence[Shard]]
+"""For each leaf of a tree, the shards of a process that have replicas on other processes."""
 
 _FIRST_STAGE: Final = "held"
-"""Where the others wait for a process that cannot go on with a save that it has described."""
+"""First stage of a save after planning. A process that failed to plan reports its error there."""
 
 _LAYOUT: Final = "safetensors"
-"""How copies are laid out, whatever the layout of the checkpoint: it stores any array as it is."""
+"""Layout of copies, whatever the layout of the checkpoint. It can store any array unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostSave(PlainSave):
-    """Write into a directory of each host, with copies of what the host holds and others write.
+    """Save to a directory of each host, with copies of the replicated arrays that other hosts write.
 
     Attributes:
-        on_hosts: the hosts, and what the leader tells them.
+        hosts: groups of processes that share a near directory.
+        message: called on the leader: returns a message that every process gets with the root.
+        receive: called on every process with that message, once all hosts have committed the step.
     """
 
-    on_hosts: OnHosts
+    hosts: Hosts
+    message: Callable[[], JSON]
+    receive: Callable[[JSON], None]
 
     def prepare(self, draft: SaveDraft) -> Save:
         """Plan the parts, and the copies for this host."""
-        if len(self.on_hosts.hosts.groups) == 1:
+        if len(self.hosts.groups) == 1:
             return PlainSave.prepare(self, draft)
         try:
             save = draft.plan(self)
         except BaseException as error:  # noqa: BLE001  # sent to the other ranks, then raised
             fail_everywhere(draft.save.agreement, _FIRST_STAGE, error)
-        return replace(save, parts=[*save.parts, *_plan_copies(save, self.on_hosts.hosts)])
+        return replace(save, parts=[*save.parts, *_plan_copies(save, self.hosts)])
 
     def begin(self, save: Save) -> SaveCommit:
         """Return the commit of a save."""
-        return _HostCommit(save, self.on_hosts)
+        return _HostCommit(save, self)
 
 
 @dataclass(frozen=True, slots=True)
-class CopyDescription:
-    """What a process copies of a tree for its host: a tree of its own, with each box as an array.
+class _HostCopies:
+    """The boxes of a tree that a process copies for its host, as a separate tree with an array for each box.
 
     Attributes:
-        of: the tree.
-        source: the boxes of that tree, one to an item.
+        tree: the original tree.
+        source: plan with the boxes of the original tree, one box per item.
     """
 
-    of: TreeDescription
+    tree: TreeDescription
     source: WritePlan
 
     def part(self, directory: str, rank: int, plugins: Plugins) -> SavePart:
-        """What is written.
+        """Return the part of the save that writes the copies.
 
         Args:
-            directory: of the tree within the checkpoint.
+            directory: directory of the original tree within the checkpoint.
             rank: of this process.
             plugins: to find the layout.
         """
@@ -109,15 +114,15 @@ class CopyDescription:
 
     def copy(self, item: WriteItem, memory: HostMemory) -> Sequence[Pending[HostArray]]:
         """See `ArraySource`."""
-        return self.of.copy(self.source.items[item.leaf], memory)
+        return self.tree.copy(self.source.items[item.leaf], memory)
 
     def view(self, item: WriteItem) -> Sequence[Pending[HostArray]]:
         """See `ArraySource`."""
-        return self.of.view(self.source.items[item.leaf])
+        return self.tree.view(self.source.items[item.leaf])
 
 
 def _plan_copies(save: Save, hosts: Hosts) -> Sequence[SavePart]:
-    """Plan copies of what this host holds and others write. On every rank; blocks until all hosts have looked."""
+    """Plan copies of the replicated arrays that other hosts write. Every rank must call this, and waits for all."""
     agreement, save_id = save.agreement, save.info.save_id
     rank, size = agreement.rank, agreement.size
     trees = {
@@ -125,8 +130,8 @@ def _plan_copies(save: Save, hosts: Hosts) -> Sequence[SavePart]:
         for number, part in enumerate(save.parts)
         if isinstance(part.source, TreeDescription) and not part.own
     }
-    held = {number: _replicated(description) for number, (_, description) in trees.items()}
-    on_host = _exchange(agreement, save.target.location.parent, hosts, save_id, held)
+    own = {number: _replicated_shards(description) for number, (_, description) in trees.items()}
+    on_host = _exchange_shards(agreement, save.target.location.parent, hosts, save_id, own)
     copies: list[SavePart] = []
     with agreement.stage("copies", meaning=NOTHING_COMMITTED):
         for number, (part, description) in trees.items():
@@ -140,35 +145,36 @@ def _plan_copies(save: Save, hosts: Hosts) -> Sequence[SavePart]:
             if items:
                 source = WritePlan(tree, tuple(items), 0, 1, save_id, description.name)
                 plugins = runtime_of(save.context).registry
-                copies.append(CopyDescription(description, source).part(part.directory, rank, plugins))
+                copies.append(_HostCopies(description, source).part(part.directory, rank, plugins))
     return copies
 
 
 def copied_boxes(
-    tree: TreeMetadata, held: Mapping[int, Held], owners: Mapping[int, Owners] | None, rank: int
+    tree: TreeMetadata, shards_by_rank: Mapping[int, ReplicaShards], owners: Mapping[int, Owners] | None, rank: int
 ) -> Iterator[tuple[int, Box]]:
-    """The boxes that one process copies for its host, each with its leaf: those that no process of the host writes of what it holds.
+    """Return the boxes that one process copies for its host, each with its leaf.
 
-    Several processes of a host that hold one box take turns. Every one finds its own from what is told of the boxes
-    that it holds, so that it need not know of other arrays.
+    These are the boxes of its shards that no process of its host writes to the checkpoint.
+    Processes with the same shard share the work. Each process computes its own boxes from its own
+    shards only.
 
     Args:
         tree: of the whole job.
-        held: by rank on this host, what it holds.
-        owners: of what this process holds, which replicas write which cells.
+        shards_by_rank: for each rank on this host, its replicated shards.
+        owners: for each leaf of this process, the replicas that write each cell.
         rank: the process.
     """
-    here: dict[tuple[int, Box], dict[int, int]] = {}
-    for other, of_rank in sorted(held.items()):
+    on_host: dict[tuple[int, Box], dict[int, int]] = {}
+    for other, of_rank in sorted(shards_by_rank.items()):
         for leaf, shards in of_rank.items():
             for shard in shards:
-                here.setdefault((leaf, shard.box), {})[shard.replica] = other
-    for leaf, shards in sorted(held[rank].items()):
+                on_host.setdefault((leaf, shard.box), {})[shard.replica] = other
+    for leaf, shards in sorted(shards_by_rank[rank].items()):
         record = tree.leaves[leaf]
         assert isinstance(record, ArrayRecord)  # only arrays have shards
         of_leaf = None if owners is None else owners.get(leaf)
         for shard in {shard.box: shard for shard in shards}.values():
-            replicas = here[leaf, shard.box]
+            replicas = on_host[leaf, shard.box]
             if len(replicas) == shard.replicas or not shard.box.size:
                 continue
             ranks = sorted(set(replicas.values()))
@@ -177,101 +183,108 @@ def copied_boxes(
                     yield leaf, cell
 
 
-def _replicated(description: TreeDescription) -> Held:
+def _replicated_shards(description: TreeDescription) -> ReplicaShards:
     shared = {
         leaf: tuple([shard for shard in shards if shard.replicas > 1]) for leaf, shards in description.held.here.items()
     }
     return {leaf: shards for leaf, shards in shared.items() if shards}
 
 
-def _exchange(
-    agreement: Agreement, store: StorageBackend, hosts: Hosts, save_id: str, own: Mapping[int, Held]
-) -> Mapping[int, Mapping[int, Held]]:
-    """By rank on this host, what it holds of each tree; told in the directory of the host, so that it is told to no other.
+def _exchange_shards(
+    agreement: Agreement, store: StorageBackend, hosts: Hosts, save_id: str, own: Mapping[int, ReplicaShards]
+) -> Mapping[int, Mapping[int, ReplicaShards]]:
+    """Return the replicated shards of every rank on this host, by rank and number of the part.
+
+    The processes exchange them as objects in the near directory, so that no data is sent to other
+    hosts.
 
     Args:
         agreement: of the save.
-        store: the directory of the steps on this host.
-        hosts: who is where.
+        store: near directory of this host.
+        hosts: groups of processes that share a near directory.
         save_id: the save.
-        own: by number of the part, what this process holds.
+        own: shards of this process, by number of the part.
     """
-    beside = hosts.beside(agreement.rank)
-    key = note_key(save_id, agreement.rank)
+    ranks = hosts.group_of(agreement.rank)
+    key = shards_key(save_id, agreement.rank)
     try:
         with agreement.stage(_FIRST_STAGE, meaning=NOTHING_COMMITTED):
-            if len(beside) > 1:
-                store.put(key, json.dumps(_told(own)).encode("ascii"))
+            if len(ranks) > 1:
+                store.put(key, json.dumps(_encode_shards(own)).encode("ascii"))
         if max(map(len, hosts.groups)) == 1:
             return {agreement.rank: own}
         with agreement.stage("beside", meaning=NOTHING_COMMITTED):
-            found = {rank: _heard(json.loads(store.get(note_key(save_id, rank)))) for rank in beside if len(beside) > 1}
+            found = {
+                rank: _decode_shards(json.loads(store.get(shards_key(save_id, rank))))
+                for rank in ranks
+                if len(ranks) > 1
+            }
         return {**found, agreement.rank: own}
     finally:
-        if len(beside) > 1:
+        if len(ranks) > 1:
             store.delete([key])
 
 
-def _told(held: Mapping[int, Held]) -> list[JSON]:
+def _encode_shards(shards_by_part: Mapping[int, ReplicaShards]) -> list[JSON]:
     return [
         [number, leaf, list(shard.box.start), list(shard.box.stop), shard.replica, shard.replicas]
-        for number, of_tree in held.items()
+        for number, of_tree in shards_by_part.items()
         for leaf, shards in of_tree.items()
         for shard in shards
     ]
 
 
-def _heard(told: Any) -> Mapping[int, Held]:
-    held: dict[int, dict[int, list[Shard]]] = {}
-    for number, leaf, start, stop, replica, replicas in told:
+def _decode_shards(encoded: Any) -> Mapping[int, ReplicaShards]:
+    shards_by_part: dict[int, dict[int, list[Shard]]] = {}
+    for number, leaf, start, stop, replica, replicas in encoded:
         shard = Shard(Box(tuple(start), tuple(stop)), replica, replicas)
-        held.setdefault(number, {}).setdefault(leaf, []).append(shard)
-    return held
+        shards_by_part.setdefault(number, {}).setdefault(leaf, []).append(shard)
+    return shards_by_part
 
 
 class _HostCommit(PlainCommit):
-    """The commit of a save into a directory of each host: the leader builds the root, and every host commits it."""
+    """Commit of a `HostSave`: the leader builds the root, and the first process of each host commits it there."""
 
-    commit_meaning = "the step is not on all hosts, and does not count"
+    commit_meaning = "the step is incomplete, because not all hosts have it"
 
-    def __init__(self, save: Save, on_hosts: OnHosts) -> None:
-        """Claim nothing yet."""
+    def __init__(self, save: Save, strategy: HostSave) -> None:
         super().__init__(save)
-        self._on_hosts = on_hosts
-        self._told: JSON = None
+        self._strategy = strategy
+        self._message: JSON = None
 
     def claim(self) -> None:
         """Claim the location on the first process of each host."""
         rank = self._save.agreement.rank
-        if rank == self._on_hosts.hosts.first_of(rank):
+        if rank == self._strategy.hosts.first_of(rank):
             self._take_claim()
 
     @property
     def store(self) -> StorageBackend:
-        """The storage of the claim on this host.
+        """Storage of the claim on this host.
 
         Raises:
-            NotSharedError: this process does not see the claim of its host.
+            NotSharedError: if this process does not see the claim of its host.
         """
         if self._claim is None and self._followed is None:
             expect_claim(self._save.info.claimed, self._save.target.location)
         return super().store
 
     def commit(self, payloads: Sequence[object]) -> None:
-        """Build the root on the leader; commit the same bytes on each host."""
-        whole: Any = self._save.agreement.lead("root", functools.partial(self._compose, payloads))
-        self._told = whole["told"]
+        """Build the root on the leader, and commit the same bytes on each host."""
+        built: Any = self._save.agreement.lead("root", functools.partial(self._build_root, payloads))
+        self._message = built["message"]
         if self._claim is None:
             return
         if self._save.agreement.rank != 0:
-            for key, text in whole["objects"].items():
-                self._claim.store.put(key, _bytes(text))
+            for key, text in built["objects"].items():
+                self._claim.store.put(key, base64.b64decode(text))
         if self._save.target.before_commit is not None:
             self._save.target.before_commit()
-        self._claim.commit(_bytes(whole["root"]), {key: _bytes(text) for key, text in whole["parts"].items()})
+        parts = {key: base64.b64decode(text) for key, text in built["parts"].items()}
+        self._claim.commit(base64.b64decode(built["root"]), parts)
 
-    def _compose(self, payloads: Sequence[object]) -> JSON:
-        """The root, what it names, and the objects that the leader wrote to finish the parts."""
+    def _build_root(self, payloads: Sequence[object]) -> JSON:
+        """Return the root and its tables, the objects that the leader wrote to finish the parts, and the message."""
         save, store = self._save, self.store
         if save.agreement.size > 1:
             save.take_receipts(payloads)
@@ -279,27 +292,23 @@ class _HostCommit(PlainCommit):
         with save.recording.phase("commit"):
             root, tables = encode(build_root(save.info, save.parts, store, save.context, save.recording))
         return {
-            "root": _text(root),
-            "parts": {key: _text(data) for key, data in tables.items()},
-            "objects": {key: _text(store.get(key)) for key in store.list() if key not in before},
-            "told": self._on_hosts.tell(),
+            "root": _to_base64(root),
+            "parts": {key: _to_base64(data) for key, data in tables.items()},
+            "objects": {key: _to_base64(store.get(key)) for key in store.list() if key not in before},
+            "message": self._strategy.message(),
         }
 
     def settle(self, error: Exception | None) -> None:
-        """Take what the leader tells all hosts, if all have committed."""
+        """Pass the leader's message on, if all hosts have committed."""
         if error is not None:
             raise error
-        self._on_hosts.hear(self._told)
+        self._strategy.receive(self._message)
 
     def abort(self) -> None:
-        """Remove what was written on this host. A host that has committed keeps it, and it does not count."""
+        """Remove the objects written on this host. A host that has committed keeps an incomplete step."""
         if self._claim is not None:
             self._claim.abort()
 
 
-def _text(data: bytes) -> str:
+def _to_base64(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
-
-
-def _bytes(text: str) -> bytes:
-    return base64.b64decode(text)

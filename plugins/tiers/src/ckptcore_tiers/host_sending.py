@@ -1,9 +1,10 @@
-"""Uploads of steps that are on several hosts: each host sends its part.
+"""Uploads of steps that are spread over several hosts: each host sends its part.
 
-The processes exchange messages as objects in the far directory, below ``.ckptcore/uploads``, so that an upload may take
-hours without a process that waits in an exchange. The leader claims the step's place and writes which step it sends.
-The first process of each other host looks there every few seconds, sends its objects into the claim, and writes a mark.
-When all marks exist, the leader commits.
+An upload can take hours, so the processes do not wait for each other in an exchange of the job.
+They communicate through objects in the far directory, under ``.ckptcore/uploads``. The leader
+claims the location of the step, and writes a message with the step. The first process of each other
+host polls for the message, sends its objects to the claim, and writes a mark. When all marks exist,
+the leader commits.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.preparing import save_created
 from ckptcore.training.steps import StepDirectory
-from ckptcore_tiers.host_groups import Hosts
+from ckptcore_tiers.hosts import Hosts
 
-__all__ = ["HostSender", "SendsFromHosts"]
+__all__ = ["HostSender", "LeaderSender"]
 
 logger = logging.getLogger("ckptcore.tiers")
 
@@ -51,13 +52,13 @@ _LAST_POLL_SECONDS: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _HostPart:
     """The part of a step on one host.
 
     Attributes:
-        manifest: its objects; the root is that of the whole step.
-        late: roots of checkpointables and their tables, which are sent when all else is.
-        expected: by key, the bytes of the objects that the root lists, whoever has them.
+        manifest: its objects, with the root of the whole step.
+        late: roots of checkpointables and their tables, which are sent last.
+        expected: sizes in bytes of all objects in the root, by key, also those on other hosts.
     """
 
     manifest: Manifest
@@ -65,18 +66,19 @@ class _Part:
     expected: dict[str, int]
 
 
-def _read_part(location: Location) -> _Part:
+def _read_host_part(location: Location) -> _HostPart:
     """Read the part of a step on this host.
 
     Raises:
-        CheckpointNotFoundError: if the step is not there.
-        CorruptCheckpointError: if a root cannot be read, or an object has another size than it was written with.
+        CheckpointNotFoundError: if the step does not exist.
+        CorruptCheckpointError: if a root cannot be read, or an object does not have its size in the
+            root.
     """
     store = location.store
     data = root_bytes(store)
     root = None if data is None else parse_root(store, data)
     if data is None or root is None or isinstance(root, Claimed | PartialSave):
-        raise CheckpointNotFoundError(f"there is no committed step at {location.display}; it was deleted")
+        raise CheckpointNotFoundError(f"{location.display}: no committed step; it was deleted")
     known: dict[str, ObjectRecord] = dict(root.objects) if isinstance(root, Root) else {}
     late: set[str] = set()
     for entry in store.list_names() if not isinstance(root, Root) else ():
@@ -89,26 +91,30 @@ def _read_part(location: Location) -> _Part:
     records: list[ObjectRecord] = []
     for key in store.list():
         if key in own or HOST_COPIES in key.split("/")[:2]:
-            continue  # copies are for this host
+            continue  # only this host uses the copies
         size = store.size(key)
         record = known.get(key, ObjectRecord(key, size))
         if record.size != size:
             raise CorruptCheckpointError(
-                f"{key} in {location.display} has {size} bytes, where {record.size} were written", key=key
+                f"{key} in {location.display} has {size} bytes, but {record.size} bytes were written", key=key
             )
         records.append(ObjectRecord(key, size, record.checksums) if key in known else record)
     stored = StoredRoot("", data, {key: store.get(key) for key in root.parts})
-    return _Part(
+    return _HostPart(
         Manifest.of(location, Mark(data), stored, (), [record for record in records if record.key not in late]),
         tuple([record for record in records if record.key in late]),
         {key: record.size for key, record in known.items()},
     )
 
 
-def _send_part(
-    part: _Part, store: StorageBackend, context: Context, sent: Callable[[int], None], is_stopped: Callable[[], bool]
+def _send_host_part(
+    part: _HostPart,
+    store: StorageBackend,
+    context: Context,
+    sent: Callable[[int], None],
+    is_stopped: Callable[[], bool],
 ) -> int:
-    """Send the part of a host. Return the bytes sent."""
+    """Send the part of a host. Return the number of bytes sent."""
     transfer = Transfer(
         part.manifest.location.store, store, runtime_of(context).io_threads, sent=sent, is_stopped=is_stopped
     )
@@ -117,21 +123,21 @@ def _send_part(
     return transfer.counts.sent_bytes
 
 
-def _mark(copy_id: str, rank: int) -> str:
+def _mark_key(copy_id: str, rank: int) -> str:
     return f"{_UPLOADS}/{copy_id}.{rank}"
 
 
-class SendsFromHosts:
-    """On the leader: the `Send` that sends steps together with the other hosts."""
+class LeaderSender:
+    """The `StepSender` of the leader, which sends steps together with the `HostSender`s of the other hosts."""
 
     def __init__(self, near: StepDirectory, far: StepDirectory, store: StorageBackend, hosts: Hosts, context: Context):
         """Delete the message of an earlier run.
 
         Args:
-            near: the directory of this host.
-            far: where steps go.
-            store: the storage, opened there.
-            hosts: who is where.
+            near: near directory of this host.
+            far: the far directory.
+            store: storage of the far directory.
+            hosts: groups of processes that share a near directory.
             context: options.
         """
         self._near = near
@@ -151,13 +157,13 @@ class SendsFromHosts:
         is_stopped: Callable[[], bool],
         before_commit: Callable[[], None],
     ) -> int:
-        """See `Send`. Counts the bytes of this host."""
+        """See `StepSender`. Progress and result count only the bytes of this host."""
         context = self._context
         durable = context.durability == "full"
         near = resolve_location(
             self._near.place(step), runtime_of(context).registry, durable=False, config=context.storage
         )
-        part = _read_part(near)
+        part = _read_host_part(near)
         copy_id, total = part.manifest.copy_id, part.manifest.nbytes
         to = resolve_location(
             Within(self._far.directory, name), runtime_of(context).registry, durable=durable, config=context.storage
@@ -170,27 +176,27 @@ class SendsFromHosts:
 
         def count(nbytes: int) -> None:
             nonlocal done
-            done += nbytes  # a byte that two threads count at once is one fewer for the eye
+            done += nbytes  # not atomic: concurrent updates only make the progress imprecise
             progress(done, total)
 
         try:
             claim.show_claim()
             self._store.put(_CURRENT, json.dumps({"step": step, "name": name, "copy_id": copy_id}).encode())
-            sent = _send_part(part, claim.store, context, count, is_stopped)
+            sent = _send_host_part(part, claim.store, context, count, is_stopped)
             self._wait_for_others(copy_id, is_stopped)
             self._expect_sizes(part, claim.store)
             root = part.manifest.root
-            assert root is not None  # `_read_part` found it
+            assert root is not None  # `_read_host_part` always sets it
             before_commit()
             claim.commit(root.data, root.parts)
         except BaseException:
             claim.leave()
             raise
-        self._store.delete([_CURRENT, *[_mark(copy_id, rank) for rank in self._others]])
+        self._store.delete([_CURRENT, *[_mark_key(copy_id, rank) for rank in self._others]])
         return sent
 
     def _wait_for_others(self, copy_id: str, is_stopped: Callable[[], bool]) -> None:
-        missing = {_mark(copy_id, rank) for rank in self._others}
+        missing = {_mark_key(copy_id, rank) for rank in self._others}
         pause = _FIRST_POLL_SECONDS
         while missing := missing.difference(self._store.list(_UPLOADS)):
             if is_stopped():
@@ -198,11 +204,12 @@ class SendsFromHosts:
             time.sleep(pause)
             pause = min(2 * pause, _LAST_POLL_SECONDS)
 
-    def _expect_sizes(self, part: _Part, store: StorageBackend) -> None:
+    def _expect_sizes(self, part: _HostPart, store: StorageBackend) -> None:
         """Check that every object in the root has arrived.
 
         Raises:
-            StorageError: one has not; the next try sends it.
+            StorageError: if an object is missing or has another size. The next attempt sends it
+                again.
         """
         for key, size in part.expected.items():
             try:
@@ -210,11 +217,11 @@ class SendsFromHosts:
             except ObjectNotFoundError:
                 found = None
             if found != size:
-                rank_marks = [_mark(part.manifest.copy_id, rank) for rank in self._others]
-                self._store.delete(rank_marks)  # so that every host sends again
+                marks = [_mark_key(part.manifest.copy_id, rank) for rank in self._others]
+                self._store.delete(marks)  # so that every host sends its part again
                 raise StorageError(
-                    f"{key} has {'not arrived' if found is None else f'{found} bytes'} in {self._far.display}, where "
-                    f"{size} bytes were to be sent by the host that wrote it; it is sent again"
+                    f"{key} in {self._far.display} {'is missing' if found is None else f'has {found} bytes'}: expected "
+                    f"{size} bytes from the host that wrote it; the hosts send the step again"
                 )
 
     def close(self, run: str) -> None:
@@ -222,11 +229,11 @@ class SendsFromHosts:
         try:
             self._store.put(_CURRENT, json.dumps({"closed": run}).encode())
         except StorageError as error:
-            logger.warning("the other hosts are not told that uploads are over, and wait for a while: %s", error)
+            logger.warning("cannot tell the other hosts that uploads are done; they wait for a while: %s", error)
 
 
 class HostSender:
-    """On the first process of another host: sends the parts of its host that the leader asks for, on a thread."""
+    """Sends the parts of one host that the leader requests, on a thread of the first process of that host."""
 
     def __init__(
         self, rank: int, run: str, near: StepDirectory, far: StepDirectory, store: StorageBackend, context: Context
@@ -235,10 +242,10 @@ class HostSender:
 
         Args:
             rank: of this process.
-            run: what all processes of this run call it.
-            near: the directory of this host.
-            far: where steps go.
-            store: the storage, opened there.
+            run: id of the run, equal on all processes.
+            near: near directory of this host.
+            far: the far directory.
+            store: storage of the far directory.
             context: options.
         """
         self._rank = rank
@@ -249,20 +256,20 @@ class HostSender:
         self._context = context
         self._ended = threading.Event()
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="ckptcore-upload", daemon=True)
+        self._thread = threading.Thread(target=self._poll, name="ckptcore-upload", daemon=True)
         self._thread.start()
 
     def close(self, seconds: float | None) -> None:
-        """Wait until the leader sends no more, at most so many seconds; None: without limit."""
+        """Wait until the leader closes its uploads, at most `seconds` (None: no limit), then stop."""
         self._ended.wait(seconds)
         self.stop()
 
     def stop(self) -> None:
-        """Stop after the current piece. Further calls do nothing."""
+        """Stop after the current transfer. Further calls do nothing."""
         self._stopped.set()
         self._thread.join()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         pause = _FIRST_POLL_SECONDS
         while not self._stopped.is_set():
             try:
@@ -270,34 +277,34 @@ class HostSender:
                     pause = _FIRST_POLL_SECONDS
             except CancelledError:
                 return
-            except Exception as error:  # noqa: BLE001  # tried again; the leader tells what is not uploaded
-                logger.warning("%s sends nothing to %s now: %s", self._near.display, self._far.display, error)
+            except Exception as error:  # noqa: BLE001  # retried; the leader reports steps that are not uploaded
+                logger.warning("cannot send from %s to %s, retrying: %s", self._near.display, self._far.display, error)
             if self._ended.is_set():
                 return
             self._stopped.wait(pause)
             pause = min(2 * pause, _LAST_POLL_SECONDS)
 
     def _send_current(self) -> bool:
-        """Send what the leader asks for. Return whether it asked for a step."""
+        """Send the part of the step in the leader's message. Return True if it was sent."""
         try:
-            told: Any = json.loads(self._store.get(_CURRENT, 0, _CURRENT_BYTES))
+            message: Any = json.loads(self._store.get(_CURRENT, 0, _CURRENT_BYTES))
         except (ObjectNotFoundError, ValueError):
             return False
-        if not isinstance(told, dict):
+        if not isinstance(message, dict):
             return False
-        if told.get("closed") == self._run:
+        if message.get("closed") == self._run:
             self._ended.set()
             return False
-        step, name, copy_id = told.get("step"), told.get("name"), told.get("copy_id")
+        step, name, copy_id = message.get("step"), message.get("name"), message.get("copy_id")
         if not isinstance(step, int) or not isinstance(name, str) or self._far.names.parse(name) != step:
             return False
-        if not self._near.is_committed(step) or _mark(str(copy_id), self._rank) in self._store.list(_UPLOADS):
+        if not self._near.is_committed(step) or _mark_key(str(copy_id), self._rank) in self._store.list(_UPLOADS):
             return False
         context = self._context
         near = resolve_location(
             self._near.place(step), runtime_of(context).registry, durable=False, config=context.storage
         )
-        part = _read_part(near)
+        part = _read_host_part(near)
         if part.manifest.copy_id != copy_id:
             return False  # another save of the step
         durable = context.durability == "full"
@@ -309,14 +316,14 @@ class HostSender:
         if not isinstance(claimed, Claimed) or claimed.save_id != copy_id:
             return False
         try:
-            _send_part(part, store, context, _count_nothing, self._stopped.is_set)
+            _send_host_part(part, store, context, _ignore_progress, self._stopped.is_set)
         except CheckpointError:
             if not self._near.look_again(step):
                 return False  # deleted meanwhile
             raise
-        self._store.put(_mark(part.manifest.copy_id, self._rank), b"")
+        self._store.put(_mark_key(part.manifest.copy_id, self._rank), b"")
         return True
 
 
-def _count_nothing(nbytes: int) -> None:
-    """Ignore progress: only the leader reports it."""
+def _ignore_progress(nbytes: int) -> None:
+    """Do nothing: only the leader reports progress."""

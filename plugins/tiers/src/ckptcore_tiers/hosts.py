@@ -1,11 +1,12 @@
-"""Near directories of single hosts: which processes share one, and which steps are on all hosts."""
+"""Near directories of hosts: groups of processes that share one, and the steps that all hosts have."""
 
 from __future__ import annotations
 
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
 from ckptcore.commit.location import Location, Place, Within, resolve_location
 from ckptcore.commit.root import Claimed, PartialSave, Root, new_save_id
@@ -26,75 +27,116 @@ from ckptcore.model.tree import JSON
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
 from ckptcore.training.steps import StepDirectory
-from ckptcore_tiers.host_groups import HOST_PROBES, Hosts
 
-__all__ = ["HostSteps", "agreed_steps", "find_hosts", "is_whole_here"]
+__all__ = ["HostSteps", "Hosts", "find_hosts", "has_its_sizes_on_host", "shards_key"]
 
 logger = logging.getLogger("ckptcore.tiers")
 
+_HOST_PROBES: Final = f"{ADMINISTRATION}/host-"
+"""Prefix of keys of temporary objects by which processes of one host find each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """The processes of a job, grouped by the near directory that they share.
+
+    Attributes:
+        groups: ranks of each host, ascending. Each rank is in one group. The first rank of a group
+            acts for its host.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+
+    def group_of(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks on the host of a rank, including that rank."""
+        return next(group for group in self.groups if rank in group)
+
+    def first_of(self, rank: int) -> int:
+        """Return the first rank on the host of a rank."""
+        return self.group_of(rank)[0]
+
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        """The first rank of each host."""
+        return tuple([group[0] for group in self.groups])
+
+
+def shards_key(save_id: str, rank: int) -> str:
+    """Return the key of the object with which a process tells the others on its host during a save which shards it has.
+
+    `find_hosts` removes objects that a killed job left.
+    """
+    return f"{_HOST_PROBES}{save_id}.{rank}"
+
 
 def find_hosts(agreement: Agreement, store: StorageBackend) -> Hosts:
-    """Find out which processes see the same directory: each writes an object and lists those of others. On every rank.
+    """Find the processes that share a near directory. Every rank must call this.
+
+    Each process writes an object, and lists the objects of the other processes.
 
     Args:
-        agreement: with the other processes.
-        store: the storage, opened at the directory of this process.
+        agreement: exchange with the other processes.
+        store: near directory of this process.
 
     Raises:
-        NotSharedError: if one process sees what another one put, and that does not see the same.
+        NotSharedError: if processes that see each other's objects do not all see the same objects.
     """
     if agreement.size == 1:
         return Hosts(((0,),))
     token = agreement.lead("token", lambda: secrets.token_hex(8))
-    key = f"{HOST_PROBES}{token}.{agreement.rank}"
+    key = f"{_HOST_PROBES}{token}.{agreement.rank}"
     try:
         with agreement.stage("put"):
             store.put(key, b"")
         with agreement.stage("seen") as stage:
-            there = [found for found in store.list(ADMINISTRATION) if found.startswith(HOST_PROBES)]
+            probes = [found for found in store.list(ADMINISTRATION) if found.startswith(_HOST_PROBES)]
             stage.payload = sorted(
-                int(found.rpartition(".")[2]) for found in there if found.startswith(f"{HOST_PROBES}{token}.")
+                int(found.rpartition(".")[2]) for found in probes if found.startswith(f"{_HOST_PROBES}{token}.")
             )
-        told = stage.payloads
-        groups: list[list[int]] = agreement.lead("hosts", lambda: _groups(told))
+        seen = stage.payloads
+        groups: list[list[int]] = agreement.lead("hosts", lambda: _group_ranks(seen))
         if agreement.rank == next(group[0] for group in groups if agreement.rank in group):
-            store.delete(
-                [found for found in there if f"{HOST_PROBES}{token}." not in found]
-            )  # of jobs that were killed
+            # Remove the objects of killed jobs.
+            store.delete([found for found in probes if f"{_HOST_PROBES}{token}." not in found])
         return Hosts(tuple([tuple(group) for group in groups]))
     finally:
         store.delete([key])
 
 
-def _groups(told: Sequence[Any]) -> list[list[int]]:
+def _group_ranks(seen: Sequence[Any]) -> list[list[int]]:
+    """Group ranks that see the same objects.
+
+    Args:
+        seen: for each rank, the ranks whose objects it sees.
+    """
     groups: list[list[int]] = []
-    for rank, seen in enumerate(told):
-        if rank not in seen or any(told[other] != seen for other in seen):
+    for rank, visible in enumerate(seen):
+        if rank not in visible or any(seen[other] != visible for other in visible):
             raise NotSharedError(
-                f"rank {rank} sees in its near directory what the ranks {seen} put there, and they do not all see "
-                "the same: expected groups of processes that share a directory, and nothing with other groups; give "
-                "each host a directory of its own"
+                f"the near directory of rank {rank} has files of the ranks {visible}, but these ranks do not all see "
+                "the same files: processes on one host must share one near directory, and hosts must not share it; "
+                "use a separate directory on each host"
             )
-        if seen[0] == rank:
-            groups.append(list(seen))
+        if visible[0] == rank:
+            groups.append(list(visible))
     return groups
 
 
 class HostSteps:
-    """All steps in the near directory of this host, also those that do not count."""
+    """All steps in the near directory of this host, including steps that other hosts lack."""
 
     def __init__(self, steps: StepDirectory, context: Context) -> None:
-        """Look at nothing yet.
+        """Do no I/O.
 
         Args:
-            steps: the directory of this host; of its steps it knows those that count.
+            steps: near directory of this host. It lists only complete steps, which all hosts have.
             context: options.
         """
         self._steps = steps
         self._context = context
 
-    def local(self) -> Mapping[str, JSON]:
-        """Return every step that is committed on this host, with its name and save id. Lists once, and reads each root."""
+    def list_local(self) -> Mapping[str, JSON]:
+        """Return the name and save id of every step that is committed on this host. Lists once, and reads each root."""
         found: dict[str, JSON] = {}
         for step, name in self._steps.list_names().items():
             try:
@@ -103,7 +145,7 @@ class HostSteps:
                     continue
                 summary = summarize_root(data)
             except (CorruptCheckpointError, InvalidLocationError, UnsupportedVersionError) as error:
-                logger.warning("step %d in %s does not count: %s", step, self._steps.display, error)
+                logger.warning("ignoring step %d in %s: %s", step, self._steps.display, error)
                 continue
             if summary.committed:
                 found[str(step)] = [name, summary.save_id]
@@ -112,26 +154,27 @@ class HostSteps:
     def find_names(
         self, agreement: Agreement, list_far: Callable[[], Mapping[int, str]]
     ) -> Sequence[Mapping[int, str]]:
-        """Return the names of the steps that count near, and of those far. On every rank.
+        """Return the names of the complete near steps, and of the far steps. Every rank must call this.
 
         Args:
-            agreement: with the other processes.
-            list_far: lists the far tier, on the leader.
+            agreement: exchange with the other processes.
+            list_far: lists the far directory. Called on the leader.
         """
         with agreement.stage("near") as stage:
-            stage.payload = dict(self.local())
-        told = stage.payloads
+            stage.payload = dict(self.list_local())
+        local = stage.payloads
 
         def find() -> JSON:
             far = {str(step): name for step, name in list_far().items()}
-            agreed = {step: name for step, name in agreed_steps(told).items() if not self._steps.is_hidden(int(step))}
-            return [agreed, far]
+            complete = _steps_on_all_hosts(local)
+            near = {step: name for step, name in complete.items() if not self._steps.is_hidden(int(step))}
+            return [near, far]
 
         found: Any = agreement.lead("list", find)
         return [{int(step): name for step, name in names.items()} for names in found]
 
-    def sweep(self) -> None:
-        """Remove steps of this host that do not count, if a newer one does. Only the owner of the directory may.
+    def delete_incomplete(self) -> None:
+        """Delete steps that other hosts lack, if a newer step is complete. Only for the owner of the directory.
 
         Raises:
             StorageError
@@ -139,10 +182,10 @@ class HostSteps:
         newest = self._steps.latest()
         if newest is None:
             return
-        for text, told in self.local().items():
-            step, name = int(text), str(told[0])  # type: ignore[index]  # as `local` makes it
+        for text, found in self.list_local().items():
+            step, name = int(text), str(found[0])  # type: ignore[index]  # a list, from `list_local`
             if step < newest and step not in self._steps.candidates() and not self._steps.is_hidden(step):
-                logger.info("removing step %d from %s: it is not on all hosts", step, self._steps.display)
+                logger.info("removing step %d from %s: other hosts lack it", step, self._steps.display)
                 durable = self._context.durability == "full"
                 place = Within(self._steps.directory, name)
                 location = resolve_location(
@@ -151,27 +194,27 @@ class HostSteps:
                 location.commits.remove(location, new_save_id(), runtime_of(self._context).conditions)
 
 
-def is_whole_here(place: Place, context: Context) -> bool:
-    """Return whether the objects of a step on this host have the sizes in its root. Other hosts may have the rest.
+def has_its_sizes_on_host(place: Place, context: Context) -> bool:
+    """Return True if the objects of a step on this host have the sizes in its root. Other hosts can have the rest.
 
     Raises:
         CorruptCheckpointError: if a root cannot be read.
     """
     location = resolve_location(place, runtime_of(context).registry, durable=False, config=context.storage)
-    return all(record.size == size for record, size in _objects_here(location).values())
+    return all(record.size == size for record, size in _objects_on_host(location).values())
 
 
-def _objects_here(location: Location) -> Mapping[str, tuple[ObjectRecord, int]]:
-    """Return, by key, the records of the objects on this host, with their actual sizes in bytes.
+def _objects_on_host(location: Location) -> Mapping[str, tuple[ObjectRecord, int]]:
+    """Return the records of the objects on this host by key, with their actual sizes in bytes.
 
     Raises:
-        CheckpointNotFoundError: if the step is not there.
+        CheckpointNotFoundError: if the step does not exist.
         CorruptCheckpointError: if a root cannot be read.
     """
     store = location.store
     root = read_root(store)
     if root is None or isinstance(root, Claimed | PartialSave):
-        raise CheckpointNotFoundError(f"there is no committed step at {location.display}; it was deleted")
+        raise CheckpointNotFoundError(f"{location.display}: no committed step; it was deleted")
     known: dict[str, ObjectRecord] = dict(root.objects) if isinstance(root, Root) else {}
     for entry in store.list_names() if not isinstance(root, Root) else ():
         member = read_root(subdirectory(store, entry[:-1])) if entry.endswith("/") else None
@@ -180,11 +223,11 @@ def _objects_here(location: Location) -> Mapping[str, tuple[ObjectRecord, int]]:
     return {key: (known[key], store.size(key)) for key in store.list() if key in known}
 
 
-def agreed_steps(told: Sequence[Any]) -> dict[str, str]:
-    """Return the names, by step, of those that every process sees on its host, of one save.
+def _steps_on_all_hosts(local: Sequence[Any]) -> dict[str, str]:
+    """Return the names of the steps that every process sees on its host, from the same save.
 
     Args:
-        told: by rank, what `HostSteps.local` found.
+        local: result of `HostSteps.list_local` on each rank.
     """
-    first, *others = told
+    first, *others = local
     return {step: found[0] for step, found in first.items() if all(other.get(step) == found for other in others)}

@@ -1,4 +1,4 @@
-"""NearTier: the options of the fast directory of a run."""
+"""`NearTier`: options of the fast directory of a run."""
 
 from __future__ import annotations
 
@@ -14,31 +14,36 @@ from ckptcore.policies import EveryStep, LatestN, PreservationPolicy, SavePolicy
 __all__ = ["NearTier", "SeenBy"]
 
 SeenBy: TypeAlias = Literal["job", "host"]
-"""The processes that see the files of a near directory: those of the whole job, or those on the same host."""
+"""Which processes share one near directory: all processes of the job, or those on one host."""
 
 _SEEN_BY: Final[tuple[SeenBy, ...]] = ("job", "host")
 
 
 @dataclass(frozen=True, slots=True)
 class NearTier:
-    """A fast directory, such as one on the local disk, that a `Checkpointer` saves steps to.
+    """A fast directory, such as one on a local disk, to which a `Checkpointer` saves steps.
 
-    A step is committed there, and the job does not wait for more. Uploads to the far directory run in the background.
+    A save is complete once the step is committed there. Uploads to the far directory run in the
+    background.
 
     Attributes:
-        directory: a path or URL, or a function that returns one in each process. It belongs to this run alone.
-        preservation_policy: which steps are kept near. The newest always is, and so are steps that wait for their
-            upload.
-        upload_policy: which steps are uploaded: a save policy. The last step of its `SaveContext` is the last one that
-            it chose. A step that replaces one in the far directory is uploaded in any case.
-        most_waiting: how many steps may wait for their upload; the oldest of more is given up. At least 1.
-        close_seconds: how long `Checkpointer.close` waits for uploads, in seconds; None: until all are done. 0: not at
-            all, and the next run uploads them.
-        seen_by: the processes that see one near directory: ``"job"``, all; ``"host"``, those on the same host. With
-            ``"host"`` each host has a part of a step, and a step counts if all hosts have theirs.
+        directory: a path or URL, or a function that returns it in each process. No other run may
+            use the directory.
+        preservation_policy: which steps to keep in the near directory. The newest step and steps
+            that wait for their upload are always kept.
+        upload_policy: which steps to upload, as a save policy. `SaveContext.last_step` is the last
+            step that this policy chose. A step that replaces one in the far directory is always
+            uploaded.
+        most_waiting: maximum number of steps that wait for their upload, at least 1. If there are
+            more, the oldest are not uploaded.
+        close_seconds: maximum time in seconds that `Checkpointer.close` waits for uploads. None:
+            until all are done. 0: do not wait; the next run uploads the steps.
+        seen_by: the processes that share one near directory: ``"job"`` for all, ``"host"`` for
+            those on one host. With ``"host"`` each host has a part of a step, and a step is
+            complete if all hosts have their parts.
 
     Raises:
-        TypeError, ValueError: if an argument is none of its values.
+        TypeError, ValueError: for an invalid argument.
     """
 
     directory: LocationLike | Callable[[], LocationLike]
@@ -57,15 +62,17 @@ class NearTier:
             if isinstance(value, type) or not isinstance(value, kind):
                 raise TypeError(f"NearTier({name}={value!r}): expected {wanted}")
         if isinstance(self.most_waiting, bool) or not isinstance(self.most_waiting, int) or self.most_waiting < 1:
-            raise ValueError(f"NearTier(most_waiting={self.most_waiting!r}): give a whole number of at least 1")
+            raise ValueError(f"NearTier(most_waiting={self.most_waiting!r}): expected an integer of at least 1")
         seconds = self.close_seconds
         if seconds is not None and not 0 <= seconds < math.inf:
-            raise ValueError(f"NearTier(close_seconds={seconds!r}): give seconds, at least 0, or None to wait for ever")
+            raise ValueError(
+                f"NearTier(close_seconds={seconds!r}): expected seconds, at least 0, or None to wait without a limit"
+            )
         if self.seen_by not in _SEEN_BY:
             raise ValueError(f"NearTier(seen_by={self.seen_by!r}): expected one of {', '.join(map(repr, _SEEN_BY))}")
 
     def locate(self, far: LocationLike) -> LocationLike:
-        """Return the directory of this process.
+        """Return the near directory of this process.
 
         Args:
             far: the far directory.
@@ -77,7 +84,7 @@ class NearTier:
         near, other = absolute_location(directory), absolute_location(far)
         if f"{near}/".startswith(f"{other}/") or f"{other}/".startswith(f"{near}/"):
             raise InvalidLocationError(
-                f"NearTier({str(directory)!r}) and the directory of the run, {str(far)!r}, are the same or lie in "
-                "each other; give each tier a directory of its own"
+                f"NearTier({str(directory)!r}) is the same as the directory of the run {str(far)!r}, or one is inside "
+                "the other; use two separate directories"
             )
         return directory

@@ -1,4 +1,4 @@
-"""Sending a step to the far tier: a byte-for-byte copy that resumes an interrupted one."""
+"""Senders: copy a step byte for byte to the far directory, and resume an interrupted copy."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ckptcore.commit.location import Within
 from ckptcore.context import Context
 from ckptcore.training.steps import StepDirectory
 
-__all__ = ["CopiesSteps", "Send"]
+__all__ = ["StepSender", "WholeStepSender"]
 
 
-class Send(Protocol):
-    """Copies a committed step to the far tier and commits it there."""
+class StepSender(Protocol):
+    """Copies a committed step to the far directory, and commits it there."""
 
     def __call__(
         self,
@@ -27,36 +27,37 @@ class Send(Protocol):
         is_stopped: Callable[[], bool],
         before_commit: Callable[[], None],
     ) -> int:
-        """Copy a step, or resume an interrupted copy. Returns once it is committed.
+        """Copy a step, or resume an interrupted copy. Return once it is committed.
 
         Args:
-            step: which.
-            name: of its directory in the far tier.
-            replaces: whether a step of that name is there, which has to give way.
-            progress: called with bytes done and bytes in all.
-            is_stopped: asked now and then.
-            before_commit: called when all but the root is there; what it raises stops the commit.
+            step: number of the step.
+            name: name of its directory in the far directory.
+            replaces: True to replace an existing step of that name.
+            progress: called with the bytes done and the total bytes.
+            is_stopped: polled during the copy; True stops it.
+            before_commit: called when everything but the root is copied. An error prevents the
+                commit.
 
         Returns:
-            Bytes that were sent.
+            Number of bytes sent.
 
         Raises:
-            CancelledError: because `is_stopped` said so; what was copied stays for the next time.
-            CorruptCheckpointError, CheckpointNotFoundError: what is near is damaged or gone.
-            CheckpointError: the far tier failed.
+            CancelledError: if `is_stopped` returned True. The next call resumes the copy.
+            CorruptCheckpointError, CheckpointNotFoundError: if the near step is damaged or missing.
+            CheckpointError: if the far directory failed.
         """
         ...
 
 
-class CopiesSteps:
-    """The `Send` of one process that has whole steps."""
+class WholeStepSender:
+    """A `StepSender` for a near directory that contains whole steps."""
 
     def __init__(self, near: StepDirectory, far: StepDirectory, context: Context) -> None:
-        """Send nothing yet.
+        """Do no I/O.
 
         Args:
-            near: where steps are.
-            far: where they go.
+            near: directory to copy steps from.
+            far: directory to copy steps to.
             context: options.
         """
         self._near = near
@@ -73,8 +74,8 @@ class CopiesSteps:
         is_stopped: Callable[[], bool],
         before_commit: Callable[[], None],
     ) -> int:
-        """See `Send`."""
-        # What refers to others is uploaded whole: whether these ever come there is for policies to say.
+        """See `StepSender`."""
+        # Copy the arrays of bases, too: policies decide whether the bases themselves are uploaded.
         report = copy_whole(
             self._near.place(step),
             Within(self._far.directory, name),

@@ -1,4 +1,4 @@
-"""The progress of uploads: the state that threads share, and the status for users."""
+"""Progress of uploads: the state shared by the threads of an uploader, and the status for users."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from ckptcore.training.save_decisions import Past
 
 __all__ = ["UploadState", "UploadStatus"]
 
-_MOST_TOLD: Final = 100
-"""The number of finished steps in a status; all are logged."""
+_MAX_FINISHED: Final = 100
+"""Maximum number of finished steps in each list of a status. All steps are logged."""
 
 
 @dataclass(frozen=True, slots=True)
 class UploadStatus:
-    """The progress of the uploads of a run.
+    """Progress of the uploads of a run.
 
     Attributes:
-        waiting: the steps that wait, ascending, without the one that is being uploaded.
-        uploading: the step that is being uploaded; None if none is.
-        progress: how far that one is.
-        uploaded: the steps that this run has uploaded, or found uploaded, ascending; the last 100 of them.
-        skipped: those that are not uploaded because they need not be, or may not wait any longer, and why; the last 100
-            of them.
-        failed: those that cannot be uploaded, and why; the last 100 of them.
-        error: why the far tier does not take a step now; None if it does. It is tried again and again.
+        waiting: steps that wait, ascending, without the step that is being uploaded.
+        uploading: the step that is being uploaded; None if there is none.
+        progress: progress of that upload.
+        uploaded: steps that this run uploaded or found in the far directory, ascending; the last
+            100.
+        skipped: steps that will not be uploaded, because the far directory would delete them or too
+            many steps wait, with the reason; the last 100.
+        failed: steps that cannot be uploaded, with the error; the last 100.
+        error: the latest error of the far directory; None after an upload succeeded. The upload is
+            retried.
     """
 
     waiting: tuple[int, ...] = ()
@@ -42,19 +44,20 @@ class UploadStatus:
 
 @dataclass(slots=True)
 class UploadState:
-    """The state that the threads of an uploader share, under its lock.
+    """State shared by the threads of an uploader. Access it only under the uploader's lock.
 
     Attributes:
-        waiting: the steps that wait, with the one that is being uploaded.
-        current: the one that is being uploaded; None if none is.
-        progress: how far that one is.
-        cancelled: steps of which nothing more is to be sent.
-        again: steps that were saved again while they were being uploaded.
-        stopped: whether nothing more is to be sent at all.
+        waiting: steps that wait, including the step that is being uploaded.
+        current: the step that is being uploaded; None if there is none.
+        progress: progress of that upload.
+        cancelled: steps whose upload was cancelled.
+        again: steps that were saved again during their upload.
+        stopped: True if the uploader must stop.
         last_chosen: the last step that the upload policy chose.
-        error: why the far tier does not take a step now; None if it does.
-        uploaded, skipped, failed: as of an `UploadStatus`, in the order in which it happened.
-        unheard: by step, why it cannot be uploaded, where nobody was told.
+        error: the latest error of the far directory; None after an upload succeeded.
+        uploaded, skipped, failed: see `UploadStatus`; in chronological order.
+        unreported: for each step that cannot be uploaded, its error, until it was raised to the
+            user.
     """
 
     waiting: set[int] = field(default_factory=set)
@@ -68,27 +71,27 @@ class UploadState:
     uploaded: list[int] = field(default_factory=list)
     skipped: list[SkippedStep] = field(default_factory=list)
     failed: list[SkippedStep] = field(default_factory=list)
-    unheard: dict[int, BaseException] = field(default_factory=dict)
+    unreported: dict[int, BaseException] = field(default_factory=dict)
 
     @property
     def is_idle(self) -> bool:
-        """Return whether nothing is left to wait for."""
+        """True if no step waits or is being uploaded, or if the uploader was stopped."""
         return self.stopped or (not self.waiting and self.current is None)
 
     @property
     def pending(self) -> frozenset[int]:
-        """The steps whose near files are still needed."""
+        """Steps whose near files are still needed."""
         return frozenset(self.waiting if self.current is None else self.waiting | {self.current})
 
     def wait_for(self, step: int) -> None:
         """Queue a step."""
         if step == self.current:
-            self.again.add(step)  # what is being sent may be what it was before
+            self.again.add(step)  # the running upload may send the previous save of the step
         self.waiting.add(step)
         self.cancelled.discard(step)
 
     def cancel(self, step: int) -> None:
-        """Cancel a step."""
+        """Cancel the upload of a step."""
         self.waiting.discard(step)
         self.again.discard(step)
         self.cancelled.add(step)
@@ -100,43 +103,43 @@ class UploadState:
             self.waiting.discard(step)
 
     def succeed(self, step: int) -> None:
-        """Record that a step is far."""
+        """Record that a step is in the far directory."""
         self._end(step)
         self.error = None
-        self.uploaded = [*self.uploaded, step][-_MOST_TOLD:]
+        self.uploaded = [*self.uploaded, step][-_MAX_FINISHED:]
 
     def skip(self, step: int, reason: str) -> None:
-        """Record that a step is not uploaded: it need not be, or may not wait."""
+        """Record that a step will not be uploaded."""
         self.waiting.discard(step)
-        self.skipped = [*self.skipped, SkippedStep(step, reason)][-_MOST_TOLD:]
+        self.skipped = [*self.skipped, SkippedStep(step, reason)][-_MAX_FINISHED:]
 
     def fail(self, step: int, error: BaseException) -> None:
         """Record that a step cannot be uploaded."""
         self._end(step)
-        self.failed = [*self.failed, SkippedStep(step, f"{type(error).__name__}: {error}")][-_MOST_TOLD:]
-        self.unheard[step] = error
+        self.failed = [*self.failed, SkippedStep(step, f"{type(error).__name__}: {error}")][-_MAX_FINISHED:]
+        self.unreported[step] = error
 
     def take_error(self, *, waiting: bool, near: str, far: str) -> UploadError | None:
-        """Return an error for the steps that cannot be uploaded, once for each; None if there are none.
+        """Return an error for the steps that cannot be uploaded, and report each step only once. None without any.
 
         Args:
-            waiting: whether those that wait still are to be told of, too.
-            near, far: the tiers, for the message.
+            waiting: True to include steps that still wait.
+            near, far: the directories, for the message.
         """
-        unheard, self.unheard = self.unheard, {}
-        told = [f"step {step} cannot be uploaded: {type(why).__name__}: {why}" for step, why in unheard.items()]
+        failed, self.unreported = self.unreported, {}
+        reasons = [f"step {step} cannot be uploaded: {type(why).__name__}: {why}" for step, why in failed.items()]
         left = sorted(self.pending) if waiting else []
         if left:
             numbers = ", ".join(map(str, left))
             why = f"because the far tier fails: {self.error}" if self.error else "and there was no time to upload more"
-            told.append(
-                f"{f'step {numbers} waits' if len(left) == 1 else f'the steps {numbers} wait'} in {near}, {why}. A "
-                "Checkpointer with the same tiers that is opened later uploads what waits"
+            reasons.append(
+                f"{f'step {numbers} waits' if len(left) == 1 else f'steps {numbers} wait'} in {near}, {why}. The next "
+                "Checkpointer with the same tiers uploads waiting steps"
             )
-        if not told:
+        if not reasons:
             return None
-        error = UploadError(f"not all steps are in {far}: " + "; ".join(told), sorted({*unheard, *left}))
-        error.__cause__ = next(iter(unheard.values()), None)
+        error = UploadError(f"not all steps are in {far}: " + "; ".join(reasons), sorted({*failed, *left}))
+        error.__cause__ = next(iter(failed.values()), None)
         return error
 
     def status(self) -> UploadStatus:

@@ -1,4 +1,4 @@
-"""TieredDirectory: a run in two directories, a fast one near and the durable one far away."""
+"""`TieredDirectory`: a run with a fast near directory and a durable far directory."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ __all__ = ["TieredDirectory"]
 
 
 class TieredDirectory:
-    """A `RunDirectory` in two places: steps are saved near and uploaded to the far directory, which names the run.
+    """A `RunDirectory` in two places: steps are saved to the near directory and uploaded to the far one.
 
-    A load takes the near copy of a step if it is valid, else the far one. A far tier that fails delays no save: uploads
-    are tried again for as long as the run lasts. One `Checkpointer` at a time owns it; several readers may use it.
+    A load reads the near copy of a step if it is valid, and otherwise the far copy. Errors of the
+    far directory do not delay saves: uploads are retried until the run ends. One `Checkpointer` at
+    a time can own the directories; any number of readers can use them.
     """
 
     def __init__(self, near: NearTier | LocationLike, far: LocationLike) -> None:
-        """Describe the two directories. Opens nothing.
+        """Describe the two directories. Does no I/O.
 
         Args:
-            near: the fast directory, with its options or as a path.
-            far: the directory of the run: a path or URL. It gets the steps that the near tier's upload policy chooses,
-                and keeps those that the `Checkpointer`'s preservation policy wants.
+            near: the fast directory: its options, or only its path or URL.
+            far: the directory of the run: a path or URL. It receives the steps that the near tier's
+                upload policy chooses, and keeps those that the `Checkpointer`'s preservation policy
+                keeps.
 
         Raises:
             InvalidLocationError: when the run is opened, if one directory is inside the other.
@@ -54,20 +56,20 @@ class TieredDirectory:
 
     @property
     def uploads(self) -> UploadStatus:
-        """The progress of the uploads. Empty in processes of a job that do not lead."""
+        """Progress of the uploads. Empty on every process except the leader."""
         return UploadStatus() if self._run is None else self._run.uploads.status
 
     def wait_for_uploads(self, timeout: float | None = None) -> None:
-        """Wait until every save has ended, and every step that is to be uploaded is in the far directory.
+        """Wait until all saves and all chosen uploads are done.
 
-        In a job only the leader waits for uploads; the other processes wait for saves.
+        In a job only the leader waits for uploads; the other processes wait only for saves.
 
         Args:
-            timeout: how long to wait for uploads at most, in seconds; None: until they are done.
+            timeout: maximum time to wait for uploads, in seconds; None for no limit.
 
         Raises:
-            UploadError: if steps still wait, or cannot be uploaded.
-            What `Checkpointer.wait` raises.
+            UploadError: if steps still wait, or could not be uploaded.
+            The errors of `Checkpointer.wait`.
         """
         if self._run is not None:
             self._run.wait_for_uploads(timeout)

@@ -1,4 +1,4 @@
-"""TieredRun: the two directories of a run while a job owns them."""
+"""`TieredRun`: the two directories of a run while a job owns them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from ckptcore.saving.writing import PlainSave
 from ckptcore.training.garbage import BegunDeletion, DeletionQueue
 from ckptcore.training.path_directory import OwnedDirectory, refuse_existing, write_directory_metadata
 from ckptcore.training.run_directory import Ownership, SavedStep, StepTarget
-from ckptcore_tiers.host_groups import Hosts, OnHosts
 from ckptcore_tiers.host_saves import HostSave
-from ckptcore_tiers.hosts import find_hosts, is_whole_here
+from ckptcore_tiers.hosts import Hosts, find_hosts, has_its_sizes_on_host
 from ckptcore_tiers.near_tier import NearTier
 from ckptcore_tiers.tiered_steps import TieredSteps
 from ckptcore_tiers.uploads import Uploads, begin_uploads
@@ -31,14 +30,14 @@ __all__ = ["TieredRun"]
 class TieredRun:
     """The `OwnedRun` of a `TieredDirectory`, in one process.
 
-    The leader owns both directories. If hosts have near directories of their own, the first process of each host owns
-    the one of its host. Every other process owns none.
+    The leader owns both directories. If hosts have separate near directories, the first process of
+    each host owns the near directory of its host. Other processes own none.
 
     Attributes:
         steps: the steps of the run.
-        hosts: which processes see one near directory; None if all do.
-        near, far: the directories that this process owns.
-        uploads: the part of this process in the uploads.
+        hosts: groups of processes that share a near directory; None if all share one.
+        near, far: the directories that this process owns, else None.
+        uploads: the role of this process in the uploads.
     """
 
     def __init__(self, options: NearTier, steps: TieredSteps, context: Context, ownership: Ownership) -> None:
@@ -61,7 +60,7 @@ class TieredRun:
         try:
             with agreement.stage("own"):
                 if agreement.rank in (self.hosts.firsts if self.hosts is not None else [0]):
-                    looks_whole = has_its_sizes if self.hosts is None else is_whole_here
+                    looks_whole = has_its_sizes if self.hosts is None else has_its_sizes_on_host
                     self.near = own(near, options.preservation_policy, looks_whole=looks_whole)
                 if self._leads:
                     self.far = own(far, ownership.policy)
@@ -76,11 +75,11 @@ class TieredRun:
 
     @property
     def _owned(self) -> Sequence[OwnedDirectory]:
-        """The directories that this process owns, the near one first."""
+        """The directories that this process owns, the near directory first."""
         return [owned for owned in (self.near, self.far) if owned is not None]
 
     def begin(self) -> None:
-        """See `OwnedRun`. Upload from now on; first what an earlier run left near."""
+        """See `OwnedRun`. Starts uploads, first of steps that an earlier run did not upload."""
         self.steps.is_owned = self.far is not None
         self.uploads = begin_uploads(
             self._options,
@@ -92,14 +91,14 @@ class TieredRun:
             kept=self._saves.last_steps,
             uploaded=self._begin_collecting,
         )
-        self.uploads.resume()  # before anything is deleted: steps that wait must stay
+        self.uploads.resume()  # before deletions, which must not delete waiting steps
         if self.near is not None:
             self._cleaner.begin(self.near.deleter.clean)
 
-    # --- saves --------------------------------------------------------------------------------------------------------
+    # --- saves ------------------------------------------------------------------------------------
 
     def target(self, step: int, name: str) -> StepTarget:
-        """See `OwnedRun`: the near directory. A step that only some hosts have is worthless."""
+        """See `OwnedRun`. The target is in the near directory. A step that some hosts lack can be replaced."""
         near = self.steps.directories[0]
         is_incomplete = self.hosts is not None and step not in near.candidates()
         if self.near is not None:
@@ -110,7 +109,7 @@ class TieredRun:
             before_commit=None if self.near is None else self.near.hold.check,
             strategy=PlainSave()
             if self.hosts is None
-            else HostSave(OnHosts(self.hosts, tell=partial(self._kept_on_hosts, step), hear=self._keep_on_host)),
+            else HostSave(self.hosts, partial(self._steps_to_keep, step), self._keep_on_host),
         )
 
     def allow(self, step: int, *, is_new: bool) -> None:
@@ -121,37 +120,37 @@ class TieredRun:
             refuse_existing(step, self.steps.directories)
 
     def committed(self, saved: SavedStep) -> None:
-        """See `OwnedRun`. The step is near; its upload begins if the upload policy chooses it."""
+        """See `OwnedRun`. Queues the upload of the step if the upload policy chooses it."""
         self.steps.directories[0].add(saved.step, saved.name)
         self.uploads.committed(saved.step, saved.epoch, preempted=saved.preempted)
         self._begin_collecting()
 
-    # --- retention ----------------------------------------------------------------------------------------------------
+    # --- retention --------------------------------------------------------------------------------
 
     def _kept(self) -> set[int]:
-        """Return the steps that stay near whatever the policy says."""
+        """Return the steps that the near directory keeps regardless of the policy."""
         return self._saves.kept() | self.uploads.pending()
 
     def _begin_collecting(self) -> None:
-        """Delete near what the policy gives up, in the background. The leader decides for all hosts."""
+        """Apply the near directory's preservation policy in the background. The leader decides for all hosts."""
         near = self.near
         if near is not None and self._leads and (self.hosts is not None or not isinstance(near.policy, PreserveAll)):
             self._cleaner.begin(partial(self._collect, near))
 
     def _collect(self, near: OwnedDirectory) -> None:
         near.deleter.collect(near.policy, keep=self._kept, broken=frozenset(near.steps.broken))
-        self._sweep()
+        self._delete_incomplete()
 
-    def _kept_on_hosts(self, step: int) -> JSON:
-        """On the leader: return the steps that every host keeps once a step is committed, so that all keep the same."""
+    def _steps_to_keep(self, step: int) -> JSON:
+        """On the leader, return the steps that every host must keep after the commit of a step."""
         near = self.near
         assert near is not None  # the leader owns it
         now = time.time()
-        doomed = set(what_to_delete(near.policy, [*near.infos(), StepInfo(step, now)], now))
-        return sorted({step, *near.steps.candidates()} - doomed.difference(self._kept()))
+        deleted = set(what_to_delete(near.policy, [*near.infos(), StepInfo(step, now)], now))
+        return sorted({step, *near.steps.candidates()} - deleted.difference(self._kept()))
 
     def _keep_on_host(self, kept: JSON) -> None:
-        """On other hosts than the leader's: keep the steps that the leader keeps."""
+        """On other hosts, delete the steps that the leader does not keep."""
         if self.near is not None and not self._leads:
             steps = frozenset(step for step in kept if isinstance(step, int)) if isinstance(kept, list) else frozenset()
             self._cleaner.begin(partial(self._keep_only, self.near, steps))
@@ -159,17 +158,18 @@ class TieredRun:
     def _keep_only(self, near: OwnedDirectory, steps: frozenset[int]) -> None:
         policy = CustomPreservation(lambda infos, now: steps)
         near.deleter.collect(policy, keep=self._kept, broken=frozenset())
-        self._sweep()
+        self._delete_incomplete()
 
-    def _sweep(self) -> None:
+    def _delete_incomplete(self) -> None:
         if self.steps.host_steps is not None:
-            self.steps.host_steps.sweep()
+            self.steps.host_steps.delete_incomplete()
 
-    # --- deletion -----------------------------------------------------------------------------------------------------
+    # --- deletion ---------------------------------------------------------------------------------
 
     def delete(self, step: int, agreement: Agreement) -> None:
-        """See `OwnedRun`. The step is hidden in both directories at once; its files are removed in the background."""
-        deleted = agreement.part("deleted")  # a rank that completes the stage counts as the leader does
+        """See `OwnedRun`. Hides the step in both directories immediately, and removes its files in the background."""
+        # Create both before the first stage, so that they have the same state on every rank.
+        deleted = agreement.part("deleted")
         on_hosts = agreement.part("hosts")
         begun: list[BegunDeletion] = []
         try:
@@ -177,7 +177,8 @@ class TieredRun:
                 if self._leads:
                     begun = self._begin_deletions(step)
             if self.hosts is not None:
-                # Only now: an upload of the step needs the files of every host, and the leader may have waited for it.
+                # After the leader's stage: the leader may wait for an upload that needs the files
+                # of every host.
                 with on_hosts.stage("delete"):
                     if not self._leads:
                         begun = self._begin_deletions(step)
@@ -189,18 +190,18 @@ class TieredRun:
             return
         names = [tier.name(step) if step in tier.candidates() else None for tier in self.steps.directories]
         for number, tier in enumerate(self.steps.directories):
-            if not begun or number != 0:  # the deletion of this process removes the step itself
+            if not begun or number != 0:  # a begun deletion forgets the near step itself
                 tier.forget([step])
         self._cleaner.begin(partial(self._await_deletion, step, names, begun, deleted))
 
     def _begin_deletions(self, step: int) -> list[BegunDeletion]:
         """Hide a step in every directory that this process owns."""
-        there = [owned for owned in self._owned if owned.steps.is_committed(step)]
-        if not there and self._leads:
+        committed = [owned for owned in self._owned if owned.steps.is_committed(step)]
+        if not committed and self._leads:
             raise CheckpointNotFoundError(self.steps.main.missing(step))
         begun: list[BegunDeletion] = []
         try:
-            for owned in there:
+            for owned in committed:
                 begun.append(self._begin_deletion(owned, step))
         except BaseException:
             _cancel(begun)
@@ -210,16 +211,16 @@ class TieredRun:
     def _begin_deletion(self, owned: OwnedDirectory, step: int) -> BegunDeletion:
         def is_another_elsewhere() -> bool:
             if not self._leads:
-                return True  # the leader checks, and fails for all
+                return True  # the leader checks this for all processes
             others = [other for other in self._owned if other is not owned]
             return any(other.deleter.has_another(step, other.steps.broken) for other in others)
 
         return owned.begin_deletion(step, self._saves.under_way, elsewhere=is_another_elsewhere)
 
     def _remove(self, step: int, begun: Sequence[BegunDeletion]) -> None:
-        """On the leader: remove a step, near first: the next run would upload a step that is only near."""
+        """On the leader, remove a step. The near copy is removed first: the next run would upload a remaining one."""
         self.uploads.cancel(step)
-        if self.far is not None and self.far.steps.is_committed(step):  # it was uploaded meanwhile
+        if self.far is not None and self.far.steps.is_committed(step):  # it was uploaded after `_begin_deletions`
             begun = [*begun, self._begin_deletion(self.far, step)]
         for deletion in begun:
             deletion.perform()
@@ -227,7 +228,7 @@ class TieredRun:
     def _await_deletion(
         self, step: int, names: Sequence[str | None], begun: Sequence[BegunDeletion], deleted: Agreement
     ) -> None:
-        """Delete what this process owns, and wait for the leader. The step exists again if that failed."""
+        """Delete the files that this process owns, and wait for the leader. If that fails, list the step again."""
         try:
             for deletion in begun:
                 deletion.perform()
@@ -236,32 +237,33 @@ class TieredRun:
             for tier, name in zip(self.steps.directories, names, strict=True):
                 if name is not None:
                     tier.add(step, name)
-                    tier.distrust(step)  # it may be deleted all the same
+                    tier.distrust(step)  # it may be deleted nevertheless
             raise
 
-    # --- ending -------------------------------------------------------------------------------------------------------
+    # --- end --------------------------------------------------------------------------------------
 
     def wait_for_uploads(self, timeout: float | None) -> None:
         """See `TieredDirectory.wait_for_uploads`."""
         self._saves.wait()
         if self.uploads.uploader is not None:
             self.uploads.uploader.wait(timeout)
-            self._saves.wait()  # for deletions near of what was uploaded
+            self._saves.wait()  # for deletions in the near directory after the uploads
 
     def take_errors(self) -> Sequence[BaseException]:
-        """See `OwnedRun`. A step that cannot be uploaded because it is damaged is an error."""
+        """See `OwnedRun`. Includes steps that cannot be uploaded because they are damaged."""
         errors = list(self._cleaner.take_errors())
         try:
-            self.uploads.raise_unheard()
+            self.uploads.raise_unreported()
         except UploadError as error:
             errors.append(error)
         return errors
 
     def close(self) -> None:
-        """See `OwnedRun`. Wait for uploads as long as the near tier's options say.
+        """See `OwnedRun`. Waits for uploads as long as the near tier's options allow.
 
         Raises:
-            UploadError: if steps are not uploaded by then. They stay near, and the next run uploads them.
+            UploadError: if steps are not uploaded by then. They stay in the near directory, and the
+                next run uploads them.
         """
         self.uploads.close()
 
@@ -282,4 +284,4 @@ def _cancel(begun: Sequence[BegunDeletion]) -> None:
 
 
 def _nothing() -> None:
-    """The part of other processes in what the leader does."""
+    """Do nothing: `Agreement.lead` calls its function only on the leader."""

@@ -1,4 +1,4 @@
-"""TieredSteps: the steps of a run in two directories, and which of two different copies counts."""
+"""`TieredSteps`: the steps of a run in two directories, and which copy of a step is valid."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, Sto
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.tree import JSON
 from ckptcore.training.steps import StepDirectory
-from ckptcore_tiers.backed_places import BackedPlace
+from ckptcore_tiers.fallback_places import FallbackPlace
 from ckptcore_tiers.hosts import HostSteps
 
 __all__ = ["TieredSteps"]
@@ -24,26 +24,28 @@ logger = logging.getLogger("ckptcore.tiers")
 class TieredSteps:
     """The `RunSteps` of two directories. Any thread.
 
-    Two copies of a step are the same if their save ids are. If they differ, the run was set back and saved the step
-    again, or went on elsewhere: then the copy whose save began later counts, and the far one of two that began at once.
-    The other copy is not loaded.
+    Two copies of a step are equal if they have the same save id. If the ids differ, the run was
+    rolled back and saved the step again, or continued elsewhere. Then the copy whose save began
+    later is valid; if both began at the same time, the far copy is valid. The other copy is not
+    loaded.
 
     Attributes:
-        directories: the near directory and the far one.
+        directories: the near directory and the far directory.
         main: the far directory.
-        host_steps: what this host has near, if hosts have directories of their own.
-        is_owned: True once this process owns the far directory and has listed it. Nobody else writes there then.
+        host_steps: the near steps of this host, if each host has a separate near directory; else
+            None.
+        is_owned: True once this process owns the far directory and has listed it, so that no other
+            process writes there.
     """
 
     def __init__(self, near: StepDirectory, far: StepDirectory, host_steps: HostSteps | None) -> None:
-        """List nothing yet."""
         self.directories = (near, far)
         self.main = far
         self.host_steps = host_steps
         self.is_owned = False
 
     def reload(self, agreement: Agreement) -> None:
-        """See `RunSteps`. Steps of single hosts count if they are on all of them, of one save."""
+        """See `RunSteps`. With several hosts, a near step is complete if all hosts have it from the same save."""
         before = [directory.changes() for directory in self.directories]
         if self.host_steps is None:
             listed: Any = agreement.lead("list", self._list_both)
@@ -58,14 +60,14 @@ class TieredSteps:
         return [{str(step): name for step, name in names.items()} for names in (near, self._list_far())]
 
     def _list_far(self) -> Mapping[int, str]:
-        """List the far directory. If it does not answer, the owner uses its last list: no other process writes there."""
+        """List the far directory. If that fails, the owner uses its last list: no other process writes there."""
         far = self.directories[1]
         try:
             return far.list_visible()
         except StorageError as error:
             if not self.is_owned:
                 raise
-            logger.warning("%s cannot be listed now, and is taken as it was: %s", far.display, error)
+            logger.warning("%s cannot be listed now, using the previous list: %s", far.display, error)
             return {step: far.name(step) for step in far.candidates()}
 
     def candidates(self) -> Sequence[int]:
@@ -90,16 +92,17 @@ class TieredSteps:
         return any(tier.look_again(step) for tier in self.directories)
 
     def copy_place(self, step: int, number: int) -> Place:
-        """See `RunSteps`. What one host lacks of a step is read from the far directory."""
+        """See `RunSteps`. Objects that a host lacks are read from the far directory."""
         near, far = self.directories
         if self.host_steps is not None and number == 0:
-            return BackedPlace(near.place(step), far.place(step))
+            return FallbackPlace(near.place(step), far.place(step))
         return self.directories[number].place(step)
 
     def copies(self, step: int) -> Sequence[int]:
-        """See `RunSteps`. Copies that do not count are left out.
+        """See `RunSteps`. Omits copies that are not valid.
 
-        So is a far directory that does not answer, if the step is near; a warning is logged.
+        If the far directory cannot be read and the near copy exists, logs a warning and returns
+        only the near copy.
         """
         found: list[int] = []
         created: dict[str, tuple[float, int]] = {}
@@ -114,15 +117,15 @@ class TieredSteps:
                     created[summary.save_id] = (tier.info(step).created, number)
                 found.append(number)
             except CheckpointNotFoundError:
-                continue  # deleted since
+                continue  # deleted meanwhile
             except (CorruptCheckpointError, UnsupportedVersionError):
-                found.append(number)  # a load finds that it cannot be read, and says why
+                found.append(number)  # a load of this copy raises the error
             except StorageError as error:
                 if not found:
                     raise
                 logger.warning(
-                    "whether %s has another copy of step %d is not known, that in %s is taken: %s",
+                    "%s cannot be checked for another copy of step %d, using the copy in %s: %s",
                     tier.display, step, self.directories[found[0]].display, error,
                 )  # fmt: skip
-        counts = max(created, key=lambda save: created[save], default=None)
-        return [number for number in found if saves.get(number, counts) == counts]
+        valid = max(created, key=lambda save: created[save], default=None)
+        return [number for number in found if saves.get(number, valid) == valid]

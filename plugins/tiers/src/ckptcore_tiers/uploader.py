@@ -1,4 +1,4 @@
-"""Uploader: copies committed steps from the near directory to the far one, on a thread of its own, while the run lasts."""
+"""`Uploader`: copies committed steps from the near directory to the far one on a background thread."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ckptcore.training.path_directory import OwnedDirectory
 from ckptcore.training.save_decisions import Past
 from ckptcore.training.steps import StepDirectory
 from ckptcore_tiers.near_tier import NearTier
-from ckptcore_tiers.sending import Send
+from ckptcore_tiers.sending import StepSender
 from ckptcore_tiers.status import UploadState, UploadStatus
 
 __all__ = ["Uploader"]
@@ -40,17 +40,18 @@ logger = logging.getLogger("ckptcore.tiers")
 _FIRST_PAUSE_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 60.0
 _EXIT_SECONDS: Final = 5.0
-"""How long the exit of the program waits for the transfer of a piece."""
+"""Maximum time in seconds that the exit of the program waits for the current transfer."""
 
 _UNREADABLE: Final = (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedVersionError)
-"""Errors of a near copy that is missing or damaged. A retry would not help."""
+"""Errors of a missing or damaged near copy. They are not retried."""
 
 
 class Uploader:
-    """Uploads the committed steps of a run that owns both tiers. Any thread may ask; one thread uploads.
+    """Uploads the committed steps of a run that owns both directories. Any thread.
 
-    Uploads that fail because of the far tier are retried as long as the run lasts, after pauses that grow to a minute.
-    Only `wait` waits for them. A step whose near copy is damaged is not retried.
+    One background thread uploads. If the far directory fails, an upload is retried until the run
+    ends, after pauses of up to a minute. Only `wait` and `close` wait for uploads. A step with a
+    damaged near copy is not retried.
     """
 
     def __init__(
@@ -58,22 +59,23 @@ class Uploader:
         options: NearTier,
         near: StepDirectory,
         far: OwnedDirectory,
-        send: Send,
+        send: StepSender,
         *,
         kept: Callable[[], Collection[int]],
         uploaded: Callable[[], None],
         observers: Sequence[Observer] = (),
     ) -> None:
-        """Upload nothing yet.
+        """Do no I/O. Uploads begin with `resume` or `committed`.
 
         Args:
             options: of the near tier.
-            near: the steps there.
-            far: where they go.
+            near: steps of the near directory.
+            far: the far directory.
             send: copies a step.
-            kept: gives the steps that the run has saved or loaded last, which stay in the far tier, too.
-            uploaded: called, on the thread of the uploader, when a step no longer waits.
-            observers: are told each upload.
+            kept: returns the steps that the run saved or loaded last, which are not deleted from
+                the far directory.
+            uploaded: called on the uploader's thread when a step no longer waits.
+            observers: receive an event for each upload.
         """
         self._options = options
         self._near = near
@@ -91,13 +93,13 @@ class Uploader:
         reset_in_children(self)
 
     def reset_after_fork(self) -> None:
-        """Stop uploading: a forked child owns neither tier."""
+        """Stop uploading, because a forked child owns neither directory."""
         self._changed = threading.Condition()
         self._state = UploadState(stopped=True)
         self._thread = None
 
     def resume(self) -> None:
-        """Queue the steps that are near and not far, if the upload policy chooses them."""
+        """Queue the steps that are only in the near directory, or newer there, if the upload policy chooses them."""
         in_far = set(self._far.steps.steps())
         newest = max(in_far, default=None)
         if newest is not None:
@@ -106,7 +108,7 @@ class Uploader:
             try:
                 differs = step in in_far and self._differs(step)
                 if step not in in_far or differs:
-                    self._choose(step, self._past(self._near, step), preempted=False, replaces=differs)
+                    self._queue_if_chosen(step, self._past(self._near, step), preempted=False, replaces=differs)
             except _UNREADABLE as error:
                 logger.warning("step %d in %s is not uploaded: %s", step, self._near.display, error)
 
@@ -115,7 +117,7 @@ class Uploader:
             self._far.deleter.clean()
 
     def _past(self, steps: StepDirectory, step: int) -> Past:
-        """Return what an upload policy needs to know of a step. Unreadable fields are None."""
+        """Return the facts about a step that an upload policy uses. Unreadable fields are None."""
         try:
             summary = steps.summary(step)
             epoch = None if summary is None else summary.progress.get("epoch")
@@ -124,7 +126,7 @@ class Uploader:
             return Past(step)
 
     def _differs(self, step: int) -> bool:
-        """Return whether the near copy is another, later save than the far one."""
+        """Return True if the near copy is from a later save than the far copy, or if the far copy is unreadable."""
         try:
             far = self._far.steps.summary(step)
         except (CheckpointNotFoundError, CorruptCheckpointError):
@@ -135,17 +137,19 @@ class Uploader:
         return self._near.info(step).created > self._far.steps.info(step).created
 
     def committed(self, step: int, epoch: int | None, *, preempted: bool) -> None:
-        """Queue a step that was committed near, if the upload policy chooses it. Sends no request to the far tier.
+        """Queue a step that was committed in the near directory, if the upload policy chooses it.
+
+        Sends no request to the far directory.
 
         Args:
-            step: which.
-            epoch: the epoch that it is in.
-            preempted: whether this process is to be preempted.
+            step: number of the step.
+            epoch: epoch of the step.
+            preempted: True if this process received a preemption notice.
         """
         in_far = step in self._far.steps.candidates()
-        self._choose(step, Past(step, epoch, time.time()), preempted=preempted, replaces=in_far)
+        self._queue_if_chosen(step, Past(step, epoch, time.time()), preempted=preempted, replaces=in_far)
 
-    def _choose(self, step: int, saved: Past, *, preempted: bool, replaces: bool) -> None:
+    def _queue_if_chosen(self, step: int, saved: Past, *, preempted: bool, replaces: bool) -> None:
         with self._changed:
             last = self._state.last_chosen
             context = SaveContext(
@@ -161,31 +165,32 @@ class Uploader:
                 return
             self._state.last_chosen = saved
             self._state.wait_for(step)
-            # What is being sent goes on: else a run that saves faster than it uploads would never end an upload.
+            # Never drop the running upload: a run that saves faster than it uploads would not
+            # complete any.
             others = self._state.waiting - {self._state.current}
-            old = _given_up(others, self._options.most_waiting)
-            self._state.waiting.difference_update(old)
+            dropped = sorted(others)[: max(0, len(others) - self._options.most_waiting)]
+            self._state.waiting.difference_update(dropped)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="ckptcore-upload", daemon=True)
                 self._thread.start()
             fails = f"; the far tier fails: {self._state.error}" if self._state.error else ""
-        for other in old:
-            reason = f"NearTier(most_waiting={self._options.most_waiting}) lets no more steps wait{fails}"
+        for other in dropped:
+            reason = f"more steps wait than NearTier(most_waiting={self._options.most_waiting}) allows{fails}"
             self._skip(other, reason, logging.WARNING)
 
     def pending(self) -> frozenset[int]:
-        """Return the steps whose near files are still needed."""
+        """Return steps whose near files are still needed."""
         with self._changed:
             return self._state.pending
 
     @property
     def status(self) -> UploadStatus:
-        """The progress of the uploads."""
+        """Progress of the uploads."""
         with self._changed:
             return self._state.status()
 
     def cancel(self, step: int) -> None:
-        """Cancel the upload of a step. Returns once no transfer of it is running."""
+        """Cancel the upload of a step. Return once none of its transfers is running."""
         with self._changed:
             self._state.cancel(step)
             self._changed.wait_for(lambda: self._state.current != step)
@@ -194,23 +199,24 @@ class Uploader:
         """Wait until no step waits or is being uploaded.
 
         Args:
-            timeout: how long at most, in seconds; None: for ever.
+            timeout: maximum time in seconds; None for no limit.
 
         Raises:
-            UploadError: if some wait still, or could not be uploaded and nobody was told.
+            UploadError: if steps still wait, or if steps could not be uploaded and this was not
+                reported yet.
         """
         with self._changed:
             self._changed.wait_for(self._is_idle, timeout)
-        self.raise_unheard(waiting=True)
+        self.raise_unreported(waiting=True)
 
     def _is_idle(self) -> bool:
         return self._state.is_idle
 
-    def raise_unheard(self, *, waiting: bool = False) -> None:
-        """Raise an error for the steps that cannot be uploaded, once for each.
+    def raise_unreported(self, *, waiting: bool = False) -> None:
+        """Raise an error for the steps that cannot be uploaded. Each step is reported only once.
 
         Args:
-            waiting: tell of those that still wait, too.
+            waiting: True to include steps that still wait.
 
         Raises:
             UploadError
@@ -221,10 +227,10 @@ class Uploader:
             raise error
 
     def close(self) -> None:
-        """Wait as long as the options say, then stop. The next run resumes an interrupted upload.
+        """Wait as long as the options allow, then stop. The next run resumes an interrupted upload.
 
         Raises:
-            UploadError: as `wait`; nothing is said of steps that wait where the options leave them to the next run.
+            UploadError: see `wait`. With ``close_seconds=0``, waiting steps are not an error.
         """
         seconds = self._options.close_seconds
         try:
@@ -233,14 +239,15 @@ class Uploader:
                     self._changed.wait_for(self._is_idle, seconds)
         finally:
             self.stop()
-        self.raise_unheard(waiting=seconds != 0)
+        self.raise_unreported(waiting=seconds != 0)
 
     def stop(self) -> None:
-        """Stop after the current piece. Further calls do nothing."""
-        self._tell_to_stop(None)
+        """Stop after the current transfer. Further calls do nothing."""
+        self._stop_thread(None)
         atexit.unregister(self._at_exit)
 
-    def _tell_to_stop(self, seconds: float | None) -> None:
+    def _stop_thread(self, seconds: float | None) -> None:
+        """Stop, and wait at most this time for the thread; None for no limit."""
         with self._changed:
             self._state.stopped = True
             self._changed.notify_all()
@@ -248,7 +255,7 @@ class Uploader:
         if thread is not None:
             thread.join(seconds)
 
-    # --- on the thread of the uploader --------------------------------------------------------------------------------
+    # --- on the uploader's thread -----------------------------------------------------------------
 
     def _run(self) -> None:
         pause = _FIRST_PAUSE_SECONDS
@@ -258,13 +265,13 @@ class Uploader:
                 pause = _FIRST_PAUSE_SECONDS
                 continue
             except SaveLostError as error:
-                self._lose(error)
-            except Exception as error:  # noqa: BLE001  # tried again, and told to whoever waits; also what a policy raises
+                self._fail_all(error)
+            except Exception as error:  # noqa: BLE001  # retried, and shown in the status; policies can raise anything
                 with self._changed:
                     is_new, self._state.error = self._state.error is None, f"{type(error).__name__}: {error}"
                 logger.log(
                     logging.WARNING if is_new else logging.INFO,
-                    "%s does not take a step now; it is tried again in about %.0f s: %s",
+                    "cannot upload a step to %s, retrying in about %.0f s: %s",
                     self._far.steps.display, pause, error,
                 )  # fmt: skip
             with self._changed:
@@ -272,7 +279,7 @@ class Uploader:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _has_work(self) -> bool:
-        """Return whether a step waits. If not, the thread ends, and the next step starts another one."""
+        """Return True if a step waits. If not, the thread ends, and the next step starts a new one."""
         with self._changed:
             if self._state.waiting and not self._state.stopped:
                 return True
@@ -283,7 +290,7 @@ class Uploader:
         """Upload the next step.
 
         Raises:
-            CheckpointError: the far tier failed; the step waits.
+            CheckpointError: if the far directory failed. The step still waits.
         """
         far = self._far.infos()
         chosen = _next_upload(self._waiting_infos(), far, self._far.policy, time.time(), keep=self._kept_far())
@@ -294,7 +301,7 @@ class Uploader:
             self._state.current = step
             self._changed.notify_all()
         for other in sorted(superseded):
-            self._skip(other, f"{self._far.steps.display} keeps {self._far.policy}, and would delete it at once")
+            self._skip(other, f"the policy {self._far.policy} of {self._far.steps.display} would delete it immediately")
         if step is not None:
             try:
                 self._upload(step)
@@ -307,18 +314,22 @@ class Uploader:
         if step is not None:
             self._far.collect(keep=self._kept_far)
         if not self._is_clean and not self.pending():
-            # Only now: what an upload that died has left is gone on with.
+            # Not earlier: the objects of an interrupted upload are needed to resume it.
             self._far.deleter.clean()
             self._is_clean = True
 
     def _kept_far(self) -> frozenset[int]:
-        """Return the steps that stay far whatever the policy says. The newest by number may be older than the run."""
+        """Return the steps that the far directory keeps regardless of the policy.
+
+        They include the last upload: after a rollback, the highest step number can belong to an
+            older save.
+        """
         with self._changed:
             last = (self._state.last_chosen.step, *self._state.uploaded[-1:])
             return frozenset(self._kept()).union([step for step in last if step is not None])
 
     def _waiting_infos(self) -> Sequence[StepInfo]:
-        """Return what the far policy needs to know of the steps that wait."""
+        """Return the facts about waiting steps that the far directory's policy uses."""
         with self._changed:
             waiting = sorted(self._state.waiting)
         infos = []
@@ -333,16 +344,18 @@ class Uploader:
         recording = Recording("upload", str(self._far.steps.place(step)), self._observers, step=step)
         try:
             recording.save_id = getattr(self._near.summary(step), "save_id", None)
-            nbytes = self._bring(step)
+            nbytes = self._send_if_missing(step)
         except CancelledError:
-            recording.finish(error=UploadError("it was stopped; the next upload of the step goes on from here", [step]))
+            recording.finish(
+                error=UploadError("the upload was stopped; the next upload of this step resumes it", [step])
+            )
         except _UNREADABLE as error:
             recording.finish(error=error)
             self._fail(step, error)
         except CheckpointError as error:
             recording.finish(error=error)
             raise
-        except Exception as error:  # noqa: BLE001  # told to whoever waits; the other steps are uploaded all the same
+        except Exception as error:  # noqa: BLE001  # reported by `wait` and `close`; other steps are still uploaded
             recording.finish(error=error)
             self._fail(step, error)
         else:
@@ -350,13 +363,13 @@ class Uploader:
             with self._changed:
                 self._state.succeed(step)
 
-    def _bring(self, step: int) -> int:
-        """Copy a step to the far tier, unless it is there. Return the bytes sent."""
+    def _send_if_missing(self, step: int) -> int:
+        """Copy a step to the far directory, unless it or a later save of it exists there. Return the bytes sent."""
         self._far.hold.check()
         steps = self._far.steps
         replaces = steps.look_again(step)
         if replaces and step not in self._far.steps.broken and not self._differs(step):
-            logger.info("step %d is in %s already, or a later save of it is", step, steps.display)
+            logger.info("step %d or a later save of it is already in %s", step, steps.display)
             return 0
         name = steps.name(step)
         self._far.deleter.spare(step)
@@ -365,7 +378,7 @@ class Uploader:
             name,
             replaces=replaces,
             progress=self._note_progress,
-            is_stopped=functools.partial(self._is_off, step),
+            is_stopped=functools.partial(self._is_cancelled, step),
             before_commit=self._far.hold.check,
         )
         steps.add(step, name)
@@ -373,13 +386,13 @@ class Uploader:
         return sent
 
     def _note_progress(self, done: int, total: int) -> None:
-        self._state.progress = Progress(done, total)  # one assignment: no lock for each piece
+        self._state.progress = Progress(done, total)  # a single assignment needs no lock
 
-    def _is_off(self, step: int) -> bool:
+    def _is_cancelled(self, step: int) -> bool:
         return self._state.stopped or step in self._state.cancelled
 
     def _skip(self, step: int, reason: str, level: int = logging.INFO) -> None:
-        """Record why a step is not uploaded."""
+        """Record and log why a step will not be uploaded."""
         with self._changed:
             self._state.skip(step, reason)
         logger.log(level, "step %d is not uploaded to %s: %s", step, self._far.steps.display, reason)
@@ -387,13 +400,13 @@ class Uploader:
         recording.finish(error=UploadError(reason, [step]))
 
     def _fail(self, step: int, error: BaseException) -> None:
-        """Record that a step cannot be uploaded. `wait` and `close` raise the error."""
+        """Record and log that a step cannot be uploaded. `wait` and `close` raise the error."""
         logger.warning("step %d cannot be uploaded to %s: %s", step, self._far.steps.display, error)
         with self._changed:
             self._state.fail(step, error)
 
-    def _lose(self, error: SaveLostError) -> None:
-        """Fail all steps that wait: another job owns the far tier now."""
+    def _fail_all(self, error: SaveLostError) -> None:
+        """Fail all waiting steps, because another job now owns the far directory."""
         for step in sorted(self.pending()):
             self._fail(step, error)
         with self._changed:
@@ -401,19 +414,19 @@ class Uploader:
             self._changed.notify_all()
 
 
-def _stop_at_exit(found: weakref.ref[Uploader]) -> None:
-    uploader = found()
+def _stop_at_exit(reference: weakref.ref[Uploader]) -> None:
+    uploader = reference()
     if uploader is not None:
-        uploader._tell_to_stop(_EXIT_SECONDS)
+        uploader._stop_thread(_EXIT_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
 class _NextUpload:
-    """What to do next.
+    """Choice of the next upload.
 
     Attributes:
-        step: the one to upload; None if none is worth it.
-        superseded: those that the far tier would delete at once.
+        step: the step to upload; None if there is none.
+        superseded: waiting steps that the far directory would delete immediately.
     """
 
     step: int | None
@@ -428,25 +441,20 @@ def _next_upload(
     *,
     keep: Collection[int] = (),
 ) -> _NextUpload:
-    """Return the newest step that waits, and those that the far policy would delete as soon as all were uploaded.
+    """Choose the newest waiting step, and list the steps that the far policy would delete if all were uploaded.
 
-    An uploader that keeps up has one step waiting, and so uploads in order. One that has fallen behind makes the newest
-    safe first.
+    An uploader that keeps up has only one waiting step, and uploads in order. If it falls behind,
+    it uploads the newest step first.
 
     Args:
-        waiting: the steps that wait.
-        far: the steps that the far tier has.
-        policy: which steps the far tier keeps.
+        waiting: the waiting steps.
+        far: steps in the far directory.
+        policy: preservation policy of the far directory.
         now: seconds since the epoch, UTC.
-        keep: steps that it keeps whatever its policy says.
+        keep: steps that the far directory keeps regardless of its policy.
     """
-    all_of_them = {info.step: info for info in (*far, *waiting)}
-    doomed = what_to_delete(policy, list(all_of_them.values()), now)
+    infos = {info.step: info for info in (*far, *waiting)}
+    deleted = what_to_delete(policy, list(infos.values()), now)
     steps = [info.step for info in waiting]
-    superseded = tuple(sorted(set(doomed).intersection(steps).difference(keep)))
+    superseded = tuple(sorted(set(deleted).intersection(steps).difference(keep)))
     return _NextUpload(max((step for step in steps if step not in superseded), default=None), superseded)
-
-
-def _given_up(waiting: Collection[int], most: int) -> tuple[int, ...]:
-    """Return the oldest steps, beyond the number that may wait."""
-    return tuple(sorted(waiting)[: max(0, len(waiting) - most)])

@@ -1,4 +1,4 @@
-"""Uploads: the part of one process in the uploads of a run."""
+"""`Uploads`: the role of one process in the uploads of a run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from functools import partial
 from ckptcore.context import Context
 from ckptcore.job.agreement import Agreement
 from ckptcore.training.path_directory import OwnedDirectory
-from ckptcore_tiers.host_groups import Hosts
-from ckptcore_tiers.host_sending import HostSender, SendsFromHosts
+from ckptcore_tiers.host_sending import HostSender, LeaderSender
+from ckptcore_tiers.hosts import Hosts
 from ckptcore_tiers.near_tier import NearTier
-from ckptcore_tiers.sending import CopiesSteps, Send
+from ckptcore_tiers.sending import StepSender, WholeStepSender
 from ckptcore_tiers.status import UploadStatus
 from ckptcore_tiers.tiered_steps import TieredSteps
 from ckptcore_tiers.uploader import Uploader
@@ -23,12 +23,14 @@ __all__ = ["Uploads", "begin_uploads"]
 
 @dataclass(frozen=True, slots=True)
 class Uploads:
-    """The part of a process in the uploads of a run. A process that is not the first of its host has none.
+    """The role of one process in the uploads of a run. Only the first process of each host takes part.
 
     Attributes:
-        uploader: uploads steps; on who leads.
-        stop_sending: where hosts send together, ends the part of this process in that, if it has one.
-        close_sending: waits for the end of the run's uploads and ends that part, where another process leads.
+        uploader: uploads steps; on the leader, else None.
+        stop_sending: stops the messages or the thread of this process, if several hosts upload a
+            step together.
+        close_sending: waits until the leader's uploads end, then stops the thread; on the first
+            process of other hosts.
     """
 
     uploader: Uploader | None = None
@@ -36,7 +38,7 @@ class Uploads:
     close_sending: Callable[[], None] | None = None
 
     def resume(self) -> None:
-        """Start to upload, beginning with steps that an earlier run left near."""
+        """Start to upload, beginning with steps that an earlier run did not upload."""
         if self.uploader is not None:
             self.uploader.resume()
 
@@ -46,7 +48,7 @@ class Uploads:
             self.uploader.committed(step, epoch, preempted=preempted)
 
     def pending(self) -> frozenset[int]:
-        """Return the steps whose near files are still needed."""
+        """Return steps whose near files are still needed."""
         return frozenset() if self.uploader is None else self.uploader.pending()
 
     def cancel(self, step: int) -> None:
@@ -56,20 +58,16 @@ class Uploads:
 
     @property
     def status(self) -> UploadStatus:
-        """The progress, as far as this process knows."""
+        """Progress of the uploads; empty without an uploader."""
         return UploadStatus() if self.uploader is None else self.uploader.status
 
-    def raise_unheard(self) -> None:
-        """Raise an error for the steps that cannot be uploaded, once for each.
-
-        Raises:
-            UploadError
-        """
+    def raise_unreported(self) -> None:
+        """See `Uploader.raise_unreported`."""
         if self.uploader is not None:
-            self.uploader.raise_unheard()
+            self.uploader.raise_unreported()
 
     def close(self) -> None:
-        """Wait as long as the near tier says, then stop.
+        """Wait for uploads as long as the near tier's options allow, then stop.
 
         Raises:
             UploadError: if steps are not uploaded by then.
@@ -80,7 +78,7 @@ class Uploads:
             self.close_sending()
 
     def stop(self) -> None:
-        """Stop after the current piece. Further calls do nothing."""
+        """Stop after the current transfer. Further calls do nothing."""
         if self.uploader is not None:
             self.uploader.stop()
         if self.stop_sending is not None:
@@ -98,19 +96,19 @@ def begin_uploads(
     kept: Callable[[], Collection[int]],
     uploaded: Callable[[], None],
 ) -> Uploads:
-    """Return the part of this process in the uploads of a run. Uploads nothing before it is resumed. On every rank.
+    """Return the role of this process in the uploads of a run. Every rank must call this. Uploads begin with `resume`.
 
     Args:
         options: of the near tier.
         steps: of the run.
         far: the far directory; None if another process leads.
-        hosts: which processes see one near directory; None if all do.
+        hosts: groups of processes that share a near directory; None if all share one.
         context: options.
-        agreement: an exchange with the other processes.
-        kept, uploaded: as for `Uploader`.
+        agreement: exchange with the other processes.
+        kept, uploaded: see `Uploader`.
     """
     near, to = steps.directories
-    send: Send
+    send: StepSender
     stop_sending: Callable[[], None] | None = None
     if hosts is not None:
         run = agreement.lead("run", lambda: secrets.token_hex(8))
@@ -119,11 +117,11 @@ def begin_uploads(
                 return Uploads()
             sender = HostSender(agreement.rank, run, near, to, to.open_to_write(), context)
             return Uploads(stop_sending=sender.stop, close_sending=partial(sender.close, options.close_seconds))
-        send = together = SendsFromHosts(near, to, far.store, hosts, context)
-        stop_sending = partial(together.close, run)
+        send = leader = LeaderSender(near, to, far.store, hosts, context)
+        stop_sending = partial(leader.close, run)
     elif far is None:
         return Uploads()
     else:
-        send = CopiesSteps(near, to, context)
+        send = WholeStepSender(near, to, context)
     uploader = Uploader(options, near, far, send, kept=kept, uploaded=uploaded, observers=context.observers)
     return Uploads(uploader, stop_sending)

@@ -1,4 +1,4 @@
-"""Places of which missing objects are read from another copy of the checkpoint."""
+"""Checkpoints in a near directory whose missing objects are read from the far copy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ckptcore.protocols import (
     StorageCapabilities,
 )
 
-__all__ = ["BackedDirectory", "BackedPlace"]
+__all__ = ["FallbackPlace", "FallbackStorage"]
 
 logger = logging.getLogger("ckptcore.tiers")
 
@@ -32,12 +32,12 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class BackedPlace(IndirectPlace):
-    """A checkpoint in a near directory of which missing objects are read from its far copy.
+class FallbackPlace(IndirectPlace):
+    """A checkpoint in a near directory whose missing objects are read from its far copy.
 
     Attributes:
         near: the checkpoint.
-        far: the copy; it counts if its root is the same, byte for byte.
+        far: the copy. It is used only if its root has the same bytes.
     """
 
     near: Within
@@ -53,24 +53,25 @@ class BackedPlace(IndirectPlace):
         near, far = (
             resolve_location(place, plugins, durable=durable, config=config) for place in (self.near, self.far)
         )
-        return replace(near, parent=BackedDirectory(near.parent, near.name, far.parent, far.name), of_host=True)
+        return replace(near, parent=FallbackStorage(near.parent, near.name, far.parent, far.name), of_host=True)
 
 
-class BackedDirectory(StorageBackend):
-    """The directory of a checkpoint, as a storage to read from. Any thread.
+class FallbackStorage(StorageBackend):
+    """The near directory of a checkpoint, with missing objects read from the far copy. Any thread.
 
-    Objects that the checkpoint lacks are read from its other copy, if that has the same root, byte for byte. The root
-    itself is always read here. The first read from the other copy is logged.
+    The far copy is used only if its root has the same bytes. The root itself is always read from
+    the near directory. Writes and deletions affect only the near directory. The first read from the
+    far copy logs a warning.
     """
 
     def __init__(self, near: StorageBackend, name: str, far: StorageBackend, far_name: str) -> None:
-        """Look at nothing yet.
+        """Do no I/O.
 
         Args:
-            near: the directory that the checkpoint is in.
-            name: the checkpoint's name in it.
-            far: the directory that the other copy is in.
-            far_name: the name of that.
+            near: directory of the checkpoint.
+            name: name of the checkpoint in it.
+            far: directory of the far copy.
+            far_name: name of the far copy in it.
         """
         self._near = near
         self._name = name
@@ -82,16 +83,16 @@ class BackedDirectory(StorageBackend):
 
     @property
     def capabilities(self) -> StorageCapabilities:
-        """Those of the directory itself."""
+        """Capabilities of the near directory."""
         return self._near.capabilities
 
     @property
     def address(self) -> StorageAddress | None:
-        """None: native I/O would find only what is here."""
+        """None, because native I/O would find only near objects."""
         return None
 
-    def _other(self, key: str) -> str | None:
-        """The key of an object in the other copy; None where that is no copy."""
+    def _far_key(self, key: str) -> str | None:
+        """Return the key of an object in the far copy, or None if there is no valid copy."""
         if not key.startswith(f"{self._name}/") or key == f"{self._name}/{ROOT_KEY}":
             return None
         with self._lock:
@@ -99,14 +100,15 @@ class BackedDirectory(StorageBackend):
                 self._is_same = self._compare()
                 if self._is_same:
                     logger.warning(
-                        "step %s is not whole near: %s and what else is missing is read far", self._name, key
-                    )
+                        "step %s: %s is missing in the near directory; reading missing objects from the far copy",
+                        self._name, key,
+                    )  # fmt: skip
         return self._far_name + key[len(self._name) :] if self._is_same else None
 
     def _compare(self) -> bool:
         try:
-            mine = self._near.get(f"{self._name}/{ROOT_KEY}")
-            return self._far.get(f"{self._far_name}/{ROOT_KEY}") == mine
+            root = self._near.get(f"{self._name}/{ROOT_KEY}")
+            return self._far.get(f"{self._far_name}/{ROOT_KEY}") == root
         except ObjectNotFoundError:
             return False
 
@@ -114,14 +116,14 @@ class BackedDirectory(StorageBackend):
         try:
             return read(self._near, key)
         except ObjectNotFoundError:
-            other = self._other(key)
-            if other is None:
+            far_key = self._far_key(key)
+            if far_key is None:
                 raise
-        return read(self._far, other)
+        return read(self._far, far_key)
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         """See `StorageBackend`."""
-        return self._read(key, lambda store, there: store.get(there, start, stop))
+        return self._read(key, lambda store, found: store.get(found, start, stop))
 
     def get_with_tag(self, key: str) -> tuple[bytes, str]:
         """See `StorageBackend`."""
@@ -129,31 +131,30 @@ class BackedDirectory(StorageBackend):
 
     def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
         """See `StorageBackend`."""
-        self._read(key, lambda store, there: store.get_into(there, ranges))
+        self._read(key, lambda store, found: store.get_into(found, ranges))
 
     def open_reader(self, key: str) -> RangeReader:
-        """See `StorageBackend`. A storage that finds objects only as they are read is asked whether it is there."""
+        """See `StorageBackend`."""
 
-        def open_there(store: StorageBackend, there: str) -> RangeReader:
-            store.size(there)
-            return store.open_reader(there)
+        def open_found(store: StorageBackend, found: str) -> RangeReader:
+            store.size(found)  # some storages do not detect a missing object before it is read
+            return store.open_reader(found)
 
-        return self._read(key, open_there)
+        return self._read(key, open_found)
 
     def hold_open(self, key: str) -> RangeReader:
-        """See `StorageBackend`; as `open_reader`."""
+        """See `StorageBackend`."""
 
-        def hold_there(store: StorageBackend, there: str) -> RangeReader:
-            store.size(there)
-            return store.hold_open(there)
+        def hold_found(store: StorageBackend, found: str) -> RangeReader:
+            store.size(found)  # some storages do not detect a missing object before it is read
+            return store.hold_open(found)
 
-        return self._read(key, hold_there)
+        return self._read(key, hold_found)
 
     def size(self, key: str) -> int:
-        """See `StorageBackend`. Of an object that is not here it is what a root here says: whoever reads it finds out whether that is so.
+        """See `StorageBackend`. For a missing object, return the size in the near root, which a read will verify.
 
-        What a load looks at before it reads are the sizes of all objects of an array, also of those that it will not
-        read.
+        A load checks the sizes of all objects of an array, including objects that it will not read.
         """
         try:
             return self._near.size(key)
@@ -164,7 +165,7 @@ class BackedDirectory(StorageBackend):
             return stated
 
     def _stated_size(self, key: str) -> int | None:
-        """Bytes of an object as the root of its checkpoint, or of the checkpointable that it is part of, states them."""
+        """Return the size of an object in bytes, from the root of its checkpoint or checkpointable."""
         parts = key.split("/")
         for depth in range(1, min(len(parts), 3)):
             directory = "/".join(parts[:depth])
@@ -190,37 +191,37 @@ class BackedDirectory(StorageBackend):
         return known
 
     def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
-        """See `StorageBackend`; here only."""
+        """See `StorageBackend`."""
         return self._near.put(key, data, condition=condition)
 
     def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
-        """See `StorageBackend`; here only."""
+        """See `StorageBackend`."""
         return self._near.open_writer(key, size)
 
     def open_new(self, key: str, size: int | None = None) -> ObjectWriter:
-        """See `StorageBackend`; here only."""
+        """See `StorageBackend`."""
         return self._near.open_new(key, size)
 
     def abort_uploads(self, prefix: str = "") -> int:
-        """See `StorageBackend`; here only."""
+        """See `StorageBackend`."""
         return self._near.abort_uploads(prefix)
 
     def list(self, prefix: str = "") -> Iterator[str]:
-        """See `StorageBackend`; what is here."""
+        """See `StorageBackend`. Lists only near objects."""
         return self._near.list(prefix)
 
     def list_names(self, prefix: str = "") -> Sequence[str]:
-        """See `StorageBackend`; what is here."""
+        """See `StorageBackend`. Lists only near objects."""
         return self._near.list_names(prefix)
 
     def delete(self, keys: Sequence[str]) -> None:
-        """See `StorageBackend`; here only."""
+        """See `StorageBackend`."""
         self._near.delete(keys)
 
     def delete_while(self, keys: Sequence[str], check: Callable[[], None]) -> None:
-        """See `StorageBackend`; here only."""
+        """See `StorageBackend`."""
         self._near.delete_while(keys, check)
 
     def sync(self, keys: Sequence[str]) -> None:
-        """See `StorageBackend`; here only."""
+        """See `StorageBackend`."""
         self._near.sync(keys)
