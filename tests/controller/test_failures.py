@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ckptcore_jax.staged_executor import Held
+from ckptcore_jax.staged_executor import HeldElements
 from ckptcore_jax.worker_stages import WriteStage
 from ckptcore_testing import ThreadJob
 
@@ -72,7 +72,7 @@ def test_a_worker_that_cannot_begin_lets_those_end_that_have_begun(
     run_write = WorkerProcesses.run_write
     awaited: list[int] = []
 
-    def refused(self: WorkerProcesses, worker: int, stage: WriteStage, held: Held) -> Pending[bytes]:
+    def refused(self: WorkerProcesses, worker: int, stage: WriteStage, held: HeldElements) -> Pending[bytes]:
         if worker == 1:
             raise RankFailedError("the worker worker-1 is gone")
         return _Awaited(run_write(self, worker, stage, held), awaited, worker)

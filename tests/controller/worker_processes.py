@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
-from ckptcore_jax.staged_executor import Fetched, Held, LeafBoxes, StagedExecutor
+from ckptcore_jax.staged_executor import HeldElements, LeafBoxes, ReadResult, StagedExecutor
 from ckptcore_jax.worker_stages import ReadStage, WriteStage
 
 from ckptcore.errors import RankFailedError, UnsupportedLeafError
@@ -51,7 +51,7 @@ class Crossing:
 
 
 class _HeldNumbers:
-    """Elements that a worker holds under a number of its own. See `Held`."""
+    """Elements that a worker holds under a number of its own. See `HeldElements`."""
 
     def __init__(self, workers: WorkerProcesses, worker: int, number: int, begun: Future[Any]) -> None:
         self.worker = worker
@@ -61,11 +61,11 @@ class _HeldNumbers:
         self._closed = False
 
     def wait(self) -> None:
-        """See `Held`."""
+        """See `HeldElements`."""
         self._begun.result()
 
     def close(self) -> None:
-        """See `Held`."""
+        """See `HeldElements`."""
         if self._closed:
             return
         self._closed = True
@@ -203,13 +203,13 @@ class WorkerProcesses(StagedExecutor):
             shards.append(Shard(box, holders.index(worker), len(holders)))
         return shards
 
-    def take(self, worker: int, leaves: Sequence[LeafBoxes], *, copied: bool) -> Held:
+    def take(self, worker: int, leaves: Sequence[LeafBoxes], *, copied: bool) -> HeldElements:
         """See `StagedExecutor`."""
         number = next(self._numbers)
         boxes = tuple([(one.leaf.number, one.leaf.boxes[worker], one.boxes) for one in leaves])
         return _HeldNumbers(self, worker, number, self._threads.submit(self.ask, worker, _Hold(number, boxes, copied)))
 
-    def run_write(self, worker: int, stage: WriteStage, held: Held) -> Pending[bytes]:
+    def run_write(self, worker: int, stage: WriteStage, held: HeldElements) -> Pending[bytes]:
         """See `StagedExecutor`."""
         assert isinstance(held, _HeldNumbers)  # given by this executor
         return self._threads.submit(self.ask, worker, _Write(held.number, stage))
@@ -221,14 +221,14 @@ class WorkerProcesses(StagedExecutor):
         boxes: Sequence[Box] = abstract.boxes[worker]
         return boxes
 
-    def run_reads(self, stages: Mapping[int, ReadStage], leaves: Sequence[WantedLeaf]) -> Fetched:
+    def run_reads(self, stages: Mapping[int, ReadStage], leaves: Sequence[WantedLeaf]) -> ReadResult:
         """See `StagedExecutor`."""
         made = [replace(leaf.abstract, number=next(self._numbers)) for leaf in leaves]
         begun = {}
         for worker, stage in stages.items():
             names = tuple([(leaf.number, leaf.boxes[worker]) for leaf in made])
             begun[worker] = self._threads.submit(self.ask, worker, _Read(names, stage))
-        return Fetched({worker: report.result() for worker, report in begun.items()}, made)
+        return ReadResult({worker: report.result() for worker, report in begun.items()}, made)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,16 @@
 """The JAX plugin: `jax.Array`, random keys, abstract arrays, and containers registered with `jax.tree_util`.
 
 Saves and loads need no import: ckptcore finds `ckptcore_jax.plugin` by its entry point. Importing
-this package does not import JAX, but accessing one of these names does::
+this package does not import JAX. Accessing one of these names does::
 
-    ColocatedExecutor      the workers of a single controller, called with JAX's colocated Python
-    JaxLeafHandler         the leaf handler; use ``JaxLeafHandler(copy=False)`` if no array aliases
+    ColocatedExecutor      executor of a single controller, whose workers run JAX's colocated Python
+    JaxLeafHandler         leaf handler; use ``JaxLeafHandler(copy=False)`` if no array aliases
                            memory that changes
-    RegisteredContainer    the handler of registered containers
-    KeyValueCoordinator    the coordinator of a jax.distributed job;
+    RegisteredContainer    handler of registered containers
+    KeyValueCoordinator    coordinator of a jax.distributed job;
                            ``KeyValueCoordinator.of_job(timeout_seconds=...)``
-    abstract_arrays        abstract arrays of a checkpoint, with their stored shardings
-    sharding_from_notes    the sharding in the notes of an array, on the present devices
+    abstract_arrays        abstract tree of a checkpoint with its stored shardings
+    sharding_from_notes    stored sharding of an array, on the available devices
 """
 
 from __future__ import annotations

@@ -28,14 +28,15 @@ def create_array(
     *,
     weak_type: bool = False,
 ) -> jax.Array:
-    """Return an array with these elements, this dtype and sharding.
+    """Create an array with these elements, dtype and sharding.
 
-    On the CPU backend, memory of this dtype that is aligned to 64 bytes is used without a copy.
+    On the CPU backend the array uses host memory without a copy, if that has the requested dtype
+    and is aligned to 64 bytes.
 
     Args:
         shape: of the whole array.
-        dtype: elements are cast to it.
-        sharding: None for the default device, uncommitted; then one box has all elements.
+        dtype: dtype of the array. Elements are cast to it.
+        sharding: None for an uncommitted array on the default device, from one box.
         boxes: every box of the sharding in this process.
         weak_type: True for a weak dtype, like that of a Python scalar.
 
@@ -57,7 +58,7 @@ def create_array(
         by_box = dict(parts)
         array = jax.make_array_from_callback(shape, sharding, lambda index: by_box[box_of(index, shape)])
     else:
-        # This process has no device of the array, but must still return the array.
+        # This process has no device of the array, but still needs an array object.
         array = jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
     if array.dtype != dtype:
         raise PluginError(f"internal error: JAX made an array of {array.dtype} instead of {dtype}; please report this")
@@ -72,8 +73,8 @@ def check_dtype(dtype: np.dtype[Any]) -> None:
     """
     if dtype.itemsize >= 8 and jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise UnsupportedLeafError(
-            f"cannot load an array of {dtype}, which JAX lacks while jax_enable_x64 is off; "
-            'call jax.config.update("jax_enable_x64", True), or request a narrower dtype'
+            f"cannot load an array of {dtype}, which JAX does not support while jax_enable_x64 is "
+            'off; call jax.config.update("jax_enable_x64", True), or request a narrower dtype'
         )
 
 
@@ -81,7 +82,7 @@ def cast_elements(part: HostArray, dtype: np.dtype[Any]) -> HostArray:
     """Cast elements to another dtype.
 
     Raises:
-        UnsupportedLeafError: if the cast would lose information about the kind.
+        UnsupportedLeafError: for text and dates, and for casts from complex to real.
     """
     if part.dtype.kind in "SUmM" or (part.dtype.kind == "c" and dtype.kind != "c"):
         raise UnsupportedLeafError(
@@ -92,10 +93,7 @@ def cast_elements(part: HostArray, dtype: np.dtype[Any]) -> HostArray:
 
 
 def _weak_scalar(element: HostArray, sharding: Sharding) -> jax.Array | None:
-    """Convert a Python scalar with JAX, directly in the requested memory.
-
-    Return None if that would change it.
-    """
+    """Create a weakly typed scalar from a Python scalar. Return None if that would change its bits or dtype."""
     if element.dtype.kind in "fc" and np.isnan(element):  # Python does not preserve the bits of NaNs
         return None
     scalar: jax.Array = jax.device_put(element.item(), sharding)
@@ -104,12 +102,12 @@ def _weak_scalar(element: HostArray, sharding: Sharding) -> jax.Array | None:
 
 def with_weak_type(array: jax.Array, sharding: Sharding | None) -> jax.Array:
     """Return the same elements as an array with a weak dtype, if the dtype can be weak."""
-    # An update keeps the weak type of its target. This costs a copy, nearly always of a scalar.
-    # Without it, jitted functions would be compiled again for the loaded array, and could return
-    # other dtypes.
+    # `.at[...].set` keeps the weak type of its target. This copies the array, which is nearly
+    # always a scalar. With a strong type, jitted functions would be compiled again for the loaded
+    # array, and could return other dtypes.
     kind = {"b": False, "i": 0, "u": 0, "f": 0.0, "c": 0j}.get(array.dtype.kind)
     weak = jnp.full(array.shape, kind) if kind is not None else array
     if not weak.weak_type or weak.dtype != array.dtype:
-        return array  # only the dtypes of Python scalars can be weak
+        return array  # this dtype cannot be weak: only dtypes of Python scalars can
     updated = weak.at[...].set(array)
     return updated if sharding is None else jax.device_put(updated, sharding)

@@ -1,4 +1,4 @@
-"""Collectives of a jax.distributed job: bytes are sent by computations on one device per process."""
+"""Collectives of a jax.distributed job, which send bytes by computations on one device per process."""
 
 from __future__ import annotations
 
@@ -20,17 +20,14 @@ from ckptcore_jax.job_service import service_of_job
 __all__ = ["DeviceCollectives", "collectives_of_job"]
 
 _LEAST_BYTES: Final = 1 << 12
-"""Smallest message size.
-
-Sizes are rounded up to powers of two, so that few computations are compiled.
-"""
+"""Smallest message size in bytes. Sizes are rounded up to powers of two, so that few computations are compiled."""
 
 
 class DeviceCollectives:
-    """Sends with the collectives of the devices: over the interconnect of accelerators, or gloo between CPUs.
+    """Sends bytes over the interconnect of the accelerators, or with gloo between CPUs.
 
-    JAX requires that all processes begin computations over several processes in the same order.
-    Therefore a program must not run such computations on another thread during a collective load.
+    JAX requires that all processes start computations over several processes in the same order.
+    Therefore a program must not start such computations on another thread during a collective load.
     """
 
     name = "collectives of jax"
@@ -58,7 +55,7 @@ class DeviceCollectives:
     def connect(self, key: str, groups: Sequence[Sequence[int]]) -> _MeshChannels:
         """Connect the groups without waiting. See `ckptcore.protocols.Collectives`.
 
-        `key` is not used, because computations are ordered.
+        `key` is not used, because all processes start computations in the same order.
 
         Raises:
             PluginError: if JAX numbers its processes differently from `jax.distributed.initialize`,
@@ -66,27 +63,30 @@ class DeviceCollectives:
         """
         if jax.process_index() != self._rank:
             raise PluginError(
-                f"jax.process_index() is {jax.process_index()}, but jax.distributed.initialize "
-                f'got the process id {self._rank}. Use Context(job=JobOptions(reads="all")), '
-                "or other collectives"
+                f"jax.process_index() is {jax.process_index()}, but the process_id passed to "
+                f"jax.distributed.initialize is {self._rank}; use "
+                'Context(job=JobOptions(reads="all")), or other collectives'
             )
         devices: dict[int, jax.Device] = {}
         for device in sorted(jax.devices(), key=lambda device: device.id):
             devices.setdefault(device.process_index, device)
         missing = [rank for ranks in groups for rank in ranks if rank not in devices]
         if missing:
-            raise PluginError(f"the processes {missing} have no device for computations over several processes")
+            raise PluginError(
+                f"the processes {missing} have no JAX device; use "
+                'Context(job=JobOptions(reads="all")), or other collectives'
+            )
         return _MeshChannels(self._rank, [tuple(ranks) for ranks in groups], devices)
 
 
 @dataclass(frozen=True, slots=True)
-class _Member:
-    """A group with this process.
+class _DeviceGroup:
+    """A group that contains this process.
 
     Attributes:
-        ranks: its members.
-        shards: sharding of the payloads: one row on the device of each member.
-        add: adds the rows, with the result on all devices.
+        ranks: members of the group.
+        shards: sharding of the rows: one row on the device of each member.
+        add: adds the rows, and puts the sum on all devices.
     """
 
     ranks: tuple[int, ...]
@@ -95,14 +95,14 @@ class _Member:
 
 
 class _MeshChannels:
-    """Sends by adding zeros of all other members to the sender's data: every kind of device has this collective."""
+    """Broadcasts by a sum of the sender's data and zeros of all other members, which every kind of device supports."""
 
     depth = 2
 
     def __init__(self, rank: int, groups: Sequence[tuple[int, ...]], devices: dict[int, jax.Device]) -> None:
         self._rank = rank
         self._device = devices[rank]
-        self._members = [_member(ranks, [devices[other] for other in ranks]) for ranks in groups]
+        self._groups = [_device_group(ranks, [devices[other] for other in ranks]) for ranks in groups]
         self._zeros: dict[int, jax.Array] = {}
 
     def memory(self, nbytes: int) -> HostArray:
@@ -110,27 +110,24 @@ class _MeshChannels:
         return np.empty(nbytes, np.uint8)
 
     def broadcast(self, group: int, sender: int, data: HostArray) -> Pending[None]:
-        """Begin to send, on the devices."""
-        member = self._members[group]
+        """Start the broadcast on the devices."""
+        joined = self._groups[group]
         padded = max(_LEAST_BYTES, 1 << (data.nbytes - 1).bit_length()) if data.nbytes else _LEAST_BYTES
-        with _named_rank_errors(member.ranks):
-            row = self._given(data, padded) if sender == self._rank else self._nothing(padded)
-            shape = (len(member.ranks), padded // 4)
-            rows = jax.make_array_from_single_device_arrays(shape, member.shards, [row])
-            return _Sum(member.ranks, member.add(rows), None if sender == self._rank else data)
+        with _named_rank_errors(joined.ranks):
+            row = self._data_row(data, padded) if sender == self._rank else self._zero_row(padded)
+            shape = (len(joined.ranks), padded // 4)
+            rows = jax.make_array_from_single_device_arrays(shape, joined.shards, [row])
+            return _RunningBroadcast(joined.ranks, joined.add(rows), None if sender == self._rank else data)
 
-    def _given(self, data: HostArray, padded: int) -> jax.Array:
-        """Copy this process's data to its device, as a row."""
+    def _data_row(self, data: HostArray, padded: int) -> jax.Array:
+        """Copy this process's data to its device as a row."""
         row = np.zeros((1, padded), np.uint8)
         row[0, : data.nbytes] = data
         row_on_device: jax.Array = jax.device_put(row.view(np.uint32), self._device)
         return row_on_device
 
-    def _nothing(self, padded: int) -> jax.Array:
-        """Return a row of zeros on this process's device.
-
-        Cached, because most messages have the same size.
-        """
+    def _zero_row(self, padded: int) -> jax.Array:
+        """Return a row of zeros on this process's device. Cached, because most messages have the same size."""
         found = self._zeros.get(padded)
         if found is None:
             found = self._zeros[padded] = jax.device_put(np.zeros((1, padded // 4), np.uint32), self._device)
@@ -142,13 +139,13 @@ class _MeshChannels:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sum:
-    """A running message.
+class _RunningBroadcast:
+    """A running broadcast.
 
     Attributes:
         ranks: members of the group.
-        words: the padded message.
-        data: its destination; None at the sender.
+        words: the sum: the padded message.
+        data: destination of the message; None on the sender.
     """
 
     ranks: tuple[int, ...]
@@ -156,7 +153,7 @@ class _Sum:
     data: HostArray | None
 
     def result(self) -> None:
-        """Wait for it."""
+        """Wait for the message, and copy it to the destination."""
         with _named_rank_errors(self.ranks):
             if self.data is None:
                 self.words.block_until_ready()
@@ -164,27 +161,24 @@ class _Sum:
                 self.data[:] = np.asarray(self.words.addressable_data(0)).view(np.uint8)[: self.data.nbytes]
 
 
-def _member(ranks: tuple[int, ...], devices: Sequence[jax.Device]) -> _Member:
+def _device_group(ranks: tuple[int, ...], devices: Sequence[jax.Device]) -> _DeviceGroup:
     mesh = Mesh(np.array(devices), ("process",))
     spec: Any = PartitionSpec  # the constructor is untyped in JAX
-    return _Member(ranks, NamedSharding(mesh, spec("process")), _adder(mesh))
+    return _DeviceGroup(ranks, NamedSharding(mesh, spec("process")), _row_adder(mesh))
 
 
 @functools.lru_cache(maxsize=64)
-def _adder(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
-    """Return a function that adds the rows on a mesh.
-
-    Cached, so that each size is compiled once for all loads.
-    """
+def _row_adder(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
+    """Return a function that adds the rows on a mesh. Cached, so that each size is compiled once for all loads."""
     spec: Any = PartitionSpec  # the constructor is untyped in JAX
     add: Any = jax.jit(lambda rows: jnp.sum(rows, axis=0, dtype=rows.dtype), out_shardings=NamedSharding(mesh, spec()))
-    made: Callable[[jax.Array], jax.Array] = add
-    return made
+    typed: Callable[[jax.Array], jax.Array] = add
+    return typed
 
 
 @contextmanager
 def _named_rank_errors(ranks: Sequence[int]) -> Iterator[None]:
-    """Convert an error of a computation to one that names the ranks."""
+    """Convert an error of a computation to a RankFailedError that names the processes."""
     try:
         yield
     except RuntimeError as error:  # includes jax.errors.JaxRuntimeError

@@ -1,4 +1,4 @@
-"""Executor of a JAX single controller: workers are the hosts of devices, called with colocated Python."""
+"""Executor of a JAX single controller: its workers are the hosts of the devices, called with colocated Python."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ckptcore.model import ArrayRecord, Box, Pending, Shard, name_of_dtype
 from ckptcore.protocols import WantedLeaf
 from ckptcore_jax import random_keys
 from ckptcore_jax.array_creation import cast_elements, check_dtype, with_weak_type
-from ckptcore_jax.leaves import alive, is_committed, plain
+from ckptcore_jax.leaves import data_array, is_committed, with_elements
 from ckptcore_jax.placements import box_of
-from ckptcore_jax.shardings import concrete
-from ckptcore_jax.staged_executor import Fetched, Held, LeafBoxes, StagedExecutor
+from ckptcore_jax.shardings import concrete_sharding
+from ckptcore_jax.staged_executor import HeldElements, LeafBoxes, ReadResult, StagedExecutor
 from ckptcore_jax.worker_links import Cuts, ReadSpecs, WorkerLink
 from ckptcore_jax.worker_stages import ReadStage, WriteStage
 
@@ -34,17 +34,18 @@ _CACHED: Final = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
-class _Spread:
+class _WorkerPlacement:
     """Placement of an array on workers.
 
     Attributes:
-        boxes: by worker, its boxes, each with the position of its first device among all devices.
-        holders: by box, the workers that hold it.
+        boxes: for each worker, its boxes, each with the position of its first device among all
+            devices.
+        workers: for each box, the workers that have it.
         devices: all devices in order, each with its box and its worker.
     """
 
     boxes: Sequence[Mapping[Box, int]]
-    holders: Mapping[Box, Sequence[int]]
+    workers: Mapping[Box, Sequence[int]]
     devices: Sequence[tuple[Any, Box, int]]
 
 
@@ -57,7 +58,7 @@ class _HeldArrays:
         self._link = link
 
     def wait(self) -> None:
-        """Wait for the copies. See `Held`."""
+        """Wait for the copies. See `HeldElements`."""
         try:
             for array in self.arrays:
                 array.block_until_ready()
@@ -67,18 +68,17 @@ class _HeldArrays:
             ) from error
 
     def close(self) -> None:
-        """Drop the arrays. See `Held`."""
+        """Drop the arrays. See `HeldElements`."""
         self.arrays = ()
 
 
 class ColocatedExecutor(StagedExecutor):
-    """A `ckptcore.protocols.Executor` for `jax.Array`.
+    """A `ckptcore.protocols.Executor` for `jax.Array`. Its workers are hosts.
 
-    A worker is a host, which `jax.experimental.colocated_python` calls.
-
-    Arrays are copied to the CPU device of their host, and loaded from there. Elements do not pass
-    through the controller, except scalars that JAX itself moves. Workers need the same installation
-    as the controller.
+    Workers are called with `jax.experimental.colocated_python`. A save copies arrays to the CPU
+    device of their host, and a load copies them back from there. Elements do not pass through the
+    controller, except scalars that JAX itself moves. Workers need the same installation as the
+    controller.
 
     Arrays that are not committed to devices are saved by the workers but loaded by the controller,
     because JAX creates such arrays only there.
@@ -104,7 +104,7 @@ class ColocatedExecutor(StagedExecutor):
                 for number, (devices, lead) in enumerate(zip(found, leads, strict=True))
             ]
         )
-        self._spread = functools.lru_cache(maxsize=_CACHED)(self._find_spread)
+        self._placement = functools.lru_cache(maxsize=_CACHED)(self._find_placement)
 
     @property
     def workers(self) -> Sequence[str]:
@@ -119,13 +119,13 @@ class ColocatedExecutor(StagedExecutor):
         """Return True for abstract arrays that the workers can load."""
         if not isinstance(abstract, jax.Array | jax.ShapeDtypeStruct) or isinstance(abstract, jax.core.Tracer):
             return False
-        sharding = concrete(abstract.sharding)
+        sharding = concrete_sharding(abstract.sharding)
         if sharding is None or not is_committed(abstract) or not self._has(sharding):
             return False
         return not random_keys.is_key(abstract.dtype) or random_keys.data_sharding(sharding) is not None
 
     def _has(self, sharding: Sharding) -> bool:
-        # An array over several processes has parts that this controller cannot access.
+        # The controller cannot access all shards of an array over several processes.
         return sharding.is_fully_addressable and all(device in self._worker_of for device in sharding.device_set)
 
     def identity(self, leaf: Any) -> Hashable | None:
@@ -134,54 +134,57 @@ class ColocatedExecutor(StagedExecutor):
 
     def shards(self, leaf: Any, worker: int) -> Sequence[Shard]:
         """Return the boxes of a worker."""
-        whole = plain(alive(leaf))
-        spread = self._spread(whole.sharding, whole.shape)
-        return [Shard(box, spread.holders[box].index(worker), len(spread.holders[box])) for box in spread.boxes[worker]]
+        array = data_array(with_elements(leaf))
+        placement = self._placement(array.sharding, array.shape)
+        return [
+            Shard(box, placement.workers[box].index(worker), len(placement.workers[box]))
+            for box in placement.boxes[worker]
+        ]
 
-    def take(self, worker: int, leaves: Sequence[LeafBoxes], *, copied: bool) -> Held:
-        """Hold the boxes of a worker in the memory of its host."""
+    def take(self, worker: int, leaves: Sequence[LeafBoxes], *, copied: bool) -> HeldElements:
+        """Begin to copy the boxes of a worker to the memory of its host."""
         parts: list[jax.Array] = []
         cuts = []
         for one in leaves:
-            whole = plain(alive(one.leaf))
-            held = self._spread(whole.sharding, whole.shape).boxes[worker]
+            array = data_array(with_elements(one.leaf))
+            positions = self._placement(array.sharding, array.shape).boxes[worker]
             numbers: dict[int, int] = {}
             of_leaf = []
             for box in one.boxes:
-                outer, place = next((outer, place) for outer, place in held.items() if outer.contains(box))
-                if place not in numbers:
-                    numbers[place] = len(parts)
-                    parts.append(whole.addressable_data(place))  # a reference: nothing is copied
-                of_leaf.append((numbers[place], box.within(outer)))
+                outer, position = next((outer, found) for outer, found in positions.items() if outer.contains(box))
+                if position not in numbers:
+                    numbers[position] = len(parts)
+                    parts.append(array.addressable_data(position))  # a reference, not a copy
+                of_leaf.append((numbers[position], box.within(outer)))
             cuts.append(of_leaf)
         link = self._links[worker]
         return _HeldArrays(link, link.take(parts, may_alias=not copied), cuts)
 
-    def run_write(self, worker: int, stage: WriteStage, held: Held) -> Pending[bytes]:
-        """Run the stage on the worker."""
-        assert isinstance(held, _HeldArrays)  # returned by this executor
-        return _begin(functools.partial(self._links[worker].write, stage, held.arrays, held.cuts))
+    def run_write(self, worker: int, stage: WriteStage, held: HeldElements) -> Pending[bytes]:
+        """Start the stage on the worker."""
+        assert isinstance(held, _HeldArrays)  # returned by `take`
+        return _start(functools.partial(self._links[worker].write, stage, held.arrays, held.cuts))
 
     def wanted(self, abstract: Any, stored: ArrayRecord, worker: int) -> Sequence[Box]:
         """Return the boxes that a worker must read."""
-        random_keys.check(abstract.dtype, stored)
+        random_keys.expect_same_impl(abstract.dtype, stored)
         if not random_keys.is_key(abstract.dtype):
             check_dtype(abstract.dtype)
             cast_elements(np.empty(0, stored.spec.numpy_dtype), abstract.dtype)  # raises an error for impossible casts
-        return tuple(self._spread(_plain_sharding(abstract), stored.spec.shape).boxes[worker])
+        return tuple(self._placement(_data_sharding(abstract), stored.spec.shape).boxes[worker])
 
-    def run_reads(self, stages: Mapping[int, ReadStage], leaves: Sequence[WantedLeaf]) -> Fetched:
+    def run_reads(self, stages: Mapping[int, ReadStage], leaves: Sequence[WantedLeaf]) -> ReadResult:
         """Run the stages on the workers, and assemble the leaves."""
-        begun = {}
+        running = {}
         for worker, stage in stages.items():
             specs: ReadSpecs = [
                 ([box.shape for box in self.wanted(leaf.abstract, leaf.stored, worker)], _dtype_name(leaf.abstract))
                 for leaf in leaves
             ]
-            begun[worker] = _begin(functools.partial(self._links[worker].read, stage, specs))
+            running[worker] = _start(functools.partial(self._links[worker].read, stage, specs))
         reports, read = {}, {}
         failed: list[Exception] = []
-        for worker, pending in begun.items():
+        for worker, pending in running.items():
             try:
                 reports[worker], arrays = pending.result()
                 read[worker] = iter(arrays)
@@ -189,50 +192,52 @@ class ColocatedExecutor(StagedExecutor):
                 failed.append(error)  # wait for the other workers first
         if failed:
             raise failed[0]
-        made = []
+        built = []
         for leaf in leaves:
             parts = {
                 (worker, box): next(arrays)
                 for worker, arrays in read.items()
                 for box in self.wanted(leaf.abstract, leaf.stored, worker)
             }
-            made.append(self._made(leaf, parts))
-        return Fetched(reports, made)
+            built.append(self._assemble(leaf, parts))
+        return ReadResult(reports, built)
 
-    def _made(self, leaf: WantedLeaf, parts: Mapping[tuple[int, Box], jax.Array]) -> jax.Array:
-        """Assemble a leaf from boxes in the memory of the hosts, which are copied to the devices of their host."""
-        sharding, shape = _plain_sharding(leaf.abstract), leaf.stored.spec.shape
-        spread = self._spread(sharding, shape)
-        places = [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device, _, _ in spread.devices]
-        on_devices = jax.device_put([parts[worker, box] for _, box, worker in spread.devices], places)
+    def _assemble(self, leaf: WantedLeaf, parts: Mapping[tuple[int, Box], jax.Array]) -> jax.Array:
+        """Copy boxes from the memory of the hosts to the devices of their host, and build the leaf."""
+        sharding, shape = _data_sharding(leaf.abstract), leaf.stored.spec.shape
+        devices = self._placement(sharding, shape).devices
+        targets = [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device, _, _ in devices]
+        on_devices = jax.device_put([parts[worker, box] for _, box, worker in devices], targets)
         array = jax.make_array_from_single_device_arrays(shape, sharding, on_devices)
         if random_keys.is_key(leaf.abstract.dtype):
-            return random_keys.wrapped(leaf.abstract.dtype, array)
+            return random_keys.wrap_data(leaf.abstract.dtype, array)
         weak = getattr(leaf.abstract, "weak_type", False)
         return with_weak_type(array, sharding) if weak else array
 
-    def _find_spread(self, sharding: Sharding, shape: tuple[int, ...]) -> _Spread:
+    def _find_placement(self, sharding: Sharding, shape: tuple[int, ...]) -> _WorkerPlacement:
         boxes: list[dict[Box, int]] = [{} for _ in self._links]
-        holders: dict[Box, list[int]] = {}
+        workers: dict[Box, list[int]] = {}
         devices = []
-        for place, (device, index) in enumerate(sharding.devices_indices_map(shape).items()):
+        for position, (device, index) in enumerate(sharding.devices_indices_map(shape).items()):
             box, worker = box_of(index, shape), self._worker_of[device]
             # Devices are in the order of `jax.Array.addressable_data`, because a single controller
             # addresses all.
-            boxes[worker].setdefault(box, place)
-            found = holders.setdefault(box, [])
-            if worker not in found:
-                found.append(worker)
+            boxes[worker].setdefault(box, position)
+            of_box = workers.setdefault(box, [])
+            if worker not in of_box:
+                of_box.append(worker)
             devices.append((device, box, worker))
-        return _Spread(boxes, holders, devices)
+        return _WorkerPlacement(boxes, workers, devices)
 
 
-def _plain_sharding(abstract: Any) -> Sharding:
+def _data_sharding(abstract: Any) -> Sharding:
     """Return the sharding of the array with a leaf's elements."""
-    sharding = concrete(abstract.sharding)
+    sharding = concrete_sharding(abstract.sharding)
     of_data = random_keys.data_sharding(sharding) if random_keys.is_key(abstract.dtype) else sharding
     if of_data is None:
-        raise UnsupportedLeafError(f"random keys with {abstract.sharding} cannot be loaded by workers")
+        raise UnsupportedLeafError(
+            f"random keys with the sharding {abstract.sharding} cannot be loaded by workers; use a NamedSharding"
+        )
     return of_data
 
 
@@ -243,7 +248,7 @@ def _dtype_name(abstract: Any) -> str:
 def _cpu_devices(devices: Sequence[Any]) -> Sequence[Any]:
     """Return the CPU device on the host of each device.
 
-    Without other information JAX pairs devices by their order, so the request is for all devices.
+    JAX may pair devices by their order, so this requests the CPU devices of all devices.
     """
     if all(device.platform == "cpu" for device in devices):
         return devices
@@ -254,8 +259,8 @@ def _cpu_devices(devices: Sequence[Any]) -> Sequence[Any]:
     return [cpu_devices[device] for device in devices]
 
 
-def _begin(work: Callable[[], T]) -> Future[T]:
-    """Run work on a new thread, because a call to a worker can block until it returns."""
+def _start(work: Callable[[], T]) -> Future[T]:
+    """Run work on a new thread, because a call to a worker can block."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -274,12 +279,12 @@ def _begin(work: Callable[[], T]) -> Future[T]:
 def devices_by_host(devices: Sequence[Any]) -> Sequence[Sequence[Any]]:
     """Group devices by host, in the order of the first device of each host.
 
-    A host is a task of a slice. Pathways has the task as ``virtual_task_index``, because all
-    devices are of one process for its controller. Elsewhere a host is a process.
+    A host is a process. With Pathways, the controller sees all devices in one process; there a host
+    is a task of a slice, from ``slice_index`` and ``virtual_task_index``.
     """
     hosts: dict[tuple[object, object], list[Any]] = {}
     for device in devices:
         task = getattr(device, "virtual_task_index", None)
         host = getattr(device, "slice_index", None), device.process_index if task is None else task
         hosts.setdefault(host, []).append(device)
-    return tuple([tuple(found) for found in hosts.values()])
+    return tuple([tuple(on_host) for on_host in hosts.values()])

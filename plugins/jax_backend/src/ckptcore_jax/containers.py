@@ -1,4 +1,4 @@
-"""Containers registered with `jax.tree_util`: Flax structs, NNX State, Optax states, Equinox modules, your own."""
+"""Containers registered with `jax.tree_util`, such as Flax structs, NNX State, Optax states and Equinox modules."""
 
 from __future__ import annotations
 
@@ -33,24 +33,21 @@ _FUNCTION_TYPES: Final = frozenset(
     }
     | ({jax.numpy.ufunc} if hasattr(jax.numpy, "ufunc") else set())
 )
-"""Types of children that are code.
-
-Exactly these: a callable module is a container, a callable array a leaf.
-"""
+"""Types of children that are code. Not subclasses: a callable module is a container, and a callable array a leaf."""
 
 _PYTHON_TYPES: Final = frozenset({dict, OrderedDict, defaultdict, list, tuple, type(None)})
-"""Types that `jax.tree_util` and ckptcore flatten without registration. So are named tuples."""
+"""Types that `jax.tree_util` and ckptcore flatten without registration, like named tuples."""
 
 
 class RegisteredContainer(ContainerHandler):
-    """Flattens a registered container as JAX does: JAX's children are children, everything else is static.
+    """Handler of registered containers: flattens them as JAX does.
 
-    Functions among the children (the activation of an Equinox module) are static too, because they
-    are code. They are not saved, and a load takes them from the abstract tree.
+    Only JAX's children are saved. The rest of a container, and functions among its children such as
+    the activation of an Equinox module, are not saved. A load takes them from the abstract tree.
 
     A child can be replaced in place if the type was registered with names of attributes or keys,
-    and the container has the child under that name or key. Other containers are values, like frozen
-    dataclasses.
+    and the container has the child under that name or key. Other containers are rebuilt, like
+    frozen dataclasses.
     """
 
     priority = Priority.REGISTERED
@@ -61,38 +58,37 @@ class RegisteredContainer(ContainerHandler):
         Raises:
             UnsupportedKeyError: if a registered key is not an int, a str or an attribute.
         """
-        kept = _children(value)
-        keys = tuple([_key_of(entry, value) for entry, _ in kept])
+        children = _children(value)
+        keys = tuple([_key_of(entry, value) for entry, _ in children])
         if len(set(keys)) != len(keys):
             raise UnsupportedKeyError(
-                f"{_name_of(value)} has two children with the same key, among {keys}: its "
-                "function registered with jax.tree_util must return unique keys. Nothing was "
-                "written"
+                f"{_name_of(value)} has two children with the same key, among {keys}: the flatten "
+                "function that is registered with jax.tree_util must return unique keys. Nothing was written"
             )
-        return Flattened("object", keys, [child for _, child in kept], _name_of(value))
+        return Flattened("object", keys, [child for _, child in children], _name_of(value))
 
     def unflatten(self, like: Any, children: Sequence[object]) -> object:
         """Build a container with the static content and the functions of `like`."""
-        keyed, structure = _one_level(like)
+        keyed, structure = _flatten_one_level(like)
         given = iter(children)
         merged = [child if type(child) in _FUNCTION_TYPES else next(given) for _, child in keyed]
         return tree_util.tree_unflatten(structure, merged)
 
     def is_object(self, value: Any) -> bool:
-        """Return False: functions of JAX take registered containers as values, and return others."""
+        """Return False: JAX programs treat registered containers as values, and create new ones."""
         return False
 
     def replaceable(self, target: Any) -> Collection[int]:
-        """Return the children that are attributes which can be set, or items of a mutable mapping or sequence."""
+        """Return the children that are settable attributes, or items of a mutable mapping or sequence."""
         setter: object = type(target).__setattr__
         attributes = vars(target) if setter is object.__setattr__ and hasattr(target, "__dict__") else {}
         found = set()
         for position, (entry, child) in enumerate(_children(target)):
             key = _key_of(entry, target)
             if isinstance(key, Attribute):
-                held = attributes.get(key.name, _NOTHING)
+                held = attributes.get(key.name, _MISSING)
             elif isinstance(target, MutableMapping):
-                held = target.get(key, _NOTHING)
+                held = target.get(key, _MISSING)
             elif isinstance(target, MutableSequence) and type(key) is int and key < len(target):
                 held = target[key]
             else:
@@ -103,9 +99,9 @@ class RegisteredContainer(ContainerHandler):
 
     def replace(self, target: Any, children: Mapping[int, object]) -> None:
         """Set attributes and items."""
-        kept = _children(target)
+        current = _children(target)
         for position, child in children.items():
-            key = _key_of(kept[position][0], target)
+            key = _key_of(current[position][0], target)
             if isinstance(key, Attribute):
                 setattr(target, key.name, child)
             else:
@@ -113,13 +109,13 @@ class RegisteredContainer(ContainerHandler):
 
 
 class _RegisteredSubclass(RegisteredContainer):
-    """Registered subclasses of dict, list and tuple, which can have more state than their items."""
+    """Handler of registered subclasses of dict, list and tuple, which can have more state than their items."""
 
     priority = Priority.EXACT + 1
 
 
 class _FlaxModule(RegisteredContainer):
-    """Modules, optimizers and random streams of Flax NNX, which programs change in place."""
+    """Handler of Flax NNX modules, optimizers and random streams, which programs change in place."""
 
     def is_object(self, value: Any) -> bool:
         """Return True unless all arrays in it are abstract, as those of ``nnx.eval_shape`` are."""
@@ -127,12 +123,12 @@ class _FlaxModule(RegisteredContainer):
         return any(not isinstance(leaf, jax.ShapeDtypeStruct | AbstractArray) for leaf in leaves)
 
     def replaceable(self, target: Any) -> Collection[int]:
-        """Return all children: NNX itself sets attributes to update a module."""
+        """Return all children, because NNX also updates modules by setting attributes."""
         return range(len(_children(target)))
 
 
 class _FlaxVariable(_FlaxModule):
-    """Variables of Flax NNX."""
+    """Handler of Flax NNX variables."""
 
     def replace(self, target: Any, children: Mapping[int, object]) -> None:
         """Set the value without the hooks for assignments, as ``nnx.update`` does."""
@@ -140,7 +136,7 @@ class _FlaxVariable(_FlaxModule):
             target.set_raw_value(child)
 
 
-_NOTHING: Final = object()
+_MISSING: Final = object()
 _HANDLER: Final = RegisteredContainer()
 _SUBCLASS_HANDLER: Final = _RegisteredSubclass()
 _FLAX_MODULE_HANDLER: Final = _FlaxModule()
@@ -161,12 +157,12 @@ def container_handler(value_type: type, example: object) -> ContainerHandler | N
 
 
 def _children(value: object) -> list[tuple[Any, Any]]:
-    """Return the children that are not functions, each with its key of JAX."""
-    keyed, _ = _one_level(value)
+    """Return the children that are not functions, each with its JAX key."""
+    keyed, _ = _flatten_one_level(value)
     return [(path[0], child) for path, child in keyed if type(child) not in _FUNCTION_TYPES]
 
 
-def _one_level(value: object) -> tuple[list[tuple[tuple[Any, ...], Any]], Any]:
+def _flatten_one_level(value: object) -> tuple[list[tuple[tuple[Any, ...], Any]], Any]:
     # Older versions of JAX lack a public function for one level with keys. This call treats the
     # children as leaves, including None, and returns the structure.
     return tree_util.tree_flatten_with_path(value, is_leaf=lambda node: node is not value)

@@ -1,7 +1,4 @@
-"""The key-value service of a jax.distributed job.
-
-The only module that uses private names of JAX.
-"""
+"""The key-value service of a jax.distributed job. Only this module uses private names of JAX."""
 
 from __future__ import annotations
 
@@ -20,20 +17,19 @@ _MODULE = "jax._src.distributed"
 
 @runtime_checkable
 class KeyValueClient(Protocol):
-    """The methods in use of the client of JAX's service (jaxlib: ``DistributedRuntimeClient``, all
-    versions since 0.4.34).
+    """Methods of the client of JAX's service (``DistributedRuntimeClient`` of jaxlib since 0.4.34).
 
-    Keys are paths, in which repeated slashes are ignored. Every method is safe in any thread, waits
-    without the interpreter lock, and raises a RuntimeError that begins with the name of a gRPC
-    status.
+    Keys are paths; repeated slashes are ignored. Every method can be called in any thread and
+    releases the interpreter lock while it waits. Errors are RuntimeErrors whose message begins with
+    a gRPC status.
     """
 
     def key_value_set_bytes(self, key: str, value: bytes, allow_overwrite: bool = False) -> None:
-        """Set a key. ALREADY_EXISTS if it is set and overwriting is not allowed."""
+        """Set a key. Status ALREADY_EXISTS if it is set and overwriting is not allowed."""
         ...
 
     def blocking_key_value_get_bytes(self, key: str, timeout_in_ms: int) -> bytes:
-        """Wait until a key is set, and return its value. DEADLINE_EXCEEDED after the timeout."""
+        """Wait until a key is set, and return its value. Status DEADLINE_EXCEEDED after the timeout."""
         ...
 
     def key_value_dir_get_bytes(self, key: str) -> Sequence[tuple[str, bytes]]:
@@ -50,7 +46,7 @@ class JobService:
     """The service for one process of a job.
 
     Attributes:
-        client: of the service.
+        client: client of the service.
         rank, size: rank of this process and number of processes, as passed to
             `jax.distributed.initialize`.
     """
@@ -61,11 +57,9 @@ class JobService:
 
 
 def service_of_job() -> JobService | None:
-    """Return the service of the initialized JAX job, or None without one or after a shutdown.
+    """Return the service of the initialized JAX job, or None before initialization or after a shutdown.
 
-    Any thread.
-
-    Starts no JAX backend, unlike `jax.process_index` and `jax.process_count`.
+    Any thread. Starts no JAX backend, unlike `jax.process_index` and `jax.process_count`.
 
     Raises:
         PluginError: if this version of JAX is not supported.
@@ -77,18 +71,18 @@ def service_of_job() -> JobService | None:
         state = importlib.import_module(_MODULE).global_state
         client, rank, size = state.client, state.process_id, state.num_processes
     except (ImportError, AttributeError) as error:
-        raise _unknown(str(error)) from error
+        raise _unsupported_version(str(error)) from error
     if client is None:
         return None
     if not isinstance(client, KeyValueClient):
-        raise _unknown(f"its client is a {type(client).__name__} without key-value methods")
+        raise _unsupported_version(f"its client is a {type(client).__name__} without key-value methods")
     return JobService(client, int(rank), int(size))
 
 
-def _unknown(found: str) -> PluginError:
+def _unsupported_version(found: str) -> PluginError:
     version = getattr(sys.modules.get("jax"), "__version__", "unknown")
     return PluginError(
-        f"jax {version} is not supported: the key-value service of a job is not in "
-        f"{_MODULE}.global_state, as in versions since 0.4.34: {found}; upgrade ckptcore-jax, "
-        "or use Context(job=JobOptions(coordinator=...)) with another coordinator"
+        f"jax {version} is not supported: ckptcore-jax expects the key-value service of a job in "
+        f"{_MODULE}.global_state: {found}; upgrade ckptcore-jax, or use "
+        "Context(job=JobOptions(coordinator=...)) with another coordinator"
     )

@@ -1,7 +1,4 @@
-"""Coordinators of a jax.distributed job that use its key-value service.
-
-They use no collectives and no device, and work in any thread.
-"""
+"""Coordinators of a jax.distributed job over its key-value service. They use no devices. Any thread."""
 
 from __future__ import annotations
 
@@ -18,26 +15,26 @@ from ckptcore_jax.job_service import JobService, KeyValueClient, service_of_job
 __all__ = ["JobCoordinator", "KeyValueCoordinator", "coordinator_of_job"]
 
 _PIECE_BYTES: Final = 1 << 20
-"""Maximum size of one value.
+"""Maximum size of one value in bytes.
 
-A message of the service, value and key, has at most 4 MiB (measured with jaxlib 0.4.34: a value of
-4 MiB less 90 bytes is accepted, one of 4 MiB is RESOURCE_EXHAUSTED). With 0.10.2 the limit is 64
-MiB, but such messages are slow.
+A message of the service, with key and value, has at most 4 MiB (measured with jaxlib 0.4.34: it
+accepts a value of 4 MiB less 90 bytes, and returns RESOURCE_EXHAUSTED for 4 MiB). With jaxlib
+0.10.2 the limit is 64 MiB, but such messages are slow.
 """
 _INLINE_BYTES: Final = 1 << 10
-"""Largest payload stored with its length in one value.
+"""Maximum size of a payload that is stored in its head.
 
-This saves a call, and keeps a listing of a thousand ranks below 4 MiB.
+This saves a call, and keeps a listing of the heads of a thousand ranks below 4 MiB.
 """
 _WAIT_SECONDS: Final = 1.0
-"""Duration of one waiting call, during which the interpreter handles no signals."""
+"""Duration of one waiting call. The interpreter handles no signals during the call."""
 
 
 class KeyValueCoordinator:
     """Coordinator over the key-value service of a JAX job, which runs in process 0.
 
-    Payloads of any size are split into pieces. The last rank that waits for a payload removes it.
-    Keys of incomplete exchanges remain in the service until the job ends.
+    A payload is stored as pieces of at most 1 MiB, and a head with their number. The last receiver
+    of a payload removes it. Keys of incomplete exchanges remain in the service until the job ends.
     """
 
     def __init__(self, client: KeyValueClient, rank: int, size: int, *, timeout_seconds: float = 600.0) -> None:
@@ -57,9 +54,8 @@ class KeyValueCoordinator:
     def of_job(cls, *, timeout_seconds: float = 600.0) -> KeyValueCoordinator:
         """Return the coordinator of the initialized JAX job, with another timeout.
 
-        If a process sends no heartbeat for ``heartbeat_timeout_seconds`` of
-        `jax.distributed.initialize`, 100 by default, JAX ends all processes. Use a shorter timeout
-        to get an error before.
+        JAX terminates all processes if one sends no heartbeat for ``heartbeat_timeout_seconds`` of
+        `jax.distributed.initialize` (default: 100). Use a shorter timeout to get an error first.
 
         Raises:
             PluginError: if JAX is not initialized, or if this version of JAX is not supported.
@@ -73,10 +69,7 @@ class KeyValueCoordinator:
 
     @property
     def rank(self) -> int:
-        """Rank of this process, from `jax.distributed.initialize`.
-
-        `jax.process_index` can differ.
-        """
+        """Rank of this process: its id in `jax.distributed.initialize`. `jax.process_index` can differ."""
         return self._rank
 
     @property
@@ -86,24 +79,24 @@ class KeyValueCoordinator:
 
     def within(self, ranks: Sequence[int], *, deadlines: int = 1) -> KeyValueCoordinator:
         """Return a coordinator of some ranks. See `ckptcore.protocols.GathersInGroups`."""
-        place, seconds = ranks.index(self._rank), self._timeout_seconds * deadlines
-        return KeyValueCoordinator(self._client, place, len(ranks), timeout_seconds=seconds)
+        rank, seconds = ranks.index(self._rank), self._timeout_seconds * deadlines
+        return KeyValueCoordinator(self._client, rank, len(ranks), timeout_seconds=seconds)
 
     def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
         """Gather payloads at the leader. See `ckptcore.protocols.Coordinator`.
 
         Only the leader waits. It removes the payloads.
         """
-        place = f"ckptcore/gather/{quote(key, safe='')}"
+        prefix = f"ckptcore/gather/{quote(key, safe='')}"
         if self._rank:
-            self._give(place, payload)
+            self._set_payload(prefix, payload)
             return None
         if self._size == 1:
             return [payload]
         try:
-            return [payload, *self._take(key, place, range(1, self._size))]
+            return [payload, *self._wait_for_payloads(key, prefix, range(1, self._size))]
         finally:
-            self._remove(place)
+            self._remove(prefix)
 
     def broadcast(self, key: str, payload: bytes | None) -> bytes:
         """Send the leader's payload to all. See `ckptcore.protocols.Coordinator`.
@@ -112,50 +105,50 @@ class KeyValueCoordinator:
         """
         if (payload is None) == (self._rank == 0):
             raise PluginError(f"broadcast {key!r}: the leader must pass a payload, and other ranks must not")
-        place = f"ckptcore/broadcast/{quote(key, safe='')}"
+        prefix = f"ckptcore/broadcast/{quote(key, safe='')}"
         if payload is not None:
             if self._size > 1:
-                self._give(place, payload)
+                self._set_payload(prefix, payload)
             return payload
-        (received,) = self._take(key, place, [0])
-        if self._is_last(place):
-            self._remove(place)
+        (received,) = self._wait_for_payloads(key, prefix, [0])
+        if self._is_last(prefix):
+            self._remove(prefix)
         return received
 
-    def _give(self, place: str, payload: bytes) -> None:
-        """Set this rank's payload. The head is set last, and announces the pieces."""
+    def _set_payload(self, prefix: str, payload: bytes) -> None:
+        """Set the payload of this rank. The head is set last, so that its pieces exist."""
         inline = len(payload) <= _INLINE_BYTES
         starts = range(0, 0 if inline else len(payload), _PIECE_BYTES)
         try:
             for number, start in enumerate(starts):
                 piece = payload[start : start + _PIECE_BYTES]
-                self._client.key_value_set_bytes(_piece(place, self._rank, number), piece, True)
+                self._client.key_value_set_bytes(_piece_key(prefix, self._rank, number), piece, True)
             head = b"%d\n" % len(starts) + (payload if inline else b"")
-            self._client.key_value_set_bytes(_head(place, self._rank), head, True)
+            self._client.key_value_set_bytes(_head_key(prefix, self._rank), head, True)
         except RuntimeError as error:
-            raise _failed(error) from error
+            raise _service_error(error) from error
 
-    def _take(self, key: str, place: str, ranks: Sequence[int]) -> Sequence[bytes]:
-        """Wait for the payloads of these ranks."""
+    def _wait_for_payloads(self, key: str, prefix: str, ranks: Sequence[int]) -> Sequence[bytes]:
+        """Wait for the payloads of these ranks, and return them."""
         deadline = time.monotonic() + self._timeout_seconds
         heads: dict[int, bytes] = {}
         for rank in ranks:
-            head = self._wait(_head(place, rank), deadline)
+            head = self._wait(_head_key(prefix, rank), deadline)
             if head is None:
-                heads.update(self._heads(place, ranks))
+                heads.update(self._heads(prefix, ranks))
                 missing = [rank for rank in ranks if rank not in heads]
                 if missing:
                     raise self._timed_out(key, missing)
-                break  # the missing ranks have just arrived
+                break  # the missing heads were set after the timeout
             heads[rank] = head
-        return [self._payload(key, place, rank, heads[rank]) for rank in ranks]
+        return [self._read_payload(key, prefix, rank, heads[rank]) for rank in ranks]
 
-    def _payload(self, key: str, place: str, rank: int, head: bytes) -> bytes:
+    def _read_payload(self, key: str, prefix: str, rank: int, head: bytes) -> bytes:
         count, _, inline = head.partition(b"\n")
         pieces = []
         for number in range(int(count)):
-            piece = self._wait(_piece(place, rank, number), time.monotonic() + self._timeout_seconds)
-            if piece is None:  # removed by another process: pieces are set before the head
+            piece = self._wait(_piece_key(prefix, rank, number), time.monotonic() + self._timeout_seconds)
+            if piece is None:  # another process removed it: pieces exist before their head
                 raise self._timed_out(key, [rank])
             pieces.append(piece)
         return b"".join(pieces) if pieces else inline
@@ -168,39 +161,39 @@ class KeyValueCoordinator:
                 return self._client.blocking_key_value_get_bytes(name, 1 + int(1000 * min(left, _WAIT_SECONDS)))
             except RuntimeError as error:
                 if not str(error).startswith("DEADLINE_EXCEEDED"):
-                    raise _failed(error) from error
+                    raise _service_error(error) from error
             if not left:
                 return None
 
-    def _heads(self, place: str, ranks: Sequence[int]) -> Mapping[int, bytes]:
-        """Return the heads of the ranks that have set theirs."""
+    def _heads(self, prefix: str, ranks: Sequence[int]) -> Mapping[int, bytes]:
+        """Return the heads that are set, by rank."""
         try:
-            found = self._client.key_value_dir_get_bytes(f"{place}/head")
+            found = self._client.key_value_dir_get_bytes(f"{prefix}/head")
         except RuntimeError as error:
-            raise _failed(error) from error
-        names = {_head(place, rank): rank for rank in ranks}
+            raise _service_error(error) from error
+        names = {_head_key(prefix, rank): rank for rank in ranks}
         return {names[name]: value for name, value in found if name in names}
 
-    def _is_last(self, place: str) -> bool:
-        """Return True if this is the last rank that receives a payload."""
-        came = f"{place}/came"
+    def _is_last(self, prefix: str) -> bool:
+        """Count the receivers of a payload. Return True on the last one."""
+        counter = f"{prefix}/came"
         waiting = self._size - 1
         try:
             increment = getattr(self._client, "key_value_increment", None)
             if increment is not None:
-                return int(increment(came, 1)) == waiting
-            # Older versions have no counter. The service is sequential, so the last rank sees all
-            # keys.
-            self._client.key_value_set_bytes(f"{came}/{self._rank}", b"", True)
-            return len(self._client.key_value_dir_get_bytes(came)) == waiting
+                return int(increment(counter, 1)) == waiting
+            # Older versions have no counter. The service handles calls one after another, so the
+            # last rank sees the keys of all ranks.
+            self._client.key_value_set_bytes(f"{counter}/{self._rank}", b"", True)
+            return len(self._client.key_value_dir_get_bytes(counter)) == waiting
         except RuntimeError as error:
-            raise _failed(error) from error
+            raise _service_error(error) from error
 
-    def _remove(self, place: str) -> None:
+    def _remove(self, prefix: str) -> None:
         try:
-            self._client.key_value_delete(place)
+            self._client.key_value_delete(prefix)
         except RuntimeError as error:
-            raise _failed(error) from error
+            raise _service_error(error) from error
 
     def _timed_out(self, key: str, missing: Sequence[int]) -> CoordinationTimeoutError:
         return CoordinationTimeoutError(
@@ -225,8 +218,8 @@ def coordinator_of_job() -> JobCoordinator | None:
 class JobCoordinator(KeyValueCoordinator):
     """Coordinator of one initialized JAX job. A `ckptcore.protocols.Rejoinable`.
 
-    A program can end its job and begin another one with some of the same processes. It then
-    continues in the new job.
+    A program can shut its job down and initialize another one with some of the same processes.
+    Saves and loads then use the new job.
     """
 
     def __init__(self, client: KeyValueClient, rank: int, size: int, *, incarnation: int) -> None:
@@ -252,21 +245,21 @@ class _JobCoordinators:
         self._lock = threading.Lock()
         self._client: KeyValueClient | None = None
         self._coordinator: JobCoordinator | None = None
-        self._made = 0
+        self._count = 0
 
     def of(self, service: JobService | None) -> JobCoordinator | None:
         """Return the coordinator of a service.
 
-        Only the last one is kept: JAX has one service at a time, and a live client is identified by
-        its object.
+        Only the latest is cached, because JAX has one service at a time. It is identified by its
+        client object.
         """
         with self._lock:
             client = None if service is None else service.client
             if client is not self._client:
                 self._client, self._coordinator = client, None
             if self._coordinator is None and service is not None and service.size > 1:
-                self._made += 1
-                found = JobCoordinator(service.client, service.rank, service.size, incarnation=self._made)
+                self._count += 1
+                found = JobCoordinator(service.client, service.rank, service.size, incarnation=self._count)
                 self._coordinator = found
             return self._coordinator
 
@@ -276,16 +269,16 @@ def _job_coordinators() -> _JobCoordinators:
     return _JobCoordinators()
 
 
-def _head(place: str, rank: int) -> str:
-    return f"{place}/head/{rank}"
+def _head_key(prefix: str, rank: int) -> str:
+    return f"{prefix}/head/{rank}"
 
 
-def _piece(place: str, rank: int, number: int) -> str:
-    return f"{place}/piece/{rank}/{number}"
+def _piece_key(prefix: str, rank: int, number: int) -> str:
+    return f"{prefix}/piece/{rank}/{number}"
 
 
-def _failed(error: RuntimeError) -> RankFailedError:
+def _service_error(error: RuntimeError) -> RankFailedError:
     return RankFailedError(
-        "the key-value service of the JAX job, in process 0, failed or reports a failed "
-        f"process: {error}; check the logs of process 0 and of the processes it names"
+        "the key-value service of the JAX job in process 0 failed, or reports a failed "
+        f"process: {error}; check the logs of process 0 and of the processes in this message"
     )

@@ -1,4 +1,4 @@
-"""Leaf handler of JAX arrays, typed random keys, and abstract arrays."""
+"""Leaf handler of JAX arrays, typed random keys and abstract arrays."""
 
 from __future__ import annotations
 
@@ -31,35 +31,35 @@ from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
 from ckptcore_jax import random_keys
 from ckptcore_jax.array_creation import create_array
 from ckptcore_jax.placements import placement_of, shards_in_process, shards_of
-from ckptcore_jax.shardings import concrete
+from ckptcore_jax.shardings import concrete_sharding
 
-__all__ = ["LACKING", "JaxLeafHandler", "alive", "is_committed", "leaf_handler", "plain"]
+__all__ = ["UNSUPPORTED_DTYPES", "JaxLeafHandler", "data_array", "is_committed", "leaf_handler", "with_elements"]
 
 _PACKED: Final = frozenset(
     np.dtype(getattr(jnp, name)) for name in ("int2", "int4", "uint2", "uint4", "float4_e2m1fn") if hasattr(jnp, name)
 )
-"""Dtypes that JAX packs on the device but NumPy does not, so that there are no views."""
+"""Dtypes that JAX packs on devices but NumPy does not, so that NumPy cannot view them."""
 
 
-LACKING: Final = frozenset({"float6_e2m3fn", "float6_e3m2fn", "int1", "uint1"})
+UNSUPPORTED_DTYPES: Final = frozenset({"float6_e2m3fn", "float6_e3m2fn", "int1", "uint1"})
 """Dtypes that JAX names but does not support: XLA has no float6, and treats int1 as bool."""
 
 
 @dataclass(frozen=True, slots=True)
 class JaxLeafHandler(LeafHandler):
-    """`jax.Array`, typed random keys, and `jax.ShapeDtypeStruct`.
+    """Handler of `jax.Array`, typed random keys, and `jax.ShapeDtypeStruct`.
 
-    An asynchronous save copies arrays in host memory before it returns: those of the CPU backend,
-    and those that are offloaded to the host (``memory_kind="pinned_host"``). Such an array can
+    An asynchronous save copies arrays in host memory before it returns: arrays of the CPU backend
+    and arrays that are offloaded to the host (``memory_kind="pinned_host"``). Such an array can
     alias memory of NumPy or PyTorch that the caller changes (`jax.device_put` of a NumPy array,
     also with ``may_alias=False``, `jax.dlpack.from_dlpack`, `jax.make_array_from_callback`), and
-    JAX does not expose the owner of its memory. Arrays in memory of an accelerator are not copied
-    again after the transfer to the host.
+    JAX does not expose the owner of its memory. Arrays in accelerator memory are not copied again
+    after the transfer to the host.
 
     Attributes:
-        copy: whether an asynchronous save copies arrays in host memory. False keeps views: only for
-            states in which no array aliases memory that changes. Arrays can be deleted and donated
-            either way.
+        copy: True if an asynchronous save copies arrays in host memory. False keeps views; use it
+            only if no array of the state aliases memory that changes. In both cases arrays can be
+            deleted and donated during the save.
     """
 
     copy: bool = True
@@ -70,38 +70,37 @@ class JaxLeafHandler(LeafHandler):
         return Priority.FRAMEWORK
 
     def describe(self, leaf: Any) -> LeafRecord:
-        """Return shape, dtype and sharding.
+        """Return shape, dtype and sharding. Never waits.
 
-        A typed random key is the array of its ``uint32`` data. Never waits.
-
-        Deleted and donated arrays work too, because they can be abstract leaves.
+        Typed random keys are described by their ``uint32`` data. Deleted and donated arrays are
+        accepted, because they can be abstract leaves.
         """
-        return _record_of(leaf.shape, leaf.dtype, concrete(leaf.sharding), getattr(leaf, "weak_type", False))
+        return _record_of(leaf.shape, leaf.dtype, concrete_sharding(leaf.sharding), getattr(leaf, "weak_type", False))
 
     def abstract(self, leaf: Any) -> jax.ShapeDtypeStruct:
         """Return shape, dtype, weak type and sharding with its memory kind.
 
-        Uncommitted arrays get no sharding. A sharding over an abstract mesh is moved to the mesh
-        that is set in this thread. Random keys keep their dtype. The array can be deleted, donated
-        or not yet computed.
+        The result has no sharding if the array is uncommitted. A sharding over an abstract mesh is
+        moved to the mesh that is set in this thread. Random keys keep their dtype. The array can be
+        deleted, donated or not yet computed.
         """
         self.describe(leaf)  # raises an error if the leaf cannot be stored
-        sharding = concrete(leaf.sharding)
+        sharding = concrete_sharding(leaf.sharding)
         if isinstance(leaf, jax.ShapeDtypeStruct) and sharding is leaf.sharding:
             return leaf
         if not is_committed(leaf):
             sharding = None
         make: Any = jax.ShapeDtypeStruct  # the constructor is untyped in JAX
-        made: jax.ShapeDtypeStruct = make(
+        abstract: jax.ShapeDtypeStruct = make(
             leaf.shape, leaf.dtype, sharding=sharding, weak_type=getattr(leaf, "weak_type", False)
         )
-        return made
+        return abstract
 
     def identity(self, leaf: Any) -> Hashable | None:
-        """Return the addresses of elements in host memory, or else an id of the array object."""
+        """Return the addresses of elements in host memory, or an id of the array object."""
         if isinstance(leaf, jax.ShapeDtypeStruct) or leaf.is_deleted() or leaf.size == 0:
             return None
-        leaf = plain(leaf)
+        leaf = data_array(leaf)
         shape, sharding = leaf.shape, leaf.sharding
         placement = placement_of(sharding, shape)
         if not placement.on_cpu or not placement.boxes:  # this process holds no elements, so there is no address
@@ -112,21 +111,19 @@ class JaxLeafHandler(LeafHandler):
         return ("jax", tuple(pointers), shape, leaf.dtype)
 
     def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard] | None:
-        """Return the boxes on the devices of this process, each once, or None if it has no device of the array.
+        """Return each box on this process's devices once, or None if the process has no device of the array.
 
         Raises:
             UnsupportedLeafError: if the array is abstract, deleted or donated, or if this process
                 saves alone but holds only a part.
         """
-        leaf = plain(alive(leaf))
+        leaf = data_array(with_elements(leaf))
         return shards_of(leaf.sharding, leaf.shape, rank, size)
 
     def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard] | None:
-        """Return the boxes on the devices of a process, each once.
+        """Return each box on a process's devices once, or the whole array without a sharding.
 
-        Without a sharding, return the whole array.
-
-        Process numbers are those of JAX.
+        Processes have their JAX process indices.
 
         Raises:
             UnsupportedLeafError: see `shards`. Arrays without elements are accepted.
@@ -139,7 +136,7 @@ class JaxLeafHandler(LeafHandler):
         return shards_in_process(sharding, shape, process, rank, size)
 
     def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
-        """Return no bytes for views of arrays of the CPU backend, and those of the copies if this handler copies."""
+        """Return the bytes of views, which are 0 on the CPU backend, and of copies, if this handler copies."""
         record = self.describe(leaf)
         assert isinstance(record, ArrayRecord)  # all JAX leaves are arrays
         dtype = record.spec.numpy_dtype
@@ -150,54 +147,51 @@ class JaxLeafHandler(LeafHandler):
         return HostBytes(0, nbytes if self.copy else 0)
 
     def replicas(self, leaf: Any, size: int) -> int:
-        """Return the number of processes with each box, or `size` for an array in one process."""
-        sharding = concrete(leaf.sharding)
+        """Return the number of processes that have each box, or `size` for an array in one process."""
+        sharding = concrete_sharding(leaf.sharding)
         replicas = None if sharding is None else placement_of(sharding, leaf.shape).replicas
         return size if replicas is None else replicas
 
     def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
-        """Copy arrays in host memory, or return views that keep it alive.
-
-        Start all transfers from other devices.
-        """
-        leaf = plain(alive(leaf))
+        """Copy arrays in host memory, or return views if `copy` is False. Start transfers from other devices."""
+        leaf = data_array(with_elements(leaf))
         views = self.view_on_host(leaf, boxes)
         if not self.copy or leaf.dtype in _PACKED or not _may_alias(leaf.sharding, leaf.shape):
             return views
         return [memory.copy(view.result()) for view in views]
 
     def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
-        """Return views of host memory, which keep it alive, or start the transfers from devices.
+        """Return views of arrays in host memory, and start transfers from other devices.
 
-        Waits for the computation of arrays in host memory, because only a view keeps their memory.
+        Waits until arrays in host memory are computed. A view keeps their memory alive.
         """
-        leaf = plain(alive(leaf))
+        leaf = data_array(with_elements(leaf))
         shape, sharding = leaf.shape, leaf.sharding
         placement = placement_of(sharding, shape)
         if placement.on_cpu and leaf.dtype not in _PACKED:
             if placement.devices == 1:
                 view = np.asarray(leaf)
                 return [Ready(view if box.shape == shape else view[box.slices]) for box in boxes]
-            return [Ready(_view(leaf, placement.boxes, box)) for box in boxes]
-        arriving = []
+            return [Ready(_view_box(leaf, placement.boxes, box)) for box in boxes]
+        transfers = []
         for box in boxes:
-            position, slices = _held(placement.boxes, box, leaf)
-            # JAX caches the host copy with an array. A new array object for the same elements frees
-            # this copy with itself.
+            position, slices = _find_box(placement.boxes, box, leaf)
+            # JAX caches the host copy in the array object. Use a new array object with the same
+            # elements, so that the host copy is freed with it.
             part = leaf.addressable_data(position)
-            own = jax.make_array_from_single_device_arrays(part.shape, part.sharding, [part])
-            own.copy_to_host_async()
-            arriving.append(_Arriving(own, slices))
-        return arriving
+            alias = jax.make_array_from_single_device_arrays(part.shape, part.sharding, [part])
+            alias.copy_to_host_async()
+            transfers.append(_DeviceTransfer(alias, slices))
+        return transfers
 
     def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
-        """Return the boxes on the devices of this process, each once, or the whole array without a sharding.
+        """Return each box on this process's devices once, or the whole array without a sharding.
 
         Raises:
             UnsupportedLeafError: if the stored array cannot be converted.
         """
-        random_keys.check(abstract.dtype, stored)
-        sharding = concrete(abstract.sharding)
+        random_keys.expect_same_impl(abstract.dtype, stored)
+        sharding = concrete_sharding(abstract.sharding)
         if random_keys.is_key(abstract.dtype):
             sharding = random_keys.data_sharding(sharding)
         if sharding is None or (isinstance(sharding, SingleDeviceSharding) and sharding.is_fully_addressable):
@@ -207,9 +201,8 @@ class JaxLeafHandler(LeafHandler):
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
         """Build an array with the requested dtype, weak type and sharding.
 
-        Without a committed sharding it is uncommitted.
-
-        On the CPU backend the array may use the read buffer.
+        The array is uncommitted if the abstract leaf has no committed sharding. On the CPU backend
+        the array may use the memory of the read buffer.
 
         Raises:
             UnsupportedLeafError: if the stored leaf cannot be converted.
@@ -219,9 +212,9 @@ class JaxLeafHandler(LeafHandler):
                 f"stored as a Python {stored.kind}, but a jax.Array is requested; put a "
                 f"{stored.kind} in the abstract tree, and convert the result with jnp.asarray"
             )
-        sharding = concrete(abstract.sharding) if is_committed(abstract) else None
+        sharding = concrete_sharding(abstract.sharding) if is_committed(abstract) else None
         if random_keys.is_key(abstract.dtype):
-            random_keys.check(abstract.dtype, stored)
+            random_keys.expect_same_impl(abstract.dtype, stored)
             return random_keys.build_keys(abstract.dtype, sharding, boxes, stored.spec.shape)
         return create_array(
             stored.spec.shape, abstract.dtype, sharding, boxes, weak_type=getattr(abstract, "weak_type", False)
@@ -233,7 +226,7 @@ def _may_alias(sharding: Sharding, shape: tuple[int, ...]) -> bool:
     return placement_of(sharding, shape).on_cpu or (sharding.memory_kind or "").endswith("_host")
 
 
-class _Arriving:
+class _DeviceTransfer:
     """A running transfer of a box from a device. Any thread."""
 
     __slots__ = ("_array", "_arrived", "_slices")
@@ -253,7 +246,7 @@ class _Arriving:
 
 
 class _RefusingHandler(JaxLeafHandler):
-    """Refuses JAX values that are like arrays but have no elements, or that can change during a save."""
+    """Refuses JAX values that look like arrays but have no elements, or that can change during a save."""
 
     __slots__ = ()
 
@@ -261,7 +254,7 @@ class _RefusingHandler(JaxLeafHandler):
         if isinstance(leaf, jax.core.Tracer):
             raise UnsupportedLeafError(
                 f"{leaf} is a tracer without elements, because it is inside jax.jit, jax.grad "
-                "or another transformation; save outside, with the arrays that it returns"
+                "or another transformation; save outside, with the arrays that the transformed function returns"
             )
         raise UnsupportedLeafError(f"a {type(leaf).__name__} of JAX is mutable; save its value: ref[...]")
 
@@ -290,7 +283,7 @@ def _record_of(shape: tuple[int, ...], dtype: Any, sharding: Sharding | None, we
         raise UnsupportedLeafError(
             f"an array of the extended dtype {dtype} cannot be stored; save its component arrays"
         )
-    elif dtype.name in LACKING:
+    elif dtype.name in UNSUPPORTED_DTYPES:
         raise UnsupportedLeafError(
             f"an array of {dtype} cannot be stored or loaded with JAX, which names this dtype "
             "but does not support it; use int8 or float8, or a NumPy array"
@@ -308,34 +301,34 @@ def _record_of(shape: tuple[int, ...], dtype: Any, sharding: Sharding | None, we
 
 
 def is_committed(abstract: Any) -> bool:
-    """Return True if a concrete array is committed to its devices.
+    """Return True if a concrete_sharding array is committed to its devices.
 
     Abstract arrays with a sharding count as committed.
     """
     committed = getattr(abstract, "committed", None)
-    return bool(getattr(abstract, "_committed", True) if committed is None else committed)  # its name before 0.5
+    return bool(getattr(abstract, "_committed", True) if committed is None else committed)  # private before JAX 0.5
 
 
-def plain(leaf: Any) -> Any:
-    """Return the array with the elements of a leaf: itself, or the data of random keys."""
+def data_array(leaf: Any) -> Any:
+    """Return the array with the elements of a leaf: the leaf itself, or the data of random keys."""
     return leaf if isinstance(leaf.dtype, np.dtype) else random_keys.data_of(leaf)
 
 
 def _data_shape(leaf: Any) -> tuple[int, ...]:
-    """Return the shape of the array with the elements of a leaf, which can be abstract."""
+    """Return the shape of `data_array`, also for an abstract leaf."""
     shape: tuple[int, ...] = leaf.shape
     return shape + random_keys.data_shape(leaf.dtype) if random_keys.is_key(leaf.dtype) else shape
 
 
 def _data_sharding(leaf: Any) -> Sharding | None:
-    """Return the sharding of the array with the elements of a leaf, or None."""
-    sharding = concrete(leaf.sharding)
+    """Return the sharding of `data_array`, also for an abstract leaf, or None."""
+    sharding = concrete_sharding(leaf.sharding)
     if sharding is not None and random_keys.is_key(leaf.dtype):
         return random_keys.data_sharding(sharding)
     return sharding
 
 
-def alive(leaf: Any) -> Any:
+def with_elements(leaf: Any) -> Any:
     """Return the leaf if it has elements.
 
     Raises:
@@ -351,21 +344,27 @@ def alive(leaf: Any) -> Any:
     return leaf
 
 
-def _view(leaf: Any, held: Mapping[Box, int], box: Box) -> HostArray:
-    if (position := held.get(box)) is not None:
+def _view_box(leaf: Any, positions: Mapping[Box, int], box: Box) -> HostArray:
+    if (position := positions.get(box)) is not None:
         return np.asarray(leaf.addressable_data(position))
-    position, slices = _held(held, box, leaf)
+    position, slices = _find_box(positions, box, leaf)
     return np.asarray(leaf.addressable_data(position))[slices]
 
 
-def _held(held: Mapping[Box, int], box: Box, leaf: Any) -> tuple[int, tuple[slice, ...]]:
-    """Return the position of a device that holds a box, and the slices of the box within its data."""
-    if (position := held.get(box)) is not None:
+def _find_box(positions: Mapping[Box, int], box: Box, leaf: Any) -> tuple[int, tuple[slice, ...]]:
+    """Return the position of a device with a box, and the slices of the box within the device's data.
+
+    Args:
+        positions: `Placement.boxes` of the array.
+        box: the box.
+        leaf: the array.
+    """
+    if (position := positions.get(box)) is not None:
         return position, ()
-    for outer, position in held.items():
+    for outer, position in positions.items():
         if outer.contains(box):
             return position, box.within(outer)
     raise UnsupportedLeafError(
-        f"no single device of this process holds {box} of an array "
-        f"{leaf.dtype}{list(leaf.shape)}: it has {len(held)} boxes, of {leaf.sharding}"
+        f"no single device of this process holds {box} of an array {leaf.dtype}{list(leaf.shape)} with "
+        f"{leaf.sharding}: the process has {len(positions)} boxes; request boxes within them"
     )

@@ -13,16 +13,13 @@ if TYPE_CHECKING:
 __all__ = ["executor_of_pathways"]
 
 _PLATFORMS: Final = frozenset({"proxy", "pathways"})
-"""Values of ``jax_platforms`` for Pathways.
-
-``proxy`` is set by clients of Pathways on Cloud, as Google documents it.
-"""
+"""Values of ``jax_platforms`` with Pathways. ``proxy`` is the documented value for Pathways on Cloud."""
 
 
 def executor_of_pathways() -> ColocatedExecutor | None:
-    """Return an executor with the hosts of Pathways as workers, or None on other platforms.
+    """Return an executor whose workers are the hosts of Pathways, or None on other platforms.
 
-    Starts no backend unless it was selected by name.
+    Starts no JAX backend on other platforms.
     """
     config: Any = jax.config  # its options are untyped
     named = {name.strip() for name in (config.jax_platforms or "").split(",")}
@@ -33,6 +30,6 @@ def executor_of_pathways() -> ColocatedExecutor | None:
 
 @functools.lru_cache(maxsize=1)
 def _executor(devices: tuple[Any, ...]) -> ColocatedExecutor:
-    from ckptcore_jax.colocated import ColocatedExecutor, devices_by_host  # not needed on other platforms
+    from ckptcore_jax.colocated import ColocatedExecutor, devices_by_host  # slow to import, and only needed here
 
     return ColocatedExecutor(devices_by_host(devices))

@@ -25,13 +25,13 @@ class Placement:
     """Boxes of an array with a sharding.
 
     Attributes:
-        boxes: boxes in this process, each once, with the position of its first device among this
-            process's devices.
-        holders: all boxes, each with the processes that hold it, in the order of the devices.
-        replicas: number of processes with each box, or 1 if it varies. None for an array in one
-            process, even another one, because each process may have such an array.
-        cuts: inner boundaries of all boxes along each axis; None if nothing is cut.
-        devices: number of devices with the array, over all processes.
+        boxes: each box in this process, with the position of its first device among this process's
+            devices.
+        holders: each box, with the processes that have it, in the order of the devices.
+        replicas: number of processes that have each box, or 1 if it varies. None for an array in
+            one process, even another one, because each process may have such an array.
+        cuts: boundaries between boxes along each axis; None if there is only one box.
+        devices: number of devices with the array in all processes.
         local: True if all devices are in this process.
         on_cpu: True if the elements are in host memory, accessible by NumPy.
         notes: the sharding as JSON, see `ckptcore_jax.shardings.notes_of`.
@@ -64,8 +64,8 @@ def placement_of(sharding: Sharding, shape: tuple[int, ...]) -> Placement:
         ) from error
     except ValueError as error:
         raise UnsupportedLeafError(
-            f"an array of shape {shape} cannot have {sharding}: {error}; use a sharding over "
-            "concrete devices whose mesh axes divide the shape"
+            f"an array of shape {shape} cannot have the sharding {sharding}: {error}; use a "
+            "sharding over concrete devices whose mesh axes divide the shape"
         ) from error
     addressable = sharding.addressable_devices
     boxes: dict[Box, int] = {}
@@ -75,7 +75,7 @@ def placement_of(sharding: Sharding, shape: tuple[int, ...]) -> Placement:
         box = box_of(index, shape)
         holders.setdefault(box, {})[device.process_index] = None
         if device in addressable:
-            # Addressable devices are in the order of `jax.Array.addressable_data`.
+            # This is the order of `jax.Array.addressable_data`.
             boxes.setdefault(box, position)
             position += 1
     some_device: Any = next(iter(indices))
@@ -95,14 +95,14 @@ def placement_of(sharding: Sharding, shape: tuple[int, ...]) -> Placement:
 
 @functools.lru_cache(maxsize=_CACHED)
 def shards_of(sharding: Sharding, shape: tuple[int, ...], rank: int, size: int) -> tuple[Shard, ...] | None:
-    """Return the boxes in this process, each once, or None if it has no device of the array.
+    """Return each box in this process once, or None if the process has no device of the array.
 
     Replicas of a box are counted by process, not by device. An array on devices of this process
     only is assumed equal on all processes.
 
     Args:
         sharding, shape: of the array.
-        rank, size: rank of this process and number of processes; with 1, it saves alone.
+        rank, size: rank of this process and number of processes; 1 means that it saves alone.
 
     Raises:
         UnsupportedLeafError: if this process saves alone but does not hold the whole array.
@@ -132,21 +132,21 @@ def shards_of(sharding: Sharding, shape: tuple[int, ...], rank: int, size: int) 
 def shards_in_process(
     sharding: Sharding, shape: tuple[int, ...], process: int, rank: int, size: int
 ) -> tuple[Shard, ...] | None:
-    """Return the boxes of any JAX process, each once, or None if it has no device of the array.
+    """Return each box in any JAX process once, or None if the process has no device of the array.
 
     Args:
         sharding, shape, rank, size: see `shards_of`.
-        process: number of the process.
+        process: JAX index of the process.
     """
     placement = placement_of(sharding, shape)
     if placement.local:
         return shards_of(sharding, shape, rank, size)
-    held = [
-        Shard(box, held_by.index(process), len(held_by))
-        for box, held_by in placement.holders.items()
-        if process in held_by
+    shards = [
+        Shard(box, holders.index(process), len(holders))
+        for box, holders in placement.holders.items()
+        if process in holders
     ]
-    return tuple(held) or None
+    return tuple(shards) or None
 
 
 def box_of(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Box:

@@ -1,7 +1,4 @@
-"""Hooks of the JAX plugin, which do not import JAX.
-
-Values of its types exist only after a program imported it.
-"""
+"""Hooks of the JAX plugin. They do not import JAX: JAX values exist only after the program has imported it."""
 
 from __future__ import annotations
 
@@ -16,10 +13,7 @@ __all__ = ["ckpt_collectives", "ckpt_container_handler", "ckpt_coordinator", "ck
 
 @hookimpl
 def ckpt_leaf_handler(leaf_type: type, example: object) -> LeafHandler | None:
-    """Handles `jax.Array` and `jax.ShapeDtypeStruct`.
-
-    Refuses tracers and references with a reason.
-    """
+    """Return the handler of `jax.Array` and `jax.ShapeDtypeStruct`, or one that refuses tracers and references."""
     if not _has_jax():
         return None
     from ckptcore_jax.leaves import leaf_handler
@@ -29,7 +23,7 @@ def ckpt_leaf_handler(leaf_type: type, example: object) -> LeafHandler | None:
 
 @hookimpl
 def ckpt_container_handler(value_type: type, example: object) -> ContainerHandler | None:
-    """Handles all types registered with `jax.tree_util`, except Python's own."""
+    """Return the handler of types registered with `jax.tree_util`, except Python's built-in containers."""
     if not _has_jax():
         return None
     from ckptcore_jax.containers import container_handler
@@ -49,7 +43,7 @@ def ckpt_coordinator() -> Coordinator | None:
 
 @hookimpl
 def ckpt_executor() -> Executor[Any, Any] | None:
-    """Return the workers of Pathways, if JAX uses it. This process is then the only controller."""
+    """Return the executor of Pathways, if JAX uses it. Then this process is the only controller."""
     if not _has_jax():
         return None
     from ckptcore_jax.pathways import executor_of_pathways
@@ -68,6 +62,7 @@ def ckpt_collectives() -> Collectives | None:
 
 
 def _has_jax() -> bool:
-    # Another thread may still be importing JAX. Then no values of its types exist yet.
+    # Check the names too: while another thread imports JAX, the module is incomplete and has no
+    # values.
     jax = sys.modules.get("jax")
     return hasattr(jax, "Array") and hasattr(jax, "ShapeDtypeStruct") and hasattr(jax, "tree_util")

@@ -17,14 +17,14 @@ from ckptcore_jax.array_creation import create_array
 __all__ = [
     "KIND",
     "build_keys",
-    "check",
     "data_of",
     "data_shape",
     "data_sharding",
     "dtype_of",
+    "expect_same_impl",
     "impl_name",
     "is_key",
-    "wrapped",
+    "wrap_data",
 ]
 
 KIND: Final = "jax.key"
@@ -60,7 +60,7 @@ def impl_name(dtype: Any) -> str:
 def dtype_of(stored: ArrayRecord) -> Any | None:
     """Return the dtype of stored keys, or None if JAX lacks them or their data differs."""
     impl = stored.notes.get("impl")
-    dtype = _dtype_named(impl) if stored.kind == KIND and isinstance(impl, str) else None
+    dtype = _dtype_of_impl(impl) if stored.kind == KIND and isinstance(impl, str) else None
     if dtype is None:
         return None
     expected = data_shape(dtype)
@@ -68,19 +68,19 @@ def dtype_of(stored: ArrayRecord) -> Any | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _dtype_named(impl: str) -> Any | None:
+def _dtype_of_impl(impl: str) -> Any | None:
     try:
         return jax.eval_shape(functools.partial(jax.random.key, 0, impl=impl)).dtype
     except ValueError:  # JAX has no implementation of this name, or it is not registered in this program
         return None
 
 
-def check(dtype: Any, stored: ArrayRecord) -> None:
-    """Refuse to convert keys of one implementation to another.
+def expect_same_impl(dtype: Any, stored: ArrayRecord) -> None:
+    """Check that stored keys have the requested implementation.
 
     Args:
-        dtype: the requested dtype; others than keys are accepted.
-        stored: the stored record. A plain array counts as data of keys if it has their shape.
+        dtype: the requested dtype. Dtypes other than keys are always accepted.
+        stored: the stored record. A plain array is accepted as data of keys if it has their shape.
 
     Raises:
         UnsupportedLeafError: if the keys cannot be loaded.
@@ -91,8 +91,8 @@ def check(dtype: Any, stored: ArrayRecord) -> None:
     if stored.kind == KIND and impl != impl_name(dtype):
         raise UnsupportedLeafError(
             f"stored as random keys of the implementation {impl!r}, but {impl_name(dtype)!r} "
-            "is requested, which would generate other numbers; use an abstract key made with "
-            f"impl={impl!r}"
+            "is requested, which would generate other numbers; request keys with "
+            f"jax.random.key(..., impl={impl!r})"
         )
     expected = data_shape(dtype)
     if stored.spec.dtype != "uint32" or stored.spec.shape[-len(expected) :] != expected:
@@ -104,10 +104,10 @@ def check(dtype: Any, stored: ArrayRecord) -> None:
 
 
 def data_sharding(sharding: Sharding | None) -> Sharding | None:
-    """Return the sharding of the data of keys with this sharding, or None for whole data on the default device.
+    """Return the sharding for the data of keys with this sharding, or None for the default device.
 
-    The data has additional axes at the end, which are not sharded. Only shardings over a mesh or
-    one device can be reused for it.
+    The data has more axes than the keys, which are last and not sharded. Only shardings over a mesh
+    or one device are valid for the data, too.
     """
     return sharding if isinstance(sharding, SingleDeviceSharding | NamedSharding) else None
 
@@ -122,13 +122,13 @@ def build_keys(
         boxes: of the data, for `data_sharding` in this process.
         shape: of the data.
     """
-    at_once = data_sharding(sharding)
-    placed_data = create_array(shape, np.dtype(np.uint32), at_once, boxes)
-    keys = wrapped(dtype, placed_data)
-    return keys if sharding is at_once else jax.device_put(keys, sharding)
+    reusable = data_sharding(sharding)
+    data = create_array(shape, np.dtype(np.uint32), reusable, boxes)
+    keys = wrap_data(dtype, data)
+    return keys if sharding is reusable else jax.device_put(keys, sharding)
 
 
-def wrapped(dtype: Any, data: jax.Array) -> jax.Array:
+def wrap_data(dtype: Any, data: jax.Array) -> jax.Array:
     """Return keys of this dtype with this data, on the same devices."""
     keys: jax.Array = jax.random.wrap_key_data(data, impl=_impl(dtype))
     return keys

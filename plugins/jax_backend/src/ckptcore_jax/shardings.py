@@ -13,14 +13,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import JSON
 
-__all__ = ["concrete", "notes_of", "sharding_from_notes"]
+__all__ = ["concrete_sharding", "notes_of", "sharding_from_notes"]
 
 _CACHED = 1 << 12
 """Cache size for notes of shardings. A model has far fewer."""
 
 
-def concrete(sharding: Sharding | None) -> Sharding | None:
-    """Return a sharding; one over an abstract mesh is moved to the mesh that `jax.set_mesh` set in this thread.
+def concrete_sharding(sharding: Sharding | None) -> Sharding | None:
+    """Return a sharding over concrete devices: replace an abstract mesh by the mesh of `jax.set_mesh` in this thread.
 
     Raises:
         UnsupportedLeafError: if no mesh is set, or one with other axes.
@@ -30,17 +30,17 @@ def concrete(sharding: Sharding | None) -> Sharding | None:
         return sharding
     get_mesh: Any = getattr(jax.sharding, "get_mesh", None)  # versions before 0.7 lack it
     mesh = None if get_mesh is None else get_mesh()
-    asked = dict(sharding.mesh.shape)
+    axes = dict(sharding.mesh.shape)
     if mesh is None or mesh.empty:
         raise UnsupportedLeafError(
-            f"the sharding {sharding.spec} is over an abstract mesh with the axes {asked}, but "
-            "no mesh is set in this thread; load within `with jax.set_mesh(mesh):`, or pass "
-            "ckptcore.abstract(tree) made there"
+            f"the sharding {sharding.spec} is over an abstract mesh with the axes {axes}, but "
+            "no mesh is set in this thread; load within `with jax.set_mesh(mesh):`, or call "
+            "ckptcore.abstract(tree) there and pass its result"
         )
-    if list(mesh.shape.items()) != list(asked.items()):
+    if list(mesh.shape.items()) != list(axes.items()):
         raise UnsupportedLeafError(
-            f"the sharding {sharding.spec} is over an abstract mesh with the axes {asked}, but "
-            f"the current mesh has {dict(mesh.shape)}; set a mesh with the same axes, or make "
+            f"the sharding {sharding.spec} is over an abstract mesh with the axes {axes}, but "
+            f"the current mesh has {dict(mesh.shape)}; set a mesh with the same axes, or create "
             "the abstract tree with the current mesh"
         )
     return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
@@ -57,17 +57,19 @@ def notes_of(sharding: Sharding) -> Mapping[str, JSON]:
         {"type": name of the class, "devices": number of devices}
 
     The first form can have ``devices``: the ids of the devices in the order of the mesh, last axis
-    fastest. It is omitted for 0, 1, 2 and so on. It can also have ``axis_types``: a list of
-    ``Auto``, ``Explicit`` and ``Manual``. It is omitted if all are ``Auto``, or if JAX has none. A
-    device has the name that JAX prints, as in Orbax.
+    fastest. It is omitted if the ids are 0, 1, 2 and so on. The first form can also have
+    ``axis_types``: a list of ``Auto``, ``Explicit`` and ``Manual``. It is omitted if all are
+    ``Auto``, or if JAX has no axis types. A device has the name that JAX prints, as in Orbax.
 
-    Unordered ids need about five bytes per device, once for each different sharding, because a
+    A list of ids needs about five bytes per device, once for each different sharding, because a
     checkpoint stores equal notes once. That is 0.3 kB for 64 devices, 20 kB for 4096, and 0.2 MB of
     the root for ten shardings over 4096. Random keys store their notes separately. `jax.make_mesh`
-    reorders devices only on TPUs; `jax.sharding.Mesh` over `jax.devices()` in order costs nothing.
+    reorders devices only on TPUs. A `jax.sharding.Mesh` over `jax.devices()` in order needs no
+    list.
 
-    All processes of a job return the same notes: an array on devices of one process gets the
-    devices of process 0 at the same positions. Thread-safe; equal shardings get the same object.
+    All processes of a job return the same notes: for an array on devices of one process, the notes
+    name the devices of process 0 at the same positions. Thread-safe. Equal shardings return the
+    same object.
     """
     notes: dict[str, JSON] = {"sharding": _sharding_to_json(sharding)}
     kind = sharding.memory_kind
@@ -77,29 +79,30 @@ def notes_of(sharding: Sharding) -> Mapping[str, JSON]:
 
 
 def sharding_from_notes(notes: Mapping[str, JSON], devices: Sequence[jax.Device] | None = None) -> Sharding | None:
-    """Return the sharding in the notes of a record, on the present devices.
+    """Return the sharding in the notes of a record, on the available devices.
 
-    A mesh gets the devices with the stored ids. If some are missing but there are enough devices,
-    it gets the first of `devices`, in the order of the ids. An array on one device goes to the
-    device of that name, or to the first one. Devices of one process become devices of this process.
+    A mesh consists of the devices with the stored ids. If some ids are missing but there are enough
+    devices, it consists of the first of `devices`, in the order of the ids. A single-device
+    sharding uses the device of that name, or else the first device. If all stored devices belong to
+    one process, the result uses devices of this process.
 
     Args:
-        notes: of an `ckptcore.model.ArrayRecord`, from any version and any plugin, and possibly
+        notes: notes of a `ckptcore.model.ArrayRecord`, from any version and any plugin. They can be
             hostile.
         devices: available devices; None for `jax.devices()`.
 
     Returns:
-        None if there are too few devices, or if the notes are malformed or of another class. The
-            memory kind is the default if the devices lack the stored one.
+        The sharding, with the default memory kind if the devices lack the stored one. None if there
+            are too few devices, or if the notes are malformed or of another class.
     """
     noted = notes.get("sharding")
     if not isinstance(noted, Mapping):
         return None
     found: Sequence[Any] = jax.devices() if devices is None else devices
     if noted.get("type") == "SingleDeviceSharding":
-        return _single(noted.get("device"), notes.get("memory_kind"), found)
+        return _single_device_sharding(noted.get("device"), notes.get("memory_kind"), found)
     if noted.get("type") == "NamedSharding":
-        return _named(noted, notes.get("memory_kind"), found)
+        return _named_sharding(noted, notes.get("memory_kind"), found)
     return None
 
 
@@ -107,7 +110,7 @@ def _sharding_to_json(sharding: Sharding) -> JSON:
     kind = type(sharding).__name__
     if isinstance(sharding, SingleDeviceSharding):
         (device,) = _same_everywhere(list(sharding.device_set))
-        return {"type": kind, "device": _name(device)}
+        return {"type": kind, "device": _device_name(device)}
     if not isinstance(sharding, NamedSharding):
         return {"type": kind, "devices": len(sharding.device_set)}
     mesh = sharding.mesh
@@ -135,15 +138,15 @@ def _axes_to_json(axes: object) -> JSON:
     return str(axes)
 
 
-def _name(device: Any) -> str:
+def _device_name(device: Any) -> str:
     # Examples: "cpu:3", "cuda:0", "TPU_2(process=0,(0,1,0,0))". JAX before 0.10 wrote TFRT_CPU_3
     # for a CPU; Orbax accepts both.
     return str(device).replace("TFRT_CPU_", "cpu:")
 
 
 def _default_memory_kind(sharding: Sharding) -> str | None:
-    # Some versions of JAX know this only for devices of this process, but all processes must return
-    # the same notes.
+    # Use a device of this process, because some versions of JAX know the memory kinds only of
+    # these. All processes must return the same notes.
     device: Any = next(iter(sharding.addressable_devices), None) or jax.local_devices()[0]
     try:
         return str(device.default_memory().kind)
@@ -152,37 +155,37 @@ def _default_memory_kind(sharding: Sharding) -> str | None:
 
 
 def _same_everywhere(devices: Sequence[Any]) -> Sequence[Any]:
-    """Replace devices of one process by those of process 0, because the notes of all processes must be equal."""
+    """Replace devices of one process by those of process 0, so that all processes write equal notes."""
     return _in_process(devices, 0)
 
 
 def _in_process(devices: Sequence[Any], process: int) -> Sequence[Any]:
-    """Replace devices of one process by those of another at the same positions, if it has them."""
+    """If all devices are in one process, replace them by those of `process` at the same positions, if they exist."""
     owners = {device.process_index for device in devices}
     if owners == {process} or len(owners) != 1:
         return devices
     (owner,) = owners
     platform = devices[0].platform
-    theirs = {device.id: place for place, device in enumerate(_local(owner, platform))}
-    others = _local(process, platform)
-    places = [theirs.get(device.id, len(others)) for device in devices]
-    return [others[place] for place in places] if max(places) < len(others) else devices
+    position_of = {device.id: position for position, device in enumerate(_devices_of_process(owner, platform))}
+    others = _devices_of_process(process, platform)
+    positions = [position_of.get(device.id, len(others)) for device in devices]
+    return [others[position] for position in positions] if max(positions) < len(others) else devices
 
 
-def _local(process: int, platform: str) -> Sequence[Any]:
+def _devices_of_process(process: int, platform: str) -> Sequence[Any]:
     return [device for device in jax.devices(platform) if device.process_index == process]
 
 
-def _single(name: JSON, memory_kind: JSON, devices: Sequence[Any]) -> Sharding | None:
+def _single_device_sharding(name: JSON, memory_kind: JSON, devices: Sequence[Any]) -> Sharding | None:
     if not isinstance(name, str) or not devices:
         return None
     wanted = name.replace("TFRT_CPU_", "cpu:")
-    device = next((device for device in devices if _name(device) == wanted), devices[0])
+    device = next((device for device in devices if _device_name(device) == wanted), devices[0])
     (own,) = _in_process([device], jax.process_index())
-    return _in_memory(lambda **kind: SingleDeviceSharding(own, **kind), memory_kind)
+    return _with_memory_kind(lambda **kind: SingleDeviceSharding(own, **kind), memory_kind)
 
 
-def _named(noted: Mapping[str, JSON], memory_kind: JSON, devices: Sequence[Any]) -> Sharding | None:
+def _named_sharding(noted: Mapping[str, JSON], memory_kind: JSON, devices: Sequence[Any]) -> Sharding | None:
     sizes = noted.get("mesh")
     if not isinstance(sizes, Mapping):
         return None
@@ -192,16 +195,16 @@ def _named(noted: Mapping[str, JSON], memory_kind: JSON, devices: Sequence[Any])
             return None
         shape.append(size)
         count *= size
-        if count > len(devices):  # before allocating a size from a file
+        if count > len(devices):  # check before allocating memory of a size from a file
             return None
-    chosen, spec = _chosen(noted.get("devices"), count, devices), _spec(noted.get("spec"), sizes)
+    chosen, spec = _mesh_devices(noted.get("devices"), count, devices), _partition_spec(noted.get("spec"), sizes)
     if chosen is None or spec is None:
         return None
     grid = np.empty(count, object)
     grid[:] = _in_process(chosen, jax.process_index())
     try:
         mesh = Mesh(grid.reshape(shape), tuple(sizes), **_axis_types(noted.get("axis_types")))
-        return _in_memory(lambda **kind: NamedSharding(mesh, spec, **kind), memory_kind)
+        return _with_memory_kind(lambda **kind: NamedSharding(mesh, spec, **kind), memory_kind)
     except (
         ValueError,
         TypeError,
@@ -211,8 +214,8 @@ def _named(noted: Mapping[str, JSON], memory_kind: JSON, devices: Sequence[Any])
         return None
 
 
-def _spec(noted: JSON, axes: Mapping[str, JSON]) -> PartitionSpec | None:
-    """Return the partition of an array over a mesh, or None if it is not a list of mesh axes without repetitions."""
+def _partition_spec(noted: JSON, axes: Mapping[str, JSON]) -> PartitionSpec | None:
+    """Return the PartitionSpec in notes, or None if it is not a list of distinct mesh axes."""
     if not isinstance(noted, list | tuple):
         return None
     parts = [tuple(part) if isinstance(part, list | tuple) else part for part in noted]
@@ -224,7 +227,7 @@ def _spec(noted: JSON, axes: Mapping[str, JSON]) -> PartitionSpec | None:
     return spec
 
 
-def _chosen(ids: JSON, count: int, devices: Sequence[Any]) -> Sequence[Any] | None:
+def _mesh_devices(ids: JSON, count: int, devices: Sequence[Any]) -> Sequence[Any] | None:
     """Return the devices of a mesh in order, or None for invalid ids or too few devices."""
     if ids is None:
         ids = list(range(count))
@@ -232,15 +235,15 @@ def _chosen(ids: JSON, count: int, devices: Sequence[Any]) -> Sequence[Any] | No
         return None
     if len(set(ids)) != count:
         return None
-    there = {device.id: device for device in devices}
-    if all(one in there for one in ids):
-        return [there[one] for one in ids]
-    place = {one: number for number, one in enumerate(sorted(ids))}
-    return [devices[place[one]] for one in ids]
+    by_id = {device.id: device for device in devices}
+    if all(one in by_id for one in ids):
+        return [by_id[one] for one in ids]
+    position = {one: number for number, one in enumerate(sorted(ids))}
+    return [devices[position[one]] for one in ids]
 
 
 def _axis_types(noted: JSON) -> Mapping[str, Any]:
-    """Return the arguments of a mesh for its axis types.
+    """Return the keyword arguments of `Mesh` for its axis types.
 
     Raises:
         KeyError, TypeError: for unknown types.
@@ -253,10 +256,10 @@ def _axis_types(noted: JSON) -> Mapping[str, Any]:
     return {"axis_types": tuple([kinds[name] for name in noted])}
 
 
-def _in_memory(make: Any, kind: JSON) -> Sharding:
-    made: Sharding
+def _with_memory_kind(make: Any, kind: JSON) -> Sharding:
+    sharding: Sharding
     try:
-        made = make(memory_kind=kind if isinstance(kind, str) else None)
+        sharding = make(memory_kind=kind if isinstance(kind, str) else None)
     except ValueError:
-        made = make()  # these devices lack the memory kind
-    return made
+        sharding = make()  # these devices lack the memory kind
+    return sharding

@@ -1,4 +1,4 @@
-"""StagedExecutor: an executor that sends pickled stages to its workers, whatever carries them. Imports no JAX."""
+"""`StagedExecutor`: an executor whose workers run pickled stages. Independent of the transport. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ckptcore.saving.parts import SavePart
 from ckptcore.saving.requests import Save
 from ckptcore.saving.tree_descriptions import TreeDescription
 from ckptcore_jax.worker_stages import (
+    DerivationRecipe,
+    LeafReads,
     ReadBoxes,
-    ReadsOf,
     ReadStage,
-    Recipe,
     WorkerOptions,
     WorkerPart,
     WriteParts,
@@ -28,16 +28,16 @@ from ckptcore_jax.worker_stages import (
     read_report,
 )
 
-__all__ = ["Fetched", "Held", "LeafBoxes", "StagedExecutor"]
+__all__ = ["HeldElements", "LeafBoxes", "ReadResult", "StagedExecutor"]
 
 
 @dataclass(frozen=True, slots=True)
 class LeafBoxes:
-    """Boxes of a leaf that a worker holds.
+    """Boxes of a leaf on one worker.
 
     Attributes:
-        leaf: the leaf at the controller; its elements are at the workers.
-        boxes: without overlap.
+        leaf: the leaf on the controller; its elements are on the workers.
+        boxes: the boxes, without overlap.
     """
 
     leaf: Any
@@ -45,36 +45,39 @@ class LeafBoxes:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
-    """The result of a read.
+class ReadResult:
+    """Result of a read by several workers.
 
     Attributes:
-        reports: by worker, the report of its stage.
-        leaves: the requested leaves, in order; of no use if a report has an error.
+        reports: the report of each worker's stage, by worker.
+        leaves: the requested leaves, in order. Undefined if a report contains an error.
     """
 
     reports: Mapping[int, bytes]
     leaves: Sequence[object]
 
 
-class Held(Protocol):
-    """Elements that one worker holds for a save. Any thread."""
+class HeldElements(Protocol):
+    """Elements that one worker keeps in memory for a save. Any thread."""
 
     def wait(self) -> None:
-        """Return once the leaves are not needed any more.
+        """Wait until the leaves can be changed or deleted.
 
         Raises:
-            RankFailedError: the worker could not take the elements, or is gone.
+            RankFailedError: if the worker failed or could not copy the elements.
         """
         ...
 
     def close(self) -> None:
-        """Release the elements. Closing again, or after the worker is gone, is no error."""
+        """Release the elements. Can be called repeatedly, and after the worker failed."""
         ...
 
 
 class StagedExecutor(ABC):
-    """A `ckptcore.protocols.Executor` whose workers run stages. Subclasses know leaves, and carry stages and elements."""
+    """A `ckptcore.protocols.Executor` whose workers run stages.
+
+    Subclasses implement the leaf types, and the transport of stages and elements.
+    """
 
     @property
     @abstractmethod
@@ -99,49 +102,51 @@ class StagedExecutor(ABC):
 
     @abstractmethod
     def wanted(self, abstract: Any, stored: ArrayRecord, worker: int) -> Sequence[Box]:
-        """Return the boxes that a worker needs for its part of a leaf. See `LeafHandler.wanted`.
+        """Return the boxes that a worker must read for its part of a leaf. See `LeafHandler.wanted`.
 
         Raises:
-            UnsupportedLeafError: the stored array cannot become what is requested.
+            UnsupportedLeafError: if the stored array cannot be converted to the requested leaf.
         """
 
     @abstractmethod
-    def take(self, worker: int, leaves: Sequence[LeafBoxes], *, copied: bool) -> Held:
-        """Begin to hold boxes at a worker.
+    def take(self, worker: int, leaves: Sequence[LeafBoxes], *, copied: bool) -> HeldElements:
+        """Begin to keep boxes in the memory of a worker.
 
         Args:
-            worker: its number.
+            worker: number of the worker.
             leaves: the boxes.
-            copied: True to copy them to memory that nobody changes or frees, for an asynchronous save.
+            copied: True to copy them, so that later changes of the leaves do not affect an
+                asynchronous save.
         """
 
     @abstractmethod
-    def run_write(self, worker: int, stage: WriteStage, held: Held) -> Pending[bytes]:
-        """Begin to run a stage at a worker on the elements that it holds. Does not wait, so that workers write at once.
+    def run_write(self, worker: int, stage: WriteStage, held: HeldElements) -> Pending[bytes]:
+        """Start a stage on a worker with its held elements. Does not wait, so that workers write concurrently.
 
         Returns:
-            The report of the stage. A result or an error comes only once the worker writes no more.
+            The pending report of the stage. It is ready only after the worker has stopped writing,
+            also after an error.
         """
 
     @abstractmethod
-    def run_reads(self, stages: Mapping[int, ReadStage], leaves: Sequence[WantedLeaf]) -> Fetched:
-        """Run a stage at each of some workers, and make leaves there of what they read. Return when all are done.
+    def run_reads(self, stages: Mapping[int, ReadStage], leaves: Sequence[WantedLeaf]) -> ReadResult:
+        """Run read stages on the workers, and build the leaves there. Return when all are done.
 
         Args:
-            stages: by worker. A worker that needs no box of any leaf has none.
-            leaves: the leaves to make.
+            stages: stages by worker. A worker that needs no box has none.
+            leaves: the leaves to build.
         """
 
     def hold(self, save: Save, *, copied: bool) -> HeldWork[Save]:
         """See `Executor`."""
-        held = _HeldParts(self)
+        work = _HeldSave(self)
         try:
             for worker in range(len(self.workers)):
-                held.take(worker, save.parts, copied=copied)
+                work.take(worker, save.parts, copied=copied)
         except BaseException:
-            held.close()
+            work.close()
             raise
-        return held
+        return work
 
     def read_bytes(self, abstract: Any, stored: ArrayRecord) -> int:
         """See `Executor`."""
@@ -152,43 +157,42 @@ class StagedExecutor(ABC):
     def read(self, opened: Checkpoint, leaves: Sequence[WantedLeaf], context: Context) -> Sequence[object]:
         """See `Executor`."""
         save_id = None if opened.root is None else opened.root.save_id
-        options, recipes = WorkerOptions.of(context), Recipe.all_of(opened)
+        options, recipes = WorkerOptions.of(context), DerivationRecipe.all_of(opened)
         stages = {}
         for worker in range(len(self.workers)):
             reads = [
-                ReadsOf(leaf.leaf, leaf.stored.spec, tuple(self.wanted(leaf.abstract, leaf.stored, worker)))
+                LeafReads(leaf.leaf, leaf.stored.spec, tuple(self.wanted(leaf.abstract, leaf.stored, worker)))
                 for leaf in leaves
             ]
             if any(read.boxes for read in reads):
                 stages[worker] = ReadBoxes(opened.location.to_open, save_id, tuple(reads), options, recipes)
-        fetched = self.run_reads(stages, leaves)
+        result = self.run_reads(stages, leaves)
         failed: list[Exception] = []
-        for worker, report in fetched.reports.items():
+        for worker, report in result.reports.items():
             try:
                 read_report(report, self.workers[worker])
             except CheckpointError as error:
                 failed.append(error)
         _raise_first(failed)
-        return fetched.leaves
+        return result.leaves
 
 
-class _HeldParts:
-    """What the workers hold of the parts of a save. See `HeldWork`."""
+class _HeldSave:
+    """The elements of a save that the workers hold. See `HeldWork`."""
 
     def __init__(self, executor: StagedExecutor) -> None:
-        """Hold nothing yet."""
         self._executor = executor
-        self._held: dict[int, Held] = {}
-        self._parts: list[SavePart] = []  # keeps the ids of `_first`
+        self._held: dict[int, HeldElements] = {}
+        self._parts: list[SavePart] = []  # references keep the ids in `_first` valid
         self._first: dict[tuple[int, int], int] = {}
-        """By worker and id of a part, the number of the first leaf of the part among those that the worker holds."""
+        """For each worker and id of a part, the position of the part's first leaf among the worker's held leaves."""
 
     def take(self, worker: int, parts: Sequence[SavePart], *, copied: bool) -> None:
-        """Let a worker begin to hold what it writes of the parts of a save."""
+        """Begin to keep the elements that a worker will write for the parts of a save."""
         boxes: list[LeafBoxes] = []
         for part in parts:
             if part.worker_plans:
-                assert isinstance(part.source, TreeDescription)  # only leaves of trees are at workers
+                assert isinstance(part.source, TreeDescription)  # only leaves of trees are on workers
                 self._parts.append(part)
                 self._first[worker, id(part)] = len(boxes)
                 for item in part.worker_plans[worker].items:
@@ -210,31 +214,31 @@ class _HeldParts:
         """See `HeldWork`."""
         location, claimed, options = save.target.location, save.info.claimed, WorkerOptions.of(save.context)
         parts = {number: part for number, part in enumerate(save.parts) if part.worker_plans}
-        writes = _Writes(self._executor, save.parts)
+        writes = _RunningWrites(self._executor, save.parts)
         try:
             for worker, held in self._held.items():
                 if any(part.worker_plans[worker].items for part in parts.values()):
-                    written = [self._part(worker, part) for part in parts.values()]
-                    stage = WriteParts(location.to_open, claimed, tuple(written), options)
+                    worker_parts = [self._worker_part(worker, part) for part in parts.values()]
+                    stage = WriteParts(location.to_open, claimed, tuple(worker_parts), options)
                     writes.begun.append((worker, tuple(parts), self._executor.run_write(worker, stage, held)))
         except BaseException:
-            with suppress(Exception):  # the workers that have begun would write into what is removed
+            with suppress(Exception):  # wait for running workers before the caller removes the written objects
                 writes.result()
             raise
         return writes
 
-    def _part(self, worker: int, part: SavePart) -> WorkerPart:
+    def _worker_part(self, worker: int, part: SavePart) -> WorkerPart:
         plan, shared = part.worker_plans[worker], part.shared
         first = self._first[worker, id(part if shared is None else shared.part)]
         items = range(len(plan.items)) if shared is None else shared.worker_items[worker]
         return WorkerPart(part.directory, part.layout, plan, tuple([first + item for item in items]))
 
 
-class _Writes:
-    """Workers that are writing parts of a save; see `HeldWork.write`.
+class _RunningWrites:
+    """Workers that are writing the parts of a save. See `HeldWork.write`.
 
     Attributes:
-        begun: the number of each worker, those of the parts that it writes, and its pending report.
+        begun: for each worker its number, the numbers of its parts, and the pending report.
     """
 
     def __init__(self, executor: StagedExecutor, parts: Sequence[SavePart]) -> None:
@@ -243,10 +247,11 @@ class _Writes:
         self._parts = parts
 
     def result(self) -> Sequence[Sequence[Receipt]]:
-        """Wait for all workers; return their receipts by part.
+        """Wait for all workers. Return their receipts for each part.
 
         Raises:
-            RankFailedError: a worker failed, or is gone. Other `CheckpointError` of a worker are raised as they are.
+            CheckpointError: the error of a worker.
+            RankFailedError: if a worker failed with another error, or did not answer.
         """
         found: list[list[Receipt]] = [[] for _ in self._parts]
         failed: list[Exception] = []
@@ -255,14 +260,14 @@ class _Writes:
                 receipts: Sequence[Receipt] = read_report(report.result(), self._executor.workers[worker])
                 for number, receipt in zip(numbers, receipts, strict=True):
                     found[number].append(receipt._replace(items=self._parts[number].worker_plans[worker].items))
-            except Exception as error:  # noqa: BLE001  # raised below, once every worker has ended
+            except Exception as error:  # noqa: BLE001  # raised below, after every worker has ended
                 failed.append(error)
         _raise_first(failed)
         return found
 
 
 def _raise_first(failed: Sequence[Exception]) -> None:
-    """Raise the first of some errors, with the others as notes."""
+    """Raise the first error with the others as notes, or return if there are none."""
     if failed:
         for other in failed[1:]:
             failed[0].add_note(f"and then: {type(other).__name__}: {other}")

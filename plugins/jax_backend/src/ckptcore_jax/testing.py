@@ -1,4 +1,4 @@
-"""Samples of this plugin for the matrix of frameworks, layouts and storages. Imports JAX."""
+"""Samples of JAX arrays for the matrix of frameworks, layouts and storages of `ckptcore_testing`. Imports JAX."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ckptcore_testing import DTYPE_NAMES, ContainerSample, FrameworkSample
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ckptcore.model import ArraySpec, HostArray
+from ckptcore_jax.leaves import UNSUPPORTED_DTYPES
 
 __all__ = ["SAMPLE", "SHARDED"]
 
@@ -58,18 +59,15 @@ def _abstract(spec: ArraySpec, sharding: NamedSharding | None = None) -> Any:
     return make(spec.shape, spec.numpy_dtype, sharding=sharding)
 
 
-def _session() -> Any:
+def _enable_x64() -> Any:
     """Enable 64-bit dtypes."""
     import jax.experimental
 
-    place = vars(jax) if hasattr(jax, "enable_x64") else vars(jax.experimental)  # earlier versions have it there
-    return place["enable_x64"](True)
+    module: Any = jax if hasattr(jax, "enable_x64") else jax.experimental  # older versions have it there
+    return module.enable_x64(True)
 
 
-_LACKING: Final = ("float6_e2m3fn", "float6_e3m2fn", "int1", "uint1")
-"""Dtypes that JAX names but does not support, so they are refused."""
-
-_DTYPES: Final = tuple([name for name in DTYPE_NAMES if hasattr(jnp, name) and name not in _LACKING])
+_DTYPES: Final = tuple([name for name in DTYPE_NAMES if hasattr(jnp, name) and name not in UNSUPPORTED_DTYPES])
 _PARTIAL: Final[Any] = jax.tree_util.Partial
 
 SAMPLE: Final = FrameworkSample(
@@ -89,7 +87,7 @@ SAMPLE: Final = FrameworkSample(
             lambda made: [*made.args, *made.keywords.values()],
         ),
     ),
-    session=_session,
+    session=_enable_x64,
 )
 """Arrays on the default device, and registered containers."""
 
@@ -101,6 +99,6 @@ SHARDED: Final = FrameworkSample(
     elements=np.asarray,
     array_type=jax.Array,
     fills=False,
-    session=_session,
+    session=_enable_x64,
 )
 """Arrays sharded over all devices."""

@@ -1,8 +1,8 @@
 """Link from a single controller to one worker, with colocated Python.
 
-Messages are the elements of arrays without axes: strings of any length, as JAX itself sends the
-specifications of a colocated function's results. They contain base64, because NumPy strings are
-text.
+A message is a scalar array of NumPy's variable-length string dtype, which JAX itself uses to send
+the specifications of a colocated function's results. Its bytes are base64-encoded, because NumPy
+strings are text.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ckptcore_jax.array_creation import cast_elements
 __all__ = ["Cuts", "ReadSpecs", "WorkerLink"]
 
 Cuts: TypeAlias = Sequence[Sequence[tuple[int, tuple[slice, ...]]]]
-"""For each leaf, the boxes for a stage: the number of an array sent to it, and the slices."""
+"""For each leaf of a write stage, its boxes: the number of the array that contains the box, and the slices."""
 
 ReadSpecs: TypeAlias = Sequence[tuple[Sequence[tuple[int, ...]], str]]
-"""For each leaf that a stage reads, the shapes of its boxes, and their dtype."""
+"""For each leaf of a read stage, the shapes of its boxes, and their dtype."""
 
-_KEPT: Final = 64
+_CACHED_CALLS: Final = 64
 """Number of different loads whose compiled calls are cached."""
 
 
@@ -48,7 +48,7 @@ class WorkerLink:
         """
         self.name = name
         self.lead = lead
-        self._place = SingleDeviceSharding(lead)
+        self._sharding = SingleDeviceSharding(lead)
         if not hasattr(np.dtypes, "StringDType"):
             raise PluginError(
                 f"colocated Python needs NumPy 2, found {np.__version__}: install 'ckptcore-jax[colocated]'"
@@ -59,22 +59,22 @@ class WorkerLink:
             from jax.experimental import colocated_python
         except ImportError as error:
             raise PluginError(f"colocated Python is unavailable: {error}; install 'ckptcore-jax[colocated]'") from error
-        self._text = jax.ShapeDtypeStruct((), np.dtypes.StringDType(), sharding=self._place)  # type: ignore[no-untyped-call]
+        self._text = jax.ShapeDtypeStruct((), np.dtypes.StringDType(), sharding=self._sharding)  # type: ignore[no-untyped-call]
         text = self._text
-        self._write: Any = colocated_python.colocated_python(_write).specialize(
+        self._write: Any = colocated_python.colocated_python(_run_write_stage).specialize(
             out_specs_fn=lambda message, *arrays: text
         )
         self._python = colocated_python
         self._reads: dict[tuple[Any, ...], Any] = {}
 
     def take(self, arrays: Sequence[jax.Array], *, may_alias: bool) -> Sequence[jax.Array]:
-        """Begin to copy arrays, each on one device of the worker, to the memory of its host.
+        """Begin to copy arrays on devices of the worker to the memory of its host.
 
         Args:
-            arrays: the arrays.
+            arrays: arrays on one device each.
             may_alias: True to avoid a copy of arrays in host memory.
         """
-        taken: Sequence[jax.Array] = jax.device_put(list(arrays), self._place, may_alias=may_alias)
+        taken: Sequence[jax.Array] = jax.device_put(list(arrays), self._sharding, may_alias=may_alias)
         return taken
 
     def write(self, stage: object, arrays: Sequence[jax.Array], cuts: Cuts) -> bytes:
@@ -85,24 +85,22 @@ class WorkerLink:
         """
         message = pickle.dumps((stage, cuts))
         try:
-            return _decoded(self._write(_encoded(message, self.lead), *arrays))
+            return _decode_message(self._write(_encode_message(message, self.lead), *arrays))
         except Exception as error:
-            raise self._failed(error) from error
+            raise self._worker_error(error) from error
 
     def read(self, stage: object, specs: ReadSpecs) -> tuple[bytes, Sequence[jax.Array]]:
-        """Run a stage that reads.
-
-        Return its report and the boxes, in the memory of the worker's host.
+        """Run a read stage. Return its report, and the boxes in the memory of the worker's host.
 
         Raises:
             RankFailedError: if the worker failed.
         """
         message = pickle.dumps((stage, specs))
         try:
-            report, *arrays = self._read_call(specs)(_encoded(message, self.lead))
-            return _decoded(report), arrays
+            report, *arrays = self._read_call(specs)(_encode_message(message, self.lead))
+            return _decode_message(report), arrays
         except Exception as error:
-            raise self._failed(error) from error
+            raise self._worker_error(error) from error
 
     def _read_call(self, specs: ReadSpecs) -> Any:
         # JAX keeps compiled functions forever, so repeated loads must reuse them.
@@ -111,28 +109,28 @@ class WorkerLink:
         if found is None:
             boxes = [(shape, dtype_from_name(dtype)) for shapes, dtype in specs for shape in shapes]
             abstract: Any = jax.ShapeDtypeStruct
-            gives = [self._text, *[abstract(shape, dtype, sharding=self._place) for shape, dtype in boxes]]
-            found = self._python.colocated_python(_read).specialize(out_specs_fn=lambda message: gives)
-            if len(self._reads) >= _KEPT:
+            results = [self._text, *[abstract(shape, dtype, sharding=self._sharding) for shape, dtype in boxes]]
+            found = self._python.colocated_python(_run_read_stage).specialize(out_specs_fn=lambda message: results)
+            if len(self._reads) >= _CACHED_CALLS:
                 self._reads.pop(next(iter(self._reads)), None)
             self._reads[key] = found
         return found
 
-    def _failed(self, error: Exception) -> RankFailedError:
+    def _worker_error(self, error: Exception) -> RankFailedError:
         return RankFailedError(f"the worker {self.name} failed: {type(error).__name__}: {error}")
 
 
-def _write(message: jax.Array, *arrays: jax.Array) -> jax.Array:
-    """Run a stage on the elements of arrays. Runs at a worker."""
-    stage, cuts = pickle.loads(_decoded(message))
+def _run_write_stage(message: jax.Array, *arrays: jax.Array) -> jax.Array:
+    """Run a write stage on the elements of arrays. Runs on a worker."""
+    stage, cuts = pickle.loads(_decode_message(message))
     elements = [np.asarray(array) for array in arrays]
     report = stage([[elements[number][slices] for number, slices in boxes] for boxes in cuts])
-    return _encoded(report, _device_of(message))
+    return _encode_message(report, _device_of(message))
 
 
-def _read(message: jax.Array) -> list[jax.Array]:
-    """Run a stage, and return what it read as arrays, or zeros if it failed. Runs at a worker."""
-    stage, specs = pickle.loads(_decoded(message))
+def _run_read_stage(message: jax.Array) -> list[jax.Array]:
+    """Run a read stage. Return its report and the boxes as arrays, or zeros if it failed. Runs on a worker."""
+    stage, specs = pickle.loads(_decode_message(message))
     report, read = stage()
     elements: list[HostArray] = []
     for number, (shapes, name) in enumerate(specs):
@@ -142,9 +140,9 @@ def _read(message: jax.Array) -> list[jax.Array]:
         else:
             elements += [np.zeros(shape, dtype) for shape in shapes]
     device = _device_of(message)
-    with jax.enable_x64(True):  # the controller requested these dtypes, whatever the setting of this process
+    with jax.enable_x64(True):  # the controller determines the dtypes, regardless of this process's setting
         arrays = jax.device_put(elements, device)
-    return [_encoded(report, device), *arrays]
+    return [_encode_message(report, device), *arrays]
 
 
 def _device_of(message: jax.Array) -> Any:
@@ -152,11 +150,11 @@ def _device_of(message: jax.Array) -> Any:
     return device
 
 
-def _encoded(data: bytes, device: Any) -> jax.Array:
+def _encode_message(data: bytes, device: Any) -> jax.Array:
     text = np.array(base64.b64encode(data).decode("ascii"), dtype=np.dtypes.StringDType())
-    sent: jax.Array = jax.device_put(text, device)
-    return sent
+    message: jax.Array = jax.device_put(text, device)
+    return message
 
 
-def _decoded(message: jax.Array) -> bytes:
+def _decode_message(message: jax.Array) -> bytes:
     return base64.b64decode(np.asarray(message).item())

@@ -1,7 +1,7 @@
-"""Stages: what the workers of a single controller run to write a part of a save, and to read boxes of a checkpoint.
+"""Stages: functions that the workers of a single controller run to write a part of a save or to read boxes.
 
-Stages and their reports are pickled. They contain no arrays, threads or open storages. A stage raises nothing: its
-report has the error. Imports no JAX.
+Stages and their reports are pickled. They contain no arrays, threads or open storages. A stage does
+not raise an error, but returns it in its report. Imports no JAX.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from ckptcore.protocols import DerivedArray, Layout
 from ckptcore.runtime import runtime_of
 
 __all__ = [
+    "DerivationRecipe",
+    "LeafReads",
     "ReadBoxes",
     "ReadStage",
-    "ReadsOf",
-    "Recipe",
     "WorkerOptions",
     "WorkerPart",
     "WriteParts",
@@ -43,15 +43,15 @@ __all__ = [
 ]
 
 WriteStage: TypeAlias = Callable[[Sequence[Sequence[HostArray]]], bytes]
-"""Called at a worker with, for each leaf that it holds, the elements of its boxes. Returns the report. See `WriteParts`."""
+"""Called on a worker with the elements of the boxes of each held leaf. Returns the report. See `WriteParts`."""
 
 ReadStage: TypeAlias = Callable[[], tuple[bytes, Sequence[Sequence[HostArray]]]]
-"""Called at a worker. Returns the report and, for each leaf, the elements of its boxes. See `ReadBoxes`."""
+"""Called on a worker. Returns the report, and the elements of the boxes of each leaf. See `ReadBoxes`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
-    """The options of a `Context` that workers use. Plugins are those that are installed at the worker.
+    """Options of the controller's `Context` that workers use. A worker uses the plugins installed there.
 
     Attributes:
         durability, io, storage: see `Context`.
@@ -69,8 +69,8 @@ class WorkerOptions:
 
     @property
     def context(self) -> Context:
-        """Return a Context of this process with these options. It is cached, so that its threads are reused."""
-        return _context(pickle.dumps(self))
+        """A Context of this process with these options. Cached, so that its threads are reused."""
+        return _cached_context(pickle.dumps(self))
 
     def open(self, address: LocationAddress, *, durable: bool = False) -> Location:
         """Open a location."""
@@ -79,20 +79,21 @@ class WorkerOptions:
 
 
 @functools.lru_cache(maxsize=4)
-def _context(options: bytes) -> Context:
-    found: WorkerOptions = pickle.loads(options)
-    return Context(durability=found.durability, io=found.io, storage=found.storage)
+def _cached_context(pickled: bytes) -> Context:
+    options: WorkerOptions = pickle.loads(pickled)
+    return Context(durability=options.durability, io=options.io, storage=options.storage)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPart:
-    """A part of a save, as a worker writes it.
+    """The share of one worker in a part of a save.
 
     Attributes:
-        directory: its directory within the checkpoint; empty if the part is the whole checkpoint.
-        layout: stores it.
-        plan: what the worker writes of it.
-        held: for each item of the plan, the number of its leaf among those that the worker holds.
+        directory: directory of the part within the checkpoint; empty if the part is the whole
+            checkpoint.
+        layout: layout of the part.
+        plan: the items that the worker writes.
+        held: for each item of the plan, the position of its leaf among the worker's held leaves.
     """
 
     directory: str
@@ -102,10 +103,9 @@ class WorkerPart:
 
 
 class _WorkerSnapshot:
-    """Arrays that an executor holds, and releases once all is written. See `ckptcore.protocols.Snapshot`."""
+    """Arrays in the memory of a worker. See `ckptcore.protocols.Snapshot`."""
 
     def __init__(self, plan: WritePlan, arrays: Sequence[Sequence[HostArray]]) -> None:
-        """Hold the arrays of each item of a plan."""
         self.plan = plan
         self._arrays = list(arrays)
 
@@ -120,12 +120,12 @@ class _WorkerSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class WriteParts:
-    """Write what a worker holds into the location that the controller claimed. Reports the receipt of each part.
+    """Write the held elements of a worker to the location that the controller claimed. Reports the receipts.
 
     Attributes:
-        address: the location.
-        claimed: the save.
-        parts: what to write.
+        address: address of the location.
+        claimed: claim of the save.
+        parts: the parts to write.
         options: options of the controller.
     """
 
@@ -135,19 +135,19 @@ class WriteParts:
     options: WorkerOptions
 
     def __call__(self, arrays: Sequence[Sequence[HostArray]]) -> bytes:
-        """Write.
+        """Write the parts.
 
         Args:
-            arrays: for each leaf that the worker holds, the elements of its boxes, with any strides. They do not
+            arrays: the elements of the boxes of each held leaf, with any strides. They must not
                 change.
 
         Returns:
-            The report.
+            The report, with a receipt for each part.
         """
         try:
-            return _done(self._write(arrays))
-        except BaseException as error:  # noqa: BLE001  # raised at the controller
-            return _failed(error)
+            return _success_report(self._write(arrays))
+        except BaseException as error:  # noqa: BLE001  # raised on the controller
+            return _error_report(error)
 
     def _write(self, arrays: Sequence[Sequence[HostArray]]) -> Sequence[Receipt]:
         runtime = runtime_of(self.options.context)
@@ -159,18 +159,18 @@ class WriteParts:
             inside = subdirectory(store, part.directory)
             recorder = ObjectRecorder(inside, runtime.io_threads, checksums=self.options.io.checksums)
             state = part.layout.write(_WorkerSnapshot(part.plan, [arrays[number] for number in part.held]), recorder)
-            # The controller has the items: they are those of the plan.
+            # Without the items of the plan, which the controller adds.
             receipts.append(Receipt(part.plan.rank, (), state, recorder.objects))
         return receipts
 
 
 @dataclass(frozen=True, slots=True)
-class ReadsOf:
-    """Boxes of an array.
+class LeafReads:
+    """Boxes to read from one array.
 
     Attributes:
-        leaf: its number in the tree that was saved.
-        spec: the whole array.
+        leaf: number of the array in the tree of the checkpoint.
+        spec: spec of the whole array.
         boxes: the boxes to read.
     """
 
@@ -180,82 +180,88 @@ class ReadsOf:
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
-    """What derives the arrays of a checkpoint, for a worker that opens the checkpoints itself.
+class DerivationRecipe:
+    """The derivations of a derived checkpoint, for a worker, which opens the source checkpoints itself.
 
     Attributes:
         tree, derivations, values, most_bytes: see `ckptcore.loading.derived.Derived`.
-        beside: the locations of the further checkpoints.
+        further: locations of further source checkpoints.
     """
 
     tree: TreeMetadata
     derivations: Mapping[int, DerivedArray]
     values: Mapping[int, int]
     most_bytes: int
-    beside: tuple[LocationAddress, ...]
+    further: tuple[LocationAddress, ...]
 
-    def make(self, opened: Checkpoint, open_beside: Callable[[LocationAddress], Checkpoint]) -> Checkpoint:
-        """Return the derived checkpoint."""
-        beside = [open_beside(address) for address in self.beside]
+    def derive(self, opened: Checkpoint, open_further: Callable[[LocationAddress], Checkpoint]) -> Checkpoint:
+        """Return the derived checkpoint.
+
+        Args:
+            opened: the first source.
+            open_further: opens a further source.
+        """
+        further = [open_further(address) for address in self.further]
         return derive(
-            opened, self.tree, self.derivations, values=self.values, beside=beside, most_bytes=self.most_bytes
+            opened, self.tree, self.derivations, values=self.values, beside=further, most_bytes=self.most_bytes
         )
 
     @classmethod
-    def all_of(cls, opened: Checkpoint) -> tuple[Recipe, ...]:
+    def all_of(cls, opened: Checkpoint) -> tuple[DerivationRecipe, ...]:
         """Return the recipes that derive a checkpoint from the stored one, in order."""
         if not isinstance(found := opened.derived, Derived) or found.is_builtin:
             return ()
-        below, *beside = found.sources
-        for other in beside:
-            assert other.derived is None or other.derived.is_builtin  # further checkpoints are as they are stored
-        addresses = tuple([other.location.to_open for other in beside])
-        return (*cls.all_of(below), cls(found.tree, found.derivations, found.values, found.most_bytes, addresses))
+        first, *further = found.sources
+        for other in further:
+            assert other.derived is None or other.derived.is_builtin  # only the first source can be derived
+        addresses = tuple([other.location.to_open for other in further])
+        return (*cls.all_of(first), cls(found.tree, found.derivations, found.values, found.most_bytes, addresses))
 
 
 @dataclass(frozen=True, slots=True)
 class ReadBoxes:
-    """Open the checkpoint that the controller has open, and read boxes of it. Reports nothing but errors.
+    """Open the checkpoint of the controller, and read boxes. The report contains only an error, if any.
 
     Attributes:
-        address: the location of the checkpoint.
-        save_id: the save that the controller found there; None if other software wrote it.
+        address: address of the checkpoint.
+        save_id: save id that the controller found; None if the checkpoint was not written by
+            ckptcore.
         reads: the boxes of each leaf.
         options: options of the controller.
-        recipes: derive the arrays that are read from those that are stored, in order.
+        recipes: recipes of derived arrays, in order.
     """
 
     address: LocationAddress
     save_id: str | None
-    reads: tuple[ReadsOf, ...]
+    reads: tuple[LeafReads, ...]
     options: WorkerOptions
-    recipes: tuple[Recipe, ...] = ()
+    recipes: tuple[DerivationRecipe, ...] = ()
 
     def __call__(self) -> tuple[bytes, Sequence[Sequence[HostArray]]]:
-        """Read.
+        """Read the boxes.
 
         Returns:
-            The report, and for each leaf the elements of its boxes: C-contiguous, of the stored dtype, in memory of
-            their own. No leaves after an error.
+            The report, and for each leaf the elements of its boxes: new C-contiguous arrays of the
+            stored dtype. No leaves after an error.
         """
         try:
-            return _done(None), self._read()
-        except BaseException as error:  # noqa: BLE001  # raised at the controller
-            return _failed(error), ()
+            return _success_report(None), self._read()
+        except BaseException as error:  # noqa: BLE001  # raised on the controller
+            return _error_report(error), ()
 
     def _read(self) -> Sequence[Sequence[HostArray]]:
         opened = self._open(self.address)
         found = None if opened.root is None else opened.root.save_id
         for recipe in self.recipes if found == self.save_id else ():
-            opened = recipe.make(opened, self._open)
+            opened = recipe.derive(opened, self._open)
         for read in self.reads if found == self.save_id else ():
             record = opened.tree.leaves[read.leaf] if read.leaf < len(opened.tree.leaves) else None
             if not isinstance(record, ArrayRecord) or record.spec != read.spec:
                 found = "another tree"
         if found != self.save_id:
             raise CorruptCheckpointError(
-                f"{self.address.display} is not what the controller opened: expected the save {self.save_id}, found "
-                f"{found}; it was replaced meanwhile, or this worker sees another storage"
+                f"{self.address.display} is not the checkpoint that the controller opened: expected the save "
+                f"{self.save_id}, found {found}; it was replaced meanwhile, or this worker uses another storage"
             )
         arrays = [[allocate(ArraySpec(box.shape, read.spec.dtype)) for box in read.boxes] for read in self.reads]
         buffers = [array for of_leaf in arrays for array in of_leaf]
@@ -272,37 +278,38 @@ class ReadBoxes:
         return open_tree(location, read_mark(location), self.options.context)
 
 
-def _done(result: object) -> bytes:
+def _success_report(result: object) -> bytes:
     return pickle.dumps((None, result))
 
 
-def _failed(error: BaseException) -> bytes:
-    """Return the report of a stage that failed, with the error itself if it can be pickled."""
-    told = f"{type(error).__name__}: {error}"
+def _error_report(error: BaseException) -> bytes:
+    """Return the report of a failed stage, with the error object if it can be pickled."""
+    message = f"{type(error).__name__}: {error}"
     if isinstance(error, CheckpointError):
         try:
-            data = pickle.dumps((told, error))
+            data = pickle.dumps((message, error))
             pickle.loads(data)
-        except Exception:  # noqa: BLE001  # an error of a plugin may contain anything; its text is reported instead
-            return pickle.dumps((told, None))
+        except Exception:  # noqa: BLE001  # a plugin's error can contain any object; report only its text
+            return pickle.dumps((message, None))
         return data
-    return pickle.dumps((told, None))
+    return pickle.dumps((message, None))
 
 
 def read_report(report: bytes, worker: str) -> Any:
-    """Return the result of a stage.
+    """Return the result of a stage, or raise its error.
 
     Args:
         report: the report of the stage.
-        worker: the name of the worker, for errors.
+        worker: name of the worker, for errors.
 
     Raises:
-        CheckpointError: what the stage failed with; RankFailedError with its text for other errors.
+        CheckpointError: the error of the stage.
+        RankFailedError: for other errors of the stage, with their text.
     """
-    told, result = pickle.loads(report)
-    if told is None:
+    message, result = pickle.loads(report)
+    if message is None:
         return result
     if isinstance(result, CheckpointError):
         result.add_note(f"This was raised on the worker {worker}")
         raise result
-    raise RankFailedError(f"the worker {worker} failed: {told}")
+    raise RankFailedError(f"the worker {worker} failed: {message}")
