@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 
 import pytest
 from ckptcore_ray.exchanges import Exchanges
-from ckptcore_ray.outcomes import Delivered, Lost, Missing, Over
+from ckptcore_ray.outcomes import Delivered, EndedIncarnation, LostRank, MissingRanks
 from ckptcore_ray.progress import JobProgress
 
 LONG = 20.0
@@ -74,9 +74,9 @@ async def test_a_key_that_comes_again_is_another_exchange() -> None:
 async def test_who_comes_after_the_leader_gave_up_is_told_and_spoils_nothing() -> None:
     exchanges = Exchanges(3)
     assert await exchanges.gather(1, "key", b"old 1", LONG) == Delivered()
-    assert await exchanges.gather(0, "key", b"", 0.01) == Missing((2,))
+    assert await exchanges.gather(0, "key", b"", 0.01) == MissingRanks((2,))
     assert progress(exchanges).held_bytes == 0
-    assert await exchanges.gather(2, "key", b"old 2", LONG) == Missing((2,))
+    assert await exchanges.gather(2, "key", b"old 2", LONG) == MissingRanks((2,))
     assert exchanges._open == {}
     (leader,) = await begun(exchanges.gather(0, "key", b"", LONG))
     for rank in (1, 2):
@@ -87,7 +87,7 @@ async def test_who_comes_after_the_leader_gave_up_is_told_and_spoils_nothing() -
 @in_loop
 async def test_a_leader_who_does_not_come_is_named() -> None:
     exchanges = Exchanges(2)
-    assert await exchanges.broadcast(1, "key", None, 0.01) == Missing((0,))
+    assert await exchanges.broadcast(1, "key", None, 0.01) == MissingRanks((0,))
     assert await exchanges.broadcast(0, "key", b"late", LONG) == Delivered()
     assert progress(exchanges).held_bytes == 4, "it may come again"
 
@@ -96,7 +96,7 @@ async def test_a_leader_who_does_not_come_is_named() -> None:
 async def test_who_waited_in_vain_for_the_leader_may_wait_again() -> None:
     exchanges = Exchanges(3)
     for _ in range(2):
-        assert await exchanges.broadcast(1, "key", None, 0.01) == Missing((0,))
+        assert await exchanges.broadcast(1, "key", None, 0.01) == MissingRanks((0,))
     (waiting,) = await begun(exchanges.broadcast(1, "key", None, LONG))
     assert await exchanges.broadcast(0, "key", b"late", LONG) == Delivered()
     assert await waiting == Delivered((b"late",)) == await exchanges.broadcast(2, "key", None, LONG)
@@ -110,9 +110,9 @@ async def test_a_dead_rank_fails_what_needs_it_and_all_who_wait() -> None:
     waiting = await begun(exchanges.gather(0, "key", b"", LONG), exchanges.broadcast(1, "verdict", None, LONG))
     assert exchanges.awaited() == {0, 1, 2}
     exchanges.lose(2, "killed")
-    assert [await task for task in waiting] == [Lost(2, "killed")] * 2
+    assert [await task for task in waiting] == [LostRank(2, "killed")] * 2
     assert exchanges.is_over
-    assert await exchanges.gather(1, "later", b"", LONG) == Lost(2, "killed")
+    assert await exchanges.gather(1, "later", b"", LONG) == LostRank(2, "killed")
 
 
 @in_loop
@@ -125,16 +125,16 @@ async def test_a_rank_that_died_after_it_gave_fails_nothing_yet() -> None:
     assert await leader == Delivered((b"one", b"two"))
     await exchanges.broadcast(0, "verdict", b"committed", LONG)
     assert await exchanges.broadcast(1, "verdict", None, LONG) == Delivered((b"committed",))
-    assert await exchanges.gather(0, "next", b"", LONG) == Lost(2, "killed")
+    assert await exchanges.gather(0, "next", b"", LONG) == LostRank(2, "killed")
 
 
 @in_loop
 async def test_what_was_told_before_the_end_is_still_handed_out() -> None:
     exchanges = Exchanges(2)
     await exchanges.broadcast(0, "verdict", b"committed", LONG)
-    exchanges.end(Over(2, "rank 0 joined again"))
+    exchanges.end(EndedIncarnation(2, "rank 0 joined again"))
     assert await exchanges.broadcast(1, "verdict", None, LONG) == Delivered((b"committed",))
-    assert await exchanges.broadcast(1, "next", None, LONG) == Over(2, "rank 0 joined again")
+    assert await exchanges.broadcast(1, "next", None, LONG) == EndedIncarnation(2, "rank 0 joined again")
 
 
 @in_loop

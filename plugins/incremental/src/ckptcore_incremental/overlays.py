@@ -44,7 +44,7 @@ def overlay(
 
     Args:
         base, update: the trees.
-        placeholders: paths of placeholders in the update, which stand for values of the base.
+        placeholders: paths of placeholders in the update, which take the values of the base.
         containers: containers of the update that have placeholders, with all their keys.
 
     Raises:

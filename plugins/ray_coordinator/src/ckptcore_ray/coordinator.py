@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 from ckptcore.errors import CoordinationTimeoutError, PluginError, RankFailedError
 from ckptcore_ray.job_actor import process_token
 from ckptcore_ray.jobs import find_job, lost_job_message
-from ckptcore_ray.outcomes import Delivered, Lost, Missing, Outcome, Over, RankMembership
+from ckptcore_ray.outcomes import Delivered, EndedIncarnation, LostRank, MissingRanks, Outcome, RankMembership
 
 __all__ = ["RayCoordinator"]
 
@@ -23,10 +23,10 @@ _ANSWER_SECONDS: Final = 60.0
 class RayCoordinator:
     """A rank of a job. Any thread, but not the event loop of an asynchronous actor.
 
-    Creating it joins the job. If a rank joins a second time, for example after a restart, the next
-    incarnation of the job begins. The other ranks then get an error at their next exchange and must
-    join again, with a new coordinator in a new Context and a new Checkpointer.
-    `ckptcore_ray.membership.join_job` lets them keep their Contexts.
+    The constructor joins the job. If a rank joins a second time, for example after a restart, the
+    next incarnation of the job begins. Then the next exchange of every other rank raises an error,
+    and the rank must join again, with a new coordinator in a new Context and a new Checkpointer.
+    Ranks that joined with `ckptcore_ray.membership.join_job` can keep their Contexts.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class RayCoordinator:
             raise PluginError(
                 f"RayCoordinator({job!r}, rank={rank}, size={size}): the job has size "
                 f"{found.size} and ranks 0 to {found.size - 1}; give each actor one of these "
-                "ranks, or make the job with another size"
+                "ranks, or create the job with another size"
             )
         context = ray.get_runtime_context()
         self._in_actor: Final = context.get_actor_id() is not None
@@ -58,7 +58,8 @@ class RayCoordinator:
         self._size: Final = size
         self._timeout_seconds: Final = timeout_seconds
         self._actor: Final[Any] = found.actor
-        # Ray does not count an actor's handle of itself, so the job keeps no actor alive.
+        # Ray does not count an actor's handle to itself as a reference, so the job keeps no actor
+        # alive.
         member = context.current_actor if self._in_actor else None
         try:
             self._membership: Final[RankMembership] = (
@@ -120,7 +121,7 @@ class RayCoordinator:
             )
         answer = method.remote(self._membership, key, payload, self._timeout_seconds).future()
         try:
-            # `ray.get` warns in every thread of an asynchronous actor.
+            # Not `ray.get`, which logs a warning in every thread of an asynchronous actor.
             outcome: Outcome = answer.result(self._timeout_seconds + _ANSWER_SECONDS)
         except RayError as error:
             raise RankFailedError(lost_job_message(self._job, self._size, error)) from error
@@ -132,17 +133,17 @@ class RayCoordinator:
             ) from error
         if isinstance(outcome, Delivered):
             return outcome.payloads
-        raise self._error(key, outcome)
+        raise self._outcome_error(key, outcome)
 
-    def _error(self, key: str, outcome: Missing | Lost | Over) -> Exception:
+    def _outcome_error(self, key: str, outcome: MissingRanks | LostRank | EndedIncarnation) -> Exception:
         again = f"RayCoordinator({self._job!r}, rank, {self._size})"
-        if isinstance(outcome, Lost):
+        if isinstance(outcome, LostRank):
             return RankFailedError(
                 f"rank {outcome.rank} of the job {self._job!r} failed, so the exchange {key!r} "
                 f"cannot complete: {outcome.reason}; restart its actor, join again on every "
                 f"rank with a new {again}, and load the newest checkpoint"
             )
-        if isinstance(outcome, Over):
+        if isinstance(outcome, EndedIncarnation):
             return RankFailedError(
                 f"incarnation {self.incarnation} of the job {self._job!r}, which rank "
                 f"{self._rank} joined, has ended: {outcome.reason}, and incarnation "

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from ckptcore_ray.outcomes import Delivered, Lost, Missing, Outcome
+from ckptcore_ray.outcomes import Delivered, LostRank, MissingRanks, Outcome
 from ckptcore_ray.progress import JobProgress, RankProgress, Waiting
 
 __all__ = ["Exchanges"]
@@ -58,10 +58,10 @@ class _Exchange:
 class Exchanges:
     """Gathers and broadcasts among the ranks of one incarnation. Rank 0 leads.
 
-    A key can be used again: the ranks' first uses form one exchange, their second uses the next. A
-    payload for a gather on which the leader timed out is not used in a later one. A rank that timed
-    out in a broadcast and tries again waits for the same broadcast; if it does not, the leader's
-    payload is kept until the incarnation ends.
+    A key can be used repeatedly: the first use by each rank belongs to the first exchange, the
+    second use to the next one. If the leader of a gather times out, late payloads are discarded. If
+    a rank times out in a broadcast and tries again, it waits for the same broadcast; otherwise the
+    payload of the leader is kept until the incarnation ends.
 
     Not thread-safe: all calls must be on one event loop.
     """
@@ -80,7 +80,7 @@ class Exchanges:
         self._last: dict[int, str] = {}
 
     async def gather(self, rank: int, key: str, payload: bytes, seconds: float) -> Outcome:
-        """Gather: a rank gives its payload; the leader waits for those of all others.
+        """Gather: a rank passes its payload, and the leader waits for the payloads of all other ranks.
 
         Args:
             rank: the calling rank.
@@ -93,7 +93,7 @@ class Exchanges:
             if rank == 0:
                 return await self._wait(exchange, rank, seconds)
             if exchange.abandoned:
-                return Missing((rank,))
+                return MissingRanks((rank,))
             if self._over is not None:
                 return self._over
             exchange.payloads[rank] = payload
@@ -107,7 +107,7 @@ class Exchanges:
             self._leave("gather", exchange, rank)
 
     async def broadcast(self, rank: int, key: str, payload: bytes | None, seconds: float) -> Outcome:
-        """Broadcast: the leader gives a payload; the other ranks wait for it.
+        """Broadcast: the leader passes a payload, and the other ranks wait for it.
 
         Args:
             rank: the calling rank.
@@ -119,7 +119,7 @@ class Exchanges:
         try:
             if payload is None:
                 outcome = await self._wait(exchange, rank, seconds)
-                if isinstance(outcome, Missing):
+                if isinstance(outcome, MissingRanks):
                     # The rank may try again, because the leader can be late by one timeout.
                     exchange.entered.remove(rank)
                 return outcome
@@ -133,14 +133,14 @@ class Exchanges:
                 self._leave("broadcast", exchange, rank)
 
     def lose(self, rank: int, reason: str) -> None:
-        """Record that a rank failed. If a rank waits for it, end all exchanges.
+        """Record that a rank failed. If another rank waits for it, end all exchanges.
 
-        Payloads already given are still delivered, so that late ranks learn about a completed
-        commit. Exchanges that do not need the failed rank continue.
+        Payloads that were already passed are still delivered, so that late ranks learn about a
+        completed commit. Exchanges that do not need the failed rank continue.
         """
         self._failed.setdefault(rank, reason)
         if rank in self.awaited():
-            self.end(Lost(rank, self._failed[rank]))
+            self.end(LostRank(rank, self._failed[rank]))
 
     def end(self, outcome: Outcome) -> None:
         """End all exchanges, present and future, with an outcome.
@@ -221,7 +221,7 @@ class Exchanges:
         if exchange.missing and self._over is None:
             failed = next((missing for missing in exchange.missing if missing in self._failed), None)
             if failed is not None:
-                self.end(Lost(failed, self._failed[failed]))
+                self.end(LostRank(failed, self._failed[failed]))
         if not exchange.missing:
             return exchange.delivered()
         if self._over is not None:
@@ -231,7 +231,7 @@ class Exchanges:
         try:
             outcome = await asyncio.wait_for(future, seconds)
         except TimeoutError:
-            outcome = Missing(exchange.missing) if exchange.missing else Delivered()
+            outcome = MissingRanks(exchange.missing) if exchange.missing else Delivered()
         finally:
             del exchange.waiting[rank]
         return exchange.delivered() if isinstance(outcome, Delivered) else outcome

@@ -10,7 +10,7 @@ from typing import Any, Final
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from ckptcore_ray.exchanges import Exchanges
-from ckptcore_ray.outcomes import Outcome, Over, RankMembership
+from ckptcore_ray.outcomes import EndedIncarnation, Outcome, RankMembership
 from ckptcore_ray.progress import JobProgress
 
 __all__ = ["JobActor", "process_token"]
@@ -21,15 +21,12 @@ _POLL_SECONDS: Final = 0.5
 
 @functools.cache
 def process_token() -> str:
-    """Return an id of this process. A restarted actor has another one."""
+    """Return an id of this process. A restarted actor has a different id."""
     return uuid.uuid4().hex
 
 
 def _return_token(member: object) -> str:
-    """Return the token of a rank's process.
-
-    Ray runs this in the rank's actor, between its own methods.
-    """
+    """Return the token of a rank's process. Ray runs this in the actor of the rank, between calls of its methods."""
     return process_token()
 
 
@@ -38,9 +35,9 @@ class JobActor:
 
     `RayCoordinator` and `RayJob` call its methods.
 
-    A job has one incarnation at a time. If a rank joins that is already a member, it was restarted:
-    the next incarnation begins, and all exchanges of the previous one end. Therefore messages of
-    earlier processes never reach the exchanges of the new incarnation.
+    A job has one incarnation at a time. If a member joins again, its process was restarted: the
+    next incarnation begins, and all exchanges of the previous one end. Therefore messages of
+    earlier processes never reach exchanges of the new incarnation.
     """
 
     def __init__(self, name: str, size: int) -> None:
@@ -80,11 +77,13 @@ class JobActor:
 
     async def gather(self, membership: RankMembership, key: str, payload: bytes, seconds: float) -> Outcome:
         """See `Exchanges.gather`."""
-        return self._refused(membership) or await self._exchanges.gather(membership.rank, key, payload, seconds)
+        return self._ended_outcome(membership) or await self._exchanges.gather(membership.rank, key, payload, seconds)
 
     async def broadcast(self, membership: RankMembership, key: str, payload: bytes | None, seconds: float) -> Outcome:
         """See `Exchanges.broadcast`."""
-        return self._refused(membership) or await self._exchanges.broadcast(membership.rank, key, payload, seconds)
+        return self._ended_outcome(membership) or await self._exchanges.broadcast(
+            membership.rank, key, payload, seconds
+        )
 
     async def progress(self) -> JobProgress:
         """Progress of the ranks."""
@@ -94,16 +93,16 @@ class JobActor:
         """Begin the next incarnation, without members."""
         self._incarnation += 1
         self._ended = reason
-        self._exchanges.end(Over(self._incarnation, reason))
+        self._exchanges.end(EndedIncarnation(self._incarnation, reason))
         self._exchanges = Exchanges(self._size)
         self._members = {}
         self._probes = {}
 
-    def _refused(self, membership: RankMembership) -> Over | None:
-        return None if membership.incarnation == self._incarnation else Over(self._incarnation, self._ended)
+    def _ended_outcome(self, membership: RankMembership) -> EndedIncarnation | None:
+        return None if membership.incarnation == self._incarnation else EndedIncarnation(self._incarnation, self._ended)
 
     async def _poll_ranks(self) -> None:
-        """Probe the awaited actors, each with one call at a time, because a busy actor answers late."""
+        """Probe the actors of awaited ranks. Each has at most one pending probe, because a busy actor answers late."""
         while True:
             await asyncio.sleep(_POLL_SECONDS)
             for rank in self._exchanges.awaited() & self._members.keys():
@@ -112,15 +111,15 @@ class JobActor:
                     self._probes[rank] = asyncio.create_task(self._probe(self._exchanges, rank, member, token))
 
     async def _probe(self, exchanges: Exchanges, rank: int, member: Any, token: str) -> None:
-        """Probe an actor once. Its rank is lost if the actor failed or runs in another process."""
+        """Probe an actor once. Its rank is lost if the actor failed or was restarted in another process."""
         try:
             found = await member.__ray_call__.remote(_return_token)
         except ActorUnavailableError:
-            return  # restarting or unreachable; the next probe decides
+            return  # restarting or unreachable: wait for the next probe
         except RayActorError as error:
             exchanges.lose(rank, f"its actor died: {' '.join(str(error).split())}")
         except RayError:
-            return  # the call failed, but not the actor; the timeout still applies
+            return  # only the call failed, not the actor; the timeout of the exchange still applies
         else:
             if found != token:
                 exchanges.lose(rank, "its actor died and was restarted by Ray")

@@ -17,20 +17,20 @@ from ckptcore_ray.progress import JobProgress
 __all__ = ["RayJob", "find_job", "lost_job_message", "make_job"]
 
 _WAITS_PER_RANK: Final = 64
-"""Exchanges that one rank can have open at once: one for each thread that saves."""
+"""Maximum number of simultaneous exchanges of one rank: one for each thread that saves."""
 
 
 @dataclass(frozen=True, slots=True)
 class RayJob:
-    """A job of several ranks. As a context manager it stops the job at the end.
+    """A job of several ranks. A ``with`` block stops the job at its end.
 
-    The driver must keep it: Ray ends the job's actor when the handle returned by `make_job` is
-    deleted.
+    The driver must keep a reference to it: Ray terminates the actor of the job when the handle
+    returned by `make_job` is deleted.
 
     Attributes:
-        name: of the job.
+        name: name of the job.
         size: number of ranks.
-        namespace: Ray namespace of its actor; None for that of the driver.
+        namespace: Ray namespace of its actor; None for the namespace of the driver.
         actor: handle of the actor through which the ranks communicate.
     """
 
@@ -40,7 +40,7 @@ class RayJob:
     actor: Any
 
     def progress(self) -> JobProgress:
-        """Return the progress of the ranks: joined, waiting or failed. Blocks briefly.
+        """Return the progress of the ranks: which have joined, wait or have failed. Blocks briefly.
 
         Raises:
             RankFailedError: if the job's actor has failed.
@@ -52,7 +52,7 @@ class RayJob:
         return progress
 
     def stop(self) -> None:
-        """Stop the job. Waiting and later ranks get an error."""
+        """Stop the job. Later exchanges, and ranks that wait now, raise an error."""
         ray.kill(self.actor)
 
     def __enter__(self) -> Self:
@@ -65,17 +65,15 @@ class RayJob:
 
 
 def make_job(name: str, size: int, *, namespace: str | None = None) -> RayJob:
-    """Create a job that actors can join.
+    """Create a job that actors can join. Call this in the driver. Blocks until the actor of the job runs.
 
-    Call this in the driver; it blocks until the job's actor runs.
-
-    The actor uses no CPU in Ray's count, and runs on the driver's node if possible. The driver
+    That actor requests no CPUs from Ray, and runs on the node of the driver if possible. The driver
     needs no accelerator.
 
     Args:
         name: name of the job, unique in the namespace.
         size: number of ranks.
-        namespace: Ray namespace of the job; None for that of the driver.
+        namespace: Ray namespace of the job; None for the namespace of the driver.
 
     Raises:
         PluginError: if a job of this name exists.
@@ -108,10 +106,10 @@ def make_job(name: str, size: int, *, namespace: str | None = None) -> RayJob:
 
 
 def find_job(name: str, *, namespace: str | None = None) -> RayJob:
-    """Return the job of this name, in any process of Ray. It does not keep the job alive.
+    """Return the job of this name, in any Ray process. The result does not keep the job alive.
 
     Args:
-        name, namespace: those passed to `make_job`.
+        name, namespace: the arguments of `make_job`.
 
     Raises:
         PluginError: if there is no such job.

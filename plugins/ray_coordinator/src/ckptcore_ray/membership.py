@@ -1,4 +1,4 @@
-"""The job of this process, for saves and loads without a coordinator in their Context."""
+"""Join a job as a rank, for saves and loads without a coordinator in their Context."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["join_job", "joined_coordinator", "leave_job"]
 
 
 class _Membership:
-    """The coordinator that this process joined with last. Any thread."""
+    """The latest coordinator of this process. Any thread."""
 
     def __init__(self) -> None:
         self.coordinator: RayCoordinator | None = None
@@ -24,10 +24,10 @@ def _membership() -> _Membership:
 def join_job(
     job: str, rank: int, size: int, *, timeout_seconds: float = 600.0, namespace: str | None = None
 ) -> RayCoordinator:
-    """Join a job as a rank. Saves and loads without a coordinator then run on the whole job.
+    """Join a job as a rank. Afterwards saves and loads without a coordinator run on the whole job.
 
-    After a rank was restarted, every rank joins again. Contexts without a coordinator then use the
-    new incarnation of the job. A Checkpointer belongs to one incarnation and must be replaced.
+    After a restart of one rank, every rank must join again. Contexts without a coordinator then use
+    the new incarnation of the job. A Checkpointer belongs to one incarnation: create a new one.
 
     Args:
         job, rank, size, timeout_seconds, namespace: see `RayCoordinator`.
@@ -43,9 +43,9 @@ def join_job(
 
 
 def leave_job() -> None:
-    """Save and load without the job again.
+    """Make saves and loads of this process independent of the job again.
 
-    The job keeps the rank, so the others still wait for it.
+    The rank stays a member of the job, so other ranks still wait for it.
     """
     _membership().coordinator = None
 

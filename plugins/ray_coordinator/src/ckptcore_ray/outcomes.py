@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = ["Delivered", "Lost", "Missing", "Outcome", "Over", "RankMembership"]
+__all__ = ["Delivered", "EndedIncarnation", "LostRank", "MissingRanks", "Outcome", "RankMembership"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,31 +26,31 @@ class Delivered:
     """The exchange completed.
 
     Attributes:
-        payloads: for the leader of a gather, those of ranks 1 and up in order; for other ranks of a
-            broadcast, the leader's; otherwise empty.
+        payloads: for the leader of a gather, the payloads of ranks 1 and up in order. For the other
+            ranks of a broadcast, the payload of the leader. Otherwise empty.
     """
 
     payloads: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Missing:
-    """Ranks missed the timeout.
+class MissingRanks:
+    """Some ranks did not reach the exchange before the timeout.
 
     Attributes:
-        ranks: in order.
+        ranks: these ranks, in order.
     """
 
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class LostRank:
     """A required rank failed, which ended this incarnation.
 
     Attributes:
         rank: the failed rank.
-        reason: Ray's message about its actor.
+        reason: message of Ray about its actor.
     """
 
     rank: int
@@ -58,7 +58,7 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class Over:
+class EndedIncarnation:
     """The rank belongs to an earlier incarnation.
 
     Attributes:
@@ -70,5 +70,5 @@ class Over:
     reason: str
 
 
-Outcome: TypeAlias = Delivered | Missing | Lost | Over
+Outcome: TypeAlias = Delivered | MissingRanks | LostRank | EndedIncarnation
 """Result of an exchange."""

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 __all__ = ["JobProgress", "RankProgress", "RankState", "Waiting"]
 
 RankState: TypeAlias = Literal["absent", "joined", "failed"]
-"""State of a rank in the incarnation: not joined, joined, or failed while others waited for it."""
+"""State of a rank in the current incarnation: not joined, joined, or failed while other ranks waited for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,9 +16,9 @@ class Waiting:
     """An exchange in which a rank waits for others.
 
     Attributes:
-        key: of the exchange. For a save it begins with the location and ends with the stage.
-        for_ranks: ranks that have not reached it.
-        seconds: duration of the wait.
+        key: key of the exchange. For a save it begins with the location and ends with the stage.
+        for_ranks: ranks that have not reached the exchange.
+        seconds: duration of the wait until now.
     """
 
     key: str
@@ -32,11 +32,11 @@ class RankProgress:
 
     Attributes:
         rank: number of the rank.
-        state: of the rank.
-        reason: Ray's message if it failed; else empty.
-        exchanges: number of exchanges that it has entered.
+        state: state of the rank.
+        reason: message of Ray if the rank failed, else empty.
+        exchanges: number of exchanges that the rank has entered.
         last: key of the latest exchange; None before the first.
-        waiting: exchanges in which it waits, oldest first.
+        waiting: exchanges in which the rank waits, oldest first.
     """
 
     rank: int
@@ -52,10 +52,10 @@ class JobProgress:
     """Progress of the ranks of a job.
 
     Attributes:
-        name: of the job.
-        incarnation: number of the incarnation; 0 before the first rank joined.
-        ranks: in order.
-        held_bytes: size of payloads not yet delivered.
+        name: name of the job.
+        incarnation: number of the current incarnation; 0 before the first rank joined.
+        ranks: progress of each rank, in order.
+        held_bytes: total size of payloads not yet delivered.
     """
 
     name: str

@@ -42,7 +42,7 @@ __all__ = ["HostSave", "ReplicaShards", "copied_boxes"]
 ReplicaShards = Mapping[int, Sequence[Shard]]
 """For each leaf of a tree, the shards of a process that have replicas on other processes."""
 
-_FIRST_STAGE: Final = "held"
+_FIRST_STAGE: Final = "replicated shards"
 """First stage of a save after planning. A process that failed to plan reports its error there."""
 
 _LAYOUT: Final = "safetensors"
@@ -213,7 +213,7 @@ def _exchange_shards(
                 store.put(key, json.dumps(_encode_shards(own)).encode("ascii"))
         if max(map(len, hosts.groups)) == 1:
             return {agreement.rank: own}
-        with agreement.stage("beside", meaning=NOTHING_COMMITTED):
+        with agreement.stage("shards", meaning=NOTHING_COMMITTED):
             found = {
                 rank: _decode_shards(json.loads(store.get(shards_key(save_id, rank))))
                 for rank in ranks
