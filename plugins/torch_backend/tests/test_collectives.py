@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from ckptcore_testing import CollectivesTests, ThreadJob
 from ckptcore_torch.collectives import GlooCollectives, collectives_of_job
-from ckptcore_torch.group_channels import DeviceChannels, Member
+from ckptcore_torch.group_channels import DeviceChannels, JoinedGroup
 
 from ckptcore.errors import RankFailedError
 from ckptcore.protocols import Channels, Collectives
@@ -96,7 +96,7 @@ def test_a_message_goes_up_while_the_one_before_is_sent() -> None:
 
     log: list[str] = []
     channels = DeviceChannels(
-        [Member(Group(), (2, 5))], 5, torch.device("cpu"), _Lane("up", log), _Lane("down", log)
+        [JoinedGroup(Group(), (2, 5))], 5, torch.device("cpu"), _Lane("up", log), _Lane("down", log)
     )  # fmt: skip
     works = [channels.broadcast(0, sender, channels.memory(8)) for sender in (5, 2)]
     one = ["enter up", "send from 1", "leave up", "enter down", "lane waits for the group", "mark down", "leave down"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from ckptcore_torch.placements import DTensorPlacement, placed_pieces, sharding_cuts
+from ckptcore_torch.placements import DTensorPlacement, local_part, sharding_cuts
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -46,16 +46,16 @@ def test_every_process_holds_what_torch_gives_it(placed: DTensorPlacement) -> No
     every: list[Box] = []
     for coordinate in itertools.product(*map(range, placed.mesh_shape)):
         expected = _by_torch(placed, coordinate)
-        pieces = placed_pieces(placed, coordinate)
-        assert pieces.shape == tuple(expected.shape)
-        assert bool(pieces.boxes) == bool(expected.numel())
-        assert sum(box.size for box in pieces.boxes) == expected.numel()
-        for box, slices in pieces.boxes.items():
+        part = local_part(placed, coordinate)
+        assert part.shape == tuple(expected.shape)
+        assert bool(part.boxes) == bool(expected.numel())
+        assert sum(box.size for box in part.boxes) == expected.numel()
+        for box, slices in part.boxes.items():
             assert torch.equal(whole[box.slices], expected[slices])
-        every.extend(pieces.boxes)
-        if pieces.replica == 0:
-            owned.extend(pieces.boxes)
-        assert 0 <= pieces.replica < pieces.replicas
+        every.extend(part.boxes)
+        if part.replica == 0:
+            owned.extend(part.boxes)
+        assert 0 <= part.replica < part.replicas
     assert uncovered(ArraySpec(placed.shape, "float32"), owned) is None
     assert sharding_cuts(placed) == cuts_of(placed.shape, every) or 0 in placed.shape
 
@@ -63,26 +63,26 @@ def test_every_process_holds_what_torch_gives_it(placed: DTensorPlacement) -> No
 def test_a_strided_shard_that_is_cut_again_is_one_box() -> None:
     """FSDP2 over tensor parallelism: the second axis of the mesh cuts the rows first."""
     placed = DTensorPlacement((8, 8), (2, 2), (_StridedShard(0, split_factor=2), Shard(0)))
-    found = {place: tuple(placed_pieces(placed, place).boxes) for place in itertools.product(range(2), range(2))}
+    found = {place: tuple(local_part(placed, place).boxes) for place in itertools.product(range(2), range(2))}
     rows = {(0, 0): 0, (0, 1): 4, (1, 0): 2, (1, 1): 6}
     assert found == {place: (Box((row, 0), (row + 2, 8)),) for place, row in rows.items()}
 
 
 def test_a_strided_shard_alone_is_several_boxes() -> None:
-    pieces = placed_pieces(DTensorPlacement((8,), (2,), (_StridedShard(0, split_factor=2),)), (1,))
-    assert pieces.boxes == {Box((2,), (4,)): (slice(0, 2),), Box((6,), (8,)): (slice(2, 4),)}
+    part = local_part(DTensorPlacement((8,), (2,), (_StridedShard(0, split_factor=2),)), (1,))
+    assert part.boxes == {Box((2,), (4,)): (slice(0, 2),), Box((6,), (8,)): (slice(2, 4),)}
 
 
 def test_replicas_are_numbered() -> None:
     placed = DTensorPlacement((4,), (2, 2, 3), (Replicate(), Shard(0), Replicate()))
-    numbers = [placed_pieces(placed, (first, 0, last)).replica for first in range(2) for last in range(3)]
+    numbers = [local_part(placed, (first, 0, last)).replica for first in range(2) for last in range(3)]
     assert sorted(numbers) == list(range(6))
-    assert placed_pieces(placed, (0, 0, 0)).replicas == 6
+    assert local_part(placed, (0, 0, 0)).replicas == 6
 
 
 def test_partial_sums_are_refused() -> None:
     with pytest.raises(UnsupportedLeafError, match=r"partial sums.*redistribute"):
-        placed_pieces(DTensorPlacement((4,), (2,), (Partial(),)), (0,))
+        local_part(DTensorPlacement((4,), (2,), (Partial(),)), (0,))
 
 
 def test_large_meshes_are_cut_quickly() -> None:

@@ -153,7 +153,7 @@ def test_one_process_holds_its_shards_and_knows_of_the_others() -> None:
         inner = Box((1, 2), (2, 6))
         (viewed,) = HANDLER.view_on_host(leaf, [inner])
         assert np.array_equal(viewed.result(), WHOLE.numpy()[inner.slices])
-        with pytest.raises(PluginError, match="does not hold Box"):
+        with pytest.raises(PluginError, match="this process has no Box"):
             HANDLER.view_on_host(leaf, [Box((3, 0), (4, 1))])
         nothing = sharded(WHOLE, [((0, 0), (5, 7), 1)])
         assert HANDLER.shards(nothing, 0, 2) == [] and HANDLER.wanted(nothing, record) == []

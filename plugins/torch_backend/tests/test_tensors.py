@@ -14,8 +14,7 @@ import pytest
 import torch
 from ckptcore_testing import SHAPES, LateHostMemory, LeafExample, LeafHandlerTests, assert_same_bits, bit_patterns
 from ckptcore_torch.dtypes import encoding_of
-from ckptcore_torch.leaf_handlers import handler_of_type
-from ckptcore_torch.tensors import SubclassHandler, TensorHandler, same_memory
+from ckptcore_torch.tensors import SubclassHandler, TensorHandler, leaf_handler_of_type, same_memory
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.masked import masked_tensor
 
@@ -314,8 +313,8 @@ REFUSED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "sparse": (lambda: torch.eye(3).to_sparse(), r"\.to_dense\(\)"),
     "csr": (lambda: torch.eye(3).to_sparse_csr(), r"\.to_dense\(\)"),
     "uninitialized": (torch.nn.UninitializedParameter, "call the module once"),
-    "fake": (_fake, "save the original tensor"),
-    "meta": (lambda: torch.ones(3, device="meta"), "Save the original tensor"),
+    "fake": (_fake, "save the real tensor"),
+    "meta": (lambda: torch.ones(3, device="meta"), "save the real tensor"),
     "zeros": (lambda: torch._efficientzerotensor((3,)), "the storage of this tensor was freed"),
 }
 ABSTRACT = ("fake", "meta", "zeros")
@@ -606,10 +605,10 @@ def test_a_tensor_of_another_shape_is_no_destination() -> None:
 
 
 def test_every_tensor_has_a_handler() -> None:
-    assert handler_of_type(torch.Tensor) is handler_of_type(torch.nn.Parameter)
-    assert isinstance(handler_of_type(torch.Tensor), TensorHandler)
-    assert isinstance(handler_of_type(Tagged), SubclassHandler)
-    assert handler_of_type(np.ndarray) is None
+    assert leaf_handler_of_type(torch.Tensor) is leaf_handler_of_type(torch.nn.Parameter)
+    assert isinstance(leaf_handler_of_type(torch.Tensor), TensorHandler)
+    assert isinstance(leaf_handler_of_type(Tagged), SubclassHandler)
+    assert leaf_handler_of_type(np.ndarray) is None
 
 
 def test_a_fake_tensor_is_an_abstract_leaf_only() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from ckptcore_testing import LateHostMemory
 from ckptcore_torch.tensors import TensorHandler
-from ckptcore_torch.transfers import DeviceEvent, Lane, Transfers, finish_work_on, start_copy
+from ckptcore_torch.transfers import DeviceEvent, SideStream, Transfers, finish_work_on, start_copy
 
 from ckptcore.model import Box, HostArray
 
@@ -23,7 +23,7 @@ SIZE = 64
 
 
 class LateDevice:
-    """A `Lane` whose copies run only when a later event is waited for, as late as a device might."""
+    """A `SideStream` whose copies run only when a later event is waited for, as late as a device might."""
 
     def __init__(self) -> None:
         self.queue: list[Callable[[], None]] = []
@@ -110,7 +110,7 @@ def _target(count: int) -> HostArray:
 
 
 def _transfers(device: LateDevice, count: int = 2) -> Transfers:
-    lane: Lane = device
+    lane: SideStream = device
     return Transfers(lane, size=SIZE, count=count)
 
 

@@ -301,7 +301,7 @@ class Uploader:
             self._state.current = step
             self._changed.notify_all()
         for other in sorted(superseded):
-            self._skip(other, f"the policy {self._far.policy} of {self._far.steps.display} would delete it immediately")
+            self._skip(other, f"{self._far.steps.display} keeps {self._far.policy}, and would delete it immediately")
         if step is not None:
             try:
                 self._upload(step)

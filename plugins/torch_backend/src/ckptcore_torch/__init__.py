@@ -8,22 +8,20 @@
     dtensors           leaf handler of DTensors; placements computes their boxes
     sharded_tensors    leaf handler of ShardedTensors
     transfers          copies between device and host through pinned staging buffers
-    stateful           handlers of schedulers, gradient scalers, data loaders and random generators;
-                       data_loaders detects torchdata loaders that lose the order of their sampler
-    modules            checkpointable handler of modules, under the names of the plain model;
-                       names computes these
+    stateful           handlers of schedulers, gradient scalers, data loaders and random generators
+    modules            checkpointable handler of modules; names removes wrappers from their names
     optimizers         checkpointable handler of optimizers, by the numbers of their parameters
     named_optimizers   NamedOptimizer: optimizers by names of parameters, and NamedOptimizerPart for
-                       the parameters of one process; optimizer_names names the state of one
-                       optimizer, fsdp_optimizers under FSDP1; stored_groups and flattened_states
-                       convert the stored forms of groups
+                       the parameters of one process. optimizer_names names the state of an
+                       optimizer, fsdp_optimizers does so under FSDP1, and optimizer_forms converts
+                       between the stored forms
     abstracts          abstract tensors for stored arrays
     sizes              container handler of torch.Size
     store_coordinator  coordinator of a torch.distributed job; store_handshakes separates restarts of
-                       the job, watched_stores limits waits for the store
+                       the job, watched_stores adds timeouts to the store
     collectives        sends bytes between processes of such a job, with group_channels
     adapters           saves and loads LoRA adapters in the format of PEFT
-    testing            the sample for the matrix of ckptcore_testing
+    testing            sample for the matrix of ckptcore_testing
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ __all__ = [
 
 
 def _is_torch_imported() -> bool:
-    # Check for the class too: another thread may still be importing the module.
+    # Check for the class too: while another thread imports torch, the module is incomplete.
     return hasattr(sys.modules.get("torch"), "Tensor")
 
 
@@ -52,9 +50,9 @@ def ckpt_leaf_handler(leaf_type: type) -> LeafHandler | None:
     """Return the leaf handler of tensors."""
     if not _is_torch_imported():
         return None
-    from ckptcore_torch.leaf_handlers import handler_of_type
+    from ckptcore_torch.tensors import leaf_handler_of_type
 
-    return handler_of_type(leaf_type)
+    return leaf_handler_of_type(leaf_type)
 
 
 @hookimpl
@@ -62,9 +60,9 @@ def ckpt_container_handler(value_type: type) -> ContainerHandler | None:
     """Return the container handler of torch.Size."""
     if not _is_torch_imported():
         return None
-    from ckptcore_torch.sizes import handler_of_type
+    from ckptcore_torch.sizes import container_handler_of_type
 
-    return handler_of_type(value_type)
+    return container_handler_of_type(value_type)
 
 
 @hookimpl
@@ -72,9 +70,9 @@ def ckpt_checkpointable_handler(value_type: type) -> CheckpointableHandler | Non
     """Return the handler of modules, optimizers and other PyTorch objects with a state dict."""
     if not _is_torch_imported():
         return None
-    from ckptcore_torch.stateful import handler_of_type
+    from ckptcore_torch.stateful import checkpointable_handler_of_type
 
-    return handler_of_type(value_type)
+    return checkpointable_handler_of_type(value_type)
 
 
 @hookimpl

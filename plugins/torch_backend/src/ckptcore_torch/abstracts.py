@@ -1,7 +1,7 @@
-"""Abstract tensors: of live tensors, and for stored arrays.
+"""Abstract tensors of live tensors, and for stored arrays.
 
-A tensor on the meta device requests a tensor on the CPU. Other devices are requested with a
-FakeTensor, PyTorch's tensor with a device but without elements. The device need not exist until the
+A tensor on the meta device requests a tensor on the CPU. A FakeTensor, which is PyTorch's tensor
+with a device but without elements, requests another device. That device must exist only at the
 load.
 """
 
@@ -39,7 +39,7 @@ def abstract_state_like(parameter: torch.Tensor, stored: AbstractArray) -> objec
     If the parameter is a DTensor of the same shape, the result has its mesh and placements.
     Anything else, such as a step count, is a plain tensor on every process.
     """
-    distributed = sys.modules.get("torch.distributed.tensor")  # A DTensor exists only if its module was imported.
+    distributed = sys.modules.get("torch.distributed.tensor")  # DTensors exist only if this module was imported
     if distributed is None or not isinstance(parameter, distributed.DTensor) or tuple(parameter.shape) != stored.shape:
         return abstract_tensor(stored)
     encoding = encoding_of_stored(stored.dtype.name, PLAIN_ARRAY)
@@ -49,36 +49,36 @@ def abstract_state_like(parameter: torch.Tensor, stored: AbstractArray) -> objec
 
 
 def abstract_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an abstract plain tensor or Parameter like `tensor`. Contiguous.
-
-    It has the shape, dtype, device and `requires_grad` of `tensor`.
-    """
-    made = empty_tensor(tensor.shape, tensor.dtype, None if tensor.device.type in ("cpu", "meta") else tensor.device)
+    """Return a contiguous abstract tensor or Parameter with the shape, dtype, device and `requires_grad` of another."""
+    abstract = empty_tensor(
+        tensor.shape, tensor.dtype, None if tensor.device.type in ("cpu", "meta") else tensor.device
+    )
     if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
-    return made.requires_grad_() if tensor.requires_grad else made
+        return torch.nn.Parameter(abstract, requires_grad=tensor.requires_grad)
+    return abstract.requires_grad_() if tensor.requires_grad else abstract
 
 
 def abstract_subclass(plain: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the meta device with the class and attributes of another.
+    """Return a tensor on the meta device with the class and attributes of `like`.
 
     Args:
         plain: `like` as a plain tensor.
         like: an instance of a subclass over plain memory.
 
     Raises:
-        UnsupportedLeafError: if it is on a device, because a FakeTensor has a class of its own.
+        UnsupportedLeafError: if `like` is not on the CPU. FakeTensor is itself a subclass, so that
+            it cannot have the class of `like`.
     """
     if plain.device.type not in ("cpu", "meta"):
         raise UnsupportedLeafError(
-            f"cannot make an abstract {type(like).__qualname__} on {plain.device}: pass the "
+            f"cannot create an abstract {type(like).__qualname__} on {plain.device}: pass the "
             "tensor itself, or tensor.as_subclass(torch.Tensor)"
         )
     with torch._C.DisableTorchFunctionSubclass():
-        made: Any = torch.empty(plain.shape, dtype=plain.dtype, device="meta").as_subclass(type(like))
-        made.__dict__.update(like.__dict__)
-        abstract: torch.Tensor = made.requires_grad_(plain.requires_grad)
-        return abstract
+        abstract: Any = torch.empty(plain.shape, dtype=plain.dtype, device="meta").as_subclass(type(like))
+        abstract.__dict__.update(like.__dict__)
+        result: torch.Tensor = abstract.requires_grad_(plain.requires_grad)
+        return result
 
 
 def empty_tensor(shape: torch.Size, dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
@@ -97,7 +97,7 @@ def expect_device(device: torch.device) -> None:
     Raises:
         UnsupportedLeafError
     """
-    if not _is_here(device):
+    if not _has_device(device):
         raise UnsupportedLeafError(
             f"cannot load a tensor to {device}: this process has no such device; request one "
             "on the CPU with a tensor on the meta device, or use an available device"
@@ -105,7 +105,7 @@ def expect_device(device: torch.device) -> None:
 
 
 @functools.cache
-def _is_here(device: torch.device) -> bool:
+def _has_device(device: torch.device) -> bool:
     if device.type in ("cpu", "meta"):
         return True
     try:
@@ -117,10 +117,7 @@ def _is_here(device: torch.device) -> bool:
 
 @functools.cache
 def _fakes() -> tuple[Any, Any]:
-    """Return PyTorch's module of FakeTensors, and the mode that ours share.
-
-    Importing takes about a second.
-    """
+    """Return PyTorch's module of FakeTensors, and the mode of all our FakeTensors. The import takes about a second."""
     import torch._subclasses.fake_tensor as fakes
 
     return fakes, fakes.FakeTensorMode()

@@ -45,9 +45,9 @@ def config_json(config: object) -> dict[str, JSON]:
             f"config={str(config)[:200]!r}: expected a config of PEFT, or a mapping with the "
             "fields of adapter_config.json"
         )
-    plain = {name: _plain(value, f"config[{name!r}]", 0) for name, value in fields.items()}
-    if wrong := _wrong(plain):
-        raise ValueError(f"config: {wrong}; PEFT would refuse it. Nothing was written")
+    plain = {name: _to_json(value, f"config[{name!r}]", 0) for name, value in fields.items()}
+    if problem := _problem(plain):
+        raise ValueError(f"config: {problem}; PEFT would refuse it. Nothing was written")
     try:
         json.dumps(plain, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -61,8 +61,8 @@ def stored_config(stored: JSON, location: object) -> dict[str, JSON]:
     Raises:
         CorruptCheckpointError: if it is invalid.
     """
-    if not isinstance(stored, dict) or (wrong := _wrong(stored)):
-        what = "it is not a JSON object" if not isinstance(stored, dict) else wrong
+    if not isinstance(stored, dict) or (problem := _problem(stored)):
+        what = "it is not a JSON object" if not isinstance(stored, dict) else problem
         raise CorruptCheckpointError(
             f"{location}: adapter_config.json is not a config of PEFT: {what}; repair it, or "
             "load only the arrays with ckptcore.load",
@@ -71,7 +71,7 @@ def stored_config(stored: JSON, location: object) -> dict[str, JSON]:
     return dict(stored)
 
 
-def _plain(value: object, where: str, depth: int) -> JSON:
+def _to_json(value: object, where: str, depth: int) -> JSON:
     if depth > _MOST_DEPTH:
         raise ValueError(f"{where[:200]} is nested deeper than {_MOST_DEPTH} levels. Nothing was written")
     if isinstance(value, enum.Enum):
@@ -83,22 +83,19 @@ def _plain(value: object, where: str, depth: int) -> JSON:
             raise ValueError(f"{where} is {value}, which JSON lacks. Nothing was written")
         return value
     if isinstance(value, Mapping):
-        if wrong := [key for key in value if not isinstance(key, str | int) or isinstance(key, bool)]:
-            raise TypeError(f"{where} has the key {wrong[0]!r}; JSON keys must be strings. Nothing was written")
-        return {str(key): _plain(child, f"{where}[{key!r}]", depth + 1) for key, child in value.items()}
+        if problem := [key for key in value if not isinstance(key, str | int) or isinstance(key, bool)]:
+            raise TypeError(f"{where} has the key {problem[0]!r}; JSON keys must be strings. Nothing was written")
+        return {str(key): _to_json(child, f"{where}[{key!r}]", depth + 1) for key, child in value.items()}
     if isinstance(value, AbstractSet):
-        plain = [_plain(child, where, depth + 1) for child in value]
+        plain = [_to_json(child, where, depth + 1) for child in value]
         return sorted(plain, key=str)
     if isinstance(value, list | tuple):
-        return [_plain(child, f"{where}[{number}]", depth + 1) for number, child in enumerate(value)]
+        return [_to_json(child, f"{where}[{number}]", depth + 1) for number, child in enumerate(value)]
     raise TypeError(f"{where} is a {type(value).__qualname__}, which JSON lacks. Nothing was written")
 
 
-def _wrong(config: Mapping[str, JSON]) -> str | None:
-    """Return what is wrong with a config, or None.
-
-    Fields of methods other than LoRA are not checked.
-    """
+def _problem(config: Mapping[str, JSON]) -> str | None:
+    """Return the first problem of a config, or None. Checks only the fields of LoRA."""
     kind = config.get("peft_type")
     if not isinstance(kind, str):
         return f"peft_type is {str(kind)[:80]!r}; expected the name of a method, such as 'LORA'"

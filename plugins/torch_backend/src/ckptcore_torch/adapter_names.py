@@ -1,9 +1,10 @@
-"""Names of LoRA parameters, in a model and in a file of PEFT.
+"""Names of LoRA parameters in a model and in a file of PEFT.
 
-In a model of PEFT, the name of each parameter contains the name of its adapter, because there can
-be several: ``base_model.model.q_proj.lora_A.default.weight``. In a file it does not:
-``base_model.model.q_proj.lora_A.weight`` (peft 0.21.2, ``get_peft_model_state_dict``). Other
-programs omit the adapter name or the prefix, or have the matrix itself as ``lora_A``.
+A model of PEFT can have several adapters, so each parameter name contains the name of its adapter:
+``base_model.model.q_proj.lora_A.default.weight``. Names in a file do not:
+``base_model.model.q_proj.lora_A.weight`` (peft 0.21.2, ``get_peft_model_state_dict``). In models of
+other programs, names can lack the adapter name or the prefix, and ``lora_A`` can be the matrix
+itself instead of a module.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class LoraName:
 
     Attributes:
         stored: name in a file.
-        adapter: name of the adapter; None if the name has none.
-        is_bare: True if ``lora_A`` or ``lora_B`` is the matrix itself.
+        adapter: name of the adapter; None if the parameter name lacks it.
+        is_bare: True if ``lora_A`` or ``lora_B`` is the matrix itself, not a module.
     """
 
     stored: str
@@ -49,21 +50,18 @@ class LoraName:
 
     @classmethod
     def of(cls, name: str) -> LoraName | None:
-        """Parse the name of a parameter in a model.
-
-        Return None for a parameter of the base model.
-        """
-        segments = _segments(name)
+        """Parse the name of a parameter in a model. Return None for a parameter of the base model."""
+        segments = _split_name(name)
         for number, segment in enumerate(segments):
             before, rest = segments[: number + 1], segments[number + 1 :]
             if segment in _LINEAR:
-                adapter, rest = _adapter(rest)
-                return cls(_joined(before + (rest or ["weight"])), adapter, is_bare=not rest)
+                adapter, rest = _split_adapter(rest)
+                return cls(_join_name(before + (rest or ["weight"])), adapter, is_bare=not rest)
             if segment in _ALONE:
-                adapter, rest = _adapter(rest)
-                return cls(_joined(before + ([] if rest == ["weight"] else rest)), adapter)
+                adapter, rest = _split_adapter(rest)
+                return cls(_join_name(before + ([] if rest == ["weight"] else rest)), adapter)
             if segment == _COPIES and len(rest) > 1:
-                return cls(_joined(before[:-1] + rest[1:]), rest[0])
+                return cls(_join_name(before[:-1] + rest[1:]), rest[0])
         return None
 
 
@@ -100,15 +98,15 @@ def names_of_adapter(names: Iterable[str], adapter_name: str, biases: Biases = "
         elif found.adapter not in (None, adapter_name):
             others[str(found.adapter)] = None
         else:
-            _add(by_stored, found.stored, name)
+            _add_name(by_stored, found.stored, name)
             if found.is_bare:
                 bare.add(found.stored)
     if not by_stored:
-        there = f"; the model has the adapters {', '.join(others)}" if others else ""
+        known = f"; the model has the adapters {', '.join(others)}" if others else ""
         raise TreeMismatchError(
             f"the model has no parameters of the adapter {adapter_name!r}: no name contains it "
             "with lora_A, lora_B, lora_embedding_A, lora_magnitude_vector, "
-            f"trainable_tokens_delta or modules_to_save{there}; set adapter_name=, or pass the "
+            f"trainable_tokens_delta or modules_to_save{known}; set adapter_name=, or pass the "
             "model that has the adapter",
             [f"no parameters of {adapter_name!r}"],
         )
@@ -118,13 +116,13 @@ def names_of_adapter(names: Iterable[str], adapter_name: str, biases: Biases = "
             stored = plain_name(name)
             layer = stored.removesuffix(".bias").removesuffix(".base_layer")
             if stored.endswith(".bias") and (biases == "all" or layer in adapted):
-                _add(by_stored, stored, name)
+                _add_name(by_stored, stored, name)
     return AdapterNames(by_stored, frozenset(bare))
 
 
 def plain_name(name: str) -> str:
-    """Return the name in a PEFT file of a parameter of the base model: without wrappers, with PEFT's prefix."""
-    return _joined(_segments(name))
+    """Return the name of a base model parameter in a PEFT file: without wrappers, with PEFT's prefix."""
+    return _join_name(_split_name(name))
 
 
 def check_stored_name(name: str) -> None:
@@ -139,30 +137,30 @@ def check_stored_name(name: str) -> None:
         expected = found.stored
     if name != expected:
         raise TreeMismatchError(
-            f"PEFT does not use the name {name[:200]!r}; expected {expected[:200]!r}: pass the "
-            "model, the result of adapter_state, or arrays under the names that PEFT writes",
+            f"PEFT does not use the name {name[:200]!r}, but {expected[:200]!r}: pass the model, "
+            "the result of adapter_state, or arrays by the names that PEFT writes",
             [f"{name}: expected {expected}"],
         )
 
 
-def _segments(name: str) -> list[str]:
+def _split_name(name: str) -> list[str]:
     """Split a name into parts, without wrappers and PEFT's prefix."""
     segments = [segment for segment in name.split(".") if segment not in _WRAPPERS]
     return segments[2:] if segments[:2] == ["base_model", "model"] and len(segments) > 2 else segments
 
 
-def _joined(segments: Iterable[str]) -> str:
+def _join_name(segments: Iterable[str]) -> str:
     return PREFIX + ".".join(segments)
 
 
-def _adapter(rest: list[str]) -> tuple[str | None, list[str]]:
+def _split_adapter(rest: list[str]) -> tuple[str | None, list[str]]:
     """Split the parts after a LoRA module into the adapter's name, if there is one, and the rest."""
     if not rest or (len(rest) == 1 and rest[0] in _PARAMETERS):
         return None, rest
     return rest[0], rest[1:]
 
 
-def _add(by_stored: dict[str, str], stored: str, name: str) -> None:
+def _add_name(by_stored: dict[str, str], stored: str, name: str) -> None:
     if stored in by_stored:
         raise NameCollisionError(
             f"{by_stored[stored]!r} and {name!r} would both be stored as {stored!r}, also by "

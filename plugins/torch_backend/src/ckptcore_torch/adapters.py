@@ -1,8 +1,9 @@
 """LoRA adapters in the format of PEFT: ``adapter_model.safetensors`` and ``adapter_config.json``.
 
-PEFT loads adapters saved here (``PeftModel.from_pretrained``), and adapters saved by PEFT
-(``save_pretrained``) load here. Elements and JSON are equal. Both files are saved as one atomic
-checkpoint with checksums. Names and config follow peft 0.21.2. PEFT need not be installed.
+PEFT can load adapters saved with this module (``PeftModel.from_pretrained``), and this module can
+load adapters saved by PEFT (``save_pretrained``). Elements and JSON are equal. Both files are saved
+as one atomic checkpoint with checksums. Names and config are those of peft 0.21.2. PEFT need not be
+installed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ __all__ = ["Adapter", "AdapterLayout", "adapter_state", "load_adapter", "load_ad
 
 _CONFIG_FILE: Final = "adapter_config.json"
 _CONFIG: Final = "adapter_config"
-"""Name of the config in the metadata of a checkpoint, also of a directory of PEFT."""
+"""Name of the config in the metadata of a checkpoint, also if PEFT wrote it."""
 _ATTEMPTS: Final = 20
 
 Loaded = TypeVar("Loaded")
@@ -45,7 +46,7 @@ class Adapter:
 
     Attributes:
         arrays: NumPy arrays by PEFT's names.
-        config: fields of its ``adapter_config.json``.
+        config: fields of ``adapter_config.json``.
     """
 
     arrays: Mapping[str, Any]
@@ -54,13 +55,13 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class AdapterLayout(ckptcore.SafetensorsLayout):
-    """The safetensors layout with the single file that PEFT loads, and the config.
+    """The safetensors layout with a single file, as PEFT expects it, and the config.
 
     Attributes:
-        max_file_bytes: unlimited, because PEFT reads one file.
+        max_file_bytes: unlimited, because PEFT reads only one file.
         stem: stem of the file name.
-        config: content of ``adapter_config.json``. A save without `save_adapter` must also pass it
-            as ``metadata={"adapter_config": config}``, for `load_adapter`.
+        config: content of ``adapter_config.json``. If you save with `ckptcore.save`, also pass
+            ``metadata={"adapter_config": config}``, which `load_adapter` needs.
 
     Raises:
         ValueError, TypeError: for an invalid config.
@@ -78,16 +79,16 @@ class AdapterLayout(ckptcore.SafetensorsLayout):
         """Write the file.
 
         Raises:
-            AtomicityError: if this process holds only a part of the adapter, because PEFT has no
-                slices.
+            AtomicityError: if this process has only a part of the adapter, because PEFT needs whole
+                tensors in one file.
         """
         plan = snapshot.plan
         arrays = sum(len(leaves) for leaves in self.arrays_by_object(plan.tree))
         for item in plan.items:
             if sum(box.size for box in item.boxes) != item.spec.size or len(plan.items) != arrays:
                 raise AtomicityError(
-                    f"process {plan.rank} holds only a part of the adapter, but PEFT reads it "
-                    "from one file; gather it first in every process, for example with "
+                    f"process {plan.rank} has only a part of the adapter, but PEFT needs whole "
+                    "tensors in one file; gather them first in every process, for example with "
                     "DTensor.full_tensor"
                 )
         return ckptcore.SafetensorsLayout.write(self, snapshot, store)
@@ -113,22 +114,23 @@ def adapter_state(
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of an adapter by PEFT's names: LoRA matrices, magnitudes, trained modules.
 
-    The tensors are the model's own, not copies. The model need not be one of PEFT; parameters
-    without an adapter name belong to every adapter. The base model is omitted, so add resized
-    embeddings yourself, which PEFT saves completely.
+    The tensors are not copied. The model need not be created by PEFT. Parameters without an adapter
+    name belong to every adapter. The result lacks the base model: add resized embeddings yourself,
+    which PEFT saves completely.
 
     Args:
         model: the model, also compiled or in DistributedDataParallel.
         adapter_name: name of the adapter.
-        biases: biases of the base model to include; None: as in the config of PEFT, or none.
+        biases: biases of the base model to include; None: as in the config of PEFT, or ``"none"``
+            without one.
 
     Raises:
-        TreeMismatchError: if there is no such adapter, or if bare matrices are transposed.
+        TreeMismatchError: if there is no such adapter, or if matrices are transposed.
         NameCollisionError: if two parameters have the same PEFT name.
     """
-    model = _unwrapped(model)
+    model = _unwrap(model)
     own = model.state_dict()
-    return _state(own, _names(model, own, adapter_name, biases))
+    return _adapter_tensors(own, _adapter_names(model, own, adapter_name, biases))
 
 
 def save_adapter(
@@ -144,9 +146,9 @@ def save_adapter(
     """Save an adapter, and return after the commit.
 
     Args:
-        location: a path or URL, where a directory is created.
+        location: path or URL of the directory to create.
         model_or_state: a model with the adapter, or arrays of any framework by PEFT's names.
-        config: config of PEFT, or its JSON; None: the config in the model.
+        config: a config of PEFT, or its JSON; None: the config of the model.
         adapter_name: name of the adapter in the model.
         overwrite, metadata, context: see `ckptcore.save`. The metadata gets the config as
             ``adapter_config``.
@@ -155,21 +157,21 @@ def save_adapter(
         ValueError, TypeError: for an invalid config, array or metadata; nothing is written.
         TreeMismatchError: for names that PEFT does not use, or if there is no such adapter; nothing
             is written.
-        AtomicityError: if this process holds only a part of an array. Gather it first in every
+        AtomicityError: if this process has only a part of an array. Gather it first in every
             process, for example with `DTensor.full_tensor`.
         CheckpointError: see `ckptcore.save`.
     """
     if isinstance(model_or_state, torch.nn.Module):
-        model = _unwrapped(model_or_state)
+        model = _unwrap(model_or_state)
         fields = config_json(_config_of(model, adapter_name) if config is None else config)
         own = model.state_dict()
         biases: Any = fields.get("bias", "none")  # one of `Biases` in a config of LoRA
-        state: Mapping[str, Any] = _state(own, _names(model, own, adapter_name, biases))
+        state: Mapping[str, Any] = _adapter_tensors(own, _adapter_names(model, own, adapter_name, biases))
     elif config is None:
         raise TypeError("config=None: arrays have no config; pass the content of adapter_config.json")
     else:
         fields = config_json(config)
-        state = _checked_state(model_or_state, is_lora=fields["peft_type"] == "LORA")
+        state = _check_state(model_or_state, is_lora=fields["peft_type"] == "LORA")
     if metadata is not None and _CONFIG in metadata:
         raise ValueError(f"metadata= has the reserved key {_CONFIG!r}; choose another name. Nothing was written")
     ckptcore.save(
@@ -193,7 +195,7 @@ def load_adapter(location: str | os.PathLike[str], *, context: ckptcore.Context 
     def load(source: str, found: ckptcore.results.CheckpointMetadata, config: AdapterConfig) -> Adapter:
         return Adapter(ckptcore.load(source, context=context), config)
 
-    return _while_unchanged(location, context, load)
+    return _retry_if_replaced(location, context, load)
 
 
 def load_adapter_into(
@@ -203,29 +205,28 @@ def load_adapter_into(
     adapter_name: str = "default",
     context: ckptcore.Context | None = None,
 ) -> AdapterConfig:
-    """Load an adapter into a model that has one of the same shape. Return its config.
+    """Load an adapter into a model that has an adapter of the same shapes. Return its config.
 
-    Parameters keep their memory, except those on the meta device, which are replaced. Entries of
-    the base model that were saved with the adapter (biases, embeddings) are loaded into the model.
+    Parameters keep their memory, except parameters on the meta device, which are replaced. Entries
+    of the base model that were saved with the adapter (biases, embeddings) are also loaded.
 
     Args:
-        location: of the adapter.
-        model: the model; it need not be one of PEFT.
-        adapter_name: name of the adapter in the model. The stored one may have another name.
+        location: path or URL of the adapter.
+        model: the model. It need not be created by PEFT.
+        adapter_name: name of the adapter in the model. It may have been saved under another name.
         context: options.
 
     Raises:
-        TreeMismatchError: if names, shapes or dtypes differ; lists every difference; nothing is
-            changed.
-        TargetUndefinedError: if the load fails halfway; the model then has a mix of old and new
-            values.
+        TreeMismatchError: if names, shapes or dtypes differ. Lists every difference. The model is
+            unchanged.
+        TargetUndefinedError: if the load fails partway. The model then has old and new values.
         CheckpointNotFoundError, CorruptCheckpointError: see `load_adapter`.
     """
-    model = _unwrapped(model)
+    model = _unwrap(model)
 
     def load(source: str, found: ckptcore.results.CheckpointMetadata, config: AdapterConfig) -> AdapterConfig:
         own = model.state_dict()
-        names = dict(_names(model, own, adapter_name, "none").by_stored)
+        names = dict(_adapter_names(model, own, adapter_name, "none").by_stored)
         plain = {plain_name(name): name for name in own}
         for stored in found.abstract if isinstance(found.abstract, Mapping) else ():
             if stored not in names and stored in plain:
@@ -237,17 +238,17 @@ def load_adapter_into(
             model.load_state_dict(lacking, strict=False, assign=True)
         return config
 
-    return _while_unchanged(location, context, load)
+    return _retry_if_replaced(location, context, load)
 
 
-def _while_unchanged(
+def _retry_if_replaced(
     location: str | os.PathLike[str],
     context: ckptcore.Context | None,
     load: Callable[[str, ckptcore.results.CheckpointMetadata, AdapterConfig], Loaded],
 ) -> Loaded:
-    """Call `load`, and repeat it if the adapter was replaced meanwhile, so that arrays and config belong together."""
+    """Call `load`, and repeat it if the adapter was replaced meanwhile, so that arrays and config are from one save."""
     for _ in range(_ATTEMPTS):
-        source, found = _found(os.fspath(location), context)
+        source, found = _find_adapter(os.fspath(location), context)
         loaded = load(source, found, _stored_config(found, location))
         if ckptcore.metadata(source, context=context).save_id == found.save_id:
             return loaded
@@ -256,10 +257,10 @@ def _while_unchanged(
     )
 
 
-def _found(location: str, context: ckptcore.Context | None) -> tuple[str, ckptcore.results.CheckpointMetadata]:
-    """Find the adapter and its metadata.
+def _find_adapter(location: str, context: ckptcore.Context | None) -> tuple[str, ckptcore.results.CheckpointMetadata]:
+    """Return the location of the adapter, and its metadata.
 
-    In a directory that also has the base model, the adapter's file must be named.
+    If the directory also contains the base model, the location is the file of the adapter.
     """
     found = ckptcore.metadata(location, context=context)
     if _CONFIG not in found.custom:
@@ -271,31 +272,31 @@ def _found(location: str, context: ckptcore.Context | None) -> tuple[str, ckptco
     return location, found
 
 
-def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the module inside data-parallel wrappers, whose names other programs use."""
+def _unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the module inside data-parallel wrappers, because PEFT's names lack the wrappers."""
     while isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
         model = model.module
     return model
 
 
-def _names(
+def _adapter_names(
     model: torch.nn.Module, own: Mapping[str, torch.Tensor], adapter_name: str, biases: Biases | None
 ) -> AdapterNames:
     held: Any = _peft_config(model, adapter_name)
     chosen: Biases = getattr(held, "bias", "none") if biases is None else biases
     # A tied token adapter has two names. PEFT stores it under the first.
     first: dict[tuple[object, ...], str] = {}
-    kept = [
+    stored_names = [
         name
         for name, tensor in own.items()
         if "trainable_tokens_delta" not in name
         or tensor.is_meta
         or first.setdefault((tensor.data_ptr(), tensor.shape), name) == name
     ]
-    return names_of_adapter(kept, adapter_name, chosen)
+    return names_of_adapter(stored_names, adapter_name, chosen)
 
 
-def _state(own: Mapping[str, torch.Tensor], names: AdapterNames) -> dict[str, torch.Tensor]:
+def _adapter_tensors(own: Mapping[str, torch.Tensor], names: AdapterNames) -> dict[str, torch.Tensor]:
     state = {stored: own[name] for stored, name in names.by_stored.items()}
     for stored in names.bare:
         other = stored.replace(".lora_A.", ".lora_B.")
@@ -305,15 +306,15 @@ def _state(own: Mapping[str, torch.Tensor], names: AdapterNames) -> dict[str, to
         if rank != expected:
             raise TreeMismatchError(
                 f"{names.by_stored[stored]!r} has the shape {tuple(state[stored].shape)} and "
-                f"{names.by_stored[other]!r} {tuple(state[other].shape)}, but PEFT needs "
-                "lora_A as (r, inputs) and lora_B as (outputs, r). Transpose them in a state "
-                "dict, and save that with the names of adapter_state for a model of PEFT",
+                f"{names.by_stored[other]!r} has {tuple(state[other].shape)}, but PEFT needs "
+                "lora_A of shape (r, inputs) and lora_B of shape (outputs, r); transpose them in a "
+                "state dict with PEFT's names, and save that state dict",
                 [f"{stored}: {tuple(state[stored].shape)} and {tuple(state[other].shape)}"],
             )
     return state
 
 
-def _checked_state(state: Mapping[str, Any], *, is_lora: bool) -> Mapping[str, Any]:
+def _check_state(state: Mapping[str, Any], *, is_lora: bool) -> Mapping[str, Any]:
     if not isinstance(state, Mapping) or not state:
         raise TypeError(f"expected a model or arrays by name, found {str(state)[:200]!r}. Nothing was written")
     for name, value in state.items():
@@ -332,7 +333,7 @@ def _config_of(model: torch.nn.Module, adapter_name: str) -> object:
     held = _peft_config(model, adapter_name)
     if held is None:
         raise TypeError(
-            f"config=None, and the {type(model).__qualname__} has no config of an adapter "
+            f"config=None, but the {type(model).__qualname__} has no config of an adapter "
             f"{adapter_name!r}: pass the content of adapter_config.json"
         )
     return held
@@ -347,7 +348,7 @@ def _peft_config(model: torch.nn.Module, adapter_name: str) -> object:
 def _stored_config(found: ckptcore.results.CheckpointMetadata, location: object) -> AdapterConfig:
     if _CONFIG not in found.custom:
         raise CheckpointNotFoundError(
-            f"{location} has no readable {_CONFIG_FILE}: pass a directory of PEFT or "
-            "save_adapter, or load only the arrays with ckptcore.load"
+            f"{location} has no readable {_CONFIG_FILE}: pass a directory that PEFT or "
+            "save_adapter wrote, or load only the arrays with ckptcore.load"
         )
     return stored_config(found.custom[_CONFIG], location)

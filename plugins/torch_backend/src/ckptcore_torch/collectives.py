@@ -11,26 +11,26 @@ import torch
 import torch.distributed as dist
 
 from ckptcore.protocols import Channels
-from ckptcore_torch.group_channels import DeviceChannels, HostChannels, Member, named_rank_errors
+from ckptcore_torch.group_channels import DeviceChannels, HostChannels, JoinedGroup, named_rank_errors
 from ckptcore_torch.store_coordinator import store_of_job
-from ckptcore_torch.transfers import CudaLane
+from ckptcore_torch.transfers import CudaSideStream
 
 __all__ = ["GlooCollectives", "NCCLCollectives", "collectives_of_job"]
 
 
 class _StoreCollectives(ABC):
-    """Collectives of the processes that share a store.
+    """Collectives between processes that share a store.
 
-    Each load creates its own groups, under a unique key of the store and without registration in
-    `torch.distributed`. Therefore they do not mix with messages of the program from other threads,
-    and leave nothing behind.
+    Each load creates separate process groups, under a unique key of the store and without
+    registration in `torch.distributed`. Therefore their messages do not mix with messages of the
+    program from other threads, and no state remains after the load.
     """
 
     def __init__(self, store: Any, rank: int, size: int, *, timeout_seconds: float = 600.0) -> None:
-        """Make no connection.
+        """Do no I/O.
 
         Args:
-            store: a `torch.distributed.Store` reachable by every process of the job.
+            store: a `torch.distributed.Store` that every process of the job can reach.
             rank, size: rank of this process and number of processes.
             timeout_seconds: timeout of waits for another process.
         """
@@ -49,20 +49,19 @@ class _StoreCollectives(ABC):
         """Number of processes."""
         return self._size
 
-    def _members(self, key: str, groups: Sequence[Sequence[int]]) -> list[Member]:
+    def _join_groups(self, key: str, groups: Sequence[Sequence[int]]) -> list[JoinedGroup]:
         """Create the groups of these ranks, in this order."""
-        members = []
+        joined = []
         for ranks in groups:
-            # A prefix that only this group uses.
-            # exported only at run time
+            # A unique prefix for this group. PrefixStore is exported only at run time.
             store: Any = dist.PrefixStore(f"{key}/{','.join(map(str, ranks))}", self._store)  # type: ignore[attr-defined]
             with named_rank_errors(ranks):
-                members.append(Member(self._group(store, ranks.index(self._rank), len(ranks)), tuple(ranks)))
-        return members
+                joined.append(JoinedGroup(self._group(store, ranks.index(self._rank), len(ranks)), tuple(ranks)))
+        return joined
 
     @abstractmethod
     def _group(self, store: Any, number: int, size: int) -> Any:
-        """Create a group of `size` processes, in which this one has the number `number`."""
+        """Create a process group of `size` processes, in which this process has the number `number`."""
 
 
 class GlooCollectives(_StoreCollectives):
@@ -72,7 +71,7 @@ class GlooCollectives(_StoreCollectives):
 
     def connect(self, key: str, groups: Sequence[Sequence[int]]) -> Channels:
         """Connect the groups, and wait for their members. See `ckptcore.protocols.Collectives`."""
-        return HostChannels(self._members(key, groups))
+        return HostChannels(self._join_groups(key, groups))
 
     def _group(self, store: Any, number: int, size: int) -> Any:
         return dist.ProcessGroupGloo(store, number, size, self._timeout)
@@ -89,10 +88,12 @@ class NCCLCollectives(_StoreCollectives):
     def connect(self, key: str, groups: Sequence[Sequence[int]]) -> Channels:
         """Connect the groups.
 
-        NCCL waits for the members at the first send. See `ckptcore.protocols.Collectives`.
+        NCCL waits for the members at the first broadcast. See `ckptcore.protocols.Collectives`.
         """
         device = torch.device("cuda", torch.cuda.current_device())
-        return DeviceChannels(self._members(key, groups), self._rank, device, CudaLane(device), CudaLane(device))
+        return DeviceChannels(
+            self._join_groups(key, groups), self._rank, device, CudaSideStream(device), CudaSideStream(device)
+        )
 
     def _group(self, store: Any, number: int, size: int) -> Any:
         nccl: Any = dist.ProcessGroupNCCL  # missing in builds without NCCL
@@ -102,11 +103,11 @@ class NCCLCollectives(_StoreCollectives):
 
 
 def collectives_of_job() -> GlooCollectives | NCCLCollectives | None:
-    """Return the collectives of the initialized process group, or None if it has one process.
+    """Return the collectives of the initialized process group, or None if it has only one process.
 
-    Uses NCCL if the job's backend includes it and this process has a CUDA device, else gloo,
-    whatever the backend of the job. None also if this build of torch has neither, or if the group
-    has no store.
+    They use NCCL if the backend of the job includes NCCL and this process has a CUDA device, and
+    otherwise gloo, even if the job does not. The result is also None if this build of torch lacks
+    gloo, or if the group has no store.
     """
     found = store_of_job()
     world = dist.group.WORLD

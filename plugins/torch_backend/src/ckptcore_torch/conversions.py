@@ -1,4 +1,4 @@
-"""Tensors as NumPy arrays over the same memory, the reverse, and casts."""
+"""Conversions between tensors and NumPy arrays over the same memory, and casts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["copy_elements", "elements_as", "host_view", "shares_memory", "tensor
 def host_view(tensor: torch.Tensor) -> HostArray:
     """Return a NumPy array over the memory of a CPU tensor, with its strides.
 
-    Conjugated and negated views are copied, because their memory does not contain their elements.
+    Conjugated and negated views are copied, because their memory contains other values.
     """
     encoding = encoding_of(tensor.dtype)
     if tensor.requires_grad:
@@ -67,7 +67,7 @@ def elements_as(array: HostArray, stored: ArrayRecord, dtype: torch.dtype) -> to
     wanted = encoding_of(dtype)
     stored_raw = tensor is not None and encoding_of(tensor.dtype).kind != PLAIN_ARRAY
     if stored_raw or wanted.kind != PLAIN_ARRAY:
-        # The meaning of raw bytes is unknown, so they can be passed on but not cast.
+        # PyTorch does not define the values of raw bytes, so they can be copied but not cast.
         if not (
             (stored_raw and dtype == torch.uint8)
             or (not stored_raw and stored.spec.dtype == "uint8")
@@ -82,8 +82,8 @@ def elements_as(array: HostArray, stored: ArrayRecord, dtype: torch.dtype) -> to
         return torch.from_numpy(plain.view(np.uint8)).view(dtype)
     if "complex" in stored.spec.dtype and not dtype.is_complex:
         raise UnsupportedLeafError(
-            f"{stored.spec.dtype} cannot be cast to {dtype} without its imaginary parts; "
-            "load it as a complex dtype and take .real"
+            f"{stored.spec.dtype} cannot be cast to {dtype}, which has no imaginary parts; "
+            "load it as a complex dtype, and use .real"
         )
     if tensor is None:
         tensor = torch.from_numpy(array.astype(_exact_superset(stored.spec.dtype)))
@@ -100,7 +100,7 @@ def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _exact_superset(name: str) -> type[np.generic]:
-    """Return a dtype of PyTorch that represents every value of a small dtype that it lacks."""
+    """Return a dtype of PyTorch that can represent every value of a small dtype that PyTorch lacks."""
     for prefix, wider in (
         ("float", np.float32),
         ("int", np.int8),

@@ -26,7 +26,7 @@ from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
 from ckptcore_torch.abstracts import empty_tensor, expect_device
 from ckptcore_torch.conversions import elements_as
 from ckptcore_torch.dtypes import encoding_of
-from ckptcore_torch.placements import DTensorPlacement, Pieces, placed_pieces, sharding_cuts, sharding_notes
+from ckptcore_torch.placements import DTensorPlacement, LocalPart, local_part, sharding_cuts, sharding_notes
 from ckptcore_torch.tensors import TensorHandler, is_fake
 
 __all__ = ["DTensorHandler"]
@@ -35,22 +35,22 @@ _LOCAL: Final = TensorHandler()
 
 
 class DTensorHandler(LeafHandler):
-    """Handler of `torch.distributed.tensor.DTensor`, including Parameters.
+    """Handler of `torch.distributed.tensor.DTensor`, also as a Parameter.
 
-    Each process saves its boxes, of which one replica is written, and reads the boxes of its local
-    tensor. A DTensor is built with the mesh and placements of the abstract one, which can be on the
+    Each process saves and loads the boxes of its local tensor. Only one replica of each box is
+    written. A loaded DTensor has the mesh and placements of the abstract leaf, which can be on the
     meta device.
     """
 
     priority = Priority.FRAMEWORK
 
     def describe(self, leaf: Any) -> LeafRecord:
-        """Return the global shape and dtype, the cuts between shards, and the mesh and placements as notes.
+        """Return the global shape, the dtype, the cuts between shards, and the mesh and placements as notes.
 
         Raises:
             UnsupportedLeafError: for partial sums.
         """
-        placed = _placed(leaf)
+        placed = _placement(leaf)
         encoding = encoding_of(leaf.dtype)
         spec = ArraySpec(placed.shape, encoding.name)
         notes = {"dtensor": sharding_notes(leaf.device_mesh, placed.placements)}
@@ -59,21 +59,22 @@ class DTensorHandler(LeafHandler):
     def abstract(self, leaf: Any) -> torch.Tensor:
         """Return a DTensor with the same mesh and placements over an abstract local tensor.
 
-        The local tensor is on the meta device, which means the devices of the mesh. If the elements
-        are on another device, as with CPU offload of FSDP2, it is a FakeTensor.
+        The local tensor is on the meta device, which requests the devices of the mesh. If the
+        elements are on another device, as with CPU offload of FSDP2, it is a FakeTensor on that
+        device.
         """
         self.describe(leaf)  # raises an error if the leaf cannot be stored
         local = _local(leaf)
         if local.is_meta or is_fake(local):
-            made: torch.Tensor = leaf
-            return made
-        elsewhere = local.device != _mesh_device(leaf)
-        return _over(leaf, empty_tensor(local.shape, local.dtype, local.device if elsewhere else None))
+            abstract: torch.Tensor = leaf
+            return abstract
+        is_offloaded = local.device != _mesh_device(leaf)
+        return _with_local_tensor(leaf, empty_tensor(local.shape, local.dtype, local.device if is_offloaded else None))
 
     def identity(self, leaf: Any) -> Hashable | None:
-        """Return an id of the local tensor's memory and strides, also if this process holds no elements."""
+        """Return the storage object, offset and strides of the local tensor, also if it has no elements."""
         local = _local(leaf)
-        placed = _placed(leaf)
+        placed = _placement(leaf)
         storage = local.untyped_storage()._cdata
         return ("dtensor", storage, local.storage_offset(), local.shape, local.stride(), local.dtype, placed)
 
@@ -83,34 +84,31 @@ class DTensorHandler(LeafHandler):
         Raises:
             UnsupportedLeafError: if the tensor has no elements in memory.
         """
-        pieces = _pieces(leaf)
-        if pieces is None:
+        own = _local_part(leaf)
+        if own is None:
             return None
         local = _local(leaf)
-        if tuple(local.shape) != pieces.shape:
+        if tuple(local.shape) != own.shape:
             raise UnsupportedLeafError(
                 f"the local tensor of a DTensor with the placements {leaf.placements} on a "
-                f"mesh of {tuple(leaf.device_mesh.shape)} has the shape {tuple(local.shape)}; "
-                f"expected {pieces.shape}, because torch divides the shape {tuple(leaf.shape)} "
-                "so; create it with distribute_tensor, or with from_local and the right shape"
+                f"mesh of {tuple(leaf.device_mesh.shape)} has the shape {tuple(local.shape)}, but "
+                f"torch's division of the shape {tuple(leaf.shape)} gives {own.shape}; create the "
+                "DTensor with distribute_tensor, or with from_local and the right shape"
             )
         _LOCAL.shards(local, rank, size)  # checks the memory, and orders copies after pending work of the device
-        return tuple([Shard(box, pieces.replica, pieces.replicas) for box in pieces.boxes])
+        return tuple([Shard(box, own.replica, own.replicas) for box in own.boxes])
 
     def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard] | None:
-        """Return the boxes of a process, from mesh and placements only.
-
-        Processes have their torch ranks.
-        """
+        """Return the boxes of a process, computed from the mesh and placements. Processes have their torch ranks."""
         if process is None:
-            pieces = _pieces(leaf)
+            own = _local_part(leaf)
         else:
-            coordinate = _coordinate(leaf.device_mesh.mesh.tolist(), process)
-            pieces = None if coordinate is None else placed_pieces(_placed(leaf), coordinate)
-        return None if pieces is None else tuple([Shard(box, pieces.replica, pieces.replicas) for box in pieces.boxes])
+            coordinate = _mesh_coordinate(leaf.device_mesh.mesh.tolist(), process)
+            own = None if coordinate is None else local_part(_placement(leaf), coordinate)
+        return None if own is None else tuple([Shard(box, own.replica, own.replicas) for box in own.boxes])
 
     def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
-        """Return the bytes in host memory, for the local tensor."""
+        """Return the bytes of views and copies of the local tensor."""
         return _LOCAL.host_bytes(_local(leaf), boxes)
 
     def replicas(self, leaf: Any, size: int) -> int:
@@ -138,13 +136,13 @@ class DTensorHandler(LeafHandler):
         local = _local(abstract)
         if is_fake(local):
             expect_device(local.device)
-        pieces = _pieces(abstract)
-        return () if pieces is None else tuple(pieces.boxes)
+        own = _local_part(abstract)
+        return () if own is None else tuple(own.boxes)
 
     def destination(self, abstract: Any, stored: ArrayRecord, box: Box) -> HostArray | None:
         """Return the memory of the local tensor, if it is one box with the stored element order."""
-        pieces = _pieces(abstract)
-        if pieces is None or len(pieces.boxes) != 1 or box not in pieces.boxes or is_fake(_local(abstract)):
+        own = _local_part(abstract)
+        if own is None or len(own.boxes) != 1 or box not in own.boxes or is_fake(_local(abstract)):
             return None
         part = ArrayRecord(ArraySpec(box.shape, stored.spec.dtype), stored.kind)
         return _LOCAL.destination(_local(abstract), part, Box.whole(box.shape))
@@ -158,7 +156,7 @@ class DTensorHandler(LeafHandler):
             device = _mesh_device(abstract)
         if device.type != "cpu":
             local = local.to(device)
-        return _over(abstract, local)
+        return _with_local_tensor(abstract, local)
 
     def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
         """Copy into the local tensor. Return False if it has no elements."""
@@ -167,9 +165,9 @@ class DTensorHandler(LeafHandler):
             return False
         _expect_shape(target, stored)
         if not boxes:
-            return True  # this process has no part of it
+            return True  # this process has no elements of the tensor
         assert isinstance(stored, ArrayRecord)  # values were refused above
-        array = _gathered(target, stored, boxes)
+        array = _assemble_local(target, stored, boxes)
         record = ArrayRecord(ArraySpec(tuple(local.shape), stored.spec.dtype), stored.kind)
         return _LOCAL.fill(local, record, [(Box.whole(tuple(local.shape)), array)])
 
@@ -179,66 +177,69 @@ class DTensorHandler(LeafHandler):
         return None if is_fake(local) else _LOCAL.memory_to_fill(local)
 
 
-def _over(like: Any, local: torch.Tensor) -> torch.Tensor:
-    """Return a DTensor or Parameter like `like` over another local tensor."""
-    made = DTensor.from_local(
+def _with_local_tensor(like: Any, local: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor or Parameter like `like`, but with another local tensor."""
+    tensor = DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
     if isinstance(like, torch.nn.Parameter):
-        return torch.nn.Parameter(made, requires_grad=like.requires_grad)
-    return made.requires_grad_() if like.requires_grad else made
+        return torch.nn.Parameter(tensor, requires_grad=like.requires_grad)
+    return tensor.requires_grad_() if like.requires_grad else tensor
 
 
-def _placed(leaf: Any) -> DTensorPlacement:
+def _placement(leaf: Any) -> DTensorPlacement:
     return DTensorPlacement(tuple(leaf.shape), tuple(leaf.device_mesh.shape), tuple(leaf.placements))
 
 
-def _pieces(leaf: Any) -> Pieces | None:
-    """Return the pieces of this process, or None if it is not in the mesh."""
+def _local_part(leaf: Any) -> LocalPart | None:
+    """Return the part of this process, or None if it is not in the mesh."""
     coordinate = leaf.device_mesh.get_coordinate()
-    return None if coordinate is None else placed_pieces(_placed(leaf), tuple(coordinate))
+    return None if coordinate is None else local_part(_placement(leaf), tuple(coordinate))
 
 
-def _coordinate(ranks: Any, rank: int) -> tuple[int, ...] | None:
-    """Return the coordinate of a rank in a mesh, or None if it is not there."""
+def _mesh_coordinate(ranks: Any, rank: int) -> tuple[int, ...] | None:
+    """Return the coordinate of a rank in the nested list of a mesh's ranks, or None if the mesh lacks it."""
     if isinstance(ranks, int):
         return () if ranks == rank else None
-    for position, below in enumerate(ranks):
-        found = _coordinate(below, rank)
+    for position, nested in enumerate(ranks):
+        found = _mesh_coordinate(nested, rank)
         if found is not None:
             return (position, *found)
     return None
 
 
 def _local(leaf: Any) -> torch.Tensor:
-    """Return the local tensor, without a copy and outside of autograd."""
+    """Return the local tensor, detached and without a copy."""
     with torch.no_grad():
         local: torch.Tensor = leaf.to_local()
     return local.detach()
 
 
 def _local_boxes(leaf: Any, boxes: Sequence[Box]) -> Sequence[Box]:
-    """Convert boxes of the whole tensor to boxes of the local one."""
-    pieces = _pieces(leaf)
+    """Convert boxes of the whole tensor to boxes of the local tensor."""
+    own = _local_part(leaf)
     found = []
     for box in boxes:
-        slices = None if pieces is None else _slices(pieces, box)
+        slices = None if own is None else _local_slices(own, box)
         if slices is None:
-            raise PluginError(f"this process does not hold {box} of a DTensor {tuple(leaf.shape)}")
+            raise PluginError(
+                f"internal error: this process has no {box} of a DTensor {tuple(leaf.shape)}; please report this"
+            )
         found.append(Box(tuple([part.start for part in slices]), tuple([part.stop for part in slices])))
     return found
 
 
-def _slices(pieces: Pieces, box: Box) -> tuple[slice, ...] | None:
-    known = pieces.boxes.get(box)
+def _local_slices(own: LocalPart, box: Box) -> tuple[slice, ...] | None:
+    """Return the slices of the local tensor for a box of the whole tensor, or None if it is not in one local box."""
+    known = own.boxes.get(box)
     if known is not None:
         return known
-    for outer, place in pieces.boxes.items():
+    for outer, slices in own.boxes.items():
         if outer.contains(box):
             return tuple(
                 [
-                    slice(whole.start + part.start, whole.start + part.stop)
-                    for whole, part in zip(place, box.within(outer), strict=True)
+                    slice(local.start + part.start, local.start + part.stop)
+                    for local, part in zip(slices, box.within(outer), strict=True)
                 ]
             )
     return None
@@ -248,31 +249,34 @@ def _expect_shape(abstract: Any, stored: LeafRecord) -> None:
     shape = tuple(abstract.shape)
     if isinstance(stored, ValueRecord):
         difference = f"a {stored.kind} is stored, requested as a DTensor of the shape {shape}"
-        raise TreeMismatchError(f"{difference}; give a {stored.kind} instead of the DTensor", [difference])
+        raise TreeMismatchError(f"{difference}; request a {stored.kind} instead of the DTensor", [difference])
     if stored.spec.shape != shape:
         difference = f"stored with the shape {stored.spec.shape}, requested as a DTensor of the shape {shape}"
-        raise TreeMismatchError(f"{difference}; give a DTensor of the stored shape", [difference])
+        raise TreeMismatchError(f"{difference}; request a DTensor of the stored shape", [difference])
 
 
 def _local_elements(abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> torch.Tensor:
-    """Return the local tensor on the CPU, in the dtype of `abstract`."""
+    """Return the local tensor on the CPU, cast to the dtype of `abstract`."""
     assert isinstance(stored, ArrayRecord)  # checked by `_expect_shape`
-    array = _gathered(abstract, stored, boxes)
+    array = _assemble_local(abstract, stored, boxes)
     return elements_as(array, stored, abstract.dtype)
 
 
-def _gathered(abstract: Any, stored: ArrayRecord, boxes: Sequence[tuple[Box, HostArray]]) -> HostArray:
-    """Assemble the local tensor from boxes of the whole."""
-    pieces = _pieces(abstract)
-    if pieces is None:
+def _assemble_local(abstract: Any, stored: ArrayRecord, boxes: Sequence[tuple[Box, HostArray]]) -> HostArray:
+    """Assemble the local tensor from boxes of the whole tensor."""
+    own = _local_part(abstract)
+    if own is None:
         return np.empty(tuple(_local(abstract).shape), stored.spec.numpy_dtype)
-    if {box for box, _ in boxes} != set(pieces.boxes):
-        raise PluginError(f"{len(pieces.boxes)} boxes of {stored.spec} were requested, but other boxes were read")
-    if len(boxes) == 1 and boxes[0][1].shape == pieces.shape:
+    if {box for box, _ in boxes} != set(own.boxes):
+        raise PluginError(
+            f"internal error: {len(own.boxes)} boxes of {stored.spec} were requested, but other boxes were read; "
+            "please report this"
+        )
+    if len(boxes) == 1 and boxes[0][1].shape == own.shape:
         return boxes[0][1]
-    array: HostArray = np.empty(pieces.shape, stored.spec.numpy_dtype)
+    array: HostArray = np.empty(own.shape, stored.spec.numpy_dtype)
     for box, part in boxes:
-        array[pieces.boxes[box]] = part
+        array[own.boxes[box]] = part
     return array
 
 

@@ -1,4 +1,4 @@
-"""Torch dtypes, and the NumPy dtypes that carry their elements bit by bit."""
+"""Torch dtypes, and NumPy dtypes for their elements, bit by bit."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ckptcore.model import PLAIN_ARRAY, dtype_from_name
 
 __all__ = ["Encoding", "encoding_of", "encoding_of_stored"]
 
-# Dtype names shared by PyTorch and checkpoints. Dtypes for which only PyTorch or only NumPy has a
-# buffer format are passed through integers, which have the same bytes.
+# Dtype names shared by PyTorch and checkpoints. PyTorch and NumPy can exchange the first dtypes
+# directly, and the others only as integers of the same size.
 _DIRECT: Final = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
     "float16", "float32", "float64", "complex64", "complex128",
@@ -28,8 +28,8 @@ _THROUGH_INTEGERS: Final = {
     "float8_e5m2fnuz": "uint8",
     "float8_e8m0fnu": "uint8",
 }
-# Dtypes whose bits PyTorch does not define, because libraries pack several elements into a byte.
-# The byte is stored as uint8, and the kind of the leaf names the dtype.
+# Dtypes whose bits PyTorch does not define: libraries pack several elements into a byte. The byte
+# is stored as uint8, and the kind of the leaf names the dtype.
 _RAW_BYTES: Final = (
     "float4_e2m1fn_x2",
     *(f"int{bits}" for bits in range(1, 8)),
@@ -45,12 +45,12 @@ class Encoding:
 
     Attributes:
         dtype: the torch dtype.
-        name: the dtype in checkpoints.
+        name: name of the dtype in checkpoints.
         kind: kind of the leaf: `PLAIN_ARRAY`, or ``torch.`` and the name of the torch dtype if
             `name` does not determine it.
-        host: the NumPy dtype of `name`.
-        carrier: torch and NumPy integer dtypes of the same size, used to pass the elements; None if
-            PyTorch and NumPy exchange the dtype itself.
+        host: the NumPy dtype of that name.
+        carrier: torch and NumPy integer dtypes of the same size, to exchange elements; None if
+            PyTorch and NumPy can exchange the dtype directly.
     """
 
     dtype: torch.dtype
@@ -95,7 +95,7 @@ def encoding_of(dtype: torch.dtype) -> Encoding:
     """
     encoding = _BY_TORCH.get(dtype)
     if encoding is None:
-        raise UnsupportedLeafError(_refusal(dtype))
+        raise UnsupportedLeafError(_unsupported_message(dtype))
     return encoding
 
 
@@ -104,13 +104,13 @@ def encoding_of_stored(name: str, kind: str) -> Encoding | None:
     return _BY_STORED.get((kind, name)) or _BY_NAME.get(name)
 
 
-def _refusal(dtype: torch.dtype) -> str:
+def _unsupported_message(dtype: torch.dtype) -> str:
     name = str(dtype).removeprefix("torch.")
     if name in _QUANTIZED:
         return (
-            f"cannot store a quantized tensor ({dtype}), which has a scale and a zero point "
-            "besides its integers; save tensor.int_repr(), tensor.q_scale() and "
-            "tensor.q_zero_point() as separate leaves, or tensor.dequantize()"
+            f"cannot store a quantized tensor ({dtype}), which consists of integers, a scale and a "
+            "zero point; save tensor.int_repr(), tensor.q_scale() and tensor.q_zero_point() as "
+            "separate leaves, or tensor.dequantize()"
         )
     if name in _OPAQUE:
         return f"cannot store {dtype}, whose bits have no defined meaning; save tensor.view(torch.uint8)"

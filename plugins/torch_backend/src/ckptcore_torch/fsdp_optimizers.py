@@ -1,7 +1,7 @@
-"""The state by names of an optimizer of a model under FSDP1, `torch.distributed.fsdp.FullyShardedDataParallel`.
+"""`NamedState` of an optimizer of a model under FSDP1, `torch.distributed.fsdp.FullyShardedDataParallel`.
 
-Such an optimizer has flat parameters or pieces of them. Only FSDP can split them, into
-ShardedTensors, or into DTensors if it has a mesh.
+Such an optimizer has flat parameters, or slices of them. Only FSDP can convert its state to the
+original parameters: to ShardedTensors, or to DTensors if it has a mesh.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["fsdp_named_state"]
 def fsdp_named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> NamedState:
     """Return the state by names. See `ckptcore_torch.optimizer_names.named_state`.
 
-    The processes of the model exchange data, so all must call it.
+    Every process of the model must call this and `NamedState.restore`, because they exchange data.
     """
     with _sharded(model):
         state = FSDP.optim_state_dict(model, optimizer)
@@ -49,7 +49,7 @@ def fsdp_named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
 
     return NamedState(
         slots={plain.get(key, key): slots for key, slots in state["state"].items()},
-        to_fill={},  # FSDP created them for this call, some for several parameters
+        to_fill={},  # not `slots`: FSDP created those tensors for this call, some for several parameters
         groups=[{**group, "params": [plain[name] for name in group["params"]]} for group in state["param_groups"]],
         aliases={name: name for name in own_name},
         array=_AbstractStates(model),
@@ -58,7 +58,7 @@ def fsdp_named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
 
 
 class _AbstractStates:
-    """Creates abstract tensors for the state of a parameter, sharded as in the sharded state dict of the model."""
+    """Creates abstract tensors for the state of a parameter, with the sharding of the model's sharded state dict."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -86,7 +86,7 @@ class _AbstractStates:
 def _sharded(model: torch.nn.Module) -> Iterator[None]:
     """Select sharded state dicts, whatever state dict type the model has.
 
-    From whole tensors FSDP makes several that share one buffer on the CPU (torch 2.13.0).
+    Not full state dicts, in which several CPU tensors can share one buffer (torch 2.13.0).
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="FSDP.state_dict_type", category=FutureWarning)

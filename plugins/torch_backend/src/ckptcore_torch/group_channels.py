@@ -1,4 +1,4 @@
-"""Bytes between processes over process groups: directly from host memory, or through devices."""
+"""Channels over process groups, which send bytes directly from host memory or through device memory."""
 
 from __future__ import annotations
 
@@ -11,57 +11,57 @@ import torch
 
 from ckptcore.errors import RankFailedError
 from ckptcore.model import HostArray, Pending
-from ckptcore_torch.transfers import DeviceEvent, Lane
+from ckptcore_torch.transfers import DeviceEvent, SideStream
 
-__all__ = ["DeviceChannels", "Group", "HostChannels", "Member", "Work", "named_rank_errors"]
+__all__ = ["CollectiveWork", "DeviceChannels", "HostChannels", "JoinedGroup", "ProcessGroup", "named_rank_errors"]
 
 
-class Work(Protocol):
-    """A running collective: `torch.distributed.Work`."""
+class CollectiveWork(Protocol):
+    """A running collective, such as a `torch.distributed.Work`."""
 
     def wait(self) -> bool:
-        """Wait for it: blocks this thread on the CPU, or the current stream on CUDA."""
+        """Wait for the collective: on the CPU in this thread, on CUDA in the current stream."""
         ...
 
 
-class Group(Protocol):
-    """The methods of `torch.distributed.ProcessGroupGloo` and ``ProcessGroupNCCL`` in use."""
+class ProcessGroup(Protocol):
+    """The methods that `torch.distributed.ProcessGroupGloo` and ``ProcessGroupNCCL`` have in common."""
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
-        """Begin to send a tensor from a member, by its number in the group, to all others."""
+    def broadcast(self, tensor: torch.Tensor, root: int) -> CollectiveWork:
+        """Start a broadcast from the member with the number `root` in the group."""
         ...
 
     def abort(self) -> None:
-        """Close the connections, also during a transfer. The other members get errors."""
+        """Close the connections, also during a transfer. Transfers of the other members then fail."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
-    """A group with this process.
+class JoinedGroup:
+    """A process group that this process has joined.
 
     Attributes:
         group: the process group.
-        ranks: ranks of its members in the job, in the order of the group.
+        ranks: job ranks of its members, in the order of the group.
     """
 
-    group: Group
+    group: ProcessGroup
     ranks: tuple[int, ...]
 
-    def broadcast(self, tensor: torch.Tensor, sender: int) -> Work:
-        """Begin to send a tensor from a rank of the job."""
+    def broadcast(self, tensor: torch.Tensor, sender: int) -> CollectiveWork:
+        """Start a broadcast from a rank of the job."""
         return self.group.broadcast(tensor, self.ranks.index(sender))
 
 
 class HostChannels:
-    """Sends host memory directly, over groups that support it. A `ckptcore.protocols.Channels`."""
+    """Sends host memory directly, for process groups that support it. A `ckptcore.protocols.Channels`."""
 
     depth = 2
     """Number of threads of a ``ProcessGroupGloo`` (torch 2.13.0, ``ProcessGroupGloo.hpp``: ``Options::threads``)."""
 
-    def __init__(self, members: Sequence[Member]) -> None:
-        """Use these groups."""
-        self._members = list(members)
+    def __init__(self, groups: Sequence[JoinedGroup]) -> None:
+        """Take ownership of these groups."""
+        self._groups = list(groups)
 
     def memory(self, nbytes: int) -> HostArray:
         """Allocate memory."""
@@ -69,51 +69,54 @@ class HostChannels:
         return array
 
     def broadcast(self, group: int, sender: int, data: HostArray) -> Pending[None]:
-        """Begin to send, on a thread of the group."""
-        member = self._members[group]
-        with named_rank_errors(member.ranks):
-            return _HostWork(member, member.broadcast(torch.from_numpy(data), sender))
+        """Start a broadcast, which runs on a thread of the process group."""
+        joined = self._groups[group]
+        with named_rank_errors(joined.ranks):
+            return _HostBroadcast(joined, joined.broadcast(torch.from_numpy(data), sender))
 
     def close(self) -> None:
-        """Abort the groups explicitly: a running transfer can keep a group alive, for which others wait."""
-        for member in self._members:
-            member.group.abort()
-        self._members.clear()
+        """Abort the groups."""
+        # Dropping the references is not enough, because a running transfer can keep a group alive.
+        for joined in self._groups:
+            joined.group.abort()
+        self._groups.clear()
 
 
 @dataclass(frozen=True, slots=True)
-class _HostWork:
-    member: Member
-    work: Work
+class _HostBroadcast:
+    joined: JoinedGroup
+    work: CollectiveWork
 
     def result(self) -> None:
-        """Wait for it."""
-        with named_rank_errors(self.member.ranks):
+        """Wait for the broadcast."""
+        with named_rank_errors(self.joined.ranks):
             self.work.wait()
 
 
 class DeviceChannels:
-    """Sends over groups that accept only device memory, such as NCCL: to the device, across, and back to the host.
+    """Sends through device memory, for process groups that accept only that, such as NCCL.
 
-    Two lanes run besides the caller's own work. One copies a message to the device while the
-    previous one is sent, and the other copies received messages to the host. Messages of different
-    groups are also sent one after the other, because concurrent collectives of several groups can
-    deadlock on a device (NCCL, "Using multiple NCCL communicators concurrently").
+    It uses two streams in addition to the caller's own. One copies a message to the device while
+    the previous message is sent. The other copies received messages to the host. Messages of
+    different groups are also sent one after another, because concurrent collectives of several
+    groups can deadlock on a device (NCCL, "Using multiple NCCL communicators concurrently").
     """
 
     depth = 3
-    """One message each is copied to the device, sent, and copied to the host."""
+    """Three messages run concurrently: one is copied to the device, one is sent, one is copied to the host."""
 
-    def __init__(self, members: Sequence[Member], rank: int, device: torch.device, up: Lane, down: Lane) -> None:
-        """Use these groups.
+    def __init__(
+        self, groups: Sequence[JoinedGroup], rank: int, device: torch.device, up: SideStream, down: SideStream
+    ) -> None:
+        """Take ownership of these groups.
 
         Args:
-            members: the groups.
-            rank: of this process in the job.
+            groups: the groups.
+            rank: rank of this process in the job.
             device: device of the groups.
-            up, down: lanes of the device.
+            up, down: streams for copies to and from the device.
         """
-        self._members = list(members)
+        self._groups = list(groups)
         self._rank = rank
         self._device = device
         self._up = up
@@ -126,45 +129,45 @@ class DeviceChannels:
         return array
 
     def broadcast(self, group: int, sender: int, data: HostArray) -> Pending[None]:
-        """Begin to send, on the device."""
-        member, host = self._members[group], torch.from_numpy(data)
-        with named_rank_errors(member.ranks):
+        """Start a broadcast on the device."""
+        joined, host = self._groups[group], torch.from_numpy(data)
+        with named_rank_errors(joined.ranks):
             with self._up.entered():
-                held = torch.empty(data.nbytes, dtype=torch.uint8, device=self._device)
+                message = torch.empty(data.nbytes, dtype=torch.uint8, device=self._device)
                 if sender == self._rank:
-                    held.copy_(host, non_blocking=True)
+                    message.copy_(host, non_blocking=True)
                 if self._sent is not None:
                     self._up.wait_for(self._sent)
-                work = member.broadcast(held, sender)
+                work = joined.broadcast(message, sender)
             with self._down.entered():
                 work.wait()
                 self._sent = self._down.mark()
                 if sender != self._rank:
-                    host.copy_(held, non_blocking=True)
-            return _DeviceWork(member, self._down.mark(), held)
+                    host.copy_(message, non_blocking=True)
+            return _DeviceBroadcast(joined, self._down.mark(), message)
 
     def close(self) -> None:
-        """Drop the groups, with their connections."""
-        self._members.clear()
+        """Drop the groups and their connections."""
+        self._groups.clear()
 
 
 @dataclass(frozen=True, slots=True)
-class _DeviceWork:
-    """A running message. Keeps its device memory until the copy to the host is done."""
+class _DeviceBroadcast:
+    """A running broadcast. Keeps the device memory of the message until the copy to the host is done."""
 
-    member: Member
+    joined: JoinedGroup
     event: DeviceEvent
-    held: torch.Tensor
+    message: torch.Tensor
 
     def result(self) -> None:
-        """Wait for it."""
-        with named_rank_errors(self.member.ranks):
+        """Wait for the broadcast and the copy to the host."""
+        with named_rank_errors(self.joined.ranks):
             self.event.synchronize()
 
 
 @contextmanager
 def named_rank_errors(ranks: Sequence[int]) -> Iterator[None]:
-    """Convert an error of a process group to one that names the ranks."""
+    """Convert an error of a process group to a RankFailedError that names the ranks."""
     try:
         yield
     except RuntimeError as error:  # includes torch.distributed.DistError, the base of all its errors

@@ -1,4 +1,4 @@
-"""Checkpointable handler of modules: `torch.nn.Module`."""
+"""Checkpointable handler of `torch.nn.Module`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["ModuleHandler"]
 
 
 class ModuleHandler(CheckpointableHandler):
-    """Handler of `torch.nn.Module`: its state dict, with all names of tied weights, and persistent buffers.
+    """Handler of `torch.nn.Module`. Saves its state dict under the names of the plain model.
 
-    Names are those of the plain model, even if it or its modules are wrapped by
-    DistributedDataParallel, DataParallel, torch.compile, activation checkpointing or FSDP.
-    ``load(location, module)`` returns a state dict for the module's ``load_state_dict``;
-    ``load_into`` fills the module.
+    The state dict contains tied weights under all their names, and persistent buffers. Plain names
+    lack the parts that DistributedDataParallel, DataParallel, torch.compile, activation
+    checkpointing and FSDP add. ``load(location, module)`` returns a state dict for the module's
+    ``load_state_dict``; ``load_into`` fills the module.
     """
 
     priority = Priority.FRAMEWORK
@@ -38,15 +38,13 @@ class ModuleHandler(CheckpointableHandler):
         return _with_plain_names(value, value.state_dict())
 
     def flatten_to_load(self, value: torch.nn.Module, stored: object) -> object:
-        """Return the state dict to load.
+        """Return the state dict to load, with stored shapes for parameters of unused lazy modules.
 
-        Parameters of lazy modules, which have no shape yet, get the stored one.
-
-        If the stored names equal those of the module's own state dict, these are used instead of
-        plain names.
+        If the stored names are equal to the names of the module's own state dict, the result has
+        these instead of plain names.
 
         Raises:
-            TreeMismatchError: if the stored names contain wrappers that `value` lacks.
+            TreeMismatchError: if the stored names differ from the module's only by wrappers.
         """
         state = value.state_dict()
         if not isinstance(stored, Mapping):
@@ -61,19 +59,19 @@ class ModuleHandler(CheckpointableHandler):
 
     def unflatten(self, like: torch.nn.Module, state: Any) -> object:
         """Return the state dict with the names for ``like.load_state_dict``."""
-        return _with_own_names(like, like.state_dict(), state) if has_wrappers(like) else state
+        return _with_module_names(like, like.state_dict(), state) if has_wrappers(like) else state
 
     def restore(self, target: torch.nn.Module, state: Any) -> None:
         """Load the entries that were not filled in place.
 
-        Parameters stay the same objects, except those on the meta device, which are replaced. Tied
-        ones are replaced by one object.
+        Parameters stay the same objects, except parameters on the meta device, which are replaced.
+        Tied parameters are replaced by one object.
 
         Raises:
-            TreeMismatchError: if a name is missing, or one too many.
+            TreeMismatchError: if the names of state and module differ.
         """
         own = target.state_dict()
-        state = _with_own_names(target, own, state)
+        state = _with_module_names(target, own, state)
         if own.keys() != state.keys():
             differences = [
                 *(f"{name} is missing" for name in own.keys() - state.keys()),
@@ -81,39 +79,36 @@ class ModuleHandler(CheckpointableHandler):
             ]
             raise TreeMismatchError(
                 f"the loaded state does not fit the {type(target).__qualname__}: "
-                f"{'; '.join(sorted(differences)[:20])}; create the module as it was when it "
-                "was saved",
+                f"{'; '.join(sorted(differences)[:20])}; create the module with the same "
+                "architecture as when it was saved",
                 sorted(differences),
             )
         lacking = [name for name, held in own.items() if _is_meta(held)]
         if lacking:
             ties = _ties_on_meta(target)
             target.load_state_dict({name: state[name] for name in lacking}, strict=False, assign=True)
-            _tie(target, ties, set(plain_names(target, lacking).values()))
+            _restore_ties(target, ties, set(plain_names(target, lacking).values()))
             own = target.state_dict()
         in_place = all(same_memory(held, state[name]) for name, held in own.items())
-        if not in_place or _takes_part_in_loading(target):
+        if not in_place or _customizes_loading(target):
             target.load_state_dict(state)
 
 
 def _with_plain_names(module: torch.nn.Module, state: Any) -> Any:
     """Rename the entries of a module's state dict to plain names."""
-    return _renamed(state, plain_names(module, state)) if has_wrappers(module) else state
+    return _rename(state, plain_names(module, state)) if has_wrappers(module) else state
 
 
-def _with_own_names(module: torch.nn.Module, own: Any, state: Any) -> Any:
-    """Rename plain names in a state dict to the names in the module's `own`.
-
-    Unknown names are kept.
-    """
+def _with_module_names(module: torch.nn.Module, own: Any, state: Any) -> Any:
+    """Rename plain names in a state dict to the names in the module's state dict `own`. Keep unknown names."""
     if state.keys() == own.keys() or not has_wrappers(module):
         return state
     own_name = {plain: name for name, plain in plain_names(module, own).items()}
-    return _renamed(state, {name: own_name.get(name, name) for name in state})
+    return _rename(state, {name: own_name.get(name, name) for name in state})
 
 
-def _renamed(state: Any, names: Mapping[str, str]) -> Any:
-    """Rename the entries of a state dict, in the same order."""
+def _rename(state: Any, names: Mapping[str, str]) -> Any:
+    """Rename the entries of a state dict. Keep their order."""
     renamed = OrderedDict((names[name], held) for name, held in state.items())
     versions = getattr(state, "_metadata", None)
     if versions is not None:
@@ -125,11 +120,11 @@ def _refuse_other_wrappers(module: torch.nn.Module, state: Mapping[str, Any], st
     """Raise an error if the stored names differ from those of a module only by wrappers."""
     if stored.keys() == state.keys() or not all(isinstance(name, str) for name in stored):
         return
-    theirs, ours = ({wrapper_parts(name)[1]: name for name in names} for names in (stored, state))
-    if theirs.keys() != ours.keys():
+    stored_names, own_names = ({wrapper_parts(name)[1]: name for name in names} for names in (stored, state))
+    if stored_names.keys() != own_names.keys():
         return
-    plain = next(name for name in theirs if theirs[name] != ours[name])
-    found, expected = theirs[plain], ours[plain]
+    plain = next(name for name in stored_names if stored_names[name] != own_names[name])
+    found, expected = stored_names[plain], own_names[plain]
     parts = list(wrapper_parts(found)[0])
     for part in wrapper_parts(expected)[0]:
         if part in parts:
@@ -138,9 +133,9 @@ def _refuse_other_wrappers(module: torch.nn.Module, state: Mapping[str, Any], st
     reason = f"with {prefix!r} of a wrapper" if prefix else f"without the {wrapper_parts(expected)[0][0]!r} in it"
     difference = f"{expected!r} is stored as {found!r}, {reason}"
     raise TreeMismatchError(
-        f"the stored names do not fit the {type(module).__qualname__}: {difference}, and "
-        "others too; the state dict of a module in other wrappers was saved as a plain dict. "
-        "Wrap the module as it was then, or load its tensors under the stored names: "
+        f"the stored names do not fit the {type(module).__qualname__}: {difference}. The "
+        "checkpoint contains a state dict of a module in other wrappers, saved as a plain dict. "
+        "Use the same wrappers, or load the tensors under their stored names: "
         "load_into(location, {stored name: tensor of module.state_dict()})",
         [difference],
     )
@@ -160,8 +155,8 @@ def _ties_on_meta(module: torch.nn.Module) -> list[list[str]]:
     return [tied for tied in names.values() if len(tied) > 1]
 
 
-def _takes_part_in_loading(module: torch.nn.Module) -> bool:
-    """Return True if loading a module does more than copy tensors: it has hooks or overrides methods."""
+def _customizes_loading(module: torch.nn.Module) -> bool:
+    """Return True if `load_state_dict` does more than copy tensors, because of hooks or overridden methods."""
     base = torch.nn.Module
     return any(
         part._load_state_dict_pre_hooks
@@ -173,8 +168,8 @@ def _takes_part_in_loading(module: torch.nn.Module) -> bool:
     )
 
 
-def _tie(module: torch.nn.Module, ties: list[list[str]], loaded: set[str]) -> None:
-    """Assign the loaded tensor to every name of a tied tensor. Ties without a loaded tensor stay.
+def _restore_ties(module: torch.nn.Module, ties: list[list[str]], loaded: set[str]) -> None:
+    """Assign the loaded tensor to every name of a tied tensor. Skip ties without a loaded tensor.
 
     Args:
         module: the module.

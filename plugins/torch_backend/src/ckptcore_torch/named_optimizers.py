@@ -1,4 +1,4 @@
-"""`NamedOptimizer`: optimizers whose state is saved and loaded by the names of a model's parameters."""
+"""`NamedOptimizer`: saves and loads the state of optimizers by the names of a model's parameters."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ import torch
 from ckptcore.errors import NameCollisionError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.protocols import CheckpointableHandler, Priority
 from ckptcore_torch.abstracts import abstract_tensor
-from ckptcore_torch.optimizer_names import NamedState, named_state
-from ckptcore_torch.optimizers import OptimizerHandler, options_to_load, parameter_keys, slots_to_load
-from ckptcore_torch.stored_groups import (
+from ckptcore_torch.optimizer_forms import (
     OptionsByName,
     form_of,
     group_options,
@@ -24,6 +22,8 @@ from ckptcore_torch.stored_groups import (
     without_others,
     without_placeholders,
 )
+from ckptcore_torch.optimizer_names import NamedState, named_state
+from ckptcore_torch.optimizers import OptimizerHandler, options_to_load, parameter_keys, slots_to_load
 
 __all__ = ["NamedOptimizer", "NamedOptimizerHandler", "NamedOptimizerPart", "NamedOptimizerPartHandler"]
 
@@ -31,25 +31,25 @@ _NUMBERED: Final = OptimizerHandler()
 
 
 class NamedOptimizer:
-    """Optimizers with the model of their parameters, to be saved and loaded instead of an optimizer.
+    """Optimizers and their model. Save and load it instead of an optimizer.
 
-    An optimizer alone numbers its parameters in their order. With names, a checkpoint loads into an
-    optimizer that has its parameters in another order or in other groups, and with other wrappers
-    and meshes. The saved state has the form of
+    An optimizer alone identifies its parameters by their position. By names, a checkpoint loads
+    into an optimizer with another order or other groups of parameters, and with other wrappers and
+    meshes. The saved state has the form of
     ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``.
 
     Attributes:
         model: the module, wrapped or not.
-        optimizers: its optimizers. Each parameter belongs to one of them.
+        optimizers: optimizers of its parameters. Each parameter belongs to at most one of them.
     """
 
     __slots__ = ("model", "optimizers")
 
     def __init__(self, model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> None:
-        """Keep the objects. They are inspected by saves and loads.
+        """Store references to the objects. Saves and loads inspect them.
 
         Raises:
-            TypeError: without an optimizer, or for an object of another type.
+            TypeError: if there is no optimizer, or an object of another type.
         """
         if not optimizers or not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers):
             found = ", ".join(type(optimizer).__qualname__ for optimizer in optimizers) or "nothing"
@@ -61,15 +61,15 @@ class NamedOptimizer:
 
 
 class NamedOptimizerPart(NamedOptimizer):
-    """A `NamedOptimizer` of a process with only a part of the parameters: pipeline stages, groups of experts.
+    """A `NamedOptimizer` of a process that has only a part of the parameters, such as a pipeline stage.
 
-    Options of a group are saved under the name of each parameter, as torch does with
-    ``flatten_optimizer_state_dict=True``. Therefore the parts of all processes merge into the state
-    of the whole model's optimizer, whatever their groups are. The result loads into a
+    The options of each group are saved under the names of its parameters, as torch does with
+    ``flatten_optimizer_state_dict=True``. Therefore the parts of all processes merge into one state
+    of the whole model's optimizer, whatever their groups are. This state loads into a
     `NamedOptimizer` of the whole model, and into parts of any size. A part loads only the state of
     its own parameters.
 
-    Every process must use the names that the parameters have in the whole model.
+    Every process must use the parameter names of the whole model.
     """
 
     __slots__ = ()
@@ -78,112 +78,117 @@ class NamedOptimizerPart(NamedOptimizer):
 class NamedOptimizerHandler(CheckpointableHandler):
     """Handler of `NamedOptimizer`: ``{"state": {name: slots}, "param_groups": [{option: value, "params": names}]}``.
 
-    A load creates exactly the stored state, without a step and without changes of parameters.
-    Parameters find their state and options by name. A tied parameter is saved under its first name
-    and found under any. A parameter that was saved without state, because it is frozen or had no
-    gradient, has none afterwards.
+    A load restores exactly the stored state. It takes no step and changes no parameters. State and
+    options are matched by parameter name. A tied parameter is saved under its first name, and
+    matches under any of its names. A parameter that was saved without state, because it is frozen
+    or had no gradient, has no state after a load.
 
-    The stored form can also be options by names of parameters or the flat form (see
-    `stored_groups`), or the numbered state dict of a single optimizer.
+    A load also accepts the other forms in `optimizer_forms`, and the numbered state dict of a
+    single optimizer.
     """
 
     priority = Priority.FRAMEWORK
 
     def flatten(self, value: NamedOptimizer) -> object:
-        """Return the states of all optimizers by name. The tensors are their own.
+        """Return the states of all optimizers by name. The tensors are not copied.
 
         Raises:
-            UnsupportedLeafError: if a parameter has no name, or if there are several optimizers and
-                a state belongs to no parameter.
+            UnsupportedLeafError: if a parameter has no name, or if one of several optimizers has a
+                state that belongs to no parameter.
             NameCollisionError: if two optimizers have the same parameter.
         """
-        return self._saved(_members(value))
+        return self._state_to_save(_named_states(value))
 
     def flatten_to_load(self, value: NamedOptimizer, stored: object) -> object:
-        """Return the state in its stored form, with the optimizers' tensors where they can be filled.
+        """Return the request for the state, in its stored form, with the optimizers' tensors to fill.
 
         Raises:
-            TreeMismatchError: lists parameters that are only on one side, or that are now in one
-                group but were saved with different options.
+            TreeMismatchError: lists parameters that only the checkpoint or only the optimizers
+                have, and parameters that are in one group but were saved with different options.
         """
         if _are_numbered(stored) and len(value.optimizers) == 1:
             return _NUMBERED.flatten_to_load(value.optimizers[0], stored)
-        members = _members(value)
+        members = _named_states(value)
         known = _aliases(members)
         if not isinstance(stored, Mapping):
-            return self._saved(members)
-        own = self._own(stored, known)
+            return self._state_to_save(members)
+        own = self._known_entries(stored, known)
         form = form_of(own, known)
         nested = form.nested(own)
         if not _is_by_name(nested):
-            return self._asked(self._saved(members), stored, known)
+            return self._extend_request(self._state_to_save(members), stored, known)
         _expect_same_parameters(members, nested)
         for member in members:
-            _sources(member, nested["param_groups"])  # raises errors before the read instead of after it
-        asked = {
+            _source_groups(member, nested["param_groups"])  # called here to raise its errors before the read
+        request = {
             "state": _slots_to_load(members, nested),
             "param_groups": _groups_to_load(members, nested["param_groups"]),
         }
-        return self._asked(form.as_stored(asked), stored, known)
+        return self._extend_request(form.as_stored(request), stored, known)
 
     def unflatten(self, like: NamedOptimizer, state: object) -> object:
         """Return the state itself, for ``set_optimizer_state_dict``."""
         return state
 
     def restore(self, target: NamedOptimizer, state: Any) -> None:
-        """Load each optimizer's part.
+        """Load the state into each optimizer.
 
         Raises:
-            TreeMismatchError: see `flatten_to_load`, for options that are tensors.
+            TreeMismatchError: if parameters of one group were saved with different tensor options.
         """
         if _are_numbered(state) and len(target.optimizers) == 1:
             _NUMBERED.restore(target.optimizers[0], state)
             return
-        members = _members(target)
+        members = _named_states(target)
         known = _aliases(members)
-        own = self._own(state, known)
+        own = self._known_entries(state, known)
         nested = form_of(own, known).nested(own)
         _expect_same_parameters(members, nested)
         taken: set[int] = set()
-        prepared = [_part(member, nested, taken, others=len(members) == 1) for member in members]
+        prepared = [_member_state(member, nested, taken, others=len(members) == 1) for member in members]
         # Restore last, so that an error above leaves every optimizer unchanged.
         for member, (slots, groups) in zip(members, prepared, strict=True):
             member.restore(slots, groups)
 
-    def _saved(self, members: Sequence[NamedState]) -> Mapping[str, Any]:
-        return _merged(members)
+    def _state_to_save(self, members: Sequence[NamedState]) -> Mapping[str, Any]:
+        return _merge(members)
 
-    def _own(self, stored: Mapping[str, Any], known: Collection[str]) -> Mapping[str, Any]:
-        """Return the stored entries for parameters of these names."""
+    def _known_entries(self, stored: Mapping[str, Any], known: Collection[str]) -> Mapping[str, Any]:
+        """Return the stored entries of these parameters."""
         return stored
 
-    def _asked(self, asked: Mapping[str, Any], stored: Mapping[str, Any], known: Collection[str]) -> Mapping[str, Any]:
-        """Extend a request for `_own` to a request for everything that is stored."""
-        return asked
+    def _extend_request(
+        self, request: Mapping[str, Any], stored: Mapping[str, Any], known: Collection[str]
+    ) -> Mapping[str, Any]:
+        """Extend a request for the result of `_known_entries` to all stored entries."""
+        return request
 
 
 class NamedOptimizerPartHandler(NamedOptimizerHandler):
     """Handler of `NamedOptimizerPart`: ``{"state": {name: slots}, "param_groups": {name: {option: value}}}``.
 
-    It loads what `NamedOptimizerHandler` does, and ignores entries of other parameters.
+    A load accepts the same forms as `NamedOptimizerHandler`, and ignores entries of other
+    parameters.
     """
 
     def unflatten(self, like: NamedOptimizer, state: Any) -> object:
         """Return the part in its stored form."""
         return without_placeholders(state) if isinstance(state, dict) else state
 
-    def _saved(self, members: Sequence[NamedState]) -> Mapping[str, Any]:
-        return OptionsByName().as_stored(_merged(members))
+    def _state_to_save(self, members: Sequence[NamedState]) -> Mapping[str, Any]:
+        return OptionsByName().as_stored(_merge(members))
 
-    def _own(self, stored: Mapping[str, Any], known: Collection[str]) -> Mapping[str, Any]:
+    def _known_entries(self, stored: Mapping[str, Any], known: Collection[str]) -> Mapping[str, Any]:
         return without_others(stored, known)
 
-    def _asked(self, asked: Mapping[str, Any], stored: Mapping[str, Any], known: Collection[str]) -> Mapping[str, Any]:
-        return with_others(asked, stored, known)
+    def _extend_request(
+        self, request: Mapping[str, Any], stored: Mapping[str, Any], known: Collection[str]
+    ) -> Mapping[str, Any]:
+        return with_others(request, stored, known)
 
 
-def _members(value: NamedOptimizer) -> Sequence[NamedState]:
-    # imported if such a model exists
+def _named_states(value: NamedOptimizer) -> Sequence[NamedState]:
+    # This module is imported if such a model exists.
     fully_sharded = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     if fully_sharded is not None and fully_sharded.FullyShardedDataParallel.fsdp_modules(value.model):
         from ckptcore_torch.fsdp_optimizers import fsdp_named_state
@@ -192,22 +197,22 @@ def _members(value: NamedOptimizer) -> Sequence[NamedState]:
     return [named_state(value.model, optimizer) for optimizer in value.optimizers]
 
 
-def _merged(members: Sequence[NamedState]) -> dict[str, Any]:
+def _merge(members: Sequence[NamedState]) -> dict[str, Any]:
     names = _aliases(members)  # raises an error for shared names
     state: dict[Any, Any] = {}
     for member in members:
         for key, slots in member.slots.items():
             if key not in names and len(members) > 1:
                 raise UnsupportedLeafError(
-                    f"one of {len(members)} optimizers has a state under {key!r}, which is not "
-                    "the name of a parameter; save it in a separate NamedOptimizer"
+                    f"one of {len(members)} optimizers has a state with the key {key!r}, which is not "
+                    "the name of a parameter; save that optimizer in a separate NamedOptimizer"
                 )
             state[key] = slots
     return {"state": state, "param_groups": [group for member in members for group in member.groups]}
 
 
 def _aliases(members: Sequence[NamedState]) -> dict[str, NamedState]:
-    """Return the optimizer of each parameter, by every name."""
+    """Return the optimizer of each parameter, by all its names."""
     found: dict[str, NamedState] = {}
     for member in members:
         for alias in member.aliases:
@@ -226,10 +231,7 @@ def _are_numbered(stored: object) -> bool:
 
 
 def _is_by_name(stored: Mapping[Any, Any]) -> bool:
-    """Return True if a state has this handler's form.
-
-    Otherwise the core reports what is missing.
-    """
+    """Return True if a state has the nested form. Otherwise the core reports the differences."""
     groups, state = stored.get("param_groups"), stored.get("state", {})
     if not isinstance(groups, list) or not isinstance(state, Mapping) or not stored.keys() <= {"state", "param_groups"}:
         return False
@@ -248,7 +250,7 @@ def _expect_same_parameters(members: Sequence[NamedState], nested: Mapping[str, 
     lacking = [name for member in members for name in dict.fromkeys(member.aliases.values()) if name not in set(found)]
     differences = [
         *(f"{name} is in no stored group" for name in lacking),
-        *(f"{name} is stored and is not a parameter of the optimizer" for name in stored if name not in known),
+        *(f"{name} is stored but is not a parameter of the optimizer" for name in stored if name not in known),
         *(f"{name} is stored twice" for name, count in Counter(found).items() if count > 1),
     ]
     if len(members) > 1:
@@ -260,8 +262,8 @@ def _expect_same_parameters(members: Sequence[NamedState], nested: Mapping[str, 
         raise TreeMismatchError(
             f"the stored state does not fit the optimizer: {'; '.join(differences[:20])}"
             + (f"; and {len(differences) - 20} more" if len(differences) > 20 else "")
-            + "; create model and optimizer as they were when they were saved, with all "
-            "optimizers in one NamedOptimizer",
+            + "; create the same model and optimizers as for the save, with all optimizers in one "
+            "NamedOptimizer",
             differences,
         )
 
@@ -272,7 +274,7 @@ def _slots_to_load(members: Sequence[NamedState], nested: Mapping[str, Any]) -> 
     for key, slots in (nested.get("state") or {}).items():
         member = known.get(key)
         if member is None:
-            (member,) = members  # with several optimizers this was refused
+            (member,) = members  # `_expect_same_parameters` refuses such a state for several optimizers
             found[key] = slots_to_load(member.to_fill.get(key), slots, abstract_tensor)
         else:
             name = member.aliases[key]
@@ -285,33 +287,33 @@ def _groups_to_load(members: Sequence[NamedState], stored_groups: Sequence[Mappi
     owners = [own_group.get(next(iter(group["params"]), "")) for group in stored_groups]
     times = Counter([id(owner) for owner in owners])
     return [
-        # Do not read two stored groups into one tensor: their values can be compared only after the
-        # read.
+        # Do not fill the tensor options of a group from two stored groups, because their values can
+        # be compared only after the read.
         {**options_to_load(owner if owner and times[id(owner)] == 1 else {}, stored), "params": list(stored["params"])}
         for owner, stored in zip(owners, stored_groups, strict=True)
     ]
 
 
 def _group_of(member: NamedState) -> dict[str, dict[str, Any]]:
-    """Return the group of each parameter, by every name."""
+    """Return the group of each parameter, by all its names."""
     by_name = {name: group for group in member.groups for name in group["params"]}
     return {alias: by_name[name] for alias, name in member.aliases.items()}
 
 
-def _part(
+def _member_state(
     member: NamedState, nested: Mapping[str, Any], taken: set[int], *, others: bool
 ) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
-    """Return the slots and groups of one optimizer, from those of all.
+    """Return the slots and groups of one optimizer from the loaded state of all.
 
     Args:
         member: the optimizer.
         nested: the loaded state.
-        taken: loaded groups that were used already; another use gets a copy.
-        others: True if states of no parameter belong to it.
+        taken: numbers of the loaded groups that are already used; their options are copied.
+        others: True to include states without a parameter.
     """
     stored_groups = nested["param_groups"]
     groups = []
-    for own, sources in zip(member.groups, _sources(member, stored_groups), strict=True):
+    for own, sources in zip(member.groups, _source_groups(member, stored_groups), strict=True):
         if not sources:
             groups.append(own)  # a group without parameters
             continue
@@ -319,7 +321,7 @@ def _part(
         if sources[0] in taken:
             options = copy.deepcopy(options)
         taken.add(sources[0])
-        # The optimizer was created with these names, so keep them.
+        # The names belong to the optimizer, not to the checkpoint.
         its_names = {"param_names": own["param_names"]} if "param_names" in own else {}
         groups.append({**options, **its_names, "params": own["params"]})
     state = nested.get("state") or {}
@@ -329,44 +331,48 @@ def _part(
     return slots, groups
 
 
-def _sources(member: NamedState, stored_groups: Sequence[Mapping[str, Any]]) -> Sequence[Sequence[int]]:
-    """Return for each group of an optimizer the numbers of the stored groups with its parameters.
+def _source_groups(member: NamedState, stored_groups: Sequence[Mapping[str, Any]]) -> Sequence[Sequence[int]]:
+    """Return, for each group of an optimizer, the numbers of the stored groups that have its parameters.
 
     Raises:
-        TreeMismatchError: if these have different options. Arrays are compared only after they are
-            loaded.
+        TreeMismatchError: if these stored groups have different options. Arrays are compared only
+            after they are loaded.
     """
-    place = {member.aliases.get(name): number for number, group in enumerate(stored_groups) for name in group["params"]}
+    group_of = {
+        member.aliases.get(name): number for number, group in enumerate(stored_groups) for name in group["params"]
+    }
     found = []
     for own in member.groups:
-        sources = list(dict.fromkeys(place[name] for name in own["params"]))
+        sources = list(dict.fromkeys(group_of[name] for name in own["params"]))
         for source in sources[1:]:
             options, others = group_options(stored_groups[sources[0]]), group_options(stored_groups[source])
             names = sorted(options.keys() | others.keys())
             differing = [
-                f"{name} {_shown(options, name)} and {_shown(others, name)}"
+                f"{name} {_format_option(options, name)} and {_format_option(others, name)}"
                 for name in names
-                if not _same(options.get(name), others.get(name))
+                if not _equal_options(options.get(name), others.get(name))
             ]
             if differing:
-                one, other = (next(name for name in own["params"] if place[name] == at) for at in (sources[0], source))
+                one, other = (
+                    next(name for name in own["params"] if group_of[name] == at) for at in (sources[0], source)
+                )
                 difference = f"{one} and {other} were saved with different options ({', '.join(differing)})"
                 raise TreeMismatchError(
-                    f"{difference} but are in one group now; use the groups that the optimizer had when it was saved",
+                    f"{difference} but are now in one group; use the same groups as when the optimizer was saved",
                     [difference],
                 )
         found.append(sources)
     return found
 
 
-def _same(one: Any, other: Any) -> bool:
+def _equal_options(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
         return both and one.dtype == other.dtype and torch.equal(one, other)
     return bool(one == other)
 
 
-def _shown(options: Mapping[str, Any], name: str) -> str:
+def _format_option(options: Mapping[str, Any], name: str) -> str:
     option = options.get(name)
     if isinstance(option, torch.Tensor) and option.numel() == 1:
         option = option.item()

@@ -1,9 +1,9 @@
 """Names of parameters and buffers in the plain model, without the parts that wrappers add.
 
-A wrapper has the wrapped module as an attribute, which becomes part of every name below it. Some
-wrappers remove it from the keys of their state dict (torch 2.13.0, ``checkpoint_wrapper.py`` and
-``fsdp/_state_dict_utils.py``), but none from `named_parameters`. Wrappers are recognized by type,
-not by name, because a model can have a child called ``module``.
+A wrapper has the wrapped module as an attribute, and the name of the attribute is part of every
+name inside the wrapper. Some wrappers remove it from the keys of their state dict (torch 2.13.0,
+``checkpoint_wrapper.py`` and ``fsdp/_state_dict_utils.py``), but not from `named_parameters`.
+Wrappers are recognized by type, not by name, because a model can have a child called ``module``.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _PARTS: Final = frozenset(attribute for _, _, attribute in _WRAPPERS)
 
 
 def plain_names(module: torch.nn.Module, names: Iterable[str]) -> Mapping[str, str]:
-    """Return the plain name for each name of a parameter or state dict entry of `module`.
+    """Return the plain name of each name of a parameter or state dict entry of `module`.
 
     Raises:
-        NameCollisionError: if two have the same plain name, because a wrapper has its own
+        NameCollisionError: if two names have the same plain name, because a wrapper has a
             parameter.
     """
     wrappers = _wrappers_in(module)
@@ -55,15 +55,12 @@ def plain_names(module: torch.nn.Module, names: Iterable[str]) -> Mapping[str, s
 
 
 def has_wrappers(module: torch.nn.Module) -> bool:
-    """Return True if a module or one inside it is a wrapper. Otherwise all names are plain."""
+    """Return True if the module or a module inside it is a wrapper. Otherwise all names are plain."""
     return bool(_wrappers_in(module))
 
 
 def wrapper_parts(name: str) -> tuple[tuple[str, ...], str]:
-    """Split off the parts of a name that may come from wrappers.
-
-    For messages only, because it ignores types.
-    """
+    """Split off the parts of a name that may come from wrappers. Only for messages, because it ignores types."""
     parts = name.split(".")
     of_wrappers = tuple([part for part in parts if part in _PARTS])
     return of_wrappers, ".".join([part for part in parts if part not in _PARTS])
@@ -88,8 +85,8 @@ def _plain_name(module: torch.nn.Module, name: str, wrappers: Mapping[torch.nn.M
     kept: list[str] = []
     current: torch.nn.Module | None = module
     for part in name.split("."):
-        # Skip wrappers that removed their part from the name, unless the name is of the wrapper
-        # itself.
+        # Skip wrappers that removed their part from the name. Do not skip a wrapper if the part is
+        # the name of a child or parameter of the wrapper itself.
         while current is not None and (attribute := wrappers.get(current)) is not None:
             if part == attribute or _has(current, part):
                 break

@@ -1,4 +1,4 @@
-"""The state of one optimizer by names of parameters."""
+"""`NamedState`: the state of one optimizer by names of parameters."""
 
 from __future__ import annotations
 
@@ -19,15 +19,19 @@ __all__ = ["NamedState", "named_state"]
 
 @dataclass(frozen=True, slots=True)
 class NamedState:
-    """State of one optimizer by names, and a way to restore it.
+    """State of one optimizer by names of parameters, with functions to load it.
+
+    A tied parameter has several names. Its first name is used in `slots` and `groups`.
 
     Attributes:
-        slots: state of each parameter, by name. States of no parameter keep their keys.
-        to_fill: the same, restricted to tensors of the optimizer, into which a load can read.
-        groups: as in a state dict, with names as ``params``.
-        aliases: for every name of a parameter, the one used here. In the order of the parameters.
+        slots: state of each parameter, by name. States without a parameter keep their keys.
+        to_fill: `slots`, if their tensors belong to the optimizer so that a load can fill them;
+            otherwise empty.
+        groups: groups of the state dict, with names as ``params``.
+        aliases: for every name of each parameter, its name in `slots`; in the order of the
+            parameters.
         array: returns the abstract tensor for a name and its stored array.
-        restore: restores slots and groups, with the names used here and the same number of groups.
+        restore: loads slots and groups, which must have these names and the same number of groups.
     """
 
     slots: Mapping[Any, Any]
@@ -39,12 +43,12 @@ class NamedState:
 
 
 def named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> NamedState:
-    """Return the state of an optimizer of some parameters of a model.
+    """Return the state of an optimizer of parameters of a model.
 
     Raises:
-        UnsupportedLeafError: if a parameter is not the model's, or if the state dict has more than
-            states and groups.
-        NameCollisionError: if a state of no parameter has the name of one.
+        UnsupportedLeafError: if a parameter does not belong to the model, or if the state dict has
+            entries other than states and groups.
+        NameCollisionError: if a state without a parameter has the name of a parameter.
     """
     names_of: dict[torch.Tensor, list[str]] = {}
     named = list(model.named_parameters(remove_duplicate=False))
@@ -59,8 +63,8 @@ def named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Nam
         )
     if others := sorted(map(str, state.keys() - {"state", "param_groups"})):
         raise UnsupportedLeafError(
-            f"the {type(optimizer).__name__} has {', '.join(others)} in its state dict, which "
-            "cannot be saved by names; save the optimizer itself, by numbers"
+            f"the state dict of the {type(optimizer).__name__} also has {', '.join(others)}, which "
+            "cannot be saved by names; save the optimizer itself instead of a NamedOptimizer"
         )
     numbers = numbered_parameters(optimizer, state)
     _expect_names(model, optimizer, names_of)
@@ -70,8 +74,8 @@ def named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Nam
     for key in state["state"]:
         if key in number_of:
             raise NameCollisionError(
-                f"the {type(optimizer).__name__} has a state under {key!r}, which is also the "
-                "name of a parameter; rename one"
+                f"the {type(optimizer).__name__} has a state with the key {key!r}, which is also "
+                "the name of a parameter; rename one of them"
             )
 
     def restore(slots: Mapping[Any, Any], groups: list[dict[str, Any]]) -> None:
@@ -99,7 +103,7 @@ def _expect_names(
             if parameter not in names:
                 raise UnsupportedLeafError(
                     f"parameter {position} of group {number} of the "
-                    f"{type(optimizer).__name__}, of the shape {tuple(parameter.shape)}, is "
-                    f"not in the {type(model).__qualname__}, so it has no name; pass the right "
-                    "model, or save the optimizer itself, by numbers"
+                    f"{type(optimizer).__name__}, with the shape {tuple(parameter.shape)}, has no "
+                    f"name, because it is not in the {type(model).__qualname__}; pass the right "
+                    "model, or save the optimizer itself instead of a NamedOptimizer"
                 )

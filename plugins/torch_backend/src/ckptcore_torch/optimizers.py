@@ -1,4 +1,4 @@
-"""Checkpointable handler of numbered optimizer states: `torch.optim.Optimizer`."""
+"""Checkpointable handler of `torch.optim.Optimizer`, whose state dict numbers the parameters."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ __all__ = [
 class OptimizerHandler(CheckpointableHandler):
     """Handler of `torch.optim.Optimizer`: its state dict, which numbers the parameters.
 
-    ``load(location, optimizer)`` returns a state dict. ``load_into`` fills the optimizer, also a
-    new one without state, and removes the state if none was saved. Nothing is cast: float32 moments
-    stay float32, even for bfloat16 parameters. If a parameter is a DTensor, its state of the same
-    shape is a DTensor with the same placements.
+    ``load(location, optimizer)`` returns a state dict. ``load_into`` fills the optimizer, which can
+    be new and without state, and removes its state if none was saved. The state is not cast:
+    float32 moments stay float32, even for bfloat16 parameters. If a parameter is a DTensor, its
+    state tensors of the same shape are DTensors with the same placements.
 
-    An optimizer can have a state dict of another form: one patched by torch.distributed.checkpoint
-    names the parameters, and a container of optimizers has several states. Such a state is saved
+    The state dict can have another form: an optimizer patched by torch.distributed.checkpoint names
+    the parameters, and a container of optimizers has several states. Such a state is saved
     unchanged, and a load passes it to the optimizer's ``load_state_dict``.
     """
 
@@ -45,7 +45,7 @@ class OptimizerHandler(CheckpointableHandler):
         return value.state_dict()
 
     def flatten_to_load(self, value: torch.optim.Optimizer, stored: object) -> object:
-        """Return the state dict with the stored state of each parameter, and stored options that are new.
+        """Return the state dict with the stored state of each parameter, and all stored options.
 
         Raises:
             TreeMismatchError: if the stored state names the parameters and the optimizer numbers
@@ -59,7 +59,7 @@ class OptimizerHandler(CheckpointableHandler):
             return state_to_load(state, stored, array=abstract_tensor)
         stored_groups = stored.get("param_groups")
         if not isinstance(stored_groups, list | tuple):
-            stored_groups = ()  # not an optimizer's state; the core reports what is missing
+            stored_groups = ()  # not the state of an optimizer: the core reports the differences
         _refuse_names(value, stored_groups)
         parameters = {number: parameter for parameter, number in numbered_parameters(value, state).items()}
         stored_state = stored.get("state")
@@ -68,7 +68,7 @@ class OptimizerHandler(CheckpointableHandler):
             state["state"] = {
                 number: slots_to_load(state["state"].get(number), slots, _state_factory(parameters.get(number)))
                 for number, slots in by_number.items()
-                if number in parameters or not isinstance(number, int)  # states of no parameter have a name
+                if number in parameters or not isinstance(number, int)  # a state without a parameter has a name
             }
         for group, stored_group in zip(state["param_groups"], stored_groups, strict=False):
             if isinstance(stored_group, Mapping):
@@ -80,12 +80,10 @@ class OptimizerHandler(CheckpointableHandler):
         return state
 
     def restore(self, target: torch.optim.Optimizer, state: Any) -> None:
-        """Load the state dict.
+        """Load the state dict, in the stored dtypes, and keep the tensors that were filled in place.
 
-        The state keeps its stored dtypes, and tensors filled in place are kept.
-
-        PyTorch's ``load_state_dict`` alone would cast the state to the parameters' dtypes, and copy
-        tensor options.
+        PyTorch's ``load_state_dict`` alone would cast the state to the dtypes of the parameters,
+        and copy options that are tensors.
         """
         if not numbers_parameters(state):
             target.load_state_dict(state)
@@ -108,7 +106,7 @@ class OptimizerHandler(CheckpointableHandler):
         for parameter, slots in target.state.items():
             loaded = state["state"].get(numbers.get(parameter, parameter))
             if isinstance(slots, dict) and isinstance(loaded, dict):
-                slots.update({name: _uncast(held, loaded.get(name)) for name, held in slots.items()})
+                slots.update({name: _restore_dtypes(held, loaded.get(name)) for name, held in slots.items()})
         for parameter, name, held in filled:
             loaded = state["state"].get(numbers.get(parameter, parameter))
             if isinstance(loaded, dict) and same_memory(held, loaded.get(name)):
@@ -128,28 +126,30 @@ def numbered_parameters(optimizer: torch.optim.Optimizer, state: Any) -> dict[An
 
 
 def slots_to_load(own: Any, stored: Any, array: Callable[[AbstractArray], object]) -> Any:
-    """Return the request for the state of one parameter: in its stored form, with tensors of `own` that can be filled.
+    """Return the request for the state of one parameter.
+
+    It has the stored structure. Tensors of `own` with the stored shape and dtype are in it, so that
+    they are filled.
 
     Args:
-        own: its current state, or None.
-        stored: its stored state, with `AbstractArray` for arrays.
-        array: creates the abstract tensor for an array that `own` lacks.
+        own: current state of the parameter, or None.
+        stored: stored state of the parameter, with `AbstractArray` for arrays.
+        array: creates the abstract tensor for any other stored array.
     """
     held = {name: slot for name, slot in own.items() if isinstance(slot, torch.Tensor)} if isinstance(own, dict) else {}
-    # Exclude own tensors: not all types can create abstract ones, and not always on the right
-    # device.
+    # Exclude tensors of `own`: not every type can create abstract tensors, or on the right device.
     others = {name: slot for name, slot in own.items() if name not in held} if held else own
-    asked = state_to_load(others, stored, array=array)
-    if isinstance(asked, dict):
+    request = state_to_load(others, stored, array=array)
+    if isinstance(request, dict):
         for name, tensor in held.items():
-            other = asked.get(name)
+            other = request.get(name)
             if isinstance(other, torch.Tensor) and (tensor.shape, tensor.dtype) == (other.shape, other.dtype):
-                asked[name] = tensor
-    return asked
+                request[name] = tensor
+    return request
 
 
 def options_to_load(own: Mapping[str, object], stored: Mapping[str, object]) -> dict[str, Any]:
-    """Return the request for the options of a group: in their stored form, with tensors of `own` that can be filled."""
+    """Return the request for the options of a group. See `slots_to_load`."""
     options = {name: option for name, option in stored.items() if name != "params"}
     found: dict[str, Any] = slots_to_load(dict(own), options, abstract_tensor)
     return found
@@ -180,8 +180,8 @@ def _refuse_numbers(optimizer: torch.optim.Optimizer, stored: Mapping[Any, Any])
         f"the stored state numbers the parameters, but the state dict of this {type(optimizer).__name__} does not"
     )
     raise TreeMismatchError(
-        f"{difference}; load into the optimizer before torch.distributed.checkpoint patches it, or into an optimizer "
-        "that numbers its parameters",
+        f"{difference}; load into the optimizer before torch.distributed.checkpoint patches it, or into an unpatched "
+        "optimizer",
         [difference],
     )
 
@@ -199,26 +199,23 @@ def _refuse_names(optimizer: torch.optim.Optimizer, stored_groups: object) -> No
 
 
 def _state_factory(parameter: torch.Tensor | None) -> Callable[[AbstractArray], object]:
-    """Return a factory of abstract tensors for the state of a parameter, or plain ones without a parameter."""
+    """Return a function that creates abstract tensors for the state of a parameter, or plain ones if it is None."""
     return abstract_tensor if parameter is None else functools.partial(abstract_state_like, parameter)
 
 
 def _number_of(key: object, numbers: Collection[int]) -> Any:
-    """Convert a parameter's number from a string, for formats with string keys only.
-
-    Other keys are unchanged.
-    """
+    """Convert the number of a parameter from a string, for formats that only have string keys. Keep other keys."""
     if isinstance(key, str) and key.isascii() and key.isdecimal() and str(int(key)) == key and int(key) in numbers:
         return int(key)
     return key
 
 
-def _uncast(held: Any, given: Any) -> Any:
-    """Return a loaded value with every tensor in its original dtype."""
-    if isinstance(held, torch.Tensor) and isinstance(given, torch.Tensor):
-        return held if held.dtype == given.dtype else given.to(held.device)
-    if isinstance(held, dict) and isinstance(given, dict):
-        held.update({name: _uncast(child, given.get(name)) for name, child in held.items()})
-    elif type(held) in (list, tuple) and type(given) is type(held) and len(given) == len(held):
-        return type(held)([_uncast(child, its) for child, its in zip(held, given, strict=True)])
-    return held
+def _restore_dtypes(cast: Any, loaded: Any) -> Any:
+    """Return a value that PyTorch may have cast, with every tensor in its loaded dtype."""
+    if isinstance(cast, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        return cast if cast.dtype == loaded.dtype else loaded.to(cast.device)
+    if isinstance(cast, dict) and isinstance(loaded, dict):
+        cast.update({name: _restore_dtypes(child, loaded.get(name)) for name, child in cast.items()})
+    elif type(cast) in (list, tuple) and type(loaded) is type(cast) and len(loaded) == len(cast):
+        return type(cast)([_restore_dtypes(child, its) for child, its in zip(cast, loaded, strict=True)])
+    return cast

@@ -1,9 +1,10 @@
-"""Boxes of each process for a DTensor, and its replicas.
+"""Boxes and replicas of a DTensor in each process.
 
 A placement describes one axis of the mesh. Placements apply from the first mesh axis to the last,
-each to the result of the previous one (`torch.distributed.tensor.placement_types`). ``Shard(dim)``
-gives process `i` of `n` the `i`-th piece of `torch.chunk`. ``_StridedShard(dim, split_factor=f)``
-first makes `f` pieces and gives it the `i`-th part of each, which can be several boxes.
+each to the result of the previous one (`torch.distributed.tensor.placement_types`). With
+``Shard(dim)``, process `i` of `n` has the `i`-th chunk of `torch.chunk`. With
+``_StridedShard(dim, split_factor=f)`` the tensor is first divided into `f` chunks, and process `i`
+has the `i`-th part of each, which can be several boxes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import JSON, Box
 
-__all__ = ["DTensorPlacement", "Pieces", "placed_pieces", "sharding_cuts", "sharding_notes"]
+__all__ = ["DTensorPlacement", "LocalPart", "local_part", "sharding_cuts", "sharding_notes"]
 
 _CACHED: Final = 1 << 14
 
@@ -31,10 +32,10 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class DTensorPlacement:
-    """Placement of a DTensor on its mesh. Determines all boxes, and is hashable for caching.
+    """Placement of a DTensor on its mesh, which determines the boxes of every process. Hashable, for caches.
 
     Attributes:
-        shape: of the whole tensor.
+        shape: shape of the whole tensor.
         mesh_shape: number of processes along each axis of the mesh.
         placements: one for each axis of the mesh.
     """
@@ -45,13 +46,12 @@ class DTensorPlacement:
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
-    """Part of a tensor on one process.
+class LocalPart:
+    """Part of a DTensor on one process.
 
     Attributes:
-        shape: of its local tensor.
-        boxes: for each box of the whole tensor, its slices of the local tensor. Without empty
-            boxes.
+        shape: shape of the local tensor.
+        boxes: nonempty boxes of the whole tensor, each with its slices of the local tensor.
         replica, replicas: number of this replica, and number of processes with the same part.
     """
 
@@ -62,15 +62,15 @@ class Pieces:
 
 
 @functools.lru_cache(maxsize=_CACHED)
-def placed_pieces(placed: DTensorPlacement, coordinate: tuple[int, ...]) -> Pieces:
-    """Return the pieces of the process at a coordinate of the mesh.
+def local_part(placed: DTensorPlacement, coordinate: tuple[int, ...]) -> LocalPart:
+    """Return the part of the process at a coordinate of the mesh.
 
     Raises:
         UnsupportedLeafError: for partial sums and unknown placements.
     """
     axes = [_runs_at(placed, axis, coordinate) for axis in range(len(placed.shape))]
     boxes: dict[Box, tuple[slice, ...]] = {}
-    for runs in itertools.product(*[_located(axis) for axis in axes]):
+    for runs in itertools.product(*[_with_offsets(axis) for axis in axes]):
         box = Box(tuple([start for start, _, _ in runs]), tuple([stop for _, stop, _ in runs]))
         boxes[box] = tuple([slice(local, local + stop - start) for start, stop, local in runs])
     replica, replicas = 0, 1
@@ -78,12 +78,12 @@ def placed_pieces(placed: DTensorPlacement, coordinate: tuple[int, ...]) -> Piec
         if isinstance(placement, Replicate):
             replica, replicas = replica * extent + position, replicas * extent
     local_shape = tuple([sum(stop - start for start, stop in axis) for axis in axes])
-    return Pieces(local_shape, boxes if 0 not in local_shape else {}, replica, replicas)
+    return LocalPart(local_shape, boxes if 0 not in local_shape else {}, replica, replicas)
 
 
 @functools.lru_cache(maxsize=_CACHED)
 def sharding_cuts(placed: DTensorPlacement) -> tuple[tuple[int, ...], ...] | None:
-    """Return the sorted inner boundaries between boxes along each axis, or None if nothing is cut."""
+    """Return the sorted boundaries between boxes along each axis, or None if there is only one box."""
     cuts: list[tuple[int, ...]] = []
     for axis, extent in enumerate(placed.shape):
         found: set[int] = set()
@@ -121,14 +121,14 @@ def _axis_of(placement: Placement, axes: int) -> int | None:
         return None
     if isinstance(placement, Partial):
         raise UnsupportedLeafError(
-            f"cannot save a DTensor with the placement {placement}, which means partial sums; "
-            "call .redistribute() with Replicate() or Shard() instead before you save it"
+            f"cannot save a DTensor of partial sums, with the placement {placement}; call "
+            ".redistribute() with Replicate() or Shard() before you save it"
         )
     if placement.is_shard() or hasattr(placement, "split_factor"):
         return int(placement.dim) % axes  # type: ignore[attr-defined]  # both kinds of shards have it
     raise UnsupportedLeafError(
         f"cannot save a DTensor with the unknown placement {placement}; call .redistribute() "
-        "with Replicate() or Shard() instead before you save it"
+        "with Replicate() or Shard() before you save it"
     )
 
 
@@ -144,7 +144,7 @@ def _runs_at(placed: DTensorPlacement, axis: int, coordinate: Sequence[int]) -> 
         for first, last in _chunks(0, size, factor):
             start, stop = _chunks(first, last, extent)[position]
             taken.extend(_sub_runs(runs, start, stop))
-        runs = _joined(taken)
+        runs = _merge_adjacent(taken)
     return runs
 
 
@@ -166,7 +166,7 @@ def _sub_runs(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
     return found
 
 
-def _joined(runs: Sequence[Run]) -> Sequence[Run]:
+def _merge_adjacent(runs: Sequence[Run]) -> Sequence[Run]:
     found: list[Run] = []
     for start, stop in runs:
         if found and found[-1][1] == start:
@@ -176,7 +176,7 @@ def _joined(runs: Sequence[Run]) -> Sequence[Run]:
     return found
 
 
-def _located(runs: Sequence[Run]) -> Sequence[tuple[int, int, int]]:
+def _with_offsets(runs: Sequence[Run]) -> Sequence[tuple[int, int, int]]:
     """Return the runs with their offsets in the local tensor."""
     found = []
     position = 0

@@ -1,8 +1,8 @@
-"""Leaf handler of ShardedTensors, which are in the state dicts of FSDP1.
+"""Leaf handler of ShardedTensors, which occur in state dicts of FSDP1.
 
-`torch.distributed._shard.sharded_tensor.ShardedTensor` has the offsets and sizes of the shards of
-all processes (``metadata().shards_metadata``, torch 2.13.0), and its own shards as tensors
-(``local_shards()``). Other accesses, even to its shape, raise a deprecation warning.
+`torch.distributed._shard.sharded_tensor.ShardedTensor` knows the offsets and sizes of the shards of
+all processes (``metadata().shards_metadata``, torch 2.13.0), and has the shards of this process as
+tensors (``local_shards()``). Other accesses, even to its shape, raise a deprecation warning.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _LOCAL: Final = TensorHandler()
 class ShardedTensorHandler(LeafHandler):
     """Handler of `torch.distributed._shard.sharded_tensor.ShardedTensor`.
 
-    Each process saves and loads its own shards. A ShardedTensor is built with the shards, dtype and
-    group of the abstract one. It is stored as one array, which also loads into tensors, DTensors
-    and ShardedTensors with other shards.
+    Each process saves and loads its own shards. A loaded ShardedTensor has the shards, dtype and
+    process group of the abstract leaf. It is stored as one array, which also loads into tensors,
+    DTensors and ShardedTensors with other shards.
     """
 
     priority = Priority.FRAMEWORK
@@ -59,15 +59,14 @@ class ShardedTensorHandler(LeafHandler):
         return ArrayRecord(spec, encoding.kind, cuts_of(spec.shape, map(_box, metadata.shards_metadata)))
 
     def abstract(self, leaf: Any) -> ShardedTensor:
-        """Return a ShardedTensor over FakeTensors, because torch checks that shards are on the
-        devices in the metadata.
-        """
+        """Return a ShardedTensor with FakeTensors as its shards."""
+        # Not meta tensors: torch checks that shards are on the devices in the metadata.
         self.describe(leaf)  # raises an error if the leaf cannot be stored
         tensors = [shard.tensor for shard in leaf.local_shards()]
         return _with_shards(leaf, [empty_tensor(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors])
 
     def identity(self, leaf: Any) -> Hashable | None:
-        """Return the memory and box of each shard, or None without elements."""
+        """Return the memory and box of each shard, or None if this process has no elements."""
         if any(is_fake(shard.tensor) for shard in leaf.local_shards()):
             return None
         shards = tuple([(_box(shard.metadata), _LOCAL.identity(shard.tensor)) for shard in leaf.local_shards()])
@@ -88,8 +87,8 @@ class ShardedTensorHandler(LeafHandler):
             if tuple(local.shape) != box.shape:
                 raise UnsupportedLeafError(
                     f"a ShardedTensor of the shape {tuple(leaf.metadata().size)} has a local "
-                    f"shard of the shape {tuple(local.shape)}; expected {box.shape}, as in its "
-                    "metadata; create it with the shapes of the metadata"
+                    f"shard of the shape {tuple(local.shape)}, but its metadata has {box.shape}; "
+                    "create the shard with the shape in the metadata"
                 )
             _LOCAL.shards(local, rank, size)  # checks the memory, and orders copies after pending work of the device
             found.append(Shard(box, replica, replicas))
@@ -97,11 +96,11 @@ class ShardedTensorHandler(LeafHandler):
 
     def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
         """Copy boxes of this process's shards to the host."""
-        return [_LOCAL.copy_to_host(*_located(leaf, box), memory)[0] for box in boxes]
+        return [_LOCAL.copy_to_host(*_find_shard(leaf, box), memory)[0] for box in boxes]
 
     def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
         """View boxes of this process's shards on the host."""
-        return [_LOCAL.view_on_host(*_located(leaf, box))[0] for box in boxes]
+        return [_LOCAL.view_on_host(*_find_shard(leaf, box))[0] for box in boxes]
 
     def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
         """Return the boxes of this process's shards.
@@ -117,7 +116,7 @@ class ShardedTensorHandler(LeafHandler):
         return list(dict.fromkeys(box for box, _ in _local_shards(abstract)))
 
     def destination(self, abstract: Any, stored: ArrayRecord, box: Box) -> HostArray | None:
-        """Return the memory of the shard, if it has the stored element order."""
+        """Return the memory of the shard with this box, if it has the stored element order."""
         for own, local in _local_shards(abstract):
             if own == box and not is_fake(local):
                 part = ArrayRecord(ArraySpec(box.shape, stored.spec.dtype), stored.kind)
@@ -129,13 +128,13 @@ class ShardedTensorHandler(LeafHandler):
         _expect_shape(abstract, stored)
         assert isinstance(stored, ArrayRecord)  # a value has no shape
         arrays = dict(boxes)
-        made = []
+        tensors = []
         for shard in abstract.local_shards():
             box = _box(shard.metadata)
             record = ArrayRecord(ArraySpec(box.shape, stored.spec.dtype), stored.kind)
             array = arrays[box] if box.size else np.empty(box.shape, stored.spec.numpy_dtype)
-            made.append(_LOCAL.build(shard.tensor.detach(), record, [(Box.whole(box.shape), array)]))
-        return _with_shards(abstract, made)
+            tensors.append(_LOCAL.build(shard.tensor.detach(), record, [(Box.whole(box.shape), array)]))
+        return _with_shards(abstract, tensors)
 
     def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
         """Copy into the shards of this process. Return False if one cannot be changed."""
@@ -166,6 +165,7 @@ def sharded_like(leaf: ShardedTensor, dtype: torch.dtype) -> ShardedTensor:
 
 
 def _with_shards(like: Any, tensors: Sequence[Any]) -> ShardedTensor:
+    """Return a ShardedTensor like `like`, with other tensors as the shards of this process."""
     metadata = copy.deepcopy(like.metadata())
     if tensors:
         metadata.tensor_properties = dataclasses.replace(metadata.tensor_properties, dtype=tensors[0].dtype)
@@ -184,35 +184,38 @@ def _box(metadata: Any) -> Box:
 
 
 def _local_shards(leaf: Any) -> list[tuple[Box, torch.Tensor]]:
-    """Return the boxes and tensors of this process's nonempty shards, outside of autograd."""
+    """Return the box and the detached tensor of each nonempty shard of this process."""
     shards = [(_box(shard.metadata), shard.tensor.detach()) for shard in leaf.local_shards()]
     return [(box, local) for box, local in shards if box.size]
 
 
-def _located(leaf: Any, box: Box) -> tuple[torch.Tensor, list[Box]]:
+def _find_shard(leaf: Any, box: Box) -> tuple[torch.Tensor, list[Box]]:
     """Return the shard that contains a box, and the box within it."""
     for own, local in _local_shards(leaf):
         if own.contains(box):
-            place = box.within(own)
-            return local, [Box(tuple([part.start for part in place]), tuple([part.stop for part in place]))]
-    raise PluginError(f"this process does not hold {box} of a ShardedTensor {tuple(leaf.metadata().size)}")
+            slices = box.within(own)
+            return local, [Box(tuple([part.start for part in slices]), tuple([part.stop for part in slices]))]
+    raise PluginError(
+        f"internal error: this process has no {box} of a ShardedTensor {tuple(leaf.metadata().size)}; "
+        "please report this"
+    )
 
 
 def _expect_shape(abstract: Any, stored: LeafRecord) -> None:
     shape = tuple(abstract.metadata().size)
     if isinstance(stored, ValueRecord):
         difference = f"a {stored.kind} is stored, requested as a ShardedTensor of the shape {shape}"
-        raise TreeMismatchError(f"{difference}; give a {stored.kind} in its place", [difference])
+        raise TreeMismatchError(f"{difference}; request a {stored.kind} instead of the ShardedTensor", [difference])
     if stored.spec.shape != shape:
         difference = f"stored with the shape {stored.spec.shape}, requested as a ShardedTensor of the shape {shape}"
-        raise TreeMismatchError(f"{difference}; give a ShardedTensor of the stored shape", [difference])
+        raise TreeMismatchError(f"{difference}; request a ShardedTensor of the stored shape", [difference])
 
 
 def _replica(leaf: Any, rank: int, size: int) -> tuple[int, int]:
-    """Return the number of this process's replica group, and the number of groups.
+    """Return the number of this process's replica group, and the number of replica groups.
 
-    A ShardedTensor knows only its own group. With hybrid sharding there are several, which divide
-    all processes evenly: into consecutive ranks, or into ranks with a constant stride.
+    A ShardedTensor knows only its own process group. With hybrid sharding there are several groups
+    of equal size, each with consecutive ranks or with ranks at a constant stride.
     """
     ranks = dist.get_process_group_ranks(leaf._process_group)
     groups, rest = divmod(size, len(ranks))
@@ -226,5 +229,5 @@ def _replica(leaf: Any, rank: int, size: int) -> tuple[int, int]:
             return rank % groups, groups
     raise UnsupportedLeafError(
         f"cannot determine the replicas of a ShardedTensor over the ranks {ranks} of {size}; "
-        "save it in a job of these ranks alone, or convert it to a DTensor"
+        "save it in a job that consists of these ranks, or convert it to a DTensor"
     )

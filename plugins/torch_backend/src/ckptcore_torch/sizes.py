@@ -9,7 +9,7 @@ import torch
 
 from ckptcore.protocols import ContainerHandler, Flattened, Priority
 
-__all__ = ["handler_of_type"]
+__all__ = ["container_handler_of_type"]
 
 
 class _SizeHandler(ContainerHandler):
@@ -25,6 +25,6 @@ class _SizeHandler(ContainerHandler):
 _HANDLER: Final = _SizeHandler()
 
 
-def handler_of_type(value_type: type) -> ContainerHandler | None:
+def container_handler_of_type(value_type: type) -> ContainerHandler | None:
     """Return the handler of torch.Size, or None for other types."""
     return _HANDLER if value_type is torch.Size else None

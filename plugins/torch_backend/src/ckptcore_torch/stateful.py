@@ -1,16 +1,17 @@
-"""Handlers of schedulers, gradient scalers, data loaders and random generators, and handlers by type."""
+"""Checkpointable handlers of schedulers, gradient scalers, data loaders and random generators; handlers by type."""
 
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Any, Final
 
 import torch
+from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from ckptcore.handlers import state_to_load
 from ckptcore.protocols import CheckpointableHandler, Priority
 from ckptcore_torch.abstracts import abstract_tensor
-from ckptcore_torch.data_loaders import is_stateful_loader, lost_order
 from ckptcore_torch.modules import ModuleHandler
 from ckptcore_torch.named_optimizers import (
     NamedOptimizer,
@@ -20,16 +21,20 @@ from ckptcore_torch.named_optimizers import (
 )
 from ckptcore_torch.optimizers import OptimizerHandler
 
-__all__ = ["DataLoaderHandler", "GeneratorHandler", "StateDictHandler", "handler_of_type"]
+__all__ = ["DataLoaderHandler", "GeneratorHandler", "StateDictHandler", "checkpointable_handler_of_type"]
 
 logger = logging.getLogger("ckptcore.torch")
 
 
-class StateDictHandler(CheckpointableHandler):
-    """Handler of objects with `state_dict` and `load_state_dict`: learning rate schedulers, gradient scalers.
+_WITHOUT_STATE: Final = tuple([kind.__iter__ for kind in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)])
+"""Iterators of samplers that draw a random order without saving their state. Subclasses may override them."""
 
-    A loaded state has the stored structure, because a state can grow, and have None before the
-    first step.
+
+class StateDictHandler(CheckpointableHandler):
+    """Handler of learning rate schedulers and gradient scalers, with `state_dict` and `load_state_dict`.
+
+    A loaded state has the stored structure, which can differ from the object's current state: a
+    state can grow, and can contain None before the first step.
     """
 
     priority = Priority.FRAMEWORK
@@ -54,19 +59,19 @@ class StateDictHandler(CheckpointableHandler):
 class DataLoaderHandler(StateDictHandler):
     """Handler of `StatefulDataLoader` of torchdata. Each process saves its own state.
 
-    Logs a warning if the state lacks the order of a random sampler, because a resumed run would get
-    other batches.
+    A save logs a warning if the state lacks the order of a random sampler, because a resumed run
+    would get different batches.
     """
 
     per_process = True
 
     def flatten(self, value: Any) -> object:
         """Return the state dict."""
-        reason = lost_order(value)
+        reason = _lost_order(value)
         if reason is not None:
             logger.warning(
                 "a resumed run will get other batches than an uninterrupted one: %s of this "
-                "%s. Give it "
+                "%s. Pass it "
                 "sampler=torchdata.stateful_dataloader.sampler.RandomSampler(dataset, "
                 "generator=torch.Generator()), with a separate generator",
                 reason,
@@ -82,7 +87,7 @@ class GeneratorHandler(CheckpointableHandler):
     per_process = True
 
     def flatten(self, value: torch.Generator) -> object:
-        """Return the state as a copied tensor of bytes."""
+        """Return the state as a tensor of bytes, which is a copy."""
         return {"state": value.get_state()}
 
     def unflatten(self, like: torch.Generator, state: object) -> object:
@@ -103,10 +108,11 @@ _GENERATORS: Final = GeneratorHandler()
 _DATA_LOADERS: Final = DataLoaderHandler()
 
 
-def handler_of_type(value_type: type) -> CheckpointableHandler | None:
+def checkpointable_handler_of_type(value_type: type) -> CheckpointableHandler | None:
     """Return the handler for a type, or None for types that are not PyTorch's."""
     if issubclass(value_type, torch.nn.Module):
-        # A Keras model contains its optimizer, which its state tree has but its state dict lacks.
+        # A Keras model is saved by its state tree, which contains its optimizer; its state dict
+        # does not.
         return None if hasattr(value_type, "set_state_tree") and hasattr(value_type, "get_state_tree") else _MODULES
     if issubclass(value_type, torch.optim.Optimizer):
         return _OPTIMIZERS
@@ -118,6 +124,34 @@ def handler_of_type(value_type: type) -> CheckpointableHandler | None:
         return _STATE_DICTS
     if issubclass(value_type, torch.Generator):
         return _GENERATORS
-    if is_stateful_loader(value_type):
+    if _is_stateful_loader(value_type):
         return _DATA_LOADERS
+    return None
+
+
+def _is_stateful_loader(value_type: type) -> bool:
+    """Return True if objects of a type are data loaders of torchdata."""
+    module = sys.modules.get("torchdata.stateful_dataloader")
+    return module is not None and issubclass(value_type, getattr(module, "StatefulDataLoader", ()))
+
+
+def _lost_order(loader: Any) -> str | None:
+    """Return why the state of a loader lacks the order of its sampler, or None if it has it or if this is unknown.
+
+    The loader saves the state of its sampler or batch sampler, if that has one. Otherwise a resumed
+    loader draws a new order and skips the indices that were already used. The new order is the same
+    only if the generator has the same state, which is the case only in the first epoch.
+    """
+    batches = loader.batch_sampler
+    sampler = loader.sampler if batches is None else getattr(batches, "sampler", None)
+    if getattr(type(sampler), "__iter__", None) in _WITHOUT_STATE and not hasattr(sampler, "state_dict"):
+        return f"the sampler, a {type(sampler).__module__}.{type(sampler).__qualname__}, keeps no state,"
+    drawn = sys.modules.get("torchdata.stateful_dataloader.sampler")
+    if drawn is None or not isinstance(sampler, drawn.RandomSampler):
+        return None
+    if type(batches) is BatchSampler:  # torchdata's own keeps the state of the sampler
+        kind = type(batches)
+        return f"the batch sampler, a {kind.__module__}.{kind.__qualname__}, keeps no state of the sampler"
+    if loader.generator is sampler.generator:
+        return "the sampler draws from the generator"
     return None

@@ -1,7 +1,4 @@
-"""Coordinators of a torch.distributed job that use its key-value store.
-
-They use no collectives and no device, and work in any thread.
-"""
+"""Coordinators of a torch.distributed job over its key-value store. They use no collectives and no devices."""
 
 from __future__ import annotations
 
@@ -17,17 +14,14 @@ import torch.distributed as dist
 
 from ckptcore.errors import CoordinationTimeoutError, PluginError
 from ckptcore_torch.store_handshakes import StoreHandshake, handshakes
-from ckptcore_torch.watched_stores import WatchedStore, watched
+from ckptcore_torch.watched_stores import WatchedStore, run_watched
 
 __all__ = ["GroupCoordinator", "StoreCoordinator", "StorelessCoordinator", "coordinator_of_job", "store_of_job"]
 
 T = TypeVar("T")
 
 _WITHOUT_STORE: Final = ("fake", "mpi")
-"""Backends with a store that keeps nothing.
-
-See ``init_process_group`` in ``distributed_c10d.py``, torch 2.13.0.
-"""
+"""Backends whose store does not keep values (torch 2.13.0, ``distributed_c10d.py``: ``init_process_group``)."""
 _FIRST_PAUSE_SECONDS: Final = 0.0005
 _LONGEST_PAUSE_SECONDS: Final = 0.05
 
@@ -35,10 +29,10 @@ _LONGEST_PAUSE_SECONDS: Final = 0.05
 class StoreCoordinator:
     """Coordinator over a `torch.distributed.Store` that every process of the job can reach.
 
-    The store can be that of the job. It polls instead of waiting in the store, because
-    ``torch.distributed.TCPStore`` lets only one thread of a process wait at a time. Keys of an
-    earlier run of the job in the store are ignored. If the store fails or hangs, an error is raised
-    within the timeout.
+    The store can be the store of the job. The coordinator polls it, because
+    ``torch.distributed.TCPStore`` allows only one thread of a process to wait at a time. It ignores
+    keys of an earlier run of the job. If the store fails or hangs, an exchange raises an error
+    within the timeout. Any thread.
     """
 
     def __init__(
@@ -53,15 +47,15 @@ class StoreCoordinator:
         """Do no I/O.
 
         Args:
-            store: a `torch.distributed.Store`: that of the job, or another one.
+            store: a `torch.distributed.Store` that every process of the job can reach.
             rank, size: rank of this process and number of processes.
             timeout_seconds: timeout of an exchange.
-            handshake: handshake of this process with the leader; None: the one shared by all
-                coordinators over this store.
+            handshake: handshake of this process with the leader; None for the handshake that all
+                coordinators over this store share.
         """
-        # Untyped: torch declares that stores use str, but they use bytes.
-        self._given: Final[Any] = store
-        self._store: Final[Any] = _own_part(store)
+        # Any, because the type annotations of torch say str for values, which are bytes.
+        self._unprefixed: Final[Any] = store
+        self._store: Final[Any] = _with_prefix(store)
         self._rank: Final = rank
         self._size: Final = size
         self._timeout_seconds: Final = timeout_seconds
@@ -82,8 +76,8 @@ class StoreCoordinator:
             raise _without_store(backend, world.size())
         store = _store_of(world)
         rank, size = world.rank(), world.size()
-        # The group identifies the run of the job: its store can be a new object at each access.
-        handshake = handshakes().of(world, _own_part(store), rank, size)
+        # Look up by the group: `get_group_store` can return a new store object on each call.
+        handshake = handshakes().of(world, _with_prefix(store), rank, size)
         return cls(store, rank, size, timeout_seconds=timeout_seconds, handshake=handshake)
 
     @property
@@ -98,8 +92,8 @@ class StoreCoordinator:
 
     def within(self, ranks: Sequence[int], *, deadlines: int = 1) -> StoreCoordinator:
         """Return a coordinator of some ranks. See `ckptcore.protocols.GathersInGroups`."""
-        place, seconds = ranks.index(self._rank), self._timeout_seconds * deadlines
-        return StoreCoordinator(self._given, place, len(ranks), timeout_seconds=seconds, handshake=self._handshake)
+        rank, seconds = ranks.index(self._rank), self._timeout_seconds * deadlines
+        return StoreCoordinator(self._unprefixed, rank, len(ranks), timeout_seconds=seconds, handshake=self._handshake)
 
     def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
         """Gather payloads at the leader. See `ckptcore.protocols.Coordinator`.
@@ -108,7 +102,7 @@ class StoreCoordinator:
         """
         if self._size == 1:
             return [payload]
-        return self._exchange(key, lambda store, place: self._gather(store, key, place, payload))
+        return self._exchange(key, lambda store, prefix: self._gather(store, key, prefix, payload))
 
     def broadcast(self, key: str, payload: bytes | None) -> bytes:
         """Send the leader's payload to all. See `ckptcore.protocols.Coordinator`.
@@ -118,42 +112,43 @@ class StoreCoordinator:
         if (payload is None) == (self._rank == 0):
             raise PluginError(f"broadcast {key!r}: the leader must pass a payload, and other ranks must not")
         if payload is None:
-            return self._exchange(key, lambda store, place: self._receive(store, key, place))
+            return self._exchange(key, lambda store, prefix: self._receive(store, key, prefix))
         if self._size > 1:
             given = payload
-            self._exchange(key, lambda store, place: self._send(store, place, given))
+            self._exchange(key, lambda store, prefix: self._send(store, prefix, given))
         return payload
 
     def _exchange(self, key: str, exchange: Callable[[WatchedStore, str], T]) -> T:
-        """Run an exchange under keys of this run of the job."""
+        """Run an exchange with the key prefix of this run of the job."""
         timeout = self._timeout_seconds
 
         def run(store: WatchedStore) -> T:
             return exchange(store, f"{self._handshake.run_id(store, key, timeout)}/{key}")
 
-        return watched(self._store, key, self._rank, timeout, run)
+        return run_watched(self._store, key, self._rank, timeout, run)
 
-    def _gather(self, store: WatchedStore, key: str, place: str, payload: bytes) -> Sequence[bytes] | None:
+    def _gather(self, store: WatchedStore, key: str, prefix: str, payload: bytes) -> Sequence[bytes] | None:
         if self._rank:
-            store.set(f"{place}/{self._rank}", payload)
+            store.set(f"{prefix}/{self._rank}", payload)
             return None
-        names = {rank: f"{place}/{rank}" for rank in range(1, self._size)}
+        names = {rank: f"{prefix}/{rank}" for rank in range(1, self._size)}
         try:
             self._wait(store, key, names)
         finally:
-            if self._size == self._handshake.size:  # a group of the job can have more exchanges before all have met
+            # Not in a smaller group of ranks: the other ranks may not have met the leader yet.
+            if self._size == self._handshake.size:
                 self._handshake.waited()
         gathered = [payload, *[store.get(name) for name in names.values()]]
         for name in names.values():
             store.remove(name)
         return gathered
 
-    def _send(self, store: WatchedStore, place: str, payload: bytes) -> None:
-        store.set(f"{place}/payload", payload)
+    def _send(self, store: WatchedStore, prefix: str, payload: bytes) -> None:
+        store.set(f"{prefix}/payload", payload)
         self._handshake.wait_for_all(store, self._timeout_seconds)
 
-    def _receive(self, store: WatchedStore, key: str, place: str) -> bytes:
-        name, counter = f"{place}/payload", f"{place}/received"
+    def _receive(self, store: WatchedStore, key: str, prefix: str) -> bytes:
+        name, counter = f"{prefix}/payload", f"{prefix}/received"
         self._wait(store, key, {0: name})
         received = store.get(name)
         if store.add(counter, 1) == self._size - 1:
@@ -183,12 +178,12 @@ class StoreCoordinator:
 
 @dataclass(frozen=True, slots=True)
 class StorelessCoordinator:
-    """Coordinator of a process group without a store.
+    """Coordinator of a process group without a store. Every exchange raises an error.
 
-    It knows its rank, which suffices for loads of one process.
+    Loads in a single process work, because they need only the rank.
 
     Attributes:
-        backend: of the group.
+        backend: backend of the group.
         rank, size: rank of this process and number of processes.
     """
 
@@ -214,12 +209,10 @@ class StorelessCoordinator:
 
 
 def coordinator_of_job() -> GroupCoordinator | StorelessCoordinator | None:
-    """Return the coordinator of the initialized process group, or None if it has one process.
+    """Return the coordinator of the initialized process group, or None if it has only one process. Any thread.
 
-    Any thread.
-
-    It uses the store with which the group was initialized, whatever its backend, and none of its
-    collectives.
+    It uses the store with which the group was initialized, and works with every backend that has a
+    store.
     """
     world = dist.group.WORLD
     if world is None or world.size() == 1:
@@ -233,8 +226,8 @@ def coordinator_of_job() -> GroupCoordinator | StorelessCoordinator | None:
 class GroupCoordinator(StoreCoordinator):
     """Coordinator of a process group, one object per group. A `ckptcore.protocols.Rejoinable`.
 
-    A program can end its group and create another one with some of the same processes. It then
-    continues in the new group.
+    A program can destroy its group and create another one with some of the same processes. Saves
+    and loads then use the new group.
     """
 
     def __init__(self, store: Any, rank: int, size: int, *, handshake: StoreHandshake, incarnation: int) -> None:
@@ -259,16 +252,16 @@ class _GroupCoordinators:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: MutableMapping[Any, GroupCoordinator] = weakref.WeakKeyDictionary()
-        self._made = 0
+        self._count = 0
 
     def of(self, group: Any) -> GroupCoordinator:
         with self._lock:
             found = self._known.get(group)
             if found is None:
-                self._made += 1
+                self._count += 1
                 store, rank, size = _store_of(group), group.rank(), group.size()
-                handshake = handshakes().of(group, _own_part(store), rank, size)
-                found = GroupCoordinator(store, rank, size, handshake=handshake, incarnation=self._made)
+                handshake = handshakes().of(group, _with_prefix(store), rank, size)
+                found = GroupCoordinator(store, rank, size, handshake=handshake, incarnation=self._count)
                 self._known[group] = found
             return found
 
@@ -287,12 +280,12 @@ def _without_store(backend: str, size: int) -> PluginError:
     )
 
 
-def _own_part(store: Any) -> Any:
+def _with_prefix(store: Any) -> Any:
     return dist.PrefixStore("ckptcore", store)  # type: ignore[attr-defined]  # exported only at run time
 
 
 def store_of_job() -> Any:
-    """Return the store of the initialized process group, or None if it has one process or no usable store."""
+    """Return the store of the initialized process group, or None if it has only one process or no usable store."""
     world = dist.group.WORLD
     if world is None or world.size() == 1 or dist.get_backend(world) in _WITHOUT_STORE:
         return None
@@ -300,10 +293,8 @@ def store_of_job() -> Any:
 
 
 def _store_of(world: Any) -> Any:
-    """Return the store of the default group.
-
-    A group implemented in Python has none (torch 2.13.0, ``get_group_store``).
-    """
-    # older versions have no public method
+    """Return the store of the default process group."""
+    # Older versions of torch lack the method. It returns None for a group that is implemented in
+    # Python (torch 2.13.0).
     found = world.get_group_store() if hasattr(world, "get_group_store") else None
     return dist.distributed_c10d._get_default_store() if found is None else found

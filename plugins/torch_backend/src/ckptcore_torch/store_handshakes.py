@@ -25,16 +25,17 @@ _FIRST_PAUSE_SECONDS: Final = 0.0005
 _LONGEST_PAUSE_SECONDS: Final = 0.05
 
 _ENDING_SECONDS: Final = 5.0
-"""Time that the end of a program waits for the store."""
+"""Maximum time in seconds that the exit of the program waits for a request to the store."""
 
 
 class StoreHandshake:
     """Handshake of one process with the leader. Any thread.
 
-    A rank sets a random word, ``hello``. The leader answers it with an id of this run of the job,
-    which is the prefix of all further keys. The leader answers on a separate thread, once to each
-    rank. Therefore a rank may be late for its first exchange, and a process that is restarted alone
-    gets no answer. The thread ends with the program, or earlier with its group or store.
+    A rank sets the key ``hello`` to a random word. The leader answers with the word and an id of
+    this run of the job, which is the prefix of all further keys. The leader answers each rank once,
+    on a separate thread. Therefore a rank may be late for its first exchange, and a process that is
+    restarted alone gets no answer. The thread ends when all ranks have met the leader, or with its
+    group, store or program.
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
@@ -77,7 +78,7 @@ class StoreHandshake:
                         self._answering.start()
             return self._run_id
         if not self._lock.acquire(timeout=timeout_seconds):
-            raise self._unanswered(key, timeout_seconds)  # the thread with the lock got no answer either
+            raise self._unanswered(key, timeout_seconds)  # another thread waits for the same answer
         try:
             if self._run_id is None:
                 self._run_id = self._ask(store, key, timeout_seconds)
@@ -86,10 +87,10 @@ class StoreHandshake:
             self._lock.release()
 
     def wait_for_all(self, store: WatchedStore, timeout_seconds: float) -> None:
-        """Wait on the leader until all ranks have met it, because it may exit afterwards and answer no more.
+        """On the leader, wait until all ranks have met it, because the program may exit after the broadcast.
 
-        Only the first call waits, and none after `waited` or on a rank that only leads a group.
-        After the timeout the leader continues: a missing rank will find the payload.
+        Only the first call waits, and no call waits after `waited` or on another rank that leads a
+        group. After the timeout the leader continues: late ranks can still read the payload.
         """
         if self._waited or self._rank:
             return
@@ -99,15 +100,16 @@ class StoreHandshake:
             store.pause(0)
 
     def waited(self) -> None:
-        """Record that the leader has waited for all ranks."""
+        """Record that the leader has already waited for all ranks, in a gather."""
         self._waited = True
 
     def end(self) -> None:
-        """Stop answering. Waits briefly for a pending access to the store.
+        """Stop answering. Waits briefly for a pending request to the store.
 
-        A thread in the store at the end of the interpreter crashes the process: ``terminate called
-        without an active exception``, SIGABRT (torch 2.13.0, Python 3.11). Besides, if the same
-        processes end a group and create another one over the same store, two runs would answer.
+        There are two reasons. A thread inside the store at interpreter exit crashes the process
+        with ``terminate called without an active exception``, SIGABRT (torch 2.13.0, Python 3.11).
+        And if the same processes destroy a group and create another one over the same store, both
+        runs would answer.
         """
         self._ended.set()
         if self._answering is not None and self._answering is not threading.current_thread():
@@ -121,7 +123,7 @@ class StoreHandshake:
         while True:
             if store.has(self._welcome(self._rank)):
                 word, run_id = json.loads(store.get(self._welcome(self._rank)))
-                if word == self._word:  # otherwise it answers a process of an earlier run
+                if word == self._word:  # otherwise it is the answer to a process of an earlier run
                     store.set(self._met(run_id, self._rank), b"")
                     return str(run_id)
             if time.monotonic() >= deadline:
@@ -139,7 +141,7 @@ class StoreHandshake:
         )
 
     def _answer(self) -> None:
-        """Answer every rank's hello, and again if its first hello was from an earlier run."""
+        """Answer the ``hello`` of every rank, and answer again if it changes: the first can be from an earlier run."""
         store = WatchedStore(self._store, "handshake")
         answered: dict[int, str] = {}
         unmet = set(range(1, self._size))
@@ -178,19 +180,18 @@ class StoreHandshake:
 
 
 class StoreHandshakes:
-    """Handshakes of this process, which live as long as their group or store. Any thread."""
+    """Handshakes of this process. They are dropped with their group or store. Any thread."""
 
     def __init__(self) -> None:
-        """Start without any."""
         self._lock = threading.Lock()
         self._known: MutableMapping[Any, dict[tuple[int, int], StoreHandshake]] = weakref.WeakKeyDictionary()
 
     def of(self, anchor: Any, store: Any, rank: int, size: int) -> StoreHandshake:
-        """Return the handshake of a process in a group or over a store. All coordinators share it.
+        """Return the handshake of a process in a process group or store. All its coordinators share it.
 
         Args:
-            anchor: the process group or the store.
-            store: with a prefix for ckptcore.
+            anchor: the process group or store. The handshake is dropped with it.
+            store: the store with the prefix of ckptcore.
             rank, size: rank of this process and number of processes.
         """
         with self._lock:

@@ -1,4 +1,4 @@
-"""Leaf handlers of plain tensors and Parameters, and of subclasses over plain memory."""
+"""Leaf handlers of plain tensors and Parameters, and of subclasses over plain memory; handlers by type."""
 
 from __future__ import annotations
 
@@ -35,39 +35,40 @@ __all__ = [
     "is_fake",
     "is_sharded",
     "is_uninitialized",
+    "leaf_handler_of_type",
     "same_memory",
 ]
 
 
 class TensorHandler(LeafHandler):
-    """Handler of exactly `torch.Tensor` and `torch.nn.Parameter`, also of meta tensors as abstract leaves.
+    """Handler of `torch.Tensor` and `torch.nn.Parameter`, not of subclasses. Abstract leaves can be meta tensors.
 
-    A tensor is built contiguous, with the dtype, device, class and `requires_grad` of the abstract
-    one. A meta tensor requests the CPU.
+    A loaded tensor is contiguous and has the dtype, device, class and `requires_grad` of the
+    abstract leaf. A meta tensor requests a tensor on the CPU.
     """
 
     priority = Priority.FRAMEWORK
 
     def describe(self, leaf: Any) -> LeafRecord:
-        """Return shape and dtype. The kind names dtypes that are stored as raw bytes."""
+        """Return shape and dtype. For dtypes that are stored as raw bytes, the kind names the dtype."""
         if leaf.layout is not torch.strided or leaf.is_nested:
             raise UnsupportedLeafError(_layout_refusal(leaf))
         return _record(leaf.shape, leaf.dtype)
 
     def abstract(self, leaf: Any) -> torch.Tensor:
-        """Return a meta tensor for a CPU tensor, or else a FakeTensor on the same device."""
+        """Return a meta tensor for a CPU tensor, or a FakeTensor on the same device for others."""
         self.describe(leaf)  # raises an error if the leaf cannot be stored
         return leaf if leaf.is_meta else abstract_like(leaf)
 
     def identity(self, leaf: Any) -> Hashable | None:
-        """Return address, shape, strides, dtype and device, or None without elements.
+        """Return address, shape, strides, dtype and device, or None for a tensor without elements.
 
-        A meta tensor has no address, so its storage object is used.
+        For a meta tensor, which has no address, use its storage object.
         """
         try:
             address = leaf.data_ptr()
         except RuntimeError:
-            return None  # a wrapper without memory; `shards` raises an error
+            return None  # a wrapper without memory: `shards` raises an error
         if not address:
             if not leaf.is_meta or not leaf.numel():
                 return None
@@ -86,29 +87,25 @@ class TensorHandler(LeafHandler):
         """
         _check_has_memory(leaf)
         if not leaf.is_cpu:
-            # This runs on the saving thread, but `view_on_host` may run on another one with another
-            # current stream.
+            # `view_on_host` may run on another thread, which has another current stream.
             finish_work_on(leaf)
-        return _whole(leaf.shape, rank, size)
+        return _whole_shard(leaf.shape, rank, size)
 
     def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard]:
         """Return the whole tensor, also for a meta tensor."""
-        return _whole(leaf.shape, rank, size)
+        return _whole_shard(leaf.shape, rank, size)
 
     def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
-        """Return no bytes for views of CPU memory. A meta tensor counts as a tensor on a device."""
+        """Return the bytes of views, which are 0 for CPU memory, and of copies. A meta tensor counts as on a device."""
         nbytes = sum([box.size for box in boxes]) * encoding_of(leaf.dtype).host.itemsize
         in_memory = leaf.device.type == "cpu" and not leaf.is_conj() and not leaf.is_neg()
         return HostBytes(0 if in_memory else nbytes, nbytes)
 
     def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
-        """Copy, because tensors are mutable.
-
-        CUDA copies run on a side stream, after the current one.
-        """
+        """Copy boxes to the host. CUDA copies run on a side stream, after pending work of the current stream."""
         if leaf.is_cpu and not leaf.is_conj() and not leaf.is_neg():
             whole = host_view(leaf)
-            return [memory.copy(_part(whole, box)) for box in boxes]
+            return [memory.copy(_view_box(whole, box)) for box in boxes]
         encoding = encoding_of(leaf.dtype)
         copies: list[Pending[HostArray]] = []
         for box in boxes:
@@ -123,7 +120,7 @@ class TensorHandler(LeafHandler):
             encoding = encoding_of(leaf.dtype)
             return [start_copy(leaf[box.slices], np.empty(box.shape, encoding.host)) for box in boxes]
         whole = host_view(leaf)
-        return [Ready(_part(whole, box)) for box in boxes]
+        return [Ready(_view_box(whole, box)) for box in boxes]
 
     def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
         """Return the whole array."""
@@ -143,18 +140,18 @@ class TensorHandler(LeafHandler):
         return array if flags.writeable and flags.c_contiguous else None
 
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
-        """Build a tensor over the host array. Copies only to change the dtype or device."""
-        tensor = _elements(abstract, stored, boxes)
+        """Build a tensor over the host array. Copies only if the dtype or device differs."""
+        tensor = _cast_elements(abstract, stored, boxes)
         device = abstract.device
-        if device != _CPU and device.type != "meta":  # not `is_cpu`, which is wrong for a FakeTensor
+        if device != _CPU and device.type != "meta":  # not `is_cpu`, which is False for a FakeTensor on the CPU
             tensor = tensor.to(device)
-        # Comparing types is fast; isinstance calls the metaclass of Parameter.
+        # Compare types first, because isinstance calls the metaclass of Parameter, which is slow.
         if type(abstract) is not torch.Tensor and isinstance(abstract, torch.nn.Parameter):
             return torch.nn.Parameter(tensor, requires_grad=abstract.requires_grad)
         return tensor.requires_grad_() if abstract.requires_grad else tensor
 
     def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
-        """Copy into the tensor, with any strides and device, and increment its autograd version.
+        """Copy into a tensor with any strides and device, and increment its autograd version.
 
         Return False for meta tensors, and for tensors with overlapping elements.
         """
@@ -162,10 +159,10 @@ class TensorHandler(LeafHandler):
             return False
         if target.numel() and not target.data_ptr() and not target.untyped_storage().nbytes():
             raise UnsupportedLeafError(f"{_FREED}; gather the parameters before loading into them")
-        if len(boxes) == 1 and shares_memory(boxes[0][1], target):  # already read into the memory from `destination`
+        if len(boxes) == 1 and shares_memory(boxes[0][1], target):  # already read into the memory of the tensor
             torch.autograd.graph.increment_version(target)
             return True
-        source = _elements(target, stored, boxes)
+        source = _cast_elements(target, stored, boxes)
         if target.is_inference():
             with torch.inference_mode():  # an inference tensor can be changed only in inference mode
                 copy_elements(target, source)
@@ -189,7 +186,7 @@ class TensorHandler(LeafHandler):
 class SubclassHandler(LeafHandler):
     """Handler of tensor subclasses over plain memory, and of FakeTensors as abstract leaves.
 
-    Only elements are saved. A leaf is built with the class and attributes of the abstract one.
+    Only elements are saved. A loaded leaf has the class and attributes of the abstract leaf.
     Subclasses composed of other tensors are refused.
     """
 
@@ -199,48 +196,48 @@ class SubclassHandler(LeafHandler):
         """Return shape and dtype."""
         if is_uninitialized(leaf):
             raise UnsupportedLeafError(
-                "a parameter of a lazy module has no shape before the first use of the "
+                "a parameter of a lazy module has no shape before the first call of the "
                 "module; call the module once, then save it or load into it"
             )
         if is_fake(leaf):
-            return _record(torch.Size([_extent(extent) for extent in leaf.shape]), leaf.dtype)
-        return _PLAIN.describe(_plain(leaf))
+            return _record(torch.Size([_fixed_extent(extent) for extent in leaf.shape]), leaf.dtype)
+        return _PLAIN.describe(_as_plain(leaf))
 
     def abstract(self, leaf: Any) -> torch.Tensor:
         """Return a meta tensor of the subclass with its attributes, or a FakeTensor itself.
 
         Raises:
-            UnsupportedLeafError: also for a tensor on another device than the CPU.
+            UnsupportedLeafError: if the leaf cannot be stored, or is not on the CPU.
         """
         self.describe(leaf)  # raises an error if the leaf cannot be stored
         if is_fake(leaf):
             return cast(torch.Tensor, leaf)
-        plain = _plain(leaf)
+        plain = _as_plain(leaf)
         return cast(torch.Tensor, leaf) if plain.is_meta else abstract_subclass(plain, leaf)
 
     def identity(self, leaf: Any) -> Hashable | None:
-        """Return the identity of the plain tensor. A FakeTensor equals only itself."""
-        return ("fake", id(leaf)) if is_fake(leaf) else _PLAIN.identity(_plain(leaf))
+        """Return the identity of the plain tensor, or an id of a FakeTensor object."""
+        return ("fake", id(leaf)) if is_fake(leaf) else _PLAIN.identity(_as_plain(leaf))
 
     def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard]:
         """Return the whole tensor, also for a FakeTensor."""
-        return _whole(leaf.shape, rank, size)
+        return _whole_shard(leaf.shape, rank, size)
 
     def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
         """Return the size of the plain tensor on the same device."""
-        return _PLAIN.host_bytes(leaf if is_fake(leaf) else _plain(leaf), boxes)
+        return _PLAIN.host_bytes(leaf if is_fake(leaf) else _as_plain(leaf), boxes)
 
     def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard]:
         """Return the shards of the plain tensor."""
-        return _PLAIN.shards(leaf if is_fake(leaf) else _plain(leaf), rank, size)
+        return _PLAIN.shards(leaf if is_fake(leaf) else _as_plain(leaf), rank, size)
 
     def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
         """Copy the plain tensor."""
-        return _PLAIN.copy_to_host(_plain(leaf), boxes, memory)
+        return _PLAIN.copy_to_host(_as_plain(leaf), boxes, memory)
 
     def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
         """View the plain tensor."""
-        return _PLAIN.view_on_host(_plain(leaf), boxes)
+        return _PLAIN.view_on_host(_as_plain(leaf), boxes)
 
     def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
         """Return the whole array.
@@ -254,33 +251,52 @@ class SubclassHandler(LeafHandler):
 
     def destination(self, abstract: Any, stored: ArrayRecord, box: Box) -> HostArray | None:
         """Return the memory of the plain tensor, or None for a FakeTensor."""
-        return None if is_fake(abstract) else _PLAIN.destination(_plain(abstract), stored, box)
+        return None if is_fake(abstract) else _PLAIN.destination(_as_plain(abstract), stored, box)
 
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
-        """Build a plain tensor or Parameter for a FakeTensor, else a tensor with the class and
-        attributes of `abstract`.
-        """
+        """Build a tensor with the class and attributes of `abstract`, or a plain one for a FakeTensor."""
         if is_fake(abstract):
             return _PLAIN.build(abstract, stored, boxes)
         with torch._C.DisableTorchFunctionSubclass():
-            plain = _PLAIN.build(_plain(abstract), stored, boxes)
-            # `build` returned a tensor.
+            plain = _PLAIN.build(_as_plain(abstract), stored, boxes)
+            # `build` returns a tensor, although its type says object.
             built: torch.Tensor = plain.detach().as_subclass(type(abstract))  # type: ignore[attr-defined]
             built.__dict__.update(abstract.__dict__)
             return built.requires_grad_(abstract.requires_grad)
 
     def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
         """Fill the plain tensor. Return False for a FakeTensor."""
-        return False if is_fake(target) else _PLAIN.fill(_plain(target), stored, boxes)
+        return False if is_fake(target) else _PLAIN.fill(_as_plain(target), stored, boxes)
 
     def memory_to_fill(self, target: Any) -> Sequence[StridedMemory] | None:
         """Return the memory of the plain tensor, or None for a FakeTensor."""
-        return None if is_fake(target) else _PLAIN.memory_to_fill(_plain(target))
+        return None if is_fake(target) else _PLAIN.memory_to_fill(_as_plain(target))
 
 
 _CPU: Final = torch.device("cpu")
 _FREED: Final = "the storage of this tensor was freed, as FSDP does with unused parameters"
 _PLAIN: Final = TensorHandler()
+_SUBCLASSES: Final = SubclassHandler()
+
+
+def leaf_handler_of_type(leaf_type: type) -> LeafHandler | None:
+    """Return the handler for a type of tensor, or None for other types."""
+    if leaf_type is torch.Tensor or leaf_type is torch.nn.Parameter:
+        return _PLAIN
+    if not issubclass(leaf_type, torch.Tensor):
+        return None
+    # Distributed tensors exist only if their module was imported. Importing it is slow, and some
+    # builds of PyTorch lack it.
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is not None and issubclass(leaf_type, distributed.DTensor):
+        from ckptcore_torch.dtensors import DTensorHandler
+
+        return DTensorHandler()
+    if is_sharded(leaf_type):
+        from ckptcore_torch.sharded_tensors import ShardedTensorHandler
+
+        return ShardedTensorHandler()
+    return _SUBCLASSES
 
 
 def is_uninitialized(leaf: object) -> bool:
@@ -320,7 +336,7 @@ def _record(shape: torch.Size, dtype: torch.dtype) -> ArrayRecord:
 
 
 @functools.lru_cache(maxsize=4096)
-def _whole(shape: torch.Size, rank: int, size: int) -> tuple[Shard, ...]:
+def _whole_shard(shape: torch.Size, rank: int, size: int) -> tuple[Shard, ...]:
     return (Shard(Box.whole(tuple(shape)), rank, size),)
 
 
@@ -329,30 +345,30 @@ def _whole_box(shape: tuple[int, ...]) -> tuple[Box, ...]:
     return (Box.whole(shape),)
 
 
-def _part(whole: HostArray, box: Box) -> HostArray:
+def _view_box(whole: HostArray, box: Box) -> HostArray:
     if box.stop == whole.shape and not any(box.start):
         return whole
     part: HostArray = whole[box.slices]
     return part
 
 
-def _elements(abstract: torch.Tensor, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> torch.Tensor:
+def _cast_elements(abstract: torch.Tensor, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> torch.Tensor:
     """Return a CPU tensor of the stored elements, cast to the dtype of `abstract`."""
     if isinstance(stored, ValueRecord):
         difference = f"a {stored.kind} is stored, requested as a tensor of the shape {tuple(abstract.shape)}"
-        raise TreeMismatchError(f"{difference}; give a {stored.kind} instead of the tensor", [difference])
+        raise TreeMismatchError(f"{difference}; request a {stored.kind} instead of the tensor", [difference])
     shape = stored.spec.shape
     if len(boxes) != 1 or boxes[0][1].shape != shape:
         raise PluginError(f"a tensor of {stored.spec} was requested as a whole but read in {len(boxes)} boxes")
     if abstract.shape != shape:
         difference = f"stored with the shape {shape}, requested as a tensor of the shape {tuple(abstract.shape)}"
-        raise TreeMismatchError(f"{difference}; give a tensor of the stored shape", [difference])
+        raise TreeMismatchError(f"{difference}; request a tensor of the stored shape", [difference])
     return elements_as(boxes[0][1], stored, abstract.dtype)
 
 
 def _check_has_memory(leaf: torch.Tensor) -> None:
     if is_fake(leaf):
-        raise UnsupportedLeafError("a FakeTensor has no elements to save; save the original tensor")
+        raise UnsupportedLeafError("a FakeTensor has no elements to save; save the real tensor")
     try:
         if leaf.data_ptr() or not leaf.numel():
             return
@@ -362,7 +378,7 @@ def _check_has_memory(leaf: torch.Tensor) -> None:
         ) from error
     if leaf.is_meta:
         raise UnsupportedLeafError(
-            "a meta tensor has no elements to save; use it only to describe a load. Save the original tensor"
+            "a meta tensor has no elements to save: it can only be used in an abstract tree; save the real tensor"
         )
     raise UnsupportedLeafError(f"{_FREED}; gather the parameters before saving them")
 
@@ -399,7 +415,7 @@ def is_fake(leaf: torch.Tensor) -> bool:
     return module is not None and isinstance(leaf, module.FakeTensor)
 
 
-def _extent(extent: Any) -> int:
+def _fixed_extent(extent: Any) -> int:
     if type(extent) is not int:
         raise UnsupportedLeafError(
             f"a FakeTensor with the symbolic extent {extent} has no fixed shape; create it with static shapes"
@@ -407,10 +423,11 @@ def _extent(extent: Any) -> int:
     return extent
 
 
-def _plain(leaf: torch.Tensor) -> torch.Tensor:
+def _as_plain(leaf: torch.Tensor) -> torch.Tensor:
     """Return the same memory as a `torch.Tensor`.
 
-    Subclasses composed of other tensors are refused.
+    Raises:
+        UnsupportedLeafError: for subclasses that are composed of other tensors.
     """
     name = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
     if hasattr(leaf, "__tensor_flatten__"):
@@ -423,7 +440,7 @@ def _plain(leaf: torch.Tensor) -> torch.Tensor:
     if _is_masked(leaf):
         raise UnsupportedLeafError(f"a {name} is two arrays; save its .get_data() and .get_mask()")
     try:
-        # Otherwise a subclass's __torch_function__ could intercept calls about its memory, and wrap
+        # Without this, the __torch_function__ of a subclass could intercept the calls and wrap
         # their results.
         with torch._C.DisableTorchFunctionSubclass():
             plain = leaf.detach().as_subclass(torch.Tensor)

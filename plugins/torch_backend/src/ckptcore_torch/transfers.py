@@ -17,7 +17,7 @@ from ckptcore.errors import PluginError
 from ckptcore.model import HostArray, Pending, Ready
 from ckptcore_torch.dtypes import encoding_of
 
-__all__ = ["CudaLane", "DeviceEvent", "HostCopy", "Lane", "Transfers", "finish_work_on", "start_copy"]
+__all__ = ["CudaSideStream", "DeviceEvent", "HostCopy", "SideStream", "Transfers", "finish_work_on", "start_copy"]
 
 _STAGING_BYTES: Final = 32 << 20
 """Size of a staging buffer."""
@@ -27,30 +27,30 @@ _STAGING_BUFFERS: Final = 4
 
 
 class DeviceEvent(Protocol):
-    """A point in the work of a device, such as a `torch.cuda.Event`."""
+    """An event in the work queue of a device, such as a `torch.cuda.Event`."""
 
     def synchronize(self) -> None:
-        """Wait until the device has reached it."""
+        """Wait until the device has reached the event."""
         ...
 
 
-class Lane(Protocol):
-    """A queue of work on a device besides the caller's own, and memory for asynchronous copies."""
+class SideStream(Protocol):
+    """A separate work queue of a device, and memory for asynchronous copies."""
 
     def now(self) -> DeviceEvent:
-        """Return the current end of the calling thread's own work."""
+        """Record an event after the current work of the calling thread's own stream."""
         ...
 
     def entered(self) -> AbstractContextManager[object]:
-        """Direct work inside the context to this lane."""
+        """Run device work inside the context on this stream."""
         ...
 
     def wait_for(self, event: DeviceEvent) -> None:
-        """Start further work of this lane only after `event`."""
+        """Delay further work of this stream until `event`."""
         ...
 
     def mark(self) -> DeviceEvent:
-        """Return the current end of the work in this lane."""
+        """Record an event after the current work of this stream."""
         ...
 
     def staging(self, size: int) -> torch.Tensor:
@@ -58,7 +58,7 @@ class Lane(Protocol):
         ...
 
 
-class CudaLane:
+class CudaSideStream:
     """A side stream of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -90,8 +90,14 @@ class CudaLane:
 
 
 @dataclass(slots=True)
-class _Piece:
-    """Bytes in a staging buffer, with their destination."""
+class _StagedBytes:
+    """Bytes of a copy in a staging buffer.
+
+    Attributes:
+        copy: the copy.
+        staged: range of the bytes in the buffer.
+        start: offset of the bytes in the target of the copy.
+    """
 
     copy: HostCopy
     staged: slice
@@ -99,11 +105,18 @@ class _Piece:
 
 
 @dataclass(slots=True)
-class _Flight:
-    """A staging buffer with its contents and the event of its arrival, which is None while it is being filled."""
+class _StagingBuffer:
+    """A staging buffer in use.
+
+    Attributes:
+        buffer: pinned host memory.
+        contents: the bytes in it.
+        used: number of bytes in it.
+        arrived: event after the transfers to the buffer; None while the buffer is being filled.
+    """
 
     buffer: torch.Tensor
-    pieces: list[_Piece] = field(default_factory=list)
+    contents: list[_StagedBytes] = field(default_factory=list)
     used: int = 0
     arrived: DeviceEvent | None = None
 
@@ -129,32 +142,31 @@ class HostCopy:
 
 
 class Transfers:
-    """Copies from one device to host arrays.
+    """Copies from one device to host arrays, through staging buffers. Any thread.
 
-    Small copies share a buffer, large ones are split. Any thread.
-
-    Copies start on submission if staging buffers are free, and progress whenever a thread waits for
-    one. Staging buffers are reused for the next save. A copy without references is dropped with its
-    tensor; data of it in a staging buffer is copied with the next one.
+    Small copies share a buffer, and large copies use several. A copy starts on submission if a
+    buffer is free. Copies progress whenever a thread waits for one of them. Buffers are reused for
+    the next save. A copy without references is dropped together with its source tensor.
     """
 
-    def __init__(self, lane: Lane, *, size: int = _STAGING_BYTES, count: int = _STAGING_BUFFERS) -> None:
-        self._lane = lane
+    def __init__(self, stream: SideStream, *, size: int = _STAGING_BYTES, count: int = _STAGING_BUFFERS) -> None:
+        self._stream = stream
         self._size = size
-        self._unmade = count
+        self._unallocated = count
         self._free: list[torch.Tensor] = []
         self._waiting: deque[weakref.ref[HostCopy]] = deque()
-        self._flights: deque[_Flight] = deque()
+        self._in_use: deque[_StagingBuffer] = deque()
         self._lock = threading.Lock()
 
     def now(self) -> DeviceEvent:
-        """Return the current end of the calling thread's own work."""
-        return self._lane.now()
+        """Record an event after the current work of the calling thread's own stream."""
+        return self._stream.now()
 
     def submit(self, source: torch.Tensor, target: HostArray, after: DeviceEvent) -> HostCopy:
-        """Start to copy a tensor, in its state at `after`, to a C-contiguous array of the same size.
+        """Start to copy a tensor to a C-contiguous array of the same size, after the event `after`.
 
-        The caller may drop `source`, but must not change it before the copy has arrived.
+        The caller may drop its reference to `source`, but must not change it before the copy is
+        done.
         """
         copy = HostCopy(self, source, target, after)
         with self._lock:
@@ -163,89 +175,89 @@ class Transfers:
         return copy
 
     def finish(self, copy: HostCopy) -> None:
-        """Wait for a copy. This also advances earlier copies, and some later ones."""
+        """Wait for a copy. Also completes earlier copies, and starts later ones."""
         with self._lock:
             while copy.error is None and copy.arrived < copy.bytes.nbytes:
                 self._stage()
-                if not self._flights:
+                if not self._in_use:
                     raise PluginError(
                         "internal error: waited for a device copy that is not running; please report this"
                     )
-                self._land(self._flights.popleft())
+                self._empty(self._in_use.popleft())
                 self._stage()
         if copy.error is not None:
             raise copy.error
 
     def _stage(self) -> None:
-        """Stage waiting copies while buffers are free. Never blocks."""
+        """Start transfers of waiting copies to staging buffers, while buffers are free. Never blocks."""
         while self._waiting:
             copy = self._waiting[0]()
             if copy is None or copy.error is not None or copy.staged == copy.bytes.nbytes:
                 self._waiting.popleft()
                 continue
-            flight = self._open_flight()
-            if flight is None:
+            staging = self._buffer_with_space()
+            if staging is None:
                 return
             try:
-                self._stage_piece(copy, flight)
+                self._stage_piece(copy, staging)
             except Exception as error:  # noqa: BLE001  # raised to the thread that waits for this copy
                 self._fail(copy, error)
 
-    def _stage_piece(self, copy: HostCopy, flight: _Flight) -> None:
-        with self._lane.entered(), torch.no_grad():
+    def _stage_piece(self, copy: HostCopy, staging: _StagingBuffer) -> None:
+        with self._stream.entered(), torch.no_grad():
             if copy.flat is None:
                 assert copy.source is not None
-                self._lane.wait_for(copy.after)
+                self._stream.wait_for(copy.after)
                 dense = copy.source.contiguous()
                 # Not reshape: a tensor of one element can have any stride, and then cannot be
                 # viewed as bytes.
                 copy.flat = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
-            count = min(copy.bytes.nbytes - copy.staged, self._size - flight.used)
-            staged = slice(flight.used, flight.used + count)
-            flight.buffer[staged].copy_(copy.flat[copy.staged : copy.staged + count], non_blocking=True)
-            flight.pieces.append(_Piece(copy, staged, copy.staged))
-            flight.used += count
+            count = min(copy.bytes.nbytes - copy.staged, self._size - staging.used)
+            staged = slice(staging.used, staging.used + count)
+            staging.buffer[staged].copy_(copy.flat[copy.staged : copy.staged + count], non_blocking=True)
+            staging.contents.append(_StagedBytes(copy, staged, copy.staged))
+            staging.used += count
             copy.staged += count
-            if flight.used == self._size:
-                flight.arrived = self._lane.mark()
+            if staging.used == self._size:
+                staging.arrived = self._stream.mark()
 
-    def _open_flight(self) -> _Flight | None:
-        """Return the buffer being filled, or a new one, or None if all are in use."""
-        if self._flights and self._flights[-1].arrived is None:
-            return self._flights[-1]
+    def _buffer_with_space(self) -> _StagingBuffer | None:
+        """Return a staging buffer with free space, or None if all are in use."""
+        if self._in_use and self._in_use[-1].arrived is None:
+            return self._in_use[-1]
         if not self._free:
-            if not self._unmade:
+            if not self._unallocated:
                 return None
-            self._free.append(self._lane.staging(self._size))
-            self._unmade -= 1
-        flight = _Flight(self._free.pop())
-        self._flights.append(flight)
-        return flight
+            self._free.append(self._stream.staging(self._size))
+            self._unallocated -= 1
+        staging = _StagingBuffer(self._free.pop())
+        self._in_use.append(staging)
+        return staging
 
-    def _land(self, flight: _Flight) -> None:
-        """Wait for a staging buffer, and empty it."""
+    def _empty(self, staging: _StagingBuffer) -> None:
+        """Wait for the transfers to a staging buffer, copy its contents to their targets, and free it."""
         try:
-            if flight.arrived is None:
-                with self._lane.entered():
-                    flight.arrived = self._lane.mark()
-            flight.arrived.synchronize()
-            elements = flight.buffer.numpy()
-            for piece in flight.pieces:
-                copy, count = piece.copy, piece.staged.stop - piece.staged.start
-                copy.bytes[piece.start : piece.start + count] = elements[piece.staged]
+            if staging.arrived is None:
+                with self._stream.entered():
+                    staging.arrived = self._stream.mark()
+            staging.arrived.synchronize()
+            elements = staging.buffer.numpy()
+            for staged_bytes in staging.contents:
+                copy, count = staged_bytes.copy, staged_bytes.staged.stop - staged_bytes.staged.start
+                copy.bytes[staged_bytes.start : staged_bytes.start + count] = elements[staged_bytes.staged]
                 copy.arrived += count
                 if copy.arrived == copy.bytes.nbytes:
                     copy.source = copy.flat = None
         except BaseException as error:
-            for piece in flight.pieces:
-                self._fail(piece.copy, error)
+            for staged_bytes in staging.contents:
+                self._fail(staged_bytes.copy, error)
             if not isinstance(error, Exception):
                 raise
         finally:
-            self._free.append(flight.buffer)
+            self._free.append(staging.buffer)
 
     def _fail(self, copy: HostCopy, error: BaseException) -> None:
-        """Keep an error for the thread that waits for the copy."""
+        """Store an error for the thread that waits for the copy."""
         copy.error = error
         copy.source = copy.flat = None
 
@@ -269,7 +281,7 @@ def start_copy(source: torch.Tensor, target: HostArray) -> Pending[HostArray]:
 
 
 def finish_work_on(tensor: torch.Tensor) -> None:
-    """Wait for the calling thread's pending work on a tensor's device, so that other threads can read it."""
+    """Wait for the calling thread's pending work on a tensor's device, so that other threads can read the tensor."""
     if tensor.is_cuda:
         stream = torch.cuda.current_stream(tensor.device)
         if not stream.query():
@@ -278,4 +290,4 @@ def finish_work_on(tensor: torch.Tensor) -> None:
 
 @functools.cache
 def _transfers_of(device: torch.device) -> Transfers:
-    return Transfers(CudaLane(device))
+    return Transfers(CudaSideStream(device))

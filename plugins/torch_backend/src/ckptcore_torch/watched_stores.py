@@ -1,4 +1,4 @@
-"""A torch.distributed store with a timeout for every answer, and with clear errors."""
+"""Exchanges over a torch.distributed store, with a timeout for each request and clear errors."""
 
 from __future__ import annotations
 
@@ -10,111 +10,112 @@ from typing import Any, Final, TypeVar
 
 from ckptcore.errors import CoordinationTimeoutError, RankFailedError
 
-__all__ = ["WatchedStore", "watched"]
+__all__ = ["WatchedStore", "run_watched"]
 
 T = TypeVar("T")
 
-_WHERE: Final = "it runs in the launcher (torchrun), or else in the process of rank 0: check that this is running"
+_SERVER_HINT: Final = "it runs in the launcher (torchrun) or in the process of rank 0: check that this is running"
 
-_LOOK_SECONDS: Final = 0.5
-"""Interval of the checks for a timeout."""
+_CHECK_SECONDS: Final = 0.5
+"""Interval of the checks for a timeout, in seconds."""
 
 
 class WatchedStore:
-    """A store for one exchange, on the thread of `watched`.
+    """The store of one exchange, used on the thread of `run_watched`.
 
     Attributes:
-        left: set when the exchange was abandoned.
-        asked: start of the pending request, by `time.monotonic`; infinity if there is none.
+        abandoned: set when `run_watched` stopped waiting for the exchange.
+        request_began: start of the pending request, by `time.monotonic`; infinity if there is none.
     """
 
     def __init__(self, store: Any, key: str) -> None:
         self._store = store
         self._key = key
-        self.left = threading.Event()
-        self.asked = math.inf
+        self.abandoned = threading.Event()
+        self.request_began = math.inf
 
     def set(self, name: str, value: bytes) -> None:
         """Set the value of a name."""
-        self._ask(lambda: self._store.set(name, value))
+        self._request(lambda: self._store.set(name, value))
 
     def get(self, name: str) -> bytes:
         """Return the value of an existing name."""
-        return bytes(self._ask(lambda: self._store.get(name)))
+        return bytes(self._request(lambda: self._store.get(name)))
 
     def has(self, name: str) -> bool:
         """Return True if a name exists."""
-        return bool(self._ask(lambda: self._store.check([name])))
+        return bool(self._request(lambda: self._store.check([name])))
 
     def add(self, name: str, amount: int) -> int:
         """Add to a counter, and return the sum."""
-        return int(self._ask(lambda: self._store.add(name, amount)))
+        return int(self._request(lambda: self._store.add(name, amount)))
 
     def remove(self, name: str) -> None:
         """Remove a name."""
-        self._ask(lambda: self._store.delete_key(name))
+        self._request(lambda: self._store.delete_key(name))
 
     def pause(self, seconds: float) -> None:
         """Sleep, but wake up if the exchange is abandoned."""
-        self.left.wait(seconds)
+        self.abandoned.wait(seconds)
 
-    def _ask(self, question: Callable[[], T]) -> T:
-        if self.left.is_set():
+    def _request(self, request: Callable[[], T]) -> T:
+        if self.abandoned.is_set():
             raise RankFailedError(f"the exchange {self._key!r} was abandoned")
-        self.asked = time.monotonic()
+        self.request_began = time.monotonic()
         try:
-            return question()
-        except RuntimeError as error:  # base of torch.distributed.DistError; a failed server causes several types
+            return request()
+        except RuntimeError as error:  # a failed server causes several types, with the base torch.distributed.DistError
             raise RankFailedError(
-                f"the store of the job failed in the exchange {self._key!r}: {error}; {_WHERE}"
+                f"the store of the job failed in the exchange {self._key!r}: {error}; {_SERVER_HINT}"
             ) from error
         finally:
-            self.asked = math.inf
+            self.request_began = math.inf
 
 
-def watched(store: Any, key: str, rank: int, timeout_seconds: float, exchange: Callable[[WatchedStore], T]) -> T:
+def run_watched(store: Any, key: str, rank: int, timeout_seconds: float, exchange: Callable[[WatchedStore], T]) -> T:
     """Run an exchange, and stop waiting if a request to the store exceeds the timeout.
 
-    ``torch.distributed.TCPStore`` waits endlessly for answers to ``check``, ``get`` and ``add``
-    (torch 2.13.0, if the server process is stopped). Therefore requests run on another thread,
+    If the server process of ``torch.distributed.TCPStore`` is stopped, ``check``, ``get`` and
+    ``add`` wait without a limit (torch 2.13.0). Therefore the exchange runs on another thread,
     which is abandoned on timeout.
 
     Args:
         store: a `torch.distributed.Store`.
-        key: of the exchange.
-        rank: of this process.
+        key: key of the exchange.
+        rank: rank of this process.
         timeout_seconds: timeout of one request.
-        exchange: the exchange to run with the store.
+        exchange: the exchange.
 
     Raises:
-        CoordinationTimeoutError: if the store does not answer. Other ranks than the leader report
-            the leader as missing.
+        CoordinationTimeoutError: if the store does not answer. On other ranks than the leader, it
+            reports the leader as missing.
         RankFailedError: if the store failed.
     """
-    seen = WatchedStore(store, key)
+    watched = WatchedStore(store, key)
     results: list[T] = []
     errors: list[BaseException] = []
-    over = threading.Event()
+    done = threading.Event()
 
     def run() -> None:
         try:
-            results.append(exchange(seen))
+            results.append(exchange(watched))
         except BaseException as error:  # noqa: BLE001  # raised on the waiting thread
             errors.append(error)
         finally:
-            over.set()
+            done.set()
 
     threading.Thread(target=run, name="ckptcore-store", daemon=True).start()
     try:
-        while not over.wait(min(_LOOK_SECONDS, timeout_seconds)):
-            if time.monotonic() >= seen.asked + timeout_seconds:
+        while not done.wait(min(_CHECK_SECONDS, timeout_seconds)):
+            if time.monotonic() >= watched.request_began + timeout_seconds:
                 raise CoordinationTimeoutError(
-                    f"the store of the job did not answer for {timeout_seconds:g} s in the exchange {key!r}; {_WHERE}",
+                    f"the store of the job did not answer for {timeout_seconds:g} s in the exchange {key!r}; "
+                    f"{_SERVER_HINT}",
                     [0] if rank else [],
                 )
         if errors:
             raise errors[0]
         return results[0]
     finally:
-        seen.left.set()
-        errors.clear()  # break the reference cycle between an error and this frame
+        watched.abandoned.set()
+        errors.clear()  # breaks the reference cycle between an error and this frame
