@@ -167,7 +167,10 @@ def test_a_far_tier_that_is_away_stops_no_save_and_is_tried_again(
         tiers.wait_for_uploads(60)
         assert tiers.uploads.error is None
     assert steps_in(far) == [1, 2, 3]
-    assert sum(record.levelno == logging.WARNING for record in caplog.records if "cannot upload a step" in record.message) == 1
+    assert (
+        sum(record.levelno == logging.WARNING for record in caplog.records if "cannot upload a step" in record.message)
+        == 1
+    )
 
 
 @pytest.mark.usefixtures("quick")

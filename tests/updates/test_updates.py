@@ -158,7 +158,7 @@ def test_what_does_not_go_over_the_base_is_refused(run: str) -> None:
     for state, match in (
         ({"nothing": PLACEHOLDER}, "nothing: the update has a placeholder, and the base has nothing"),
         ({"layers": {"x": np.ones(1)}}, "layers: the update has some children of a container, and the base has a list"),
-        ({"layers": [PLACEHOLDER, PLACEHOLDER, PLACEHOLDER, np.ones(1)]}, r"layers: the update has some children .* without \['3'\]"),
+        ({"layers": [PLACEHOLDER, PLACEHOLDER, PLACEHOLDER, np.ones(1)]}, r"layers: the update has .* without \['3'\]"),
     ):
         with pytest.raises(TreeMismatchError, match=match):
             ckptcore.save(f"{run}/2", state, strategy=ckptcore.Update(f"{run}/1"))
