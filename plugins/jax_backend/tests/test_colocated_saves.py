@@ -106,14 +106,14 @@ def watched() -> Iterator[list[int]]:
     Access to elements outside of a worker fails meanwhile.
     """
     messages: list[int] = []
-    encode = worker_links._encoded
+    encode = worker_links._encode_message
 
     def counted(data: bytes, device: Any) -> jax.Array:
         messages.append(len(data))
         return encode(data, device)
 
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(worker_links, "_encoded", counted)
+        patches.setattr(worker_links, "_encode_message", counted)
         for name in ("copy_to_host", "view_on_host", "shards"):
             patches.setattr(JaxLeafHandler, name, _guarded(getattr(JaxLeafHandler, name), jax.Array))
         for name in ("asarray", "array", "ascontiguousarray"):
@@ -140,7 +140,10 @@ def _size(leaf: Any) -> int:
 def _in_worker() -> bool:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_filename == worker_links.__file__ and frame.f_code.co_name in ("_write", "_read"):
+        if frame.f_code.co_filename == worker_links.__file__ and frame.f_code.co_name in (
+            "_run_write_stage",
+            "_run_read_stage",
+        ):
             return True
         frame = frame.f_back
     return False

@@ -14,7 +14,8 @@ import pytest
 import torch
 from ckptcore_testing import SHAPES, LateHostMemory, LeafExample, LeafHandlerTests, assert_same_bits, bit_patterns
 from ckptcore_torch.dtypes import encoding_of
-from ckptcore_torch.tensors import SubclassHandler, TensorHandler, leaf_handler_of_type, same_memory
+from ckptcore_torch.leaf_handlers import leaf_handler_of_type
+from ckptcore_torch.tensors import SubclassHandler, TensorHandler, same_memory
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.masked import masked_tensor
 

@@ -4,6 +4,7 @@
 
     dtypes             torch dtypes and the NumPy dtypes that carry them
     conversions        tensors as NumPy arrays over the same memory, and casts
+    leaf_handlers      leaf handlers by type of tensor
     tensors            leaf handlers of plain tensors, Parameters and their subclasses
     dtensors           leaf handler of DTensors; placements computes their boxes
     sharded_tensors    leaf handler of ShardedTensors
@@ -50,7 +51,7 @@ def ckpt_leaf_handler(leaf_type: type) -> LeafHandler | None:
     """Return the leaf handler of tensors."""
     if not _is_torch_imported():
         return None
-    from ckptcore_torch.tensors import leaf_handler_of_type
+    from ckptcore_torch.leaf_handlers import leaf_handler_of_type
 
     return leaf_handler_of_type(leaf_type)
 

@@ -1,4 +1,4 @@
-"""Leaf handlers of plain tensors and Parameters, and of subclasses over plain memory; handlers by type."""
+"""Leaf handlers of plain tensors and Parameters, and of subclasses over plain memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ __all__ = [
     "is_fake",
     "is_sharded",
     "is_uninitialized",
-    "leaf_handler_of_type",
     "same_memory",
 ]
 
@@ -276,27 +275,6 @@ class SubclassHandler(LeafHandler):
 _CPU: Final = torch.device("cpu")
 _FREED: Final = "the storage of this tensor was freed, as FSDP does with unused parameters"
 _PLAIN: Final = TensorHandler()
-_SUBCLASSES: Final = SubclassHandler()
-
-
-def leaf_handler_of_type(leaf_type: type) -> LeafHandler | None:
-    """Return the handler for a type of tensor, or None for other types."""
-    if leaf_type is torch.Tensor or leaf_type is torch.nn.Parameter:
-        return _PLAIN
-    if not issubclass(leaf_type, torch.Tensor):
-        return None
-    # Distributed tensors exist only if their module was imported. Importing it is slow, and some
-    # builds of PyTorch lack it.
-    distributed = sys.modules.get("torch.distributed.tensor")
-    if distributed is not None and issubclass(leaf_type, distributed.DTensor):
-        from ckptcore_torch.dtensors import DTensorHandler
-
-        return DTensorHandler()
-    if is_sharded(leaf_type):
-        from ckptcore_torch.sharded_tensors import ShardedTensorHandler
-
-        return ShardedTensorHandler()
-    return _SUBCLASSES
 
 
 def is_uninitialized(leaf: object) -> bool:
