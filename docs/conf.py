@@ -1,9 +1,13 @@
-"""Sphinx configuration: Markdown pages by MyST, the reference from docstrings, every warning an error."""
+"""Sphinx configuration: Markdown pages by MyST, a reference from docstrings, and every warning is an error."""
 
 from __future__ import annotations
 
+import sys
 from importlib.metadata import version as distribution_version
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from sphinx.util.inspect import TypeAliasForwardRef
 
 if TYPE_CHECKING:
     from docutils import nodes
@@ -12,16 +16,21 @@ if TYPE_CHECKING:
     from sphinx.application import Sphinx
     from sphinx.environment import BuildEnvironment
 
+sys.path.insert(0, str(Path(__file__).parent / "_extensions"))
+
 project = "ckptcore"
 copyright = "The ckptcore authors"
 release = version = distribution_version("ckptcore")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "notebooks", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"ckptcore {release}"
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
+html_search_scorer = str(Path(__file__).parent / "_static" / "search_ranking.js")
 default_role = "py:obj"
-suppress_warnings = ["ref.python"]  # an attribute in a docstring (`rank`) that several classes have
+suppress_warnings = ["ref.python"]  # several classes have an attribute `rank`, and docstrings refer to it by name
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
@@ -30,7 +39,7 @@ autodoc_default_options = {"members": True}
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
-# Shown by their names, not as what they stand for.
+# Signatures show the names of these aliases instead of their values.
 autodoc_type_aliases = {
     name: name
     for name in (
@@ -41,21 +50,24 @@ autodoc_type_aliases = {
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 
+# Sphinx 9.0 prints the `repr` of an alias inside another type, such as `Mapping[str, JSON]`.
+TypeAliasForwardRef.__repr__ = lambda alias: alias.name
+
 MEMBERS = {"attribute", "method", "property", "classmethod", "staticmethod"}
 
 
 def find_short_name(
     app: Sphinx, environment: BuildEnvironment, node: pending_xref, content: Element
 ) -> nodes.reference | None:
-    """Link `Box`, or the ``ckptcore.model.arrays.Box`` of a signature, to where it is documented.
+    """Link `Box`, or the ``ckptcore.model.arrays.Box`` of a signature, to its entry in the reference.
 
-    A name with a dot may be that of a member (`StorageBackend.put`); one without is that of a class, function or value.
+    A name with a dot may be a member, such as `StorageBackend.put`. A name without one is a class, function or value.
     """
     if node.get("refdomain") != "py":
         return None
     domain = environment.domains.python_domain
     target = str(node["reftarget"]).removesuffix("()")
-    wanted = target.rpartition(".")[2] if target.startswith("ckptcore.") else target
+    wanted = target.rpartition(".")[2] if target.startswith("ckptcore") else target
     candidates = [
         name
         for name, entry in domain.objects.items()

@@ -1,8 +1,8 @@
 """Every code block of README.md and of the documentation runs, page by page, in the order of the page.
 
-The ```` ```python ```` blocks of a page share one namespace and one empty working directory. Of a ```` ```console ````
-block the lines that start with ``$ ckptcore`` run there too; output that is shown below a command is compared with what
-it prints, where ``...`` stands for anything.
+The ```` ```python ```` blocks of a page share one namespace and one empty working directory. The lines of a
+```` ```console ```` block that start with ``$ ckptcore`` run there, too. If output is shown below a command, it is
+compared with the printed output; ``...`` matches anything.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import doctest
 import re
 import shlex
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -22,13 +23,16 @@ from tests.docs.pages import CodeBlock, code_blocks, documentation_pages
 from tests.docs.running import page_module, run_program, run_python
 
 SHOWN_ONLY = {"bash", "json", "makefile", "text", "toml"}
-"""Languages of blocks that are no code of ours to run."""
+"""Languages of blocks that are shown and not run."""
 
 DIRECTIVES = re.compile(r"^\{[a-z:-]+\}$")
-"""Blocks that are MyST directives."""
+"""Languages of blocks that are MyST directives."""
 
-NOT_RUN = ("git ", "make", "pip ", "python -m venv", "source ", "ls", "cat ")
-"""Commands of console blocks that set up an environment or look at files, and are not run."""
+NOT_RUN = ("git ", "make", "pip ", "pytest", "python -m venv", "source ", "ls", "cat ")
+"""Commands of console blocks that set up an environment or look at files. They are not run."""
+
+PEERS = {"lightning"}
+"""Libraries that the development group does not install. Blocks that import one run only if it is installed."""
 
 PAGES = [page for page in documentation_pages() if code_blocks(page.read_text(encoding="utf-8"))]
 
@@ -37,8 +41,14 @@ def page_name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+def lacks_peer(block: CodeBlock) -> bool:
+    """Return whether a block imports a peer that is not installed."""
+    imported = {line.split()[1].partition(".")[0] for line in block.code.splitlines() if line.startswith("import ")}
+    return any(find_spec(peer) is None for peer in imported & PEERS)
+
+
 def commands(block: CodeBlock) -> Iterator[tuple[str, str]]:
-    """Each command of a console block, and the output shown for it."""
+    """Yield each command of a console block with the output shown for it."""
     command, shown = "", ""
     for line in block.code.splitlines(keepends=True):
         if command.endswith("\\\n"):
@@ -54,15 +64,14 @@ def commands(block: CodeBlock) -> Iterator[tuple[str, str]]:
 
 
 def run_console(block: CodeBlock, page: Path) -> None:
-    """Run the commands of ours in a block, and compare what they print.
+    """Run the `ckptcore` commands of a block, and compare their output.
 
-    They run in this process: each of its own would take half a second to start (`tests/cli/test_process.py` starts
-    some).
+    They run in this process, because starting one takes half a second. `tests/cli/test_process.py` starts some.
     """
     for command, shown in commands(block):
         if command.startswith(NOT_RUN):
             continue
-        assert command.startswith("ckptcore "), f"{page}:{block.line}: nothing is known of the command {command!r}"
+        assert command.startswith("ckptcore "), f"{page}:{block.line}: unknown command {command!r}"
         result = CliRunner(env={"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"}).invoke(
             application, shlex.split(command, comments=True)[1:], prog_name="ckptcore", catch_exceptions=False
         )
@@ -89,11 +98,11 @@ def test_programs_run(page: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if not starts_ray(page)], ids=page_name)
 def test_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ckptcore.job.visibility._PATIENCE_SECONDS", 0.2)  # of a process that sees another directory
+    monkeypatch.setattr("ckptcore.job.visibility._PATIENCE_SECONDS", 0.2)  # for a process that sees another directory
     blocks = code_blocks(page.read_text(encoding="utf-8"))
     module = page_module(page, "blocks")
     for block in blocks:
-        if block.language == "python":
+        if block.language == "python" and not lacks_peer(block):
             run_python(block, page, module)
         elif block.language == "console":
             run_console(block, page)
@@ -104,7 +113,7 @@ def test_no_block_is_skipped_by_its_language() -> None:
     known = SHOWN_ONLY | {"python", "console"}
     blocks = [(page, block) for page in PAGES for block in code_blocks(page.read_text(encoding="utf-8"))]
     unknown = [
-        f"{page}:{block.line}: the language {block.language!r} is neither run nor known to be only shown"
+        f"{page}:{block.line}: the language {block.language!r} is neither run nor in SHOWN_ONLY"
         for page, block in blocks
         if block.language not in known and not DIRECTIVES.match(block.language)
     ]
@@ -120,7 +129,7 @@ def test_the_front_page_has_an_example_of_each_framework() -> None:
 
 
 def test_a_broken_block_is_noticed(tmp_path: Path) -> None:
-    """The tests above can fail, and say where."""
+    """The tests above can fail, and name the line."""
     text = "# Page\n\n- in a list\n\n  ```python\n  x = 1\n  ```\n\n```python\nassert x == 2\n```\n"
     blocks = code_blocks(text)
     assert [(block.language, block.line) for block in blocks] == [("python", 6), ("python", 10)]
@@ -147,7 +156,7 @@ def test_output_that_differs_is_noticed(shown: str, tmp_path: Path) -> None:
     run_console(CodeBlock("console", "$ ckptcore plugins\n...builtin ...\n", 1), tmp_path / "page.md")
     with pytest.raises(AssertionError, match="does not print"):
         run_console(CodeBlock("console", f"$ ckptcore plugins\n{shown}", 1), tmp_path / "page.md")
-    with pytest.raises(AssertionError, match="nothing is known"):
+    with pytest.raises(AssertionError, match="unknown command"):
         run_console(CodeBlock("console", "$ rm -r x\n", 1), tmp_path / "page.md")
     with pytest.raises(AssertionError, match="nowhere"):
         run_console(CodeBlock("console", "$ ckptcore verify nowhere\n", 1), tmp_path / "page.md")
