@@ -27,7 +27,7 @@ __all__ = [
 
 
 WithoutConditions: TypeAlias = Literal["refuse", "marker"]
-"""What a save does on storage whose puts cannot be conditional, or ignore conditions."""
+"""Behaviour of a save on storage that refuses conditional puts, or ignores their conditions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +39,11 @@ class IOOptions:
         verify: True to verify checksums in loads.
         threads: number of threads that move bytes; None: chosen for the machine.
         without_conditions: behaviour of saves on storage that has neither real directories nor conditional puts.
-            ``"refuse"``: raise AtomicityError. ``"marker"``: read before and after each put instead, which keeps
-            checkpoints whole as long as one process at a time saves to a location.
-        bases: checkpoints that an updated copy may refer to, in a save and in a load. ``"beside"``: those in the same
-            directory. ``"anywhere"``: those in the same storage. Checkpoints from untrusted sources can then make a
-            load read other objects of that storage, but cannot run code.
+            ``"refuse"``: raise AtomicityError. ``"marker"``: read before and after each put instead, which is safe as
+            long as only one process at a time saves to a location.
+        bases: checkpoints that an update may refer to, in saves and loads. ``"beside"``: checkpoints in the same
+            directory. ``"anywhere"``: checkpoints in the same storage. With ``"anywhere"``, a checkpoint from an
+            untrusted source can make a load read other objects of that storage, but cannot run code.
     """
 
     checksums: bool = True
@@ -64,13 +64,14 @@ class MemoryOptions:
     """Bounds on host memory, in bytes.
 
     Attributes:
-        save_bytes: the most that an asynchronous save holds copied and not yet written; None: the whole state. With a
-            bound, `save_async` blocks while it writes all but the last such part. One array may exceed it, alone.
-        load_bytes: the most that a load reads ahead of the arrays it has built; None: all of it. One array may exceed
+        save_bytes: maximum size of data that an asynchronous save has copied and not yet written; None: the whole
+            state. With a bound, `save_async` returns once the last part of this size is copied. A larger array is
+            copied alone.
+        load_bytes: maximum size of data that a load reads before it builds leaves from it; None: all data. A larger
+            array is read alone.
+        exchange_bytes: maximum size of data in transit between the processes of a shared load. One element may exceed
             it.
-        exchange_bytes: the most that a load which is shared holds of what is on its way between processes; one element
-            may exceed it.
-        keep_staging: whether the memory that an asynchronous save copied into is kept for the next one.
+        keep_staging: True to keep the memory of the copies of an asynchronous save for the next save.
     """
 
     save_bytes: int | None = None
@@ -92,14 +93,15 @@ class JobOptions:
     """The job that saves and loads together, and how its processes share the work.
 
     Attributes:
-        coordinator: the job; None: the one that this process is part of.
-        executor: the workers that hold the elements of leaves, if this process is their single controller; None: those
-            that a plugin finds, or this process itself. Not for a job of several processes.
-        collectives: sends data that one process has read to others; None: those of the framework that runs the job.
-        reads: the processes that read data which several processes want. ``"all"``: each for itself. ``"broadcast"``:
-            one, which sends it to the others. ``"per_node"``: one on each host, for the processes of that host.
-            `ReadGroups`: one of each group. In these cases every process of the job loads the same checkpoints, and a
-            load returns when all have loaded. ``"alone"``: this process loads without the others.
+        coordinator: the job; None: the job that this process belongs to.
+        executor: the workers that hold the elements of leaves, if this process is their single controller; None: the
+            workers that a plugin finds, or this process itself. Not for a job of several processes.
+        collectives: sends data that one process has read to other processes; None: the collectives of the framework.
+        reads: which processes read data that several processes need. ``"all"``: every process. ``"broadcast"``: one
+            process, which sends it to the others. ``"per_node"``: one process of each host, for that host.
+            `ReadGroups`: one process of each group. In these cases every process of the job must load the same
+            checkpoints, and a load returns when all processes have loaded. ``"alone"``: this process loads without the
+            others.
         replicas: how processes that hold the same elements share the work of writing them.
     """
 
@@ -118,11 +120,11 @@ class JobOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PluginOptions:
-    """Plugins and handlers besides those that are installed.
+    """Plugins and handlers in addition to the installed ones.
 
     Attributes:
-        extra: plugins besides the installed ones.
-        handlers: handlers by type; they precede those of all plugins.
+        extra: additional plugins.
+        handlers: handlers by type. They take precedence over the handlers of plugins.
     """
 
     extra: Sequence[object] = ()
@@ -131,19 +133,19 @@ class PluginOptions:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Context:
-    """Options for saves and loads. Reuse a Context: its threads and staging memory are kept for the next operation.
+    """Options of saves and loads. Reuse a Context: its threads and staging memory are kept for the next operation.
 
     Attributes:
         durability: ``"full"``: a committed checkpoint survives a power failure. ``"none"``: it survives the end of the
             process, but may be missing or damaged after a power failure.
-        io: checksums, threads, and conditions of storages.
+        io: checksums, threads, conditional puts, and bases.
         memory: bounds on host memory.
         job: the job that saves and loads together.
-        plugins: plugins and handlers besides the installed ones.
-        storage: options of storages, by URL scheme. They may be secrets, and are not part of the representation.
-        when_busy: behaviour of `save_async` while another save runs. ``"wait"``: wait until it ends. ``"queue"``: copy
-            now and write later; at most one save waits in this way, and a third waits for the first.
-        observers: called with events of saves and loads; see `ckptcore.events`.
+        plugins: plugins and handlers in addition to the installed ones.
+        storage: options of storages, by URL scheme. They may contain secrets, so ``repr`` omits them.
+        when_busy: behaviour of `save_async` while another save runs. ``"wait"``: block until it ends. ``"queue"``: copy
+            now and write later. At most one save is queued; another call blocks until the running save ends.
+        observers: functions that are called with the events of saves and loads; see `ckptcore.events`.
     """
 
     durability: Literal["full", "none"] = "full"
@@ -175,5 +177,5 @@ def _expect(owner: str, name: str, value: object, allowed: Sequence[object]) -> 
 
 @functools.cache
 def default_context() -> Context:
-    """The Context of calls that give none."""
+    """Return the Context of calls without one."""
     return Context()

@@ -1,7 +1,7 @@
 """Events: the phases of saves, loads and deletions, reported to observers.
 
-A phase is a part of one operation on one rank. Its event is created when it ends, with or without an error, on the
-thread that it ends on. Phases may contain others, overlap on several threads, and occur several times.
+A phase is a part of one operation on one rank. Its event is created when the phase ends, with or without an error, on
+the thread where it ends. Phases may contain other phases, overlap on several threads, and occur several times.
 
 ::
 
@@ -9,36 +9,38 @@ thread that it ends on. Phases may contain others, overlap on several threads, a
     -------------------  --------------------------  ------------------------  ----------  ---------  ---------------
     save                 the call of a save          the commit, or the error  both        partly     all of these
       blocking           the call of a save          the call returns          caller's    waits      see below
-      wait_for_previous  a save is in the way        that save is over         caller's    waits
-      describe           the state is looked at      each leaf has a record    caller's    waits      exchange
-      copy               the first leaf is copied    what can change is ours   caller's    waits
-      claim              the location is asked for   it is this save's         background  goes on
-      write              the first bytes are taken   this rank's bytes are in  background  goes on
-      exchange           this rank's part is done    all outcomes are here     both        see below
-      commit             the root is made            the checkpoint exists     background  goes on
-    load                 the call of a load          the value is handed over  caller's    waits      all below
-      open               the root is looked for      the tree is matched       caller's    waits
-      read               the first bytes are read    all are there, in leaves  caller's    waits
-      restore            an object's state is there  the object has taken it   caller's    waits
-    delete               a step is about to go       its files are gone        background  goes on
-      clean              what must go is looked for  what is found is gone     background  goes on    deletes
-    upload               a step is about to be sent  the far tier has it       background  goes on
+      wait_for_previous  another save is running     that save has ended       caller's    waits
+      describe           the state is examined       each leaf has a record    caller's    waits      exchange
+      copy               the first leaf is copied    all copies are complete   caller's    waits
+      claim              the location is claimed     this save has the claim   background  continues
+      write              the first write begins      this rank has written     background  continues
+      exchange           this rank has finished      all ranks have reported   both        see below
+      commit             the root is built           the checkpoint exists     background  continues
+    load                 the call of a load          the value is returned     caller's    waits      all below
+      open               the root is looked up       the tree is matched       caller's    waits
+      read               the first read begins       all leaves are built      caller's    waits
+      restore            the state of an object      the object has taken it   caller's    waits
+                         is loaded
+    delete               the deletion begins         its files are removed     background  continues
+      clean              the steps are examined      the clean-up has ended    background  continues  deletes
+    upload               the upload begins           the far tier has it       background  continues
 
-- ``blocking`` is the time for which the caller of a save cannot train. In an asynchronous save it contains
-  ``wait_for_previous``, ``describe`` and ``copy``; with a limit of memory, copying continues while earlier parts are
+- ``blocking`` is the time during which the caller of a save cannot train. In an asynchronous save it contains
+  ``wait_for_previous``, ``describe`` and ``copy``. With a memory bound, copying continues while earlier parts are
   written. In a blocking save it contains all phases.
-- ``save``, ``load``, ``delete`` and ``upload`` are whole operations. Their phases may occur in another order than here.
-- A ``Checkpointer`` deletes and cleans: when it opens, it removes what interrupted saves left, and after each save the
-  steps that its policy does not keep. A ``clean`` is an operation of its own, and so is each ``delete`` in it.
-- A ``Checkpointer`` with a near tier uploads steps. Each ``upload`` is an operation of its own, even if the step is not
-  uploaded: its error says why.
-- ``exchange`` is in ``describe``, and follows ``claim``, ``write`` and ``commit``. If it is long, this rank waited
-  for a slower one. A process without others has none. The caller waits for it if it waits for that stage.
+- ``save``, ``load``, ``delete`` and ``upload`` are whole operations. Their phases may run in another order than here.
+- A ``Checkpointer`` deletes and cleans: when it opens, it removes the files of interrupted saves; after each save, it
+  removes the steps that its policy does not keep. Each ``clean``, and each ``delete`` in it, is a separate operation.
+- A ``Checkpointer`` with a near tier uploads steps. Each ``upload`` is a separate operation. If a step is not uploaded,
+  its error gives the reason.
+- ``exchange`` is contained in ``describe``, and follows ``claim``, ``write`` and ``commit``. If it is long, this rank
+  waited for a slower one. A single process has no ``exchange``. The caller waits for it if it waits for that stage.
 - ``load_async`` has the phases of ``load``, on a background thread.
-- Bytes are those of arrays and files that the phase moved on this rank; None if it moves none or they are unknown.
+- The bytes are those of arrays and files that the phase moved on this rank; None if there are none, or the size is
+  unknown.
 
-Every event is also logged at DEBUG by the logger ``ckptcore.events``, with the event itself as the attribute
-``ckptcore_event`` of the log record.
+Every event is also logged at DEBUG by the logger ``ckptcore.events``. The log record has the event as the attribute
+``ckptcore_event``.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ __all__ = [
 ]
 
 Operation: TypeAlias = Literal["save", "load", "delete", "upload"]
-"""What is being done as a whole; also the name of the phase that spans it."""
+"""A whole operation. Also the name of the phase that spans it."""
 
 Phase: TypeAlias = Literal[
     "save", "blocking", "wait_for_previous", "describe", "copy", "claim", "write", "exchange", "commit",
@@ -79,32 +81,31 @@ Phase: TypeAlias = Literal[
     "delete", "clean",
     "upload",
 ]  # fmt: skip
-"""A stretch of an operation; the table of the module says when each begins and ends."""
+"""A part of an operation. The table in the docstring of the module lists when each phase begins and ends."""
 
 ERROR_CHARACTERS: Final = 500
-"""The most characters that an event says of an error."""
+"""Maximum number of characters of an error in an event."""
 
 _LOGGER: Final = logging.getLogger("ckptcore.events")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """A phase that is over.
+    """A phase that has ended.
 
     Attributes:
-        phase: its name, a `Phase`; in a timeline that a newer version stored, possibly one that this version does not
-            know.
-        operation: the operation that it is part of.
-        location: what is saved, loaded or deleted, as a path or URL without its secrets.
-        step: the training step, or None outside a `Checkpointer`.
-        rank: the process of the job.
-        began: when, in seconds since the epoch, UTC. Within one operation the differences are those of a monotonic
-            clock.
-        seconds: how long it took, by a monotonic clock.
-        nbytes: bytes that it moved, or None.
-        error: why it failed, as ``Type: text`` of at most `ERROR_CHARACTERS`; None if it did not.
-        save_id: the save that writes, or wrote, the checkpoint; None as long as it is not known.
-        operation_id: the same for all events of one operation on one rank, and of no other; empty in a stored timeline.
+        phase: the name of the phase, a `Phase`. A timeline that a newer version stored may have other names.
+        operation: the operation that the phase is part of.
+        location: the path or URL that is saved, loaded or deleted, without secrets.
+        step: the training step; None outside a `Checkpointer`.
+        rank: the rank of the process in the job.
+        began: start of the phase in seconds since the epoch, UTC. Differences within one operation are measured by a
+            monotonic clock.
+        seconds: duration, measured by a monotonic clock.
+        nbytes: number of bytes moved; None if there are none, or the number is unknown.
+        error: the error as ``Type: text``, at most `ERROR_CHARACTERS` long; None if the phase succeeded.
+        save_id: the id of the save that writes, or wrote, the checkpoint; None as long as it is unknown.
+        operation_id: a unique id of the operation on one rank; empty in a stored timeline.
     """
 
     phase: str
@@ -121,20 +122,20 @@ class Event:
 
     @property
     def ended(self) -> float:
-        """When it was over, in seconds since the epoch, UTC."""
+        """End of the phase in seconds since the epoch, UTC."""
         return self.began + self.seconds
 
 
 Observer: TypeAlias = Callable[[Event], None]
-"""Called with each event, on the thread on which the phase ended, so perhaps on several threads at once. The operation
-waits for it, so it should be quick. Its errors are logged and go no further."""
+"""A function that is called with each event, on the thread where the phase ended: perhaps on several threads at once.
+The operation waits for it, so it should be quick. Its errors are logged and not raised."""
 
 
 class RunningPhase:
-    """A phase under way, as a context manager. It is over when the block is left; an error goes on to the caller.
+    """A running phase, as a context manager. It ends with the block. Errors propagate.
 
     Attributes:
-        nbytes: bytes that it has moved; to be set inside the block where they are not known before.
+        nbytes: number of bytes moved. Set it inside the block if it is not known before.
     """
 
     __slots__ = ("_began", "_name", "_recording", "nbytes")
@@ -156,11 +157,12 @@ class RunningPhase:
 
 
 class Recording:
-    """The events of one operation on one rank. Any thread; the operation begins when this is made.
+    """The events of one operation on one rank. Any thread. The operation begins when this object is created.
 
     Attributes:
-        operation, location, step, rank: as given, for every event; the location without secrets.
-        save_id: set once it is known. Events reported before have None; those of `events` all have it.
+        operation, location, step, rank: the values for all events; the location without secrets.
+        save_id: the id of the save, set once it is known. Events that were reported before have None; all events in
+            `events` have it.
     """
 
     def __init__(
@@ -181,38 +183,38 @@ class Recording:
         self._observers = tuple(observers)
         self._failing: set[int] = set()  # by position
         self._operation_id = os.urandom(8).hex()
-        # Tuples, because an Event costs more to make than the rest of a phase, and often there is no observer.
+        # Tuples, because creating an Event costs more than the rest of a phase, and often there is no observer.
         # Appending to a list and copying it are atomic, so no lock is needed.
         self._rows: list[_Row] = []
-        self._unfinished = threading.Lock()  # taken for good by the first that finishes
+        self._unfinished = threading.Lock()  # acquired by the first `finish`, and never released
         self._began = time.perf_counter()
         self._epoch = time.time() - self._began
 
     def phase(self, name: Phase, nbytes: int | None = None) -> RunningPhase:
-        """A phase, to be entered on the thread that does it. Costs about a microsecond without observers.
+        """Return a phase. Enter it on the thread that does the work. Costs about a microsecond without observers.
 
         Args:
-            name: which.
-            nbytes: bytes that it moves, where they are known before.
+            name: the name of the phase.
+            nbytes: number of bytes that it moves, if this is known before.
         """
         return RunningPhase(self, name, nbytes)
 
     def finish(self, nbytes: int | None = None, error: BaseException | None = None) -> None:
-        """Say that the operation is over: the event that spans it, from when this recording was made until now.
+        """End the operation: report the event that spans the time since this object was created.
 
-        Only the first call counts, so that each thread that may be the one to end the operation can say so. Phases
-        after it are still recorded.
+        Only the first call counts, so every thread that may end the operation can call this. Later phases are still
+        recorded.
 
         Args:
-            nbytes: bytes that the operation moved on this rank.
-            error: why it failed, or None.
+            nbytes: number of bytes that the operation moved on this rank.
+            error: the error that ended it, or None.
         """
         if self._unfinished.acquire(blocking=False):
             self._add(self.operation, self._began, nbytes, error)
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """Return the phases that have ended, in that order: the timeline that a checkpoint stores."""
+        """The phases that have ended, in the order of their ends: the timeline that a checkpoint stores."""
         return tuple([self._event(row) for row in list(self._rows)])
 
     def _add(self, name: Phase, began: float, nbytes: int | None, error: BaseException | None) -> None:
@@ -224,18 +226,18 @@ class Recording:
             if debugging:
                 _log(event)
             for position, observer in enumerate(self._observers):
-                self._tell(position, observer, event)
+                self._report(position, observer, event)
 
-    def _tell(self, position: int, observer: Observer, event: Event) -> None:
+    def _report(self, position: int, observer: Observer, event: Event) -> None:
         try:
             observer(event)
         except Exception:
-            # The only error that ckptcore catches to log. An observer watches; a collector of metrics that cannot be
-            # reached is no reason to lose a checkpoint, and there is no caller that could do anything about it.
+            # Logged and not raised: a failed observer, such as a metrics collector that cannot be reached, must not
+            # fail a save.
             if position not in self._failing:
                 self._failing.add(position)
                 _LOGGER.warning(
-                    "the observer %r failed at the phase %s of the %s of %s; the %s goes on, and further errors of "
+                    "the observer %r failed at the phase %s of the %s of %s; the %s continues, and further errors of "
                     "this observer in it are not logged",
                     observer, event.phase, event.operation, event.location, event.operation,
                     exc_info=True,
@@ -259,7 +261,7 @@ class Recording:
 
 
 _Row: TypeAlias = tuple[Phase, float, float, int | None, str | None]
-"""Phase, when it began by the clock of `time.perf_counter`, seconds, bytes, error."""
+"""Phase, start by `time.perf_counter`, seconds, bytes, error."""
 
 
 def _describe(error: BaseException) -> str:
@@ -276,31 +278,31 @@ def _log(event: Event) -> None:
 
 
 MAX_EVENTS: Final = 10_000
-"""The most events that a stored timeline has."""
+"""Maximum number of events in a stored timeline."""
 
 _OPERATIONS: Final[tuple[Operation, ...]] = ("save", "load", "delete", "upload")
 _NAME: Final = r"[a-z][a-z_]{0,39}"
 _SAVE_ID: Final = r"[0-9a-f]{16}"
 _MOST_MICROSECONDS: Final = 1 << 52
-"""In the year 2112; every such number is a float without loss, and a `datetime`."""
+"""In the year 2112. All smaller numbers are exact floats and valid for `datetime`."""
 
 _MOST: Final = (1 << 63) - 1
 
 
 def timeline_to_json(events: Sequence[Event]) -> dict[str, JSON]:
-    """Events of one operation, perhaps of several ranks, as columns of JSON; times in whole microseconds.
+    """Return the events of one operation, perhaps of several ranks, as columns of JSON. Times are whole microseconds.
 
-    The location is left out: a checkpoint can be moved, and where it was written does not concern those who get a copy.
-    So is the operation's id. Of more than `MAX_EVENTS` events the longest are kept.
+    The location is left out, because a checkpoint can be moved, and copies should not reveal it. The id of the
+    operation is left out, too. Of more than `MAX_EVENTS` events, the longest are kept.
 
     Raises:
-        ValueError: if there is no event, or they are of several operations.
+        ValueError: there is no event, or the events are of several operations.
     """
     operations = {(event.operation, event.step) for event in events}
     save_ids = {event.save_id for event in events} - {None}
     if len(operations) != 1 or len(save_ids) > 1:
         raise ValueError(
-            f"a timeline is the events of one operation; these are of {sorted(operations, key=repr)} and of the saves "
+            f"a timeline has the events of one operation; these are of {sorted(operations, key=repr)} and of the saves "
             f"{sorted(save_ids, key=repr)}"
         )
     if len(events) > MAX_EVENTS:
@@ -322,14 +324,14 @@ def timeline_to_json(events: Sequence[Event]) -> dict[str, JSON]:
 
 
 def timeline_from_json(found: JSON, *, location: str = "") -> tuple[Event, ...]:
-    """The events of a stored timeline, which may be hostile.
+    """Return the events of a stored timeline, which may be hostile.
 
     Args:
-        found: what `timeline_to_json` gave. A phase that this version does not know is kept.
-        location: where the checkpoint is now, for the events to name.
+        found: a result of `timeline_to_json`, perhaps with unknown phases of a newer version.
+        location: the present location of the checkpoint, for the events.
 
     Raises:
-        CorruptCheckpointError: if it is anything else, or has more than `MAX_EVENTS` events.
+        CorruptCheckpointError: the timeline is invalid, or has more than `MAX_EVENTS` events.
     """
     if not isinstance(found, dict):
         _refuse("it", found, "an object")
@@ -390,6 +392,6 @@ def _error(found: Any) -> str:
 
 
 def _refuse(name: str, found: Any, expected: str) -> NoReturn:
-    # Of a container only its size: it may be large or deep.
+    # Only the size of a container, because it may be large or deeply nested.
     shown = f"{type(found).__name__} of {len(found)}" if isinstance(found, list | dict) else repr(found)[:80]
-    raise CorruptCheckpointError(f"a timeline cannot be read: {name} is {shown}, and expected is {expected}")
+    raise CorruptCheckpointError(f"a timeline cannot be read: {name} is {shown}; expected {expected}")

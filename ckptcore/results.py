@@ -1,13 +1,13 @@
-"""Types of results: what saves, loads, `ckptcore.open`, `metadata` and `verify` return or fill in.
+"""Types of the results of saves, loads, `ckptcore.open`, `metadata` and `verify`.
 
-Programs import them for annotations. Only `LoadReport` is created by programs, and passed as ``report=``.
+Programs import them for annotations. `LoadReport` is the only one that programs create, to pass it as ``report=``.
 """
 
 # ruff: noqa: PLC0414  # names for type checkers, as in `ckptcore`
 import importlib
 from typing import TYPE_CHECKING, Final
 
-# Each name is imported with its first use, as in `ckptcore`: together they would import the whole library.
+# Each name is imported when it is first used, as in `ckptcore`, because together they would import the whole library.
 _NAMES: Final = {
     "ckptcore.io.background": "LoadHandle Progress SaveHandle",
     "ckptcore.loading.describe": "CheckpointMetadata CheckpointablesMetadata",

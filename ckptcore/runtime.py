@@ -1,4 +1,4 @@
-"""Runtime: the running state of a Context: its plugins, threads, memory and running saves."""
+"""Runtime: the state of a Context: its plugins, threads, memory and running saves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ckptcore.commit.conditions import Conditions
+from ckptcore.commit.conditional_stores import ConditionalPuts
+from ckptcore.commit.location import Storages
 from ckptcore.context import Context
 from ckptcore.io.background import BackgroundSaves
 from ckptcore.io.memory import StagingPool
@@ -25,22 +26,24 @@ _ATTRIBUTE = "_runtime"
 
 
 class Runtime:
-    """State that saves and loads with one Context share. Starts no thread and allocates no memory before its first use.
+    """The state that saves and loads with one Context share. Threads and memory are created when they are first used.
 
     Attributes:
         saves: the background saves and loads that are running.
     """
 
     def __init__(self, context: Context, registry: Plugins | None = None) -> None:
-        """Create the state for the options of a Context.
+        """Create the state of a Context.
 
         Args:
-            context: the options. The Context itself is not kept: it owns its Runtime.
-            registry: the plugins to use; None: the installed ones and those of the Context.
+            context: the options. No reference to the Context is stored, because the Context owns its Runtime.
+            registry: the plugins to use; None: the installed plugins and those of the Context.
         """
         self._io = context.io
         self._job = context.job
         self._plugins = context.plugins
+        self._storage_options = context.storage
+        self._is_durable = context.durability == "full"
         self._registry = registry
         self.saves = BackgroundSaves()
 
@@ -59,9 +62,10 @@ class Runtime:
         return IOThreads(self._io.threads)
 
     @cached_property
-    def conditions(self) -> Conditions:
-        """Facts about conditional puts of the storages used so far."""
-        return Conditions(self._io.without_conditions)
+    def storages(self) -> Storages:
+        """The options by which storages are opened."""
+        conditional_puts = ConditionalPuts(self._io.without_conditions)
+        return Storages(self.registry, self._storage_options, self._is_durable, conditional_puts)
 
     @cached_property
     def staging(self) -> StagingPool:
@@ -70,13 +74,15 @@ class Runtime:
 
     @cached_property
     def known_roots(self) -> KnownRoots[StoredFormat]:
-        """Parsed roots of the checkpoints that were opened last, each with its layout and the cache of its index."""
+        """The parsed roots of the checkpoints that were opened last, with their layouts and caches of their indexes."""
         from ckptcore.commit.root import KnownRoots  # only `ckptcore.open` needs it
 
         return KnownRoots()
 
     def exchange_key(self, location: object, *, job: Coordinator | None = None) -> str:
-        """Return a key for the exchanges of an operation, equal on all ranks that began as many at this location.
+        """Return a key for the exchanges of an operation.
+
+        Ranks get equal keys if they have begun equally many operations at this location.
 
         Args:
             location: the location, with the kind of the operation.
@@ -93,10 +99,10 @@ class Runtime:
         return self._job.coordinator or self.registry.coordinator()
 
     def workers(self) -> Executor[Any, Any] | None:
-        """Return the workers that hold the elements of leaves; None if this process controls none.
+        """Return the workers that hold the elements of leaves; None if this process controls no workers.
 
         Raises:
-            ValueError: if an executor was given, and this process is one of several of a job.
+            ValueError: the Context has an executor, and this process is one of several of a job.
         """
         size = self.job().size
         executor = self._job.executor
@@ -115,13 +121,13 @@ def runtime_of(context: Context) -> Runtime:
     """Return the Runtime of a Context. The first call creates it; it lives as long as the Context. Any thread."""
     found: Runtime | None = context.__dict__.get(_ATTRIBUTE)
     if found is None:
-        # `setdefault` is atomic: two threads that come first get the same one.
+        # `setdefault` is atomic, so concurrent first calls get the same Runtime.
         found = context.__dict__.setdefault(_ATTRIBUTE, Runtime(context))
     return found
 
 
 def with_registry(context: Context, registry: Plugins) -> Context:
-    """Return a copy of a Context whose Runtime is its own and uses the given plugins."""
+    """Return a copy of a Context that uses the given plugins, with a new Runtime."""
     own = replace(context)
     own.__dict__[_ATTRIBUTE] = Runtime(own, registry)
     return own

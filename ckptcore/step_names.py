@@ -1,4 +1,4 @@
-"""Names of steps: the number of a step as the name of a directory, and back."""
+"""Names of steps: formats that turn the number of a step into the name of a directory, and back."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-__all__ = ["StepNameFormat", "StepNames", "step_number", "whole_number"]
+__all__ = ["StepNameFormat", "StepNames"]
 
 _DIGITS: Final = "0123456789"
 
 _MOST_STEP: Final = 2**63 - 1
-"""Steps are stored as signed 64-bit integers by the frameworks that count them."""
+"""Frameworks store steps as signed 64-bit integers."""
 
 _MOST_WIDTH: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class StepNameFormat:
-    """One way to name steps: a prefix and then the number in decimal digits.
+    """A format for the names of steps: a prefix, then the number in decimal digits.
 
     Attributes:
-        prefix: the text before the number. It may be empty. It has no ``/``, does not begin with ``.`` (such names
-            are hidden) and does not end in a digit.
-        width: how many digits are written at least, with zeros in front. 0 writes no zeros. None writes none either,
-            and reads names with any number of them.
+        prefix: the text before the number; may be empty. It must not contain ``/``, begin with ``.`` (such names are
+            hidden) or end in a digit.
+        width: minimum number of digits; shorter numbers are padded with zeros. 0 writes no zeros. None also writes no
+            zeros, and reads names with any number of zeros.
 
     Raises:
-        ValueError: for another prefix or width.
+        ValueError: the prefix or the width is invalid.
     """
 
     prefix: str = ""
@@ -57,10 +57,10 @@ class StepNameFormat:
 
     @classmethod
     def of(cls, example: str) -> StepNameFormat:
-        """The format of a name: of ``step_00000010`` the prefix ``step_`` and the width 8, of ``step_10`` the width 0.
+        """Return the format of an example: ``step_00000010`` has the width 8, ``step_10`` the width 0.
 
         Raises:
-            ValueError: for a name that does not end in digits, or has a prefix that a format cannot have.
+            ValueError: the example does not end in digits, or has an invalid prefix.
         """
         prefix, digits = _split(example)
         if not digits:
@@ -68,10 +68,10 @@ class StepNameFormat:
         return cls(prefix, len(digits) if digits[0] == "0" and digits != "0" else 0)
 
     def name(self, step: int) -> str:
-        """The name of a step.
+        """Return the name of a step.
 
         Raises:
-            ValueError: for what is not a whole number from 0 to 2**63 - 1.
+            ValueError: the step is no whole number from 0 to 2**63 - 1.
         """
         try:
             number = -1 if isinstance(step, bool) else operator.index(step)
@@ -82,7 +82,7 @@ class StepNameFormat:
         return f"{self.prefix}{number:0{self.width or 0}d}"
 
     def parse(self, name: str) -> int | None:
-        """The step that a name stands for; None if it is not one of this format."""
+        """Return the step that has a name; None if the name has another format."""
         prefix, digits = _split(name)
         return _number(digits, self.width) if prefix == self.prefix else None
 
@@ -108,16 +108,16 @@ _READ_BY_DEFAULT: Final = (
 
 @dataclass(frozen=True, slots=True)
 class StepNames:
-    """How steps are named in a directory: one format is written and several are read.
+    """The names of steps in a directory: one format for writing, several for reading.
 
     Attributes:
-        write: the format of new steps; it is read too.
-        read: further formats that are read, the preferred ones first. By default those of Orbax, Hugging Face, Flax,
-            DeepSpeed, Megatron-LM, torchtitan and OLMo, with ``_``, ``-`` or nothing before the number. A name of none
-            of them, such as ``10.orbax-checkpoint-tmp-1``, is no step.
+        write: the format of new steps. It is also read.
+        read: other formats to read, the preferred ones first. The default has the formats of Orbax, Hugging Face, Flax,
+            DeepSpeed, Megatron-LM, torchtitan and OLMo, with ``_``, ``-`` or nothing before the number. Other names,
+            such as ``10.orbax-checkpoint-tmp-1``, are no steps.
 
     Raises:
-        TypeError: if one of them is no `StepNameFormat`.
+        TypeError: a format is no `StepNameFormat`.
     """
 
     write: StepNameFormat = StepNameFormat()
@@ -135,36 +135,36 @@ class StepNames:
 
     @classmethod
     def of(cls, example: str) -> StepNames:
-        """Names written like an example, ``step_00000010``; all that is read by default is read beside it.
+        """Return names that are written like an example, such as ``step_00000010``. The default formats are read too.
 
         Raises:
-            ValueError: for a name that no format can have.
+            ValueError: no format has such names.
         """
         return cls(StepNameFormat.of(example))
 
     def name(self, step: int) -> str:
-        """The name under which a step is written.
+        """Return the name of a new step.
 
         Raises:
-            ValueError: for what is not a whole number from 0 to 2**63 - 1.
+            ValueError: the step is no whole number from 0 to 2**63 - 1.
         """
         return self.write.name(step)
 
     def parse(self, name: str) -> int | None:
-        """The step that a name stands for in any of the formats; None if it is no step."""
+        """Return the step that has a name in any of the formats; None if it is no step."""
         return next(iter(self.find([name])), None)
 
     def find(self, names: Iterable[str]) -> Mapping[int, str]:
-        """The steps among the names, ascending, each with its name.
+        """Return the names of steps among some names, by step, ascending.
 
-        Where several names stand for one step, that in the written format is found, then that of the first format in
-        `read`, then the shortest.
+        If several names are of one step, the name in the written format is preferred, then the name in the first format
+        of `read`, then the shortest name.
         """
         formats: dict[str, list[tuple[int, int | None]]] = {}
         for rank, one in enumerate((self.write, *self.read)):
             formats.setdefault(one.prefix, []).append((rank, one.width))
         found: dict[int, tuple[int, int, str]] = {}
-        # A prefix does not end in a digit, so cutting the digits off leaves the one prefix that a name can have.
+        # No prefix ends in a digit, so a name without its final digits is the only possible prefix.
         for name in names:
             prefix, digits = _split(name)
             for rank, width in formats.get(prefix, ()):
@@ -178,13 +178,13 @@ class StepNames:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """The name without the ASCII digits it ends in, and these."""
+    """Return a name without its final ASCII digits, and these digits."""
     prefix = name.rstrip(_DIGITS)
     return prefix, name[len(prefix) :]
 
 
 def _number(digits: str, width: int | None) -> int | None:
-    """What the digits stand for, where they are as many as the width asks; None if they are not."""
+    """Return the number of some digits; None if their count does not fit the width, or the number is too large."""
     significant = digits.lstrip("0") or digits[-1:]
     if not significant or len(significant) > len(str(_MOST_STEP)):  # int() refuses text of thousands of digits
         return None
@@ -192,35 +192,3 @@ def _number(digits: str, width: int | None) -> int | None:
         return None
     number = int(significant)
     return number if number <= _MOST_STEP else None
-
-
-def step_number(step: object, *, hint: str = "") -> int:
-    """A step as an int; NumPy's, PyTorch's and JAX's integers will do.
-
-    Args:
-        step: the step.
-        hint: more to say where it is none.
-
-    Raises:
-        TypeError: for anything else.
-    """
-    return whole_number("step", step, hint=hint)
-
-
-def whole_number(name: str, value: object, *, hint: str = "") -> int:
-    """A value as an int.
-
-    Args:
-        name: of the argument.
-        value: what was given for it.
-        hint: more to say where it is none.
-
-    Raises:
-        TypeError: if it is none; names it.
-    """
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)  # type: ignore[arg-type]  # what has no __index__ is refused below
-    except TypeError:
-        pass
-    raise TypeError(f"{name}={repr(value)[:200]}: expected a whole number, as an int{hint}")

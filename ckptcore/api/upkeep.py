@@ -44,6 +44,5 @@ def delete(location: LocationLike, *, context: Context | None = None) -> None:
     """
     chosen = context or default_context()
     runtime = runtime_of(chosen)
-    durable = chosen.durability == "full"
-    resolved = resolve_location(location, runtime.registry, durable=durable, config=chosen.storage)
-    delete_checkpoint(resolved, runtime.conditions, runtime.io_threads)
+    resolved = resolve_location(location, runtime.storages, to_write=True)
+    delete_checkpoint(resolved, runtime.io_threads)

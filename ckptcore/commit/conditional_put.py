@@ -1,7 +1,7 @@
-"""Commits by conditional puts: create the root as a claim, and replace it if it is still the claim.
+"""Commits by conditional puts: create the root as a claim, and replace it by the committed root.
 
-Every change of the root has the tag of the previous one as its condition, so one of two concurrent changes fails.
-After a failed change the root is read: the change may have happened, and its answer been lost.
+Every change of the root is conditional on the tag of the previous one, so one of two concurrent changes fails. After a
+failed put the root is read again, because the put may have succeeded and only its response been lost.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from ckptcore.commit.conditions import Conditions, refuse_conditions
-from ckptcore.commit.fences import FencedStore
+from ckptcore.commit.conditional_stores import FencedStore, refuse_storage, save_lost, try_conditional_puts
 from ckptcore.commit.method import (
     CommitMethod,
     PlannedSession,
@@ -23,7 +22,7 @@ from ckptcore.commit.method import (
     read_unchanged,
     sessions_changed,
 )
-from ckptcore.commit.root import ROOT_KEY, Claimed, PartialSave, new_save_id
+from ckptcore.commit.root import ROOT_KEY, Claim, PartialSave, new_save_id
 from ckptcore.commit.root_json import (
     HEAD_BYTES,
     encode_claim,
@@ -68,64 +67,56 @@ logger = logging.getLogger("ckptcore.commit")
 T = TypeVar("T")
 
 _ATTEMPTS: Final = 5
-"""Attempts to put a root while the storage reports another tag than it has."""
+"""Maximum number of attempts to put a root while the storage reports a wrong tag."""
 
 
 class ConditionalPutTransaction:
-    """A transaction whose claim is in the place of the root, with the tag that replaces it. See `Transaction`."""
+    """A transaction whose claim is stored under the key of the root. See `Transaction`."""
 
     def __init__(
         self,
         location: Location,
-        claimed: Claimed | PartialSave,
+        claim: Claim | PartialSave,
         found: tuple[bytes, str] | None,
-        conditions: Conditions,
     ) -> None:
-        """Put the claim in the place of the root.
+        """Put the claim under the key of the root.
 
         Args:
-            location: the location of the checkpoint, as `Conditions.open` returned it.
-            claimed: the save; of a partial save, the session table with this process as its owner.
+            location: the location of the checkpoint.
+            claim: the claim; for a partial save, the session table with this process as its owner.
             found: the bytes and the tag of the present root; None if there is none.
-            conditions: of the Context.
 
         Raises:
             SaveLostError: the root has changed.
-            AtomicityError: the storage does not support conditional puts; nothing was changed.
-            StorageError: the claim may have been put; then it is the claim of a failed save.
+            AtomicityError: the storage does not support conditional puts. Nothing was changed.
+            StorageError: the claim may have been put. Then it is the claim of a failed save.
         """
         self._done = False
-        self._claimed = claimed
-        self._claim = _encode(claimed)
+        self._claim = claim
+        self._claim_bytes = _encode(claim)
+        self._location = location
+        self._roots = location.store
+        owner = claim.owner if isinstance(claim, PartialSave) else None
+        self.store = FencedStore(location, claim.save_id, owner=owner)
         if found is not None:
-            location, tag = conditions.try_out(location, *found)
-            self._open(location)
-            self._tag = self._put_claim(IfTag(tag))
+            self._tag = self._put_claim(IfTag(try_conditional_puts(location, *found)))
             return
-        self._open(location)
         self._tag = self._put_claim(IF_ABSENT)
         try:
-            # Only now does a root exist to try conditions with.
-            location, self._tag = conditions.try_out(location, self._claim, self._tag)
+            # Conditional puts are tried with a root, which exists only now.
+            self._tag = try_conditional_puts(location, self._claim_bytes, self._tag)
         except (AtomicityError, StorageError):
             self.abort()
             raise
-        self._open(location)
-
-    def _open(self, location: Location) -> None:
-        self._location = location
-        self._roots = location.store
-        owner = self._claimed.owner if isinstance(self._claimed, PartialSave) else None
-        self.store = FencedStore(location, self._claimed.save_id, owner=owner)
 
     def _put_claim(self, condition: PutCondition) -> str:
         try:
-            return self._roots.put(ROOT_KEY, self._claim, condition=condition)
+            return self._roots.put(ROOT_KEY, self._claim_bytes, condition=condition)
         except AtomicityError as error:
-            raise refuse_conditions(self._location, f"its storage cannot put on conditions: {error}") from error
+            raise refuse_storage(self._location, f"its storage has no conditional puts: {error}") from error
         except StorageError as error:
-            # The put may have succeeded, and its answer been lost.
-            tag = self._own_tag(self._claim)
+            # The put may have succeeded, and its response been lost.
+            tag = self._own_tag()
             if tag is not None:
                 return tag
             if not isinstance(error, ConditionFailedError | ObjectNotFoundError):
@@ -134,26 +125,27 @@ class ConditionalPutTransaction:
                 f"another save claimed {self._location.display} at the same time; save again"
             ) from error
 
-    def _own_tag(self, root: bytes) -> str | None:
-        """Return the tag of the root if it has these bytes; None if it has others, or cannot be read."""
+    def _own_tag(self) -> str | None:
+        """Return the tag of the root if it is this claim; None if it is not, or cannot be read."""
         try:
             found = find_root(self._roots)
         except StorageError:
             return None
-        return found[1] if found is not None and found[0] == root else None
+        return found[1] if found is not None and found[0] == self._claim_bytes else None
 
     @property
     def root(self) -> tuple[bytes, str]:
         """The bytes and the tag of the claim."""
-        return self._claim, self._tag
+        return self._claim_bytes, self._tag
 
     def show_claim(self) -> None:
         """See `Transaction`. The claim is visible from the start."""
 
     def clear(self) -> tuple[bool, bool]:
-        """Remove all objects and unfinished uploads but the claim.
+        """Remove all objects and unfinished uploads except the claim.
 
-        Returns whether the list showed the claim, so that it is not an old list; and whether nothing else existed.
+        Returns whether the listing contained the claim (a listing without it is stale), and whether it contained no
+        other object.
 
         Raises:
             StorageError, SaveLostError
@@ -173,19 +165,20 @@ class ConditionalPutTransaction:
         for key, data in parts.items():
             self.store.put(key, data)
         if root is None:
-            # The checkpoint of the other format is complete now. The check of the claim and its deletion are two steps.
+            # A checkpoint of other software has no root, so it is complete without the claim. The store checks the
+            # claim before it deletes it, which is not atomic.
             self.store.delete([ROOT_KEY])
             self._done = True
             return
         self.replace(root)
 
     def replace(self, root: bytes) -> None:
-        """Replace the claim by a root or a session table, and release it. See `Transaction`.
+        """Replace the claim by a root or a session table, and release the claim. See `Transaction`.
 
         Raises:
-            SaveLostError: another save took the location over.
-            CommitUnknownError: it may have been replaced.
-            StorageError: it was not replaced and never will be.
+            SaveLostError: another save took over the location.
+            CommitUnknownError: the claim may have been replaced.
+            StorageError: the claim was not replaced, and will not be by a delayed put.
         """
         for _ in range(_ATTEMPTS):
             try:
@@ -197,28 +190,26 @@ class ConditionalPutTransaction:
                 break
         else:
             raise StorageError(
-                f"cannot commit {self._location.display}: its storage says {_ATTEMPTS} times that the root has "
-                "another tag than it said just before; look whether something else writes there, and save again"
+                f"cannot commit {self._location.display}: {_ATTEMPTS} times the storage refused to replace the root by "
+                "the tag that it had just returned. Check if other software writes there, and save again"
             )
         self._done = True
 
     def _has_committed(self, root: bytes, error: StorageError) -> bool:
-        """Return True if the root was committed although the put was reported as failed; False if it can be put again.
+        """Return True if the root was committed although its put failed with an error; False if it can be put again.
 
         Raises:
-            SaveLostError: the root is that of another save.
+            SaveLostError: the root belongs to another save.
             CommitUnknownError: the root cannot be read.
-            StorageError: the error; the root was not put and never will be.
+            StorageError: the error of the put. The root was not put, and will not be by a delayed put.
         """
         try:
             found = find_root(self._roots)
             if found is not None and found[0] == root:
                 return True
-            if found is None or found[0] != self._claim:
+            if found is None or found[0] != self._claim_bytes:
                 self._done = True  # the objects belong to the other save now
-                raise SaveLostError(
-                    f"another save took {self._location.display} over before this one committed; this one is lost"
-                ) from error
+                raise save_lost(self._location) from error
             self._tag = found[1]
             if isinstance(error, ConditionFailedError | ObjectNotFoundError):
                 return False
@@ -228,14 +219,17 @@ class ConditionalPutTransaction:
         except StorageError as failure:
             self._done = True
             raise CommitUnknownError(
-                f"the storage failed as the save to {self._location.display} was committed, and whether it is cannot "
-                f"be read: {error}; look at the location before saving again"
+                f"{self._location.display}: the storage failed during the commit, and the root cannot be read, so the "
+                f"commit may have succeeded: {error}. Check the location before saving again"
             ) from failure
         raise error
 
     def _arrived_before_another_claim(self, root: bytes) -> bool:
-        """Replace the claim, so that a delayed put of the root fails. Return True if the root arrived before."""
-        claim = _encode(_another(self._claimed))
+        """Replace the claim by an equivalent one, so that a delayed put of the root fails.
+
+        Return True if the root arrived before.
+        """
+        claim = _encode(_equivalent(self._claim))
         try:
             self._tag = self._roots.put(ROOT_KEY, claim, condition=IfTag(self._tag))
         except StorageError:
@@ -245,7 +239,7 @@ class ConditionalPutTransaction:
             if found is None or found[0] != claim:
                 raise
             self._tag = found[1]
-        self._claim = claim
+        self._claim_bytes = claim
         return False
 
     def abort(self) -> None:
@@ -253,7 +247,7 @@ class ConditionalPutTransaction:
         if self._done:
             return
         self._done = True
-        with suppress(SaveLostError):  # then the objects belong to the other save
+        with suppress(SaveLostError):  # the objects belong to another save now
             self.give_up()
 
     def leave(self) -> None:
@@ -265,8 +259,8 @@ class ConditionalPutTransaction:
         if self._done:
             return
         self._done = True
-        with suppress(SaveLostError):  # the objects belong to another session by now
-            self.store.expect_claim()  # else the uploads are another session's
+        with suppress(SaveLostError):  # the objects belong to another session now
+            self.store.expect_claim()  # without the claim, the uploads belong to another session
             self.store.abort_uploads()
             debris = find_debris({*self.store.list(), *self.store.written}, {*kept, ROOT_KEY})
             if debris:
@@ -274,16 +268,16 @@ class ConditionalPutTransaction:
             self.replace(table)
 
     def give_up(self) -> None:
-        """Remove all objects, the claim last: without it, the rest could look like a checkpoint of other software.
+        """Remove all objects. The claim is last: without it, the rest could look like a checkpoint of other software.
 
         Raises:
-            SaveLostError: another save took the location over, and owns the objects.
-            StorageError: also if no list shows the claim; then it stays.
+            SaveLostError: another save took over the location and its objects.
+            StorageError: the storage failed, or its listings are stale. The claim stays.
         """
         self.store.expect_claim()
         was_listed = False
         for _ in range(_ATTEMPTS):
-            # A list may be old. An object that it misses could look like a checkpoint once the claim is gone.
+            # A listing may be stale. An object that it misses could look like a checkpoint without the claim.
             lists_claim, was_empty = self.clear()
             was_listed |= lists_claim
             if lists_claim and was_empty:
@@ -291,9 +285,9 @@ class ConditionalPutTransaction:
         if not was_listed:
             self.store.expect_claim()  # another process may have removed it
             raise StorageError(
-                f"cannot tell whether all that was at {self._location.display} is removed: its storage lists what was "
-                f"there before, {_ATTEMPTS} times. A claim stays there, so that nothing takes the rest for a "
-                "checkpoint; delete it again later, or save there"
+                f"cannot check that all objects of {self._location.display} are removed: {_ATTEMPTS} times the storage "
+                "returned an old listing. A claim stays there, so that the remaining objects are not mistaken for a "
+                "checkpoint. Delete it again later, or save there"
             )
         self.store.delete([ROOT_KEY])
 
@@ -306,24 +300,24 @@ def find_root(store: StorageBackend) -> tuple[bytes, str] | None:
         return None
 
 
-def _encode(claimed: Claimed | PartialSave) -> bytes:
-    return encode_partial(claimed) if isinstance(claimed, PartialSave) else encode_claim(claimed)
+def _encode(claim: Claim | PartialSave) -> bytes:
+    return encode_partial(claim) if isinstance(claim, PartialSave) else encode_claim(claim)
 
 
-def _another(claimed: Claimed | PartialSave) -> Claimed | PartialSave:
+def _equivalent(claim: Claim | PartialSave) -> Claim | PartialSave:
     """Return a claim of the same save and owner with other bytes."""
-    if isinstance(claimed, PartialSave):
-        return claimed._replace(ranks=claimed.ranks + 1)
-    return new_claim(claimed.save_id)
+    if isinstance(claim, PartialSave):
+        return claim._replace(ranks=claim.ranks + 1)
+    return new_claim(claim.save_id)
 
 
-def new_claim(save_id: str) -> Claimed:
-    """Return a claim of a save. The time is to the microsecond: a claim must differ from the claim that it replaces."""
-    return Claimed(save_id, datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds"))
+def new_claim(save_id: str) -> Claim:
+    """Return a new claim of a save. The time has microseconds, so that the claim differs from the one it replaces."""
+    return Claim(save_id, datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds"))
 
 
 class ConditionalPutMethod(CommitMethod):
-    """The commit method of storage without real directories. The root is a claim until the commit replaces it."""
+    """The commit method of storage without real directories: the root is a claim until the commit replaces it."""
 
     replaces_atomically = False
     claims_by_root = True
@@ -331,17 +325,15 @@ class ConditionalPutMethod(CommitMethod):
     def begin(
         self,
         location: Location,
-        claim: Claimed,
+        claim: Claim,
         overwrite: Overwrite,
-        conditions: Conditions,
         is_foreign: IsForeign = none_is_foreign,
         *,
         resume: bool = False,
     ) -> Transaction:
         """See `CommitMethod`."""
         wait_for_saves_to(location.identity)
-        location = conditions.open(location)
-        found = find_root(location.store)  # with its tag: the claim fails if the root changes after the checks
+        found = find_root(location.store)  # with its tag, so that the claim fails if the root changes after the checks
         replaces = find_existing(location, None if found is None else found[0], overwrite, is_foreign)
         if replaces == "checkpoint" and overwrite != "non-atomic":
             raise AtomicityError(
@@ -349,21 +341,21 @@ class ConditionalPutMethod(CommitMethod):
                 "save to another location, or pass overwrite='non-atomic'. Nothing was changed"
             )
         if replaces == "nothing":
-            return ConditionalPutTransaction(location, claim, found, conditions)
+            return ConditionalPutTransaction(location, claim, found)
         if not resume:
-            transaction = ConditionalPutTransaction(location, claim, found, conditions)
+            transaction = ConditionalPutTransaction(location, claim, found)
             transaction.clear()
             return transaction
         if found is not None and is_claimed_by(found[0], claim.save_id):
-            return ConditionalPutTransaction(location, claim, found, conditions)
-        # Objects of other saves are removed under another claim: this save id never has objects of another save.
-        other = ConditionalPutTransaction(location, Claimed(new_save_id(), claim.created), found, conditions)
+            return ConditionalPutTransaction(location, claim, found)
+        # Objects of other saves are removed under another claim, so that none of them exists once this save id has the
+        # claim.
+        other = ConditionalPutTransaction(location, Claim(new_save_id(), claim.created), found)
         other.clear()
-        return ConditionalPutTransaction(location, claim, other.root, conditions)
+        return ConditionalPutTransaction(location, claim, other.root)
 
-    def begin_session(self, location: Location, planned: PlannedSession, conditions: Conditions) -> Transaction:
+    def begin_session(self, location: Location, planned: PlannedSession) -> Transaction:
         """See `CommitMethod`."""
-        location = conditions.open(location)
         found = find_root(location.store)
         data = None if found is None else found[0]
         before = parse_table(location, data) if data is not None and is_partial(data) else None
@@ -372,7 +364,7 @@ class ConditionalPutMethod(CommitMethod):
         left = "nothing" if before is not None else find_existing(location, data, True)
         if left == "checkpoint":
             raise checkpoint_exists(location)
-        transaction = ConditionalPutTransaction(location, planned.partial, found, conditions)
+        transaction = ConditionalPutTransaction(location, planned.partial, found)
         if left != "nothing":
             transaction.clear()
         elif planned.before is not None and planned.before.owner is not None:
@@ -381,10 +373,9 @@ class ConditionalPutMethod(CommitMethod):
         return transaction
 
     def resume_sessions(
-        self, location: Location, examine: Callable[[PartialSave, StorageBackend], T], conditions: Conditions
+        self, location: Location, examine: Callable[[PartialSave, StorageBackend], T]
     ) -> tuple[PartialSave, Transaction, T]:
         """See `CommitMethod`."""
-        location = conditions.open(location)
         found = find_root(location.store)
         before = None if found is None else parse_root(location.store, found[0], location.display)
         if not isinstance(before, PartialSave):
@@ -393,18 +384,16 @@ class ConditionalPutMethod(CommitMethod):
             examined = examine(before, location.store)
         owned = before.own_by_next(1)
         try:
-            transaction = ConditionalPutTransaction(location, owned, found, conditions)
+            transaction = ConditionalPutTransaction(location, owned, found)
         except SaveLostError as error:
             raise sessions_changed(location) from error
         if before.owner is not None:
             transaction.store.abort_uploads()
         return owned, transaction, examined
 
-    def store_of(
-        self, location: Location, save_id: str, conditions: Conditions, *, owner: int | None = None
-    ) -> StorageBackend:
+    def store_of(self, location: Location, save_id: str, *, owner: int | None = None) -> StorageBackend:
         """See `CommitMethod`."""
-        return FencedStore(conditions.open(location), save_id, owner=owner)
+        return FencedStore(location, save_id, owner=owner)
 
     def session_store(self, location: Location) -> StorageBackend:
         """See `CommitMethod`."""
@@ -423,28 +412,22 @@ class ConditionalPutMethod(CommitMethod):
             return None
         return head is None or head.state == "committed"
 
-    def remove(self, location: Location, save_id: str, conditions: Conditions) -> None:
+    def remove(self, location: Location, save_id: str) -> None:
         """See `CommitMethod`."""
         expect_no_nested(location)
-        location = conditions.open(location)
-        # Replaced by a claim first: objects without a root may look like a checkpoint of other software.
-        ConditionalPutTransaction(location, new_claim(save_id), find_root(location.store), conditions).give_up()
+        # The root is replaced by a claim first: objects without a root may look like a checkpoint of other software.
+        ConditionalPutTransaction(location, new_claim(save_id), find_root(location.store)).give_up()
 
-    def remove_unfinished(self, location: Location, save_id: str, conditions: Conditions) -> None:
+    def remove_unfinished(self, location: Location, save_id: str) -> None:
         """See `CommitMethod`."""
         expect_no_nested(location)
-        location = conditions.open(location)
         found = find_root(location.store)
         if found is not None and is_claim(found[0]):
-            ConditionalPutTransaction(location, new_claim(save_id), found, conditions).give_up()
+            ConditionalPutTransaction(location, new_claim(save_id), found).give_up()
 
     def announce_deletion(self, location: Location, locks: Locks, pin: str) -> AbstractContextManager[object] | None:
         """See `CommitMethod`."""
         return locks.intend_deletion(pin)
-
-    def with_conditions(self, conditions: Conditions, url: str) -> StorageBackend:
-        """See `CommitMethod`."""
-        return conditions.storage(self._directory, url)
 
     def locks(self, display: str = "", lease_seconds: float = 60.0, clock: Clock | None = None) -> Locks:
         """See `CommitMethod`."""

@@ -1,8 +1,8 @@
-"""Deleting a checkpoint, unless others refer to it.
+"""Deletion of a checkpoint, unless other checkpoints refer to it.
 
-An update pins its base, waits while a deletion of it is announced, checks that the base exists, and commits. A deletion
-announces itself, looks for pins, then for checkpoints that refer to the base, and only then removes it. So at least one
-of two concurrent operations sees the other (see `ckptcore.commit.locks`).
+An update pins its base, waits while a deletion of the base is announced, checks that the base exists, and commits. A
+deletion is announced first. Then it looks for pins and for checkpoints that refer to the base, and only then removes
+the base. So at least one of two concurrent operations sees the other (see `ckptcore.commit.locks`).
 """
 
 from __future__ import annotations
@@ -11,16 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-from ckptcore.commit.conditions import Conditions
 from ckptcore.commit.leases import SYSTEM_CLOCK
-from ckptcore.commit.location import Location, commit_method
+from ckptcore.commit.location import Location
 from ckptcore.commit.locks import Locks
 from ckptcore.commit.method import find_partial
-from ckptcore.commit.references import Base
-from ckptcore.commit.root import ROOT_KEY, Claimed, Composite, PartialSave, Root, new_save_id
+from ckptcore.commit.root import ROOT_KEY, AnyRoot, Base, Claim, PartialSave, new_save_id
 from ckptcore.commit.root_json import bases_of_root
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import ADMINISTRATION, Mark, is_hidden_name, read_mark, read_root
+from ckptcore.commit.target import ADMINISTRATION, LocationVersion, is_hidden_name, read_root, read_version
 from ckptcore.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -35,17 +33,17 @@ from ckptcore.io.requests import requests_of
 from ckptcore.io.threads import IOThreads, ask_each
 from ckptcore.protocols import StorageBackend
 
-__all__ = ["base_locks", "bases_beside", "delete_checkpoint", "find_bases", "pin_name", "referring_to"]
+__all__ = ["base_locks", "bases_in", "delete_checkpoint", "find_bases", "pin_name", "referring_to"]
 
 _PIN_SECONDS: Final = 90.0
-"""Seconds that a deletion waits for a leased pin: longer than the lease of a killed process takes to expire."""
+"""Seconds that a deletion waits for a leased pin. The lease of a killed process expires earlier."""
 
 _LAST_POLL_SECONDS: Final = 2.0
 
 
-def delete_checkpoint(location: Location, conditions: Conditions, threads: IOThreads) -> None:
+def delete_checkpoint(location: Location, threads: IOThreads) -> None:
     """See `ckptcore.delete`."""
-    root: Root | Composite | Claimed | PartialSave | None = None
+    root: AnyRoot | None = None
     try:
         root = read_root(location.store)
         is_ours = root is not None
@@ -53,27 +51,27 @@ def delete_checkpoint(location: Location, conditions: Conditions, threads: IOThr
         is_ours = True
     if not is_ours:
         if not _delete_sessions(location):
-            return delete_checkpoint(location, conditions, threads)
-    elif isinstance(root, Claimed | PartialSave):
-        location.commits.remove(location, new_save_id(), conditions)
+            return delete_checkpoint(location, threads)
+    elif isinstance(root, Claim | PartialSave):
+        location.commits.remove(location, new_save_id())
     else:
-        with _announced_deletion(location, conditions):
+        with _announced_deletion(location):
             _refuse_referred(location, None if root is None else root.save_id, threads)
-            location.commits.remove(location, new_save_id(), conditions)
+            location.commits.remove(location, new_save_id())
     location.commits.sweep(location)
 
 
 def _delete_sessions(location: Location) -> bool:
-    """Delete the partial save beside a location without a root. Return False if the location changed meanwhile.
+    """Delete the partial save to a location without a root. Return False if the location changed meanwhile.
 
     Raises:
-        CheckpointExistsError: other software wrote what is there.
-        CheckpointNotFoundError: nothing is there.
+        CheckpointExistsError: the location has files of other software.
+        CheckpointNotFoundError: there is no partial save.
     """
-    mark = read_mark(location)
-    if mark.root is not None or (mark != Mark(None) and not mark.is_at(location)):
+    version = read_version(location)
+    if version.root is not None or (version != LocationVersion(None) and not version.is_current(location)):
         return False
-    if mark != Mark(None):
+    if version != LocationVersion(None):
         raise CheckpointExistsError(
             f"{location.display} was not written by ckptcore and is left alone; remove it with your own tools"
         )
@@ -92,42 +90,41 @@ def _refuse_referred(location: Location, save_id: str | None, threads: IOThreads
     Args:
         location: the location of the checkpoint.
         save_id: its save id; None if it cannot be read.
-        threads: run the requests for the other checkpoints.
+        threads: threads for the requests.
 
     Raises:
         CheckpointReferredError
         StorageError: the directory around the checkpoint cannot be listed or read.
     """
     try:
-        beside = find_bases(location.parent, threads, without=location.name)
+        bases = find_bases(location.parent, threads, without=location.name)
     except StorageError as error:
         error.add_note(
-            f"Nothing was deleted: whether others have arrays in {location.display} is looked up in the directory "
-            "that it is in, which must be listed and read for that"
+            f"Nothing was deleted: to find checkpoints that refer to {location.display}, its parent directory must be "
+            "listed and read"
         )
         raise
-    names = referring_to(location.name, save_id, beside)
+    names = referring_to(location.name, save_id, bases)
     if names:
         which = "that" if len(names) == 1 else "those"
         raise CheckpointReferredError(
-            f"{location.display} has arrays of {', '.join(names[:20])}, beside it: delete {which} first; a copy by "
-            "ckptcore.copy needs no base. Nothing was deleted"
+            f"{location.display} stores arrays of {', '.join(names[:20])}, in the same directory: delete {which} "
+            "first. A copy by ckptcore.copy needs no base. Nothing was deleted"
         )
 
 
 @contextmanager
-def _announced_deletion(location: Location, conditions: Conditions) -> Iterator[None]:
-    """Announce the deletion of a checkpoint, so that later updates of it wait. The checkpoint stays visible.
+def _announced_deletion(location: Location) -> Iterator[None]:
+    """Announce the deletion of a checkpoint inside the block, so that new updates of it wait. It stays visible.
 
     Args:
         location: the location of the checkpoint.
-        conditions: of the Context.
 
     Raises:
         CheckpointReferredError: an update that refers to the checkpoint is being saved.
-        StorageError: the storage failed, or the directory around the checkpoint cannot be written.
+        StorageError: the storage failed, or the directory that contains the checkpoint cannot be written.
     """
-    locks = base_locks(location, conditions)
+    locks = base_locks(location)
     pin = pin_name(location)
     deadline = SYSTEM_CLOCK.now() + _PIN_SECONDS
     while (announced := location.commits.announce_deletion(location, locks, pin)) is None:
@@ -141,21 +138,20 @@ def _announced_deletion(location: Location, conditions: Conditions) -> Iterator[
         yield
 
 
-def base_locks(location: Location, conditions: Conditions) -> Locks:
-    """Return the locks of the directory around a base, in which updates pin it."""
-    directory = location.commits.with_conditions(conditions, location.absolute)
-    return commit_method(directory).locks(location.display)
+def base_locks(location: Location) -> Locks:
+    """Return the locks of the directory that contains a base. Updates pin the base there."""
+    return location.commits.locks(location.display)
 
 
 def pin_name(base: Location) -> str:
-    """Return the name of the pin of an update. Differs from a reader's pin, which `ckptcore.delete` ignores."""
+    """Return the name of the pin of an update. It differs from a reader's pin, which `ckptcore.delete` ignores."""
     return f"{base.name}.base"
 
 
-def bases_beside(directory: StorageBackend, name: str) -> Sequence[Base]:
-    """Return the bases of a checkpoint in a directory, of any format version; none without a readable root.
+def bases_in(directory: StorageBackend, name: str) -> Sequence[Base]:
+    """Return the bases of a checkpoint in a directory, of any format version. Empty without a readable root.
 
-    Links out of the directory are not followed: a checkpoint behind one has its bases in its own directory.
+    Links out of the directory are not followed: the bases of a linked checkpoint are in another directory.
     """
     try:
         return bases_of_root(subdirectory(directory, name).get(ROOT_KEY))
@@ -166,18 +162,18 @@ def bases_beside(directory: StorageBackend, name: str) -> Sequence[Base]:
 def find_bases(
     directory: StorageBackend,
     threads: IOThreads,
-    bases_of: Callable[[StorageBackend, str], Sequence[Base]] = bases_beside,
+    bases_of: Callable[[StorageBackend, str], Sequence[Base]] = bases_in,
     *,
     without: str = "",
 ) -> Mapping[str, Sequence[Base]]:
     """Return the bases of the checkpoints in a directory, by name. One listing, and a small request for each name.
 
-    A checkpoint whose root cannot be read has no bases: it cannot be loaded.
+    A checkpoint with an unreadable root has no bases, because it cannot be loaded.
 
     Args:
         directory: the storage, opened at the directory.
-        threads: run the requests.
-        bases_of: returns the bases of one; called on any thread.
+        threads: threads for the requests.
+        bases_of: returns the bases of one checkpoint; called on any thread.
         without: a name to leave out.
     """
     directories = [entry[:-1] for entry in directory.list_names() if entry.endswith("/")]
@@ -192,8 +188,8 @@ def referring_to(name: str, save_id: str | None, bases: Mapping[str, Sequence[Ba
 
     Args:
         name: the name of the checkpoint.
-        save_id: its save id; None if it is unknown, and any counts.
-        bases: the bases by name, as from `find_bases`.
+        save_id: its save id; None if it is unknown, so that references to any save id count.
+        bases: the bases by name, as `find_bases` returns them.
     """
     return [
         other

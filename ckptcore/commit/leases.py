@@ -1,9 +1,10 @@
-"""Leases: objects that their holders renew, so that other processes see whether a holder is alive.
+"""Leases: objects that their holders renew, so that other processes see that the holders are alive.
 
-A lease that was taken over is never used afterwards. A process takes it over after it has seen it unchanged for more
-than a lease time, so the last renewal began longer ago than that. `Lease.check` looks whether the object is still ours.
-It renews it first if the last renewal began more than half a lease time ago; the other half is for what the holder does
-next. Every change has the tag that was seen as its condition, so one of two concurrent changes fails.
+A holder never uses a lease after another process took it over. A process takes a lease over after it has seen the lease
+unchanged for more than a lease time, so the last renewal began longer ago than that. `Lease.check` reads the object to
+see that this process still has the lease. If the last renewal began more than half a lease time ago, it renews the
+lease; the other half is the time for what the holder does next. Every change is conditional on the tag that was read,
+so one of two concurrent changes fails.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ __all__ = [
 logger = logging.getLogger("ckptcore.commit")
 
 _EXIT_SECONDS: Final = 5.0
-"""Seconds that the end of the program waits at most for leases to be released."""
+"""Maximum time that the end of the program waits for leases to be released."""
 
 
 class Clock:
-    """Time, and work that is repeated on a thread. Tests override it. Any thread."""
+    """The time, and work that a thread repeats. Tests override it. Any thread."""
 
     def now(self) -> float:
-        """Return the seconds since some moment; never decreases."""
+        """Return a time in seconds that never decreases."""
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
@@ -63,8 +64,8 @@ class Clock:
     def repeat(self, seconds: float, work: Callable[[], None], at_end: Callable[[], None]) -> Callable[[], None]:
         """Call `work` every so many seconds on another thread. Return a function that stops this without waiting.
 
-        When it is stopped, when the result is dropped, or at the end of the program, `at_end` is called once. Neither
-        function may refer to the result. A forked child repeats nothing.
+        `at_end` is called once: when the function is called or garbage collected, or at the end of the program. `work`
+        and `at_end` must not refer to the function. A forked child repeats nothing.
         """
         return _Repetition(seconds, work, at_end).stop
 
@@ -73,10 +74,10 @@ SYSTEM_CLOCK: Final = Clock()
 
 
 class _Repetition:
-    """A thread that repeats work until this object is stopped or dropped. The thread does not refer to this object."""
+    """A thread that repeats work until this object is stopped or garbage collected. It does not refer to the object."""
 
     def __init__(self, seconds: float, work: Callable[[], None], at_end: Callable[[], None]) -> None:
-        # A queue, because `__del__` can run at any point, and no other way to wake a thread is reentrant.
+        # A SimpleQueue, because `__del__` can run at any point, and events and conditions are not reentrant.
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.thread: Final = threading.Thread(
             target=_repeat, args=(self._wake, seconds, work, at_end), name="ckptcore-lease", daemon=True
@@ -108,12 +109,12 @@ def _attempt(work: Callable[[], None]) -> None:
     try:
         work()
     except Exception as error:  # noqa: BLE001  # the thread continues: one failure does not lose a lease
-        logger.warning("a lease could not be renewed or let go: %s", error)
+        logger.warning("a lease could not be renewed or released: %s", error)
 
 
 @functools.cache
 def _repetitions() -> weakref.WeakSet[_Repetition]:
-    """Return the repetitions of this process. At its end all are stopped, after the saves in the background."""
+    """Return the repetitions of this process. They are stopped at its end, after the background saves."""
     repetitions: weakref.WeakSet[_Repetition] = weakref.WeakSet()
     atexit.register(_stop_all, repetitions)
     return repetitions
@@ -130,7 +131,7 @@ def _stop_all(repetitions: Collection[_Repetition]) -> None:
 
 
 LONGEST_LEASE_SECONDS: Final = 3600.0
-"""The longest lease. A hostile record must not make anyone wait for years."""
+"""The longest lease. Limits the wait for a hostile record."""
 
 _FORMAT: Final = "ckptcore hold"
 _MOST_BYTES: Final = 4096
@@ -142,12 +143,12 @@ class Holder:
     """The record of the process that has a lock.
 
     Attributes:
-        hold_id: 16 hexadecimal digits that no other lock has.
+        hold_id: a random id of the lock: 16 hexadecimal digits.
         host: the name of the machine.
-        pid: the process on that machine.
-        since: when the lock was taken, ISO 8601 in UTC by the clock of that machine; for people to read only.
-        lease_seconds: the lease expires so long after the last renewal; None for a locked directory.
-        renewals: the number of renewals. It makes the bytes, and so the tag, differ.
+        pid: the id of the process on that machine.
+        since: when the lock was taken, ISO 8601 in UTC by the clock of that machine. Only for messages.
+        lease_seconds: the lease expires this long after the last renewal; None for a locked directory.
+        renewals: the number of renewals. Makes the bytes, and so the tag, of each renewal differ.
         released: True if the lease was released or broken.
     """
 
@@ -166,7 +167,7 @@ class Holder:
 
     @property
     def is_here(self) -> bool:
-        """True if this process is the holder, which is therefore alive."""
+        """True if this process is the holder."""
         return (self.host, self.pid) == (platform.node(), os.getpid())
 
     def describe(self) -> str:
@@ -209,12 +210,12 @@ def decode_holder(data: bytes) -> Holder | None:
 
 
 def _is_text(value: object) -> bool:
-    # Errors print these texts: they must not contain escape sequences for a terminal.
+    # Errors contain these texts, so they must not have escape sequences for a terminal.
     return isinstance(value, str) and len(value) <= _MOST_CHARACTERS and value.isprintable()
 
 
 def _is_lease(value: object) -> bool:
-    # Excludes NaN.
+    # The comparison excludes NaN.
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= LONGEST_LEASE_SECONDS
 
 
@@ -233,12 +234,12 @@ def check_lease_seconds(seconds: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class SeenLease:
-    """A lease as it was read.
+    """A lease that was read.
 
     Attributes:
         key: the key of its object.
-        tag: the tag of the object; it differs after each renewal.
-        holder: the record; None if it cannot be read.
+        tag: the tag of the object; changes with each renewal.
+        holder: the record; None if it is invalid.
     """
 
     key: str
@@ -252,7 +253,7 @@ class SeenLease:
 
     def describe(self) -> str:
         """Return the holder in words, for an error."""
-        return f"somebody whose record {self.key} cannot be read" if self.holder is None else self.holder.describe()
+        return f"a process whose record {self.key} cannot be read" if self.holder is None else self.holder.describe()
 
     def seconds(self, otherwise: float) -> float:
         """Return its lease time; `otherwise` if its record has none."""
@@ -269,7 +270,7 @@ def read_lease(store: StorageBackend, key: str) -> SeenLease | None:
 
 
 def break_lease(store: StorageBackend, seen: SeenLease) -> bool:
-    """Mark an expired lease as released, so that it can never be renewed. Return False if it was renewed."""
+    """Mark an expired lease as released, so that it cannot be renewed. Return False if it was renewed meanwhile."""
     broken = replace(seen.holder or new_holder(), released=True)
     try:
         store.put(seen.key, broken.encode(), condition=IfTag(seen.tag))
@@ -279,25 +280,25 @@ def break_lease(store: StorageBackend, seen: SeenLease) -> bool:
 
 
 _PATIENCE: Final = 1.25
-"""Lease times that a lease must be seen unchanged to be expired."""
+"""A lease has expired once it was seen unchanged for this multiple of its lease time."""
 
 _MOST_AT_ONCE: Final = 0.5
-"""Lease times that one look adds at most: if this process was suspended, so may have been the holder."""
+"""Maximum multiple of the lease time that one look adds: the holder may have been suspended with this process."""
 
 
 class LeaseObserver:
     """Measures how long each lease was seen unchanged, by the clock of this process. Any thread."""
 
     def __init__(self, clock: Clock, lease_seconds: float) -> None:
-        """Have seen no lease yet; `lease_seconds` is for leases whose record has no lease time."""
+        """Observe no lease yet. `lease_seconds` is the lease time of leases whose record has none."""
         self._clock = clock
         self._lease_seconds = lease_seconds
         self._seen: dict[str, tuple[str, float, float]] = {}
-        """By key: the tag, the time of the last look, and the seconds that the lease was seen unchanged."""
+        """By key: the tag, the time of the last look, and for how many seconds the lease was seen unchanged."""
         self._lock = threading.Lock()
 
-    def is_dead(self, seen: SeenLease) -> bool:
-        """Count one look at a lease. Return True if it was seen unchanged for so long that its holder has lost it."""
+    def is_expired(self, seen: SeenLease) -> bool:
+        """Record one look at a lease. Return True if it was seen unchanged for so long that it has expired."""
         lease_seconds = seen.seconds(self._lease_seconds)
         now = self._clock.now()
         with self._lock:
@@ -307,14 +308,14 @@ class LeaseObserver:
             return unchanged >= _PATIENCE * lease_seconds
 
     def forget_others(self, directory: str, keys: Collection[str]) -> None:
-        """Forget the leases below a directory (with a final ``/``) that are not in `keys`."""
+        """Forget the leases in a directory (with a final ``/``) that are not in `keys`."""
         with self._lock:
             for key in [key for key in self._seen if key.startswith(directory) and key not in keys]:
                 del self._seen[key]
 
 
 _ATTEMPTS: Final = 3
-"""Attempts of a renewal whose condition fails though the lease is ours, after a put that was reported as failed."""
+"""Maximum number of attempts of a renewal. Its condition may fail after an earlier put whose response was lost."""
 
 
 class Lease:
@@ -335,10 +336,10 @@ class Lease:
             store: the storage, opened at the directory of steps.
             seen: the object; its holder is this process.
             subject: what is locked, in words, for errors.
-            at_close: what happens to the object. If others may take it over, it is marked: a deletion could arrive when
-                it is theirs. If its key is unique, it is deleted.
+            at_close: how the lease is released. "mark": put the object as released, for a key that other processes use
+                too, because a delayed deletion could remove their lease. "delete": for a unique key.
             began: when the put began.
-            clock: the time.
+            clock: the clock.
         """
         assert seen.holder is not None and seen.holder.lease_seconds is not None
         self.subject: Final = subject
@@ -348,17 +349,17 @@ class Lease:
         self._holder = seen.holder
         self._lease_seconds = seen.holder.lease_seconds
         self._at_close = at_close
-        self._began = began  # of the last successful renewal: others saw it later
+        self._began = began  # of the last successful renewal; other processes see it later
         self._clock = clock
         self._state: Literal["held", "released", "lost"] = "held"
         self._taken_by: Holder | None = None
         self._lock = threading.Lock()
 
     def renew(self) -> None:
-        """Renew the lease; nothing if it was released or lost.
+        """Renew the lease. Does nothing if it was released or lost.
 
         Raises:
-            StorageError: the renewal failed; the lease may still be ours.
+            StorageError: the renewal failed. This process may still have the lease.
         """
         with self._lock:
             if self._state == "held":
@@ -369,7 +370,7 @@ class Lease:
 
         Raises:
             SaveLostError: the lease was lost. This is final.
-            StorageError: the storage failed, so it is unknown.
+            StorageError: the storage failed, so the state of the lease is unknown.
         """
         with self._lock:
             if self._state == "held":
@@ -381,7 +382,7 @@ class Lease:
                 raise SaveLostError(self._why_not())
 
     def release(self) -> None:
-        """Release the lease; nothing if it was released or lost.
+        """Release the lease. Does nothing if it was released or lost.
 
         Raises:
             StorageError: the object could not be changed.
@@ -401,7 +402,7 @@ class Lease:
         self._began = self._replace(replace(self._holder, renewals=self._holder.renewals + 1)) or self._began
 
     def _replace(self, holder: Holder) -> float | None:
-        """Replace the object. Return when that began; None if the lease is lost."""
+        """Replace the object. Return when the put began; None if the lease is lost."""
         for _ in range(_ATTEMPTS):
             began = self._clock.now()
             try:
@@ -414,12 +415,12 @@ class Lease:
                 self._holder = holder
                 return began
         raise StorageError(
-            f"{self.subject} is held by this process, but {self._key} cannot be renewed: the storage says that "
-            "its tag is another one than it said just before. Look whether something else writes there"
+            f"{self.subject} is locked by this process, but {self._key} cannot be renewed: the storage refused the tag "
+            "that it had just returned. Check if other software writes there"
         )
 
     def _look(self) -> None:
-        """Read the object, to find out if the lease is still ours, and its tag."""
+        """Read the object: check that this process still has the lease, and remember the tag."""
         seen = read_lease(self._store, self._key)
         if seen is None or seen.holder is None or seen.holder.hold_id != self._holder.hold_id or seen.holder.released:
             self._state = "lost"
@@ -430,17 +431,17 @@ class Lease:
 
     def _why_not(self) -> str:
         if self._state == "released":
-            return f"{self.subject} is no longer held: it was closed; open it again"
+            return f"{self.subject} is no longer locked: it was closed; open it again"
         if self._taken_by is None:
             return (
-                f"{self.subject} is no longer held: {self._key} was removed or replaced, by hand or because this "
-                "process gave no sign of life for too long; open it again"
+                f"{self.subject} is no longer locked by this process: {self._key} was removed or replaced, by hand or "
+                "because this process did not renew its lease in time; open it again"
             )
         if self._taken_by.hold_id == self._holder.hold_id:
-            return f"{self.subject} is no longer held: this process gave no sign of life for too long; open it again"
+            return f"{self.subject} is no longer locked: this process did not renew its lease in time; open it again"
         return (
-            f"{self.subject} was taken over by {self._taken_by.describe()}, because this process gave no sign of life "
-            "for too long. What that one writes must stay: end this job, or the other one and then open it again"
+            f"{self.subject} was taken over by {self._taken_by.describe()}, because this process did not renew its "
+            "lease in time. Only one of the two may write: end this job, or end the other one and open it again"
         )
 
 
@@ -453,17 +454,17 @@ def take_lease(
     lease_seconds: float,
     clock: Clock,
 ) -> Lease | None:
-    """Write a lease; None if `condition` is not met. See `Lease` for the arguments.
+    """Write a lease. Return None if `condition` is not met. See `Lease` for the arguments.
 
     Raises:
-        StorageError: the storage failed. The lease may have been written; then it expires.
+        StorageError: the storage failed. If the lease was written, it expires.
     """
     holder = new_holder(lease_seconds)
     began = clock.now()
     try:
         seen = SeenLease(key, store.put(key, holder.encode(), condition=condition), holder)
     except (ConditionFailedError, ObjectNotFoundError):
-        # The storage may have retried a put that had succeeded.
+        # The storage may have repeated a put that had succeeded.
         found = read_lease(store, key)
         if found is None or found.holder != holder:
             return None

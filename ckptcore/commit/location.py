@@ -1,24 +1,26 @@
-"""Locations: a path or URL of a user as a storage and a name in it."""
+"""Locations: a path or URL as a storage and a name in it, and how storages are opened."""
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import urllib.parse
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple, TypeAlias
 
 from ckptcore.builtin.local_calls import real_path
+from ckptcore.commit.conditional_stores import ConditionalPuts, EmulatedConditionalPuts
 from ckptcore.commit.method import CommitMethod
-from ckptcore.commit.rename import RenameMethod
-from ckptcore.commit.subdirectory import subdirectory
+from ckptcore.commit.subdirectory import has_directories, subdirectory
 from ckptcore.errors import InvalidLocationError, ObjectNotFoundError
 from ckptcore.model.tree import JSON
 from ckptcore.plugins import Plugins, expect_inherits
-from ckptcore.protocols import AtomicDirectories, StorageBackend, StorageOptions
+from ckptcore.protocols import (
+    StorageBackend,
+    StorageOptions,
+)
 from ckptcore.redaction import redacted
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "LocationAddress",
     "LocationLike",
     "Place",
+    "Storages",
     "Within",
     "absolute_location",
     "commit_method",
@@ -41,7 +44,7 @@ LocationLike: TypeAlias = str | os.PathLike[str]
 _URL: Final = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://(.*)", re.DOTALL)
 
 _BROKEN_URL: Final = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/(.*)", re.DOTALL)
-"""A URL that went through `pathlib.Path`. As a path it would begin with a directory whose name ends with a colon."""
+"""A URL after `pathlib.Path`, which removes a slash. As a path it would begin with a directory named ``scheme:``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +60,41 @@ class Within:
     directory: str
 
     def __str__(self) -> str:
-        around = self.location if isinstance(self.location, Within | IndirectPlace) else os.fspath(self.location)
-        return f"{redacted(str(around)).rstrip('/')}/{self.directory}"
+        outer = self.location if isinstance(self.location, Within | IndirectPlace) else os.fspath(self.location)
+        return f"{redacted(str(outer)).rstrip('/')}/{self.directory}"
+
+
+class Storages(NamedTuple):
+    """The options by which a Context opens storages.
+
+    Attributes:
+        plugins: find the storage of a URL scheme.
+        config: options of storages, by scheme.
+        is_durable: True if written data must survive a loss of power.
+        conditional_puts: their support for conditional puts.
+    """
+
+    plugins: Plugins
+    config: Mapping[str, Mapping[str, JSON]]
+    is_durable: bool
+    conditional_puts: ConditionalPuts
+
+    def open(self, scheme: str, address: str, to_write: bool) -> StorageBackend:
+        """Open a storage at an address: an absolute path, or a whole URL.
+
+        Raises:
+            UnknownPluginError: no plugin supports the scheme.
+        """
+        options = StorageOptions(durable=to_write and self.is_durable, config=self.config.get(scheme, {}))
+        storage = self.plugins.storage(scheme)(address, options)
+        expect_inherits(type(storage), StorageBackend)
+        if self.conditional_puts.without == "marker" and not has_directories(type(storage)):
+            return EmulatedConditionalPuts(storage, address, self.conditional_puts)
+        return storage
 
 
 class IndirectPlace(ABC):
-    """A checkpoint that has its own storage, such as one that falls back to a copy."""
+    """A checkpoint that resolves itself to a storage, such as one that falls back to a copy."""
 
     @property
     @abstractmethod
@@ -70,7 +102,7 @@ class IndirectPlace(ABC):
         """The directory of the checkpoint."""
 
     @abstractmethod
-    def resolve(self, plugins: Plugins, *, durable: bool, config: Mapping[str, Mapping[str, JSON]]) -> Location:
+    def resolve(self, storages: Storages, *, to_write: bool) -> Location:
         """Open it; see `resolve_location`."""
 
     def __str__(self) -> str:
@@ -86,10 +118,10 @@ class LocationAddress:
     """A location that can be sent to another process; it has no open storage.
 
     Attributes:
-        display: the location as the user knows it, without secrets.
+        display: the location as the user passed it, without secrets.
         scheme: the scheme of the storage.
-        parent: the address that the storage opens: an absolute path, or the whole URL.
-        name: the name of the checkpoint in it.
+        parent: the address of its parent directory: an absolute path, or the whole URL.
+        name: the name of the checkpoint in the parent directory.
     """
 
     display: str
@@ -103,11 +135,12 @@ class Location:
     """The location of a checkpoint, which may not exist.
 
     Attributes:
-        display: the location as the user knows it, without secrets.
-        parent: the storage, opened at the directory around the checkpoint.
-        name: the name of the checkpoint in it, without ``/``.
+        display: the location as the user passed it, without secrets.
+        parent: the storage, opened at the parent directory.
+        name: the name of the checkpoint in the parent directory, without ``/``.
         identity: equal for two spellings of one location, as far as they can be recognised.
         of_host: True if it is on a disk of one host of a job, and may have copies for that host.
+        conditional_puts: the support of its storage for conditional puts.
     """
 
     display: str
@@ -115,6 +148,7 @@ class Location:
     name: str
     identity: str = ""
     of_host: bool = False
+    conditional_puts: ConditionalPuts = field(default_factory=ConditionalPuts)
 
     @property
     def store(self) -> StorageBackend:
@@ -123,26 +157,26 @@ class Location:
 
     @property
     def commits(self) -> CommitMethod:
-        """The commit method of the directory around the checkpoint."""
+        """The commit method of the parent directory."""
         return commit_method(self.parent)
 
     @property
     def absolute(self) -> str:
-        """The location from any working directory: a local path without links, or a URL."""
+        """The absolute location: a local path without links, or a URL."""
         return self.identity.partition(":")[2] or self.display
 
     @property
     def parent_name(self) -> str:
-        """The name of the directory around the checkpoint; empty if it is unknown."""
+        """The name of the parent directory; empty if it is unknown."""
         return self.identity.rpartition("/")[0].rpartition("/")[2]
 
-    def lies_in(self, other: Location) -> bool:
-        """Return True if it is another location or inside it, as far as that can be recognised."""
+    def is_within(self, other: Location) -> bool:
+        """Return True if this location is equal to another or inside it, as far as that can be recognised."""
         return f"{self.identity}/".startswith(f"{other.identity}/")
 
     @property
-    def to_open(self) -> LocationAddress:
-        """The address, for another process."""
+    def address(self) -> LocationAddress:
+        """The address, to send to another process."""
         scheme, _, within = self.identity.partition(":")
         return LocationAddress(self.display, scheme, within.removesuffix(f"/{self.name}"), self.name)
 
@@ -162,46 +196,33 @@ def commit_method(directory: StorageBackend) -> CommitMethod:
     Args:
         directory: a storage, opened at the directory.
     """
-    return _method_of(type(directory))(directory)
+    # Imported by the first save or deletion: loads need neither module, and a save needs one of them.
+    if has_directories(type(directory)):
+        from ckptcore.commit.rename import RenameMethod
+
+        return RenameMethod(directory)
+    from ckptcore.commit.conditional_put import ConditionalPutMethod
+
+    return ConditionalPutMethod(directory)
 
 
-@functools.lru_cache(maxsize=64)
-def _method_of(kind: type[StorageBackend]) -> type[CommitMethod]:
-    """Return the commit method of a type of storage. Cached: the check is slow."""
-    if issubclass(kind, AtomicDirectories):
-        return RenameMethod
-    from ckptcore.commit.conditional_put import ConditionalPutMethod  # only object stores need it
-
-    return ConditionalPutMethod
-
-
-def _open_storage(plugins: Plugins, scheme: str, url: str, options: StorageOptions) -> StorageBackend:
-    storage = plugins.storage(scheme)(url, options)
-    expect_inherits(type(storage), StorageBackend)
-    return storage
-
-
-def resolve_location(
-    location: Place, plugins: Plugins, *, durable: bool, config: Mapping[str, Mapping[str, JSON]]
-) -> Location:
-    """Open the directory that a location is in.
+def resolve_location(location: Place, storages: Storages, *, to_write: bool = False) -> Location:
+    """Open the parent directory of a location.
 
     Args:
         location: a path or URL, or a directory within one.
-        plugins: find the storage by scheme.
-        durable: True if writes must survive a loss of power.
-        config: options of storages, by scheme.
+        storages: how to open storages.
+        to_write: True to write or delete a checkpoint.
 
     Raises:
-        InvalidLocationError: it is neither, or cannot be a checkpoint.
-        UnknownPluginError: no plugin opens such a URL.
+        InvalidLocationError: it is neither a path nor a URL, or cannot be a checkpoint.
+        UnknownPluginError: no plugin supports the scheme.
     """
     if isinstance(location, IndirectPlace):
-        return location.resolve(plugins, durable=durable, config=config)
+        return location.resolve(storages, to_write=to_write)
     if isinstance(location, Within):
-        return _within(location, plugins, durable, config)
+        return _resolve_within(location, storages, to_write)
     scheme, address = _address(location)
-    options = StorageOptions(durable=durable, config=config.get(scheme, {}))
     if scheme == "file":
         # The address has no links: renaming must replace the target of a link, not the link.
         parent, name = os.path.split(address)
@@ -210,41 +231,38 @@ def resolve_location(
     text = os.fspath(location)
     if not name or name in (".", "..") or parent.endswith(":/"):
         raise InvalidLocationError(
-            f"{text!r} names the root of a storage; a checkpoint needs a directory of its own below it"
+            f"{text!r} is the root of a storage; give a directory below it, because a checkpoint is a directory"
         )
-    return Location(redacted(text), _open_storage(plugins, scheme, parent, options), name, f"{scheme}:{parent}/{name}")
+    return open_address(LocationAddress(redacted(text), scheme, parent, name), storages, to_write=to_write)
 
 
-def _within(place: Within, plugins: Plugins, durable: bool, config: Mapping[str, Mapping[str, JSON]]) -> Location:
+def _resolve_within(place: Within, storages: Storages, to_write: bool) -> Location:
     if isinstance(place.location, IndirectPlace):
-        around = resolve_location(place.location, plugins, durable=durable, config=config)
-        identity = f"{around.identity}/{place.directory}"
-        return Location(str(place), around.store, place.directory, identity, of_host=around.of_host)
+        outer = resolve_location(place.location, storages, to_write=to_write)
+        identity = f"{outer.identity}/{place.directory}"
+        return replace(outer, display=str(place), parent=outer.store, name=place.directory, identity=identity)
     scheme, address = _address(place.location)
-    options = StorageOptions(durable=durable, config=config.get(scheme, {}))
-    store = _open_storage(plugins, scheme, address, options)
-    return Location(str(place), store, place.directory, f"{scheme}:{address}/{place.directory}")
+    return open_address(LocationAddress(str(place), scheme, address, place.directory), storages, to_write=to_write)
 
 
-def open_address(
-    address: LocationAddress, plugins: Plugins, *, durable: bool, config: Mapping[str, Mapping[str, JSON]]
-) -> Location:
-    """Open a location that another process resolved.
+def open_address(address: LocationAddress, storages: Storages, *, to_write: bool = False) -> Location:
+    """Open a location from its address, which may come from another process.
 
     Args:
         address: the address of the location.
-        plugins, durable, config: as for `resolve_location`.
+        storages, to_write: as for `resolve_location`.
 
     Raises:
-        UnknownPluginError: no plugin here opens such a URL.
+        UnknownPluginError: no plugin supports the scheme.
     """
-    options = StorageOptions(durable=durable, config=config.get(address.scheme, {}))
-    store = _open_storage(plugins, address.scheme, address.parent, options)
-    return Location(address.display, store, address.name, f"{address.scheme}:{address.parent}/{address.name}")
+    display, scheme, parent, name = address.display, address.scheme, address.parent, address.name
+    store = storages.open(scheme, parent, to_write)
+    identity = f"{scheme}:{parent}/{name}"
+    return Location(display, store, name, identity, conditional_puts=storages.conditional_puts)
 
 
 def absolute_location(location: LocationLike) -> str:
-    """Return a location from any working directory: a local path without links, or the URL.
+    """Return an absolute location: a local path without links, or the URL.
 
     Raises:
         InvalidLocationError: it is neither a path nor a URL.
@@ -252,24 +270,22 @@ def absolute_location(location: LocationLike) -> str:
     return _address(location)[1]
 
 
-def open_directory(
-    directory: LocationLike, plugins: Plugins, *, durable: bool, config: Mapping[str, Mapping[str, JSON]]
-) -> StorageBackend:
+def open_directory(directory: LocationLike, storages: Storages, *, to_write: bool = False) -> StorageBackend:
     """Open a directory of checkpoints.
 
     Args:
         directory: a path or URL; may be the root of a storage.
-        plugins, durable, config: as for `resolve_location`.
+        storages, to_write: as for `resolve_location`.
 
     Raises:
-        InvalidLocationError: it is neither.
-        UnknownPluginError: no plugin opens such a URL.
+        InvalidLocationError: it is neither a path nor a URL.
+        UnknownPluginError: no plugin supports the scheme.
     """
-    return _within(Within(directory, "-"), plugins, durable, config).parent
+    return storages.open(*_address(directory), to_write)
 
 
 def _address(location: Place) -> tuple[str, str]:
-    """Return the scheme of a location and the address that its storage opens.
+    """Return the scheme of a location, and its address: an absolute path or a URL.
 
     Raises:
         InvalidLocationError: it is neither a path nor a URL.
@@ -291,8 +307,8 @@ def _address(location: Place) -> tuple[str, str]:
     matched = _URL.fullmatch(text)
     if matched is None and (broken := _BROKEN_URL.fullmatch(text)) is not None:
         raise InvalidLocationError(
-            f"{text!r} is a URL with one slash, as pathlib.Path makes it; give '{broken[1]}://{broken[2]}' as a str, "
-            "or the absolute path of a local directory that has this name"
+            f"{text!r} is a URL with one slash, perhaps because of pathlib.Path; give '{broken[1]}://{broken[2]}' as a "
+            "str, or the absolute path of a local directory that has this name"
         )
     scheme = matched[1].lower() if matched else "file"
     if scheme == "file":

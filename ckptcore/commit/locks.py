@@ -5,21 +5,21 @@ A reader pins a step, then looks for announced deletions. A deleter announces a 
     pin                                       delete
     1. write the pin                          1. announce the deletion
     2. look for announced deletions:          2. look for pins:
-       wait until there are none                 if there is one, withdraw, and keep the step
-    3. look whether the step exists           3. delete the step
+       wait until there are none                 if there is one, withdraw and keep the step
+    3. check that the step exists             3. delete the step
     4. read; remove the pin                   4. withdraw the announcement
 
-No step is deleted while a reader has pinned it and reads it. Suppose one is. Then step 2 of the deletion did not see
-the pin, so it came before step 1 of the pin, and so did step 1 of the deletion. Then step 2 of the pin comes after the
-announcement, sees it, and waits for its end. That is after step 4 of the deletion, so step 3 of the pin finds no step,
-and nothing is read. The storage only has to show what was written to those who look afterwards.
+No step is deleted while a reader reads it. Proof: suppose one is. Then (2) of the deletion did not see the pin, so it
+ran before (1) of the pin, and so did (1) of the deletion. So (2) of the pin ran after the announcement, saw it, and
+waited for its end, which is (4) of the deletion. Then (3) of the pin found no step, and the reader read nothing. This
+needs only a storage whose reads and listings show every write that has ended.
 
-Neither waits for the other forever: a deleter never waits, and a reader waits only for a deletion, which ends.
+No process waits forever: a deleter never waits, and a reader waits only for a deletion, which ends.
 
 Locks of failed processes do not count. With real directories a lock is a locked directory (`DirectoryLocks`), which
 the kernel releases. Other storage has leases (`LeasedLocks`), which are broken after a lease time without renewal. A
-process that was only suspended finds its lease broken when it checks: a deleter checks before it deletes, and a reader
-has read for so long that the step may vanish, which a load notices.
+suspended process finds that its lease is broken when it checks. A deleter checks before it deletes. A reader does not
+check: after such a long read, the step can be deleted, and the load raises an error.
 """
 
 from __future__ import annotations
@@ -63,25 +63,25 @@ __all__ = ["DirectoryLocks", "IfInUse", "LeasedLocks", "Lock", "Locks", "Purpose
 logger = logging.getLogger("ckptcore.commit")
 
 Purpose: TypeAlias = Literal["pins", "deleting"]
-"""Why a step is locked, and the directory of such locks: a reader has pinned it; its deletion is announced."""
+"""Why a step is locked: a reader has pinned it, or its deletion is announced. Also the directory of these locks."""
 
 IfInUse: TypeAlias = Literal["error", "take over"]
-"""If another job seems to own the directory: fail; or wait, and take over if its lease is not renewed."""
+"""What to do if another job seems to own the directory: fail; or wait, and take over if its lease is not renewed."""
 
 
 class Lock:
     """A lock of this process, until it is closed or the process ends. Any thread.
 
-    A forked child does not have the locks of its parent: there `check` raises and `close` does nothing. If a lease is
-    dropped without `close`, it is released by its thread.
+    A forked child does not have the locks of its parent: there `check` raises and `close` does nothing. A lease that is
+    garbage collected without `close` is released by its thread.
     """
 
     def __init__(self, subject: str, *, check: Callable[[], None], release: Callable[[], None]) -> None:
-        """Take charge of a lock.
+        """Wrap a lock that was just taken.
 
         Args:
             subject: what is locked, in words, for errors.
-            check: raises what `Lock.check` does if the lock is lost.
+            check: raises the errors of `Lock.check` if the lock is lost.
             release: releases the lock.
         """
         self._subject = subject
@@ -91,7 +91,7 @@ class Lock:
         reset_in_children(self)
 
     def reset_after_fork(self) -> None:
-        """Release nothing: in a forked child, the lock is that of the parent."""
+        """Release nothing in a forked child: the parent has the lock."""
         self._state = "parent's"
 
     def check(self) -> None:
@@ -99,19 +99,19 @@ class Lock:
 
         Raises:
             SaveLostError: the lock was taken over, removed or closed, or belongs to the parent process. This is final.
-            StorageError: the storage failed, so it is unknown.
+            StorageError: the storage failed, so the state of the lock is unknown.
         """
         if self._state == "closed":
-            raise SaveLostError(f"{self._subject} is no longer held: it was closed; open it again")
+            raise SaveLostError(f"{self._subject} is no longer locked: it was closed; open it again")
         if self._state == "parent's":
             raise SaveLostError(
-                f"{self._subject} is held by the process that this one was forked from; save from there, "
-                "or open what you need in this process"
+                f"{self._subject} is locked by the process that this one was forked from; save in that process, "
+                "or open the directory in this one"
             )
         self._check()
 
     def close(self) -> None:
-        """Release the lock. Closing twice is no error. If the storage fails, that is logged."""
+        """Release the lock. Further calls do nothing. An error of the storage is logged."""
         if self._state == "held":
             self._state = "closed"
             self._release()
@@ -129,7 +129,8 @@ class SeenOwner:
 
     Attributes:
         holder: the record of the owner; None if it cannot be read.
-        is_alive: True for a locked directory. None for a lease: only a second look, a lease time later, would tell.
+        is_alive: True for a locked directory. None for a lease, because only a second look after a lease time would
+            show whether its process is alive.
     """
 
     holder: Holder | None
@@ -138,7 +139,7 @@ class SeenOwner:
     def describe(self) -> str:
         """Return the owner in words."""
         who = "a process whose record cannot be read" if self.holder is None else self.holder.describe()
-        return f"{who}, alive" if self.is_alive else f"{who}, alive or died without letting go"
+        return f"{who}, alive" if self.is_alive else f"{who}, alive or failed without releasing it"
 
 
 _FIRST_POLL_SECONDS: Final = 0.01
@@ -148,23 +149,23 @@ _LAST_POLL_SECONDS: Final = 2.0
 class Locks(ABC):
     """The locks in one directory of steps: its owner, pins of steps, announced deletions. Any thread.
 
-    Keep the object as long as the directory is used: on storage without locks it remembers the leases of others, and so
-    finds expired ones. A new object takes every lease for alive.
+    Use one object as long as the directory is in use: on storage without locks it observes the leases of other
+    processes, and so finds expired ones. A new object considers every lease valid.
     """
 
     _entry: ClassVar[re.Pattern[str]]
-    """The names of the locks in a directory: the step, and a random id."""
+    """The names of locks: the name of the step, and a random id."""
 
     def __init__(
         self, store: StorageBackend, display: str, lease_seconds: float = 60.0, clock: Clock | None = None
     ) -> None:
-        """Write nothing yet.
+        """Open the locks. Writes nothing.
 
         Args:
             store: the storage, opened at the directory of steps.
-            display: the directory as the user knows it.
+            display: the directory as the user passed it.
             lease_seconds: how long this process may be suspended without losing a lease.
-            clock: the time; None: the system's.
+            clock: the clock; None: the system's.
 
         Raises:
             ValueError: a lease cannot be that long.
@@ -177,17 +178,17 @@ class Locks(ABC):
     def own(self, if_in_use: IfInUse = "error") -> Lock:
         """Own the directory until the result is closed, or this process ends.
 
-        Call `check` before every change of a step: a suspended process may have lost the directory. The directory of a
-        failed job is free at once with real directories. On a network file system such locks may work only between
-        processes of one machine; then the first of two owners finds out when it checks.
+        Call `check` before every change of a step: a suspended process may have lost the directory. With real
+        directories, the directory of a failed job is free at once. On some network file systems, locks work only
+        between processes of one machine. Then the first of two owners fails when it checks.
 
         Args:
-            if_in_use: "take over" waits about one lease time for a renewal, and only without real directories.
+            if_in_use: "take over" waits about one lease time for a renewal. Without effect with real directories.
 
         Raises:
             DirectoryInUseError: another job owns it.
             StorageError: the storage failed, or cannot be written.
-            ValueError: `if_in_use` is none of its values.
+            ValueError: `if_in_use` is invalid.
         """
         if if_in_use not in ("error", "take over"):
             raise ValueError(f"if_in_use={if_in_use!r}: expected 'error' or 'take over'")
@@ -199,9 +200,9 @@ class Locks(ABC):
 
     @abstractmethod
     def owner(self) -> SeenOwner | None:
-        """Return the owner of the directory; None if it has none, or its process has certainly ended.
+        """Return the owner of the directory; None if it has none, or the process of the owner has certainly ended.
 
-        Writes nothing. A lock is tried for an instant, for which a process that opens the directory then waits.
+        Writes nothing. A lock of a directory is taken for an instant, for which a new owner waits.
 
         Raises:
             StorageError
@@ -209,7 +210,7 @@ class Locks(ABC):
 
     @abstractmethod
     def _take(self, purpose: Purpose, name: str) -> Lock:
-        """Lock a step, visible to others when this returns. Several locks of one step may exist."""
+        """Lock a step, visible to other processes when this returns. Several locks of one step may exist."""
 
     @abstractmethod
     def _is_locked(self, key: str) -> bool:
@@ -217,27 +218,28 @@ class Locks(ABC):
 
     @abstractmethod
     def may_expire(self, name: str) -> bool:
-        """Return True if a pin of a step may be that of a failed process, so that waiting may help.
+        """Return True if the pins of a step may be of failed processes, so that they may expire.
 
         Raises:
             StorageError
         """
 
     def _keys(self, purpose: Purpose) -> Mapping[str, str]:
-        """List the locks of steps. Return the step of each, by key."""
+        """List the locks of steps. Return the name of the step, by key of the lock."""
         directory = f"{ADMINISTRATION}/{purpose}"
         matches = [matched for entry in self._store.list_names(directory) if (matched := self._entry.fullmatch(entry))]
         return {f"{directory}/{matched[0].removesuffix('/')}": matched[1] for matched in matches}
 
     def _locked(self, purpose: Purpose, name: str | None = None) -> frozenset[str]:
-        """Return the locked steps, or of these the one called `name`. Remove locks of failed processes."""
+        """Return the locked steps, or only `name` if it is locked. Remove locks of failed processes."""
         keys = self._keys(purpose)
         return frozenset({step for key, step in keys.items() if name in (None, step) and self._is_locked(key)})
 
     def pin(self, name: str, *, wait_seconds: float = 180.0) -> Lock:
-        """Keep a step from being deleted until the result is closed. Look whether the step exists after this returns.
+        """Keep a step from being deleted until the result is closed. Check that the step exists after this returns.
 
-        Waits while the step is being deleted; on storage without locks also, about a lease time, if its deleter failed.
+        Waits while the step is being deleted. On storage without locks, the announcement of a failed deleter expires
+        after about a lease time.
 
         Args:
             name: the directory of the step.
@@ -252,8 +254,8 @@ class Locks(ABC):
             pin = self._take("pins", name)
         except (StorageError, AtomicityError) as error:
             failed = StorageError(
-                f"cannot pin the step {name} in {self._display}: {error}. A pin is written beside the steps; where you "
-                "may not write, read without one, and see to it that the step is not deleted meanwhile"
+                f"cannot pin the step {name} in {self._display}: {error}. A pin is written to the directory of the "
+                "steps. If you cannot write there, read without a pin, and do not delete the step meanwhile"
             )
             failed.errno = getattr(error, "errno", None)
             raise failed from error
@@ -277,7 +279,7 @@ class Locks(ABC):
             pause = min(2 * pause, _LAST_POLL_SECONDS)
 
     def pinned(self, name: str | None = None) -> frozenset[str]:
-        """Return the pinned steps, or of these the one called `name`, without pins of processes known to have failed.
+        """Return the pinned steps, or only `name` if it is pinned. Pins of failed processes do not count.
 
         Raises:
             StorageError
@@ -285,7 +287,7 @@ class Locks(ABC):
         return self._locked("pins", name)
 
     def intend_deletion(self, name: str) -> Lock | None:
-        """Announce the deletion of a step; None if it is pinned and must stay.
+        """Announce the deletion of a step. Return None if the step is pinned and must stay.
 
         Call `check` of the result right before the deletion, and close it afterwards.
 
@@ -301,7 +303,7 @@ class Locks(ABC):
             return intent
 
     def sweep(self) -> None:
-        """Remove the pins and announcements of failed processes; of leases, those that this object saw expire.
+        """Remove the pins and announcements of failed processes, and leases that this object saw expire.
 
         Raises:
             StorageError
@@ -312,7 +314,7 @@ class Locks(ABC):
 
 def _check_name(name: str) -> None:
     if not name or "/" in name:
-        raise ValueError(f"{name!r} is no name of a step: expected one name, without '/'")
+        raise ValueError(f"{name!r} is not the name of a step: expected one name, without '/'")
 
 
 _OWNER: Final = f"{ADMINISTRATION}/owner"
@@ -326,8 +328,8 @@ _RECORD_ATTEMPTS: Final = 200
 class DirectoryLocks(Locks):
     """Locks that are locked directories. See `Locks`.
 
-    A lock counts from the moment its directory is locked. A process that finds an unlocked directory removes it under
-    its lock, so a process that has created it and not locked it yet notices, and creates another one.
+    A lock counts once its directory is locked. A process that finds an unlocked directory locks and removes it. So a
+    process that has created a directory and cannot lock it creates another one.
     """
 
     _entry = re.compile(r"(.+)\.[0-9a-f]{16}/", re.DOTALL)
@@ -344,10 +346,10 @@ class DirectoryLocks(Locks):
             key = f"{ADMINISTRATION}/{purpose}/{name}.{new_holder().hold_id}"
             lock = self._directories.lock_directory(key)
             if lock is not None:
-                break  # else another process is just trying this lock
+                break  # otherwise another process checks this lock at the moment
         with ExitStack() as held:
             held.push(lock)
-            held.callback(self._remove, key)  # while no other process can have the lock
+            held.callback(self._remove, key)  # runs before the lock is released
             return Lock(f"the step {name}", check=lambda: None, release=held.pop_all().close)
 
     def may_expire(self, name: str) -> bool:
@@ -358,8 +360,8 @@ class DirectoryLocks(Locks):
         try:
             lock = self._directories.lock_directory(key)
         except StorageError as error:
-            # Perhaps of another user. A lock that may be alive counts.
-            logger.warning("whether the holder of %s lives cannot be found out, so it is left alone: %s", key, error)
+            # It may be of another user, and alive.
+            logger.warning("cannot check if the process that locked %s is alive, so the lock stays: %s", key, error)
             return True
         if lock is None:
             return True
@@ -368,7 +370,7 @@ class DirectoryLocks(Locks):
         return False
 
     def _remove(self, key: str) -> None:
-        """Remove a directory that this process has locked. If that fails, the next process removes it."""
+        """Remove a directory that this process has locked. If this fails, another process removes it later."""
         try:
             self._directories.delete_directory(key)
         except StorageError as error:
@@ -377,17 +379,17 @@ class DirectoryLocks(Locks):
     def _own(self, if_in_use: IfInUse) -> Lock:
         lock = self._directories.lock_directory(_OWNER)
         for attempt in range(_RECORD_ATTEMPTS):
-            # A killed process, or one that looks for the owner, holds it for a moment. An owner that has just locked
-            # the directory writes its record next, and the error below names the owner.
+            # A killed process, or a process that looks for the owner, has the lock for a moment. A new owner writes its
+            # record after it has locked the directory, and the error below needs the record.
             if lock is not None or (attempt >= _LOCK_ATTEMPTS and decode_holder(self._read_record()) is not None):
                 break
             self._clock.sleep(_LOCK_SECONDS)
             lock = self._directories.lock_directory(_OWNER)
         if lock is None:
             raise DirectoryInUseError(
-                f"{self._display} is in use: {self._recorded_owner()} holds it and is alive, for its lock would be "
-                "gone otherwise. Close that Checkpointer, or end that job, or use another directory; a "
-                "CheckpointReader can read here meanwhile"
+                f"{self._display} is in use: {self._recorded_owner()} owns it and is alive, because its lock exists. "
+                "Close that Checkpointer, end that job, or use another directory; a CheckpointReader can read here "
+                "meanwhile"
             )
         with ExitStack() as held:
             held.push(lock)
@@ -401,16 +403,15 @@ class DirectoryLocks(Locks):
                 if is_lost:
                     raise SaveLostError(
                         f"the directory {self._display} no longer belongs to this process: its record {_OWNER_RECORD} "
-                        f"was removed or replaced; it is held by {self._recorded_owner()}. Nothing in "
-                        f"{ADMINISTRATION}/ is to be changed by hand; open the directory again when no other process "
-                        "writes there"
+                        f"was removed or replaced; the owner is {self._recorded_owner()}. Do not change "
+                        f"{ADMINISTRATION}/ by hand. Open the directory again when no other process writes there"
                     )
 
             return Lock(f"the directory {self._display}", check=check, release=held.pop_all().close)
 
     def owner(self) -> SeenOwner | None:
         """See `Locks`."""
-        # Listed first: trying the lock creates the directory.
+        # Listed first, because taking the lock creates the directory.
         if "owner/" not in self._store.list_names(ADMINISTRATION):
             return None
         lock = self._directories.lock_directory(_OWNER)
@@ -427,7 +428,7 @@ class DirectoryLocks(Locks):
 
     def _recorded_owner(self) -> str:
         holder = decode_holder(self._read_record())
-        return "a process that left no record" if holder is None else holder.describe()
+        return "a process without a record" if holder is None else holder.describe()
 
 
 _OWNER_LEASE: Final = f"{ADMINISTRATION}/owner.json"
@@ -438,8 +439,8 @@ _LOOKS_PER_LEASE: Final = 8
 class LeasedLocks(Locks):
     """Locks that are leases, for storage without locked directories. See `Locks`.
 
-    A lease counts until this object has seen it unchanged for a whole lease time. It is broken before anybody relies on
-    that, so a holder that was only suspended finds out when it checks.
+    A lease counts until this object has seen it unchanged for a whole lease time. Then the lease is broken in the
+    storage first, so that a suspended holder fails when it checks.
     """
 
     _entry = re.compile(r"(.+)\.[0-9a-f]{16}\.json", re.DOTALL)
@@ -452,7 +453,7 @@ class LeasedLocks(Locks):
         self._seen = LeaseObserver(self._clock, lease_seconds)
 
     def _lock(self, lease: Lease) -> Lock:
-        """Renew a lease on a thread from now on."""
+        """Begin to renew a lease on a thread. Return it as a lock."""
         try:
             stop = self._clock.repeat(self._lease_seconds / _RENEWALS_PER_LEASE, lease.renew, lease.release)
         except BaseException:
@@ -463,7 +464,7 @@ class LeasedLocks(Locks):
             try:
                 lease.release()
             except StorageError as error:
-                logger.warning("%s cannot be let go, which others notice after a while: %s", lease.subject, error)
+                logger.warning("%s cannot be released, so its lease has to expire: %s", lease.subject, error)
             stop()
 
         return Lock(lease.subject, check=lease.check, release=release)
@@ -474,8 +475,8 @@ class LeasedLocks(Locks):
         lease = take_lease(self._store, key, subject, "delete", IF_ABSENT, self._lease_seconds, self._clock)
         if lease is None:
             raise StorageError(
-                f"cannot hold the step {name}: the storage says that {key}, whose name nobody else makes, is there "
-                "already. Look whether something else writes there"
+                f"cannot lock the step {name}: {key} already exists, although its name is random. Check if other "
+                "software writes there"
             )
         return self._lock(lease)
 
@@ -496,8 +497,7 @@ class LeasedLocks(Locks):
         seen = read_lease(self._store, key)
         if seen is None:
             return False
-        is_dead = seen.is_released or (self._seen.is_dead(seen) and break_lease(self._store, seen))
-        if not is_dead:
+        if not seen.is_released and not (self._seen.is_expired(seen) and break_lease(self._store, seen)):
             return True
         self._store.delete([key])
         return False
@@ -509,37 +509,37 @@ class LeasedLocks(Locks):
             if seen is not None and not seen.is_released:
                 if if_in_use == "error":
                     raise DirectoryInUseError(
-                        f"{self._display} is in use: {seen.describe()} holds it, or died without letting it go. Close "
-                        "that Checkpointer, or end that job, or use another directory. If it is dead, pass "
+                        f"{self._display} is in use: {seen.describe()} owns it, or failed without releasing it. Close "
+                        "that Checkpointer, end that job, or use another directory. If that process has failed, pass "
                         "if_in_use='take over', which waits about "
-                        f"{seen.seconds(self._lease_seconds):.0f} seconds for a sign of life"
+                        f"{seen.seconds(self._lease_seconds):.0f} seconds for a renewal of its lease"
                     )
                 seen = self._await_expiry(seen)
             condition = IF_ABSENT if seen is None else IfTag(seen.tag)
             lease = take_lease(self._store, _OWNER_LEASE, subject, "mark", condition, self._lease_seconds, self._clock)
             if lease is not None:
                 return self._lock(lease)
-            # Another process was faster; it may release the lease again.
+            # Another process was faster. It may release the lease, so look again.
 
     def _await_expiry(self, first: SeenLease) -> SeenLease | None:
-        """Wait until a lease has expired or is released; return it as it then is.
+        """Wait until a lease has expired or is released. Return its last state; None if it was removed.
 
         Raises:
             DirectoryInUseError: it was renewed, or another process took it.
         """
         observer = LeaseObserver(self._clock, self._lease_seconds)
         seconds = first.seconds(self._lease_seconds)
-        logger.info("%s: waiting about %.0f seconds for a sign of life of %s", self._display, seconds, first.describe())
+        logger.info("%s: waiting about %.0f s for a renewal by %s", self._display, seconds, first.describe())
         seen: SeenLease | None = first
-        while seen is not None and not observer.is_dead(seen):
+        while seen is not None and not observer.is_expired(seen):
             self._clock.sleep(seconds / _LOOKS_PER_LEASE)
             seen = read_lease(self._store, _OWNER_LEASE)
             if seen is None or seen.is_released:
                 break
             if seen.tag != first.tag:
                 raise DirectoryInUseError(
-                    f"{self._display} is in use: {seen.describe()} holds it and is alive, for it gave a sign of life. "
-                    "Close that Checkpointer, or end that job, or use another directory; a CheckpointReader can read "
+                    f"{self._display} is in use: {seen.describe()} owns it and is alive, because it renewed its lease. "
+                    "Close that Checkpointer, end that job, or use another directory; a CheckpointReader can read "
                     "here meanwhile"
                 )
         return seen

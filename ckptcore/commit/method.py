@@ -1,11 +1,12 @@
 """CommitMethod: how checkpoints in a directory are begun, committed, removed and locked.
 
 Storage with real directories commits by rename and has locks (`RenameMethod`). Other storage commits by conditional
-puts and has leases (`ConditionalPutMethod`). `ckptcore.commit.location.commit_method` chooses. No other code asks.
+puts and has leases (`ConditionalPutMethod`). `ckptcore.commit.location.commit_method` chooses one; no other code checks
+the kind of a storage.
 
 With real directories the session table of a partial save is in its hidden directory, whose lock excludes other
-sessions. Other storage has the table in the place of the root, and compares and swaps it: a session takes over from one
-that failed.
+sessions. Other storage stores the table under the key of the root and replaces it by compare-and-swap, so a session can
+take over from one that failed.
 """
 
 from __future__ import annotations
@@ -15,13 +16,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
 
-from ckptcore.commit.root import PARTIAL_KEY, Claimed, PartialSave
+from ckptcore.commit.root import PARTIAL_KEY, Claim, PartialSave
 from ckptcore.commit.target import IsForeign, Overwrite, none_is_foreign, parse_root, refuse_to_replace
 from ckptcore.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, SaveLostError
 from ckptcore.protocols import StorageBackend, Transaction
 
 if TYPE_CHECKING:
-    from ckptcore.commit.conditions import Conditions
     from ckptcore.commit.leases import Clock
     from ckptcore.commit.location import Location
     from ckptcore.commit.locks import Locks
@@ -46,9 +46,9 @@ class PlannedSession(NamedTuple):
     """A session that can begin.
 
     Attributes:
-        before: the session table as it was read; None if there was none. Only the leader has it.
-        partial: the table while the session writes.
-        kept: the keys of the objects of complete sessions. Only the leader has them.
+        before: the session table that was read; None if there was none. Only on the leader.
+        partial: the session table while the session writes.
+        kept: the keys of the objects of complete sessions. Only on the leader.
     """
 
     before: PartialSave | None
@@ -59,11 +59,11 @@ class PlannedSession(NamedTuple):
 class CommitMethod(ABC):
     """How checkpoints in one directory are begun, committed, removed and locked. Any thread.
 
-    Every location that is given to it is in the directory.
+    The locations that its methods take are in this directory.
 
     Attributes:
-        replaces_atomically: True if a commit can replace a checkpoint, so that one of the two always exists.
-        claims_by_root: True if claims of saves and session tables of partial saves are in the place of the root.
+        replaces_atomically: True if a commit can replace a checkpoint so that the old or the new one always exists.
+        claims_by_root: True if claims and session tables are stored under the key of the root.
     """
 
     replaces_atomically: ClassVar[bool]
@@ -77,67 +77,68 @@ class CommitMethod(ABC):
     def begin(
         self,
         location: Location,
-        claim: Claimed,
+        claim: Claim,
         overwrite: Overwrite,
-        conditions: Conditions,
         is_foreign: IsForeign = none_is_foreign,
         *,
         resume: bool = False,
     ) -> Transaction:
-        """Claim a location, and remove what failed saves left. Waits for earlier background saves of this process.
+        """Claim a location, and remove the files of failed saves. Waits for earlier background saves of this process.
 
         Args:
             location: the location of the checkpoint.
-            claim: the save.
+            claim: the claim of the save.
             overwrite: whether a checkpoint is replaced.
-            conditions: of the Context.
             is_foreign: recognises checkpoints of other software, which are replaced like ours.
-            resume: keep the objects that a process has written under this save id. Without locks such a process may
-                still be running, so every process must write the same bytes under the save id.
+            resume: keep the objects that another process wrote with this save id. On storage without locks that process
+                may still be running, so all processes must write the same bytes for one save id.
 
         Raises:
-            CheckpointExistsError: the location has something that is not to be replaced.
+            CheckpointExistsError: the location has files that must not be replaced.
             AtomicityError: the storage cannot replace a checkpoint atomically, or has no conditional puts.
             SaveLostError: another process claimed the location.
         """
 
     @abstractmethod
-    def begin_session(self, location: Location, planned: PlannedSession, conditions: Conditions) -> Transaction:
+    def begin_session(self, location: Location, planned: PlannedSession) -> Transaction:
         """Begin or resume the transaction of a partial save, for one session.
 
         Raises:
-            CheckpointExistsError: the location has something else than a partial save.
-            SaveLostError: a session is running, or began or ended since this one was planned.
+            CheckpointExistsError: the location has files that are not of a partial save.
+            SaveLostError: another session is running, or began or ended after this one was planned.
             AtomicityError: the storage has no conditional puts.
         """
 
     @abstractmethod
     def resume_sessions(
-        self, location: Location, examine: Callable[[PartialSave, StorageBackend], T], conditions: Conditions
+        self, location: Location, examine: Callable[[PartialSave, StorageBackend], T]
     ) -> tuple[PartialSave, Transaction, T]:
         """Resume the transaction of a partial save, to commit it.
 
         Args:
             location: the location of the partial save.
-            examine: checks the session table and the store of the sessions. An error stops this. Without locks it runs
-                before the claim, so that a check that fails disturbs no running session.
-            conditions: of the Context.
+            examine: checks the session table and the store of the sessions. Its error is raised. On storage without
+                locks it runs before the claim, so that a failed check does not stop a running session.
 
         Raises:
             CheckpointNotFoundError: there is no partial save.
-            CheckpointExistsError: a checkpoint is in its place.
+            CheckpointExistsError: the location has a checkpoint.
             SaveLostError: a session is running, or began or ended meanwhile.
         """
 
     @abstractmethod
-    def store_of(
-        self, location: Location, save_id: str, conditions: Conditions, *, owner: int | None = None
-    ) -> StorageBackend:
-        """Return the store of a transaction that another process of the job began; of a session with `owner`."""
+    def store_of(self, location: Location, save_id: str, *, owner: int | None = None) -> StorageBackend:
+        """Return the store of a transaction that another process of the job began.
+
+        Args:
+            location: the location of the checkpoint.
+            save_id: the save id of the transaction.
+            owner: the owner of a session; None: the transaction is no session.
+        """
 
     @abstractmethod
     def session_store(self, location: Location) -> StorageBackend:
-        """Return the store of the sessions of a partial save, to read."""
+        """Return the store of the sessions of a partial save, for reading."""
 
     @abstractmethod
     def read_table(self, location: Location) -> bytes | None:
@@ -145,30 +146,29 @@ class CommitMethod(ABC):
 
     @abstractmethod
     def is_committed(self, name: str) -> bool | None:
-        """Return whether a name is a committed checkpoint of ours; None without a root.
+        """Return True if a name is a committed checkpoint of ckptcore, False if it is a claim, None without a root.
 
-        "" is the directory itself. One small request. The root is not verified.
+        The name "" is the directory itself. One small request. The root is not verified.
         """
 
     @abstractmethod
-    def remove(self, location: Location, save_id: str, conditions: Conditions) -> None:
-        """Remove the checkpoint of ours at a location, so that it never exists in part.
+    def remove(self, location: Location, save_id: str) -> None:
+        """Remove a checkpoint of ckptcore, so that never a part of it exists.
 
         Args:
             location: the location of the checkpoint.
             save_id: a new save id, for a hidden name or a claim.
-            conditions: of the Context.
 
         Raises:
-            CheckpointExistsError: another checkpoint is in its directory. Nothing was removed.
+            CheckpointExistsError: its directory contains another checkpoint. Nothing was removed.
             SaveLostError: it was replaced meanwhile. The new checkpoint stays.
         """
 
-    def remove_unfinished(self, location: Location, save_id: str, conditions: Conditions) -> None:
-        """Remove a claim in the place of a root, with its objects, unless it was committed. See `remove`."""
+    def remove_unfinished(self, location: Location, save_id: str) -> None:
+        """Remove the claim of a failed save with its objects, unless it was committed. Only if `claims_by_root`."""
 
     def remove_sessions(self, location: Location, save_id: str) -> bool:
-        """Remove a partial save that is beside its location. Return whether it existed; False if `claims_by_root`.
+        """Remove the hidden directory of a partial save. Return whether it existed; False if `claims_by_root`.
 
         Raises:
             SaveLostError: a session is running.
@@ -176,7 +176,7 @@ class CommitMethod(ABC):
         return False
 
     def sweep(self, location: Location) -> None:
-        """Delete the hidden directories of failed saves to a location, and of deletions of it. Lists the directory."""
+        """Delete the hidden directories of failed saves to a location, and of its deletions. Lists the directory."""
 
     def sweep_names(self, names: Iterable[str]) -> None:
         """Delete hidden directories by name, except those of running saves.
@@ -186,34 +186,25 @@ class CommitMethod(ABC):
         """
 
     def is_changing(self, location: Location) -> bool:
-        """Return True if a save to a location, or a deletion of it, is running. False if `claims_by_root`."""
+        """Return True if a save to a location or a deletion of it is running. False if `claims_by_root`."""
         return False
 
     @abstractmethod
     def announce_deletion(self, location: Location, locks: Locks, pin: str) -> AbstractContextManager[object] | None:
-        """Announce the deletion of a checkpoint until the result is closed; None if `pin` is the name of a pin.
+        """Announce the deletion of a checkpoint until the result is closed. Return None if a pin named `pin` exists.
 
         Raises:
             StorageError
         """
 
-    def with_conditions(self, conditions: Conditions, url: str) -> StorageBackend:
-        """Return the directory as a storage for conditional puts, which emulates them if the Context says so.
-
-        Args:
-            conditions: of the Context.
-            url: the URL of the directory, or of an object in it.
-        """
-        return self._directory
-
     @abstractmethod
     def locks(self, display: str = "", lease_seconds: float = 60.0, clock: Clock | None = None) -> Locks:
-        """Return the locks in the directory; writes nothing.
+        """Return the locks in the directory. Writes nothing.
 
         Args:
-            display: the directory as the user knows it, for errors.
+            display: the directory as the user passed it, for errors.
             lease_seconds: how long this process may be suspended without losing a lease.
-            clock: the time; None: the system's.
+            clock: the clock; None: the system's.
 
         Raises:
             ValueError: a lease cannot be that long.
@@ -221,7 +212,7 @@ class CommitMethod(ABC):
 
 
 def find_partial(location: Location) -> PartialSave | None:
-    """Return the session table of the partial save at a location; None if there is none.
+    """Return the session table of the partial save to a location; None if there is none.
 
     Raises:
         CorruptCheckpointError, UnsupportedVersionError: it cannot be read.
@@ -246,11 +237,11 @@ def parse_table(location: Location, data: bytes) -> PartialSave:
 
 @contextmanager
 def read_unchanged(location: Location, partial: PartialSave | None) -> Iterator[None]:
-    """Do not report damage if the partial save changed while it was read without a claim.
+    """Raise `SaveLostError` instead of `CorruptCheckpointError` if the partial save changed while it was read.
 
     Args:
-        location: the location of the partial save.
-        partial: the session table as it was read before.
+        location: the location of the partial save, which is read without a claim.
+        partial: the session table that was read before.
 
     Raises:
         SaveLostError: the table has changed, so missing objects are no damage.
@@ -268,7 +259,8 @@ def expect_no_checkpoint(location: Location, partial: PartialSave | None = None)
 
     Args:
         location: the location of the partial save.
-        partial: the session table; None if there is none. A table in the place of the root excludes a checkpoint.
+        partial: the session table; None if there is none. If it is stored under the key of the root, there is no
+            checkpoint.
 
     Raises:
         CheckpointExistsError
@@ -282,23 +274,23 @@ def expect_no_checkpoint(location: Location, partial: PartialSave | None = None)
 def checkpoint_exists(location: Location) -> CheckpointExistsError:
     """Return the error for a partial save at the location of a checkpoint."""
     return CheckpointExistsError(
-        f"{location.display} holds a checkpoint, and a partial save replaces none: save to another location, or remove "
+        f"{location.display} holds a checkpoint, and a partial save replaces none: save to another location, or delete "
         "the checkpoint with ckptcore.delete first. Nothing was changed"
     )
 
 
 def session_running(location: Location) -> SaveLostError:
-    """Return the error for a partial save that another process holds."""
+    """Return the error for a partial save that is locked by another process."""
     return SaveLostError(
-        f"a session of the partial save to {location.display} is under way in another process, or it is being "
-        "finalized or deleted: sessions come one after the other. Nothing was changed; wait for it and call again"
+        f"{location.display}: another process is writing a session of this partial save, or finalizes or deletes it. "
+        "Only one session can run at a time: wait for it and call again. Nothing was changed"
     )
 
 
 def sessions_changed(location: Location) -> SaveLostError:
     """Return the error for a session table that changed since it was read."""
     return SaveLostError(
-        f"the partial save to {location.display} was changed at the same time: another session began or ended, or it "
+        f"{location.display}: the partial save was changed at the same time: another session began or ended, or it "
         "was finalized or deleted. Check the location and call again. Nothing was written"
     )
 
@@ -306,5 +298,5 @@ def sessions_changed(location: Location) -> SaveLostError:
 def no_sessions(location: Location) -> CheckpointNotFoundError:
     """Return the error for a location without a partial save."""
     return CheckpointNotFoundError(
-        f"there is no partial save to finalize at {location.display}; it may be finalized already, or never have begun"
+        f"there is no partial save to finalize at {location.display}: it was finalized already, or has no session yet"
     )

@@ -1,6 +1,7 @@
 """Commits by rename: write into a hidden sibling directory, and rename it or exchange it with the old checkpoint.
 
-A lock that ends with the process holds the directory. So the directories of killed saves can be found and removed.
+The process locks the hidden directory. The kernel releases the lock when the process ends, so the directories of killed
+saves can be recognised and removed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
-from ckptcore.commit.conditions import Conditions
 from ckptcore.commit.method import (
     CommitMethod,
     PlannedSession,
@@ -20,7 +20,7 @@ from ckptcore.commit.method import (
     session_running,
     sessions_changed,
 )
-from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Claimed, PartialSave, new_save_id
+from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Claim, PartialSave, new_save_id
 from ckptcore.commit.root_json import encode_claim, encode_partial
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.commit.target import (
@@ -31,6 +31,7 @@ from ckptcore.commit.target import (
     name_of_partial,
     name_of_save,
     none_is_foreign,
+    partial_exists,
     refuse_to_replace,
     remove_debris,
     root_bytes,
@@ -59,11 +60,11 @@ logger = logging.getLogger("ckptcore.commit")
 T = TypeVar("T")
 
 _PUBLISH_TRIES: Final = 100
-"""Attempts to commit while other processes delete the old checkpoint."""
+"""Maximum number of attempts to commit while other processes delete the old checkpoint."""
 
 
 class RenameTransaction:
-    """A transaction in a hidden sibling directory, whose lock ends with this process. See `Transaction`."""
+    """A transaction in a hidden sibling directory that this process has locked. See `Transaction`."""
 
     def __init__(
         self,
@@ -72,9 +73,9 @@ class RenameTransaction:
         hidden: str,
         overwrite: Overwrite = False,
         is_foreign: IsForeign = none_is_foreign,
-        claim: Claimed | None = None,
+        claim: Claim | None = None,
     ) -> None:
-        """Lock the hidden directory; create it if it does not exist.
+        """Lock the hidden directory. Create it if it does not exist.
 
         Args:
             location: the location of the checkpoint.
@@ -82,10 +83,10 @@ class RenameTransaction:
             hidden: the name of the hidden directory.
             overwrite: whether the commit replaces a checkpoint.
             is_foreign: recognises checkpoints of other software.
-            claim: the save; None for a partial save.
+            claim: the claim of the save; None for a partial save.
 
         Raises:
-            SaveLostError: another process holds the directory.
+            SaveLostError: another process has locked the directory.
         """
         self._location = location
         self._directories = directories
@@ -96,13 +97,13 @@ class RenameTransaction:
         self._done = False
         lock = directories.lock_directory(hidden)
         if lock is None:
-            raise SaveLostError(f"another process holds {hidden} beside {location.display}; save again")
+            raise SaveLostError(f"cannot save to {location.display}: another process has locked {hidden}; save again")
         self._lock: AbstractContextManager[None] = lock
         self._lock.__enter__()
         self.store = subdirectory(location.parent, hidden)
 
     def probe_exchange(self) -> None:
-        """Check before anything is written that the file system can exchange directories.
+        """Check that the file system can exchange directories, before anything is written.
 
         Raises:
             AtomicityError: it cannot.
@@ -125,8 +126,8 @@ class RenameTransaction:
             self._directories.delete_directory(second)
 
     def show_claim(self) -> None:
-        """See `Transaction`. A hidden directory is found by its content; the commit replaces this root."""
-        assert self._claim is not None, "sessions of a partial save find the session table"
+        """See `Transaction`. Writes a claim into the hidden directory; the commit replaces it."""
+        assert self._claim is not None, "sessions of a partial save read the session table instead"
         self.store.put(ROOT_KEY, encode_claim(self._claim))
 
     def commit(self, root: bytes | None, parts: Mapping[str, bytes]) -> None:
@@ -146,22 +147,24 @@ class RenameTransaction:
                 raise
             self.leave()
             raise CommitUnknownError(
-                f"the save to {self._location.display} is in place, or may be, but its commit was interrupted: "
-                f"{str(error) or type(error).__name__}. It may not survive a loss of power; look at the location "
-                "before saving again"
+                f"{self._location.display}: the commit was interrupted, and may have succeeded: "
+                f"{str(error) or type(error).__name__}. The checkpoint may not survive a loss of power. Check the "
+                "location before saving again"
             ) from error
         self.leave()
         if replaced is not None:
             try:
                 self._directories.delete_directory(replaced)
             except OSError as error:
-                # The new checkpoint is committed; the next save tries again to remove the old one.
-                logger.warning("%s is saved, but what it replaced cannot be removed: %s", self._location.display, error)
+                # The new checkpoint is committed. The next save tries again to remove the old one.
+                logger.warning(
+                    "%s is saved, but the old checkpoint cannot be removed: %s", self._location.display, error
+                )
 
     def _publish(self) -> str | None:
-        """Rename or exchange; return the hidden name of the replaced checkpoint, or None.
+        """Rename the hidden directory, or exchange it with the old checkpoint, whose new hidden name is returned.
 
-        A deletion may remove the old checkpoint after the rename has failed because of it. Then both are tried again.
+        Another process may delete the old checkpoint after the rename failed because of it. Then both are tried again.
         """
         name = self._location.name
         for left in reversed(range(_PUBLISH_TRIES)):
@@ -173,8 +176,8 @@ class RenameTransaction:
                     if left:
                         continue
                     raise SaveLostError(
-                        f"cannot commit {self._location.display}: its path has an entry that is no file, and was not "
-                        "found when the save began (a broken link?); remove it and save again"
+                        f"cannot commit {self._location.display}: its path has an entry that is neither a file nor a "
+                        "directory (a broken link?); remove it and save again"
                     ) from error
             except ObjectNotFoundError as error:
                 raise SaveLostError(
@@ -188,10 +191,10 @@ class RenameTransaction:
                         f"cannot replace {self._location.display}: other processes deleted it {_PUBLISH_TRIES} times "
                         "during the commit; save again when no other process deletes it"
                     ) from error
-        raise AssertionError("the last try returns or raises")
+        raise AssertionError("the last attempt returns or raises")
 
     def _replace(self) -> str:
-        """Exchange the old checkpoint for the new one; return the hidden name of the old one.
+        """Exchange the old checkpoint for the new one. Return the hidden name of the old one.
 
         Raises:
             ObjectNotFoundError: the old one was deleted.
@@ -233,7 +236,7 @@ class RenameTransaction:
             self._lock.__exit__(None, None, None)
 
     def leave_if_empty(self) -> None:
-        """Release the claim, and remove a directory that was created only for its lock."""
+        """Release the claim. Remove the directory if it was created only to lock it."""
         try:
             if not self.store.list_names():
                 self._directories.delete_directory(self._hidden)
@@ -251,7 +254,7 @@ class RenameTransaction:
 
 
 def _holds_other_root(location: Location, root: bytes | None) -> bool:
-    """Return whether a location certainly has another root; without a root, nothing. False if it cannot be read."""
+    """Return True if a location certainly has another root (if `root` is None: if it has no files)."""
     try:
         if root is None:
             return not location.store.list_names()
@@ -274,9 +277,8 @@ class RenameMethod(CommitMethod):
     def begin(
         self,
         location: Location,
-        claim: Claimed,
+        claim: Claim,
         overwrite: Overwrite,
-        conditions: Conditions,
         is_foreign: IsForeign = none_is_foreign,
         *,
         resume: bool = False,
@@ -285,7 +287,7 @@ class RenameMethod(CommitMethod):
         wait_for_saves_to(location.identity)
         hidden = name_of_save(location.name, claim.save_id)
         replaces = refuse_to_replace(location, overwrite, is_foreign) == "checkpoint"
-        self._sweep_beside(location, hidden if resume else None)
+        self._sweep_except(location, hidden if resume else None)
         transaction = RenameTransaction(location, self._directories, hidden, overwrite, is_foreign, claim)
         if replaces and overwrite != "non-atomic":
             try:
@@ -298,16 +300,16 @@ class RenameMethod(CommitMethod):
                 raise
         return transaction
 
-    def begin_session(self, location: Location, planned: PlannedSession, conditions: Conditions) -> Transaction:
+    def begin_session(self, location: Location, planned: PlannedSession) -> Transaction:
         """See `CommitMethod`."""
         transaction = self._resume(location)
         try:
             expect_no_checkpoint(location)  # the lock excludes a concurrent `finalize`
             if find_partial(location) != planned.before:
                 raise sessions_changed(location)
-            transaction.store.delete([ROOT_KEY])  # of a process that was killed in `finalize`
+            transaction.store.delete([ROOT_KEY])  # if a process was killed in `finalize`
             if planned.before is None or planned.before.owner is not None:
-                remove_debris(transaction.store, planned.kept)  # before anything is written: it may fill the disk
+                remove_debris(transaction.store, planned.kept)  # first, because the disk may be full
             transaction.store.put(PARTIAL_KEY, encode_partial(planned.partial))
         except BaseException:
             transaction.leave_if_empty()
@@ -315,13 +317,13 @@ class RenameMethod(CommitMethod):
         return transaction
 
     def resume_sessions(
-        self, location: Location, examine: Callable[[PartialSave, StorageBackend], T], conditions: Conditions
+        self, location: Location, examine: Callable[[PartialSave, StorageBackend], T]
     ) -> tuple[PartialSave, Transaction, T]:
         """See `CommitMethod`."""
         if find_partial(location) is None:
             raise no_sessions(location)
         expect_no_checkpoint(location)
-        self._sweep_beside(location, name_of_partial(location.name))
+        self._sweep_except(location, name_of_partial(location.name))
         transaction = self._resume(location)
         try:
             partial = find_partial(location)  # again: the lock excludes changes
@@ -330,7 +332,7 @@ class RenameMethod(CommitMethod):
         except BaseException:
             transaction.leave()
             raise
-        transaction.abort()  # taking the lock created the directory again
+        transaction.abort()  # the lock has created the directory again
         raise no_sessions(location)
 
     def _resume(self, location: Location) -> RenameTransaction:
@@ -340,9 +342,7 @@ class RenameMethod(CommitMethod):
         except SaveLostError as error:
             raise session_running(location) from error
 
-    def store_of(
-        self, location: Location, save_id: str, conditions: Conditions, *, owner: int | None = None
-    ) -> StorageBackend:
+    def store_of(self, location: Location, save_id: str, *, owner: int | None = None) -> StorageBackend:
         """See `CommitMethod`."""
         if owner is not None:
             return self.session_store(location)
@@ -360,14 +360,14 @@ class RenameMethod(CommitMethod):
             return None
 
     def is_committed(self, name: str) -> bool | None:
-        """See `CommitMethod`. A claim never has the name of a checkpoint."""
+        """See `CommitMethod`. Claims are in hidden directories, so a root is never a claim."""
         try:
             subdirectory(self._directory, name).size(ROOT_KEY)
         except ObjectNotFoundError:
             return None
         return True
 
-    def remove(self, location: Location, save_id: str, conditions: Conditions) -> None:
+    def remove(self, location: Location, save_id: str) -> None:
         """See `CommitMethod`."""
         expect_no_nested(location)
         self._remove_directory(location, location.name, save_id)
@@ -386,21 +386,21 @@ class RenameMethod(CommitMethod):
         return True
 
     def _remove_directory(self, location: Location, name: str, save_id: str) -> None:
-        """Remove a directory: rename it first, to a hidden name that the next save to the location removes."""
+        """Rename a directory to a hidden name, and delete it. The next save to the location deletes what is left."""
         hidden = name_of_save(location.name, save_id)
         self._directories.rename(name, hidden)
         self._directories.delete_directory(hidden)
 
     def sweep(self, location: Location) -> None:
         """See `CommitMethod`."""
-        self._sweep_beside(location, name_of_partial(location.name))
+        self._sweep_except(location, name_of_partial(location.name))
 
     def sweep_names(self, names: Iterable[str]) -> None:
-        """See `CommitMethod`. If one cannot be deleted, all others are."""
+        """See `CommitMethod`. If one cannot be deleted, the others are deleted first."""
         failed: StorageError | None = None
         for name in names:
             try:
-                self._delete_if_dead(name)
+                self._delete_unlocked(name)
             except StorageError as error:
                 logger.warning("cannot remove the directory of a killed save: %s", error)
                 failed = failed or error
@@ -410,13 +410,13 @@ class RenameMethod(CommitMethod):
     def is_changing(self, location: Location) -> bool:
         """See `CommitMethod`. Removes the directories of killed saves."""
         names = [entry.removesuffix("/") for entry in location.parent.list_names() if entry.endswith("/")]
-        alive = [name for name in names if is_save_of(location.name, name) and not self._delete_if_dead(name)]
-        return bool(alive)
+        locked = [name for name in names if is_save_of(location.name, name) and not self._delete_unlocked(name)]
+        return bool(locked)
 
     def announce_deletion(self, location: Location, locks: Locks, pin: str) -> AbstractContextManager[object] | None:
-        """See `CommitMethod`. Claims the location by an empty hidden directory, as a save does."""
+        """See `CommitMethod`. Claims the location by an empty hidden directory, like a save."""
         lock = None
-        while lock is None:  # a save that sweeps may hold a directory that was just created
+        while lock is None:  # a save that sweeps may have locked the directory that was just created
             hidden = name_of_save(location.name, new_save_id())
             lock = self._directories.lock_directory(hidden)
         with ExitStack() as stack:
@@ -430,7 +430,7 @@ class RenameMethod(CommitMethod):
 
         return DirectoryLocks(self._directory, display, lease_seconds, clock)
 
-    def _sweep_beside(self, location: Location, kept: str | None = None) -> None:
+    def _sweep_except(self, location: Location, kept: str | None = None) -> None:
         """Delete the hidden directories of killed saves to a location, except `kept`.
 
         Raises:
@@ -443,20 +443,17 @@ class RenameMethod(CommitMethod):
                 continue
             if name == partial:
                 if self.read_table(location) is not None:
-                    raise CheckpointExistsError(
-                        f"{location.display} is being filled by a partial save that is not finalized, and nothing "
-                        "replaces that: call ckptcore.partial(...).finalize, or ckptcore.delete, first"
-                    )
-                self._delete_if_dead(partial)  # empty: the first session was killed as it began
+                    raise partial_exists(location)
+                self._delete_unlocked(partial)  # it is empty: the first session was killed
             elif is_save_of(location.name, name):
-                self._delete_if_dead(name)
+                self._delete_unlocked(name)
 
-    def _delete_if_dead(self, name: str) -> bool:
-        """Delete a hidden directory unless a process holds it. Return whether it was deleted."""
+    def _delete_unlocked(self, name: str) -> bool:
+        """Delete a hidden directory, unless a process has locked it. Return whether it was deleted."""
         lock = self._directories.lock_directory(name)
         if lock is None:
             return False
         with lock:
-            logger.info("removing what a killed save left: %s", name)
+            logger.info("removing the directory of a killed save: %s", name)
             self._directories.delete_directory(name)
         return True

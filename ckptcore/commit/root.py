@@ -1,17 +1,17 @@
-"""Roots: the small object by which a checkpoint exists. `ckptcore.commit.root_json` encodes and decodes them."""
+"""Roots: the small object that makes a checkpoint exist. `ckptcore.commit.root_json` encodes and decodes them."""
 
 from __future__ import annotations
 
 import functools
 import os
+import posixpath
 import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
-from ckptcore.commit.references import Base, References
-from ckptcore.errors import InvalidLocationError
+from ckptcore.errors import CorruptCheckpointError, InvalidLocationError
 from ckptcore.installed import version_of
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata, ValueRecord
 from ckptcore.model.objects import ObjectRecord, check_key
@@ -21,11 +21,15 @@ __all__ = [
     "HOST_COPIES",
     "PARTIAL_KEY",
     "ROOT_KEY",
-    "Claimed",
+    "AnyRoot",
+    "Base",
+    "Claim",
+    "CommittedRoot",
     "Composite",
     "KnownRoots",
     "Member",
     "PartialSave",
+    "References",
     "Role",
     "Root",
     "Session",
@@ -39,21 +43,21 @@ ROOT_KEY: Final = "checkpoint.json"
 """The key of the root within a checkpoint."""
 
 PARTIAL_KEY: Final = "checkpoint.partial.json"
-"""The key of the session table in the hidden directory of a partial save; other storage has it under `ROOT_KEY`."""
+"""The key of the session table in the hidden directory of a partial save. Object stores use `ROOT_KEY`."""
 
 Role: TypeAlias = Literal["checkpoint", "member", "export"]
-"""A checkpoint by itself, a checkpointable of a composite, or an export in the directory of its save."""
+"""An independent checkpoint, a checkpointable of a composite, or an export in the directory of its save."""
 
 HOST_COPIES: Final = "checkpoint.copies"
-"""In a tree that hosts save to disks of their own: the directory of the copies that a host has besides its part."""
+"""In a per-host save: the directory of copies that a host stores in addition to its part."""
 
 _SHOWN: Final = 8
-"""The most sessions that are described; the others are counted."""
+"""Maximum number of sessions in a message. The others are counted."""
 
 _OWN_DIRECTORY: Final = re.compile(r".*\.rank_[0-9]+", re.DOTALL)
 
 
-class Claimed(NamedTuple):
+class Claim(NamedTuple):
     """The root of a save that is running or has failed.
 
     Attributes:
@@ -69,12 +73,12 @@ class Session(NamedTuple):
     """A complete session of a partial save.
 
     Attributes:
-        first: the first of the ranks that its processes have in the whole save. It identifies the session.
+        first: the first rank of its processes within the whole partial save. It identifies the session.
         size: the number of its processes.
         created: when it was complete, ISO 8601 in UTC.
-        arrays: the number of arrays of which it wrote a part.
+        arrays: the number of arrays that it wrote parts of.
         nbytes: the size of its objects in bytes.
-        key: the key of the object that describes what it wrote.
+        key: the key of the object that describes its receipts.
         key_bytes: the size of that object in bytes.
         checksum: the checksum of that object, ``algorithm:value``.
     """
@@ -96,12 +100,12 @@ class PartialSave(NamedTuple):
         save_id: the save id of all sessions.
         created: when the first session began, ISO 8601 in UTC.
         layout: the name of the layout of all sessions.
-        agreed: the options of the layout that all sessions have, in words.
-        ranks: the number of ranks that were assigned, to processes of failed sessions and finalizations too. No rank is
-            assigned twice, so that no two sessions write under one name.
-        owner: the first rank of the session that may write now; None until another session begins.
+        agreed: the options of the layout that all sessions share, as text.
+        ranks: the number of assigned ranks, including those of failed sessions and finalizations. No rank is assigned
+            twice, so two sessions never write objects with equal names.
+        owner: the first rank of the session that may write now; None between sessions.
         token: a random token of the last owner. Without it, two processes that try to become the owner at once would
-            put equal bytes, and each would take the other's table for its own.
+            put equal bytes, and each would mistake the other's table for its own.
         sessions: the complete sessions.
     """
 
@@ -127,7 +131,7 @@ class PartialSave(NamedTuple):
         return self._replace(owner=None, sessions=(*self.sessions, session))
 
     def __str__(self) -> str:
-        """Return the complete sessions in words."""
+        """Describe the complete sessions."""
         if not self.sessions:
             return "no complete session"
         shown = [
@@ -140,39 +144,114 @@ class PartialSave(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Root:
-    """A committed checkpoint.
+class Base:
+    """A checkpoint that another checkpoint refers to.
+
+    Attributes:
+        path: its path, relative to the parent directory of the referring checkpoint. Names are separated by ``/``, and
+            ``..`` is only at the beginning.
+        save_id: its save id.
+    """
+
+    path: str
+    save_id: str
+
+    def __post_init__(self) -> None:
+        """Refuse an invalid path, which may be hostile.
+
+        Raises:
+            CorruptCheckpointError
+        """
+        names = self.path.lstrip("/").split("/")
+        while names and names[0] == "..":
+            names.pop(0)
+        plain = all(name not in ("", ".", "..") and "\0" not in name for name in names)
+        if not names or not plain or posixpath.isabs(self.path) or names[-1].startswith("."):
+            raise CorruptCheckpointError(
+                f"a checkpoint refers to a base at {self.path[:200]!r}: expected a relative path to a checkpoint; load "
+                "another checkpoint"
+            )
+
+    @property
+    def is_beside(self) -> bool:
+        """True if it is in the same directory as the referring checkpoint."""
+        return "/" not in self.path
+
+
+@dataclass(frozen=True, slots=True)
+class References:
+    """The arrays of a tree that are stored in bases, as columns. All columns are empty if there are none.
+
+    Attributes:
+        bases: the checkpoints that store the arrays.
+        leaf: the numbers of the arrays, ascending; for tied arrays, the first.
+        base: for each array, the number of its base.
+        stored: for each array, its number in the tree of the base. The base stores it: references are not chained.
+    """
+
+    bases: tuple[Base, ...] = ()
+    leaf: tuple[int, ...] = ()
+    base: tuple[int, ...] = ()
+    stored: tuple[int, ...] = ()
+
+    def check(self, tree: TreeMetadata) -> None:
+        """Refuse references that do not fit a tree. Both may be hostile.
+
+        Raises:
+            CorruptCheckpointError
+        """
+        ascending = all(first < second for first, second in zip(self.leaf, self.leaf[1:], strict=False))
+        fitting = len(self.leaf) == len(self.base) == len(self.stored) and all(
+            leaf < len(tree.leaves) and isinstance(tree.leaves[leaf], ArrayRecord) and leaf not in tree.aliases
+            for leaf in self.leaf
+        )
+        if not ascending or not fitting or set(self.base) != set(range(len(self.bases))):
+            raise CorruptCheckpointError("the references of a checkpoint do not fit its tree; load another checkpoint")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommittedRoot:
+    """The fields that the roots of one tree and of a composite share.
 
     Attributes:
         save_id: the save id: 16 hexadecimal digits.
         created: when the save began, ISO 8601 in UTC.
         writer: names and versions of the software that wrote it.
-        layout: the name of its layout.
-        state: JSON that the layout owns.
-        tree: the tree.
-        objects: every object but the root and its parts, by key.
         custom: metadata of the user.
-        parts: the keys of the objects that have large tables of the root.
-        metrics: measurements that the user gave.
+        parts: the keys of the objects that store large tables of the root.
+        metrics: measurements of the user, by name.
         timeline: the durations of the save, as `ckptcore.events` encodes them; not checked.
-        role: ``member`` has the save id of its composite; ``export`` is replaced and deleted with its save.
         progress: the progress of the training: ``step``, ``epoch``.
-        references: the arrays of the tree that are stored in other checkpoints.
     """
 
     save_id: str
     created: str
     writer: Mapping[str, str]
-    layout: str
-    state: JSON
-    tree: TreeMetadata
-    objects: Mapping[str, ObjectRecord]
     custom: Mapping[str, JSON] = field(default_factory=dict)
     parts: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     timeline: JSON = None
-    role: Role = "checkpoint"
     progress: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Root(CommittedRoot):
+    """The root of a committed checkpoint of one tree.
+
+    Attributes:
+        layout: the name of its layout.
+        state: JSON that the layout owns.
+        tree: the tree.
+        objects: every object but the root and its parts, by key.
+        role: ``member`` has the save id of its composite; ``export`` is replaced and deleted with its save.
+        references: the arrays of the tree that are stored in other checkpoints.
+    """
+
+    layout: str
+    state: JSON
+    tree: TreeMetadata
+    objects: Mapping[str, ObjectRecord]
+    role: Role = "checkpoint"
     references: References = field(default_factory=References)
 
 
@@ -181,7 +260,7 @@ class Member(NamedTuple):
 
     Attributes:
         kind: a tree, or files that the object wrote itself.
-        processes: the number of processes that saved a state of their own; None if all saved one together.
+        processes: the number of processes that each saved their own state; None if all saved one together.
     """
 
     kind: Literal["tree", "files"]
@@ -192,34 +271,29 @@ class Member(NamedTuple):
         return name if self.processes is None or self.processes == 1 else f"{name}.rank_{rank}"
 
 
-@dataclass(frozen=True, slots=True)
-class Composite:
-    """A committed checkpoint of several checkpointables, each a checkpoint in a directory of its own.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Composite(CommittedRoot):
+    """The root of a committed checkpoint of several checkpointables. Each is a checkpoint in a subdirectory.
 
     Attributes:
-        save_id, created, writer, custom, parts, metrics, timeline, progress: see `Root`.
         members: the checkpointables by name, including deleted ones.
     """
 
-    save_id: str
-    created: str
-    writer: Mapping[str, str]
     members: Mapping[str, Member]
-    custom: Mapping[str, JSON] = field(default_factory=dict)
-    parts: tuple[str, ...] = ()
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    timeline: JSON = None
-    progress: Mapping[str, int] = field(default_factory=dict)
+
+
+AnyRoot: TypeAlias = Root | Composite | Claim | PartialSave
+"""The content of a root: a committed checkpoint, the claim of a save, or the session table of a partial save."""
 
 
 class Summary(NamedTuple):
-    """The small members of a root.
+    """The small fields of a root, without its tables.
 
     Attributes:
         committed: True for a checkpoint, False for a claim or a session table.
         save_id, created, metrics, progress: see `Root`.
         members: the checkpointables by name; None for one tree.
-        nbytes: the size of its objects in bytes; None if a part of the root has it, and 0 for a composite.
+        nbytes: the size of its objects in bytes; 0 for a composite; None if the sizes are in a part of the root.
         bases: the checkpoints that it refers to.
     """
 
@@ -239,7 +313,7 @@ def new_save_id() -> str:
 
 
 def check_name(name: str) -> str:
-    """Return the name, if a checkpointable can have it.
+    """Return the name if it is valid for a checkpointable.
 
     Raises:
         InvalidLocationError
@@ -252,9 +326,9 @@ def check_name(name: str) -> str:
     elif name.startswith("."):
         reason = "names that begin with a dot are hidden"
     elif name.startswith("checkpoint."):
-        reason = "names that begin with 'checkpoint.' are those of ckptcore's own files"
+        reason = "names that begin with 'checkpoint.' are reserved for files of ckptcore"
     elif _OWN_DIRECTORY.fullmatch(name):
-        reason = "names that end in '.rank_' and a number are those of what one process saved"
+        reason = "names that end in '.rank_' and a number are reserved for the states of single processes"
     elif len(name.encode("utf-8", "surrogatepass")) > 200:
         reason = "a name has at most 200 bytes"
     if reason is not None:
@@ -264,15 +338,15 @@ def check_name(name: str) -> str:
 
 @functools.cache
 def this_writer() -> Mapping[str, str]:
-    """Return the software that writes roots: names of distributions, with their versions."""
+    """Return the software that writes roots: versions by name of the distribution."""
     return {"ckptcore": version_of("ckptcore")}
 
 
 _MOST: Final = 4
-"""The most roots in the cache."""
+"""Maximum number of roots in the cache."""
 
 _MOST_BYTES: Final = 1 << 20
-"""The largest root in the cache, in bytes."""
+"""Maximum size of a cached root in bytes."""
 
 T = TypeVar("T")
 
@@ -285,10 +359,10 @@ class _Known(Generic[T]):
 
 
 class KnownRoots(Generic[T]):
-    """Cache of the last parsed roots, each with an object that its reader made of it. Any thread.
+    """Cache of the last parsed roots, each with an object that its reader derived from it. Any thread.
 
-    A root is found by all of its bytes, which are read and compared each time. A root with parts is not cached, because
-    the parts have to be read and verified again; nor is a root with mutable values, which callers could change.
+    The bytes of a root are the key: they are read and compared each time. A root with parts is not cached, because its
+    parts must be read and verified again. A root with mutable values is not cached, because callers could change them.
     """
 
     def __init__(self) -> None:
@@ -296,25 +370,23 @@ class KnownRoots(Generic[T]):
         self._known: tuple[_Known[T], ...] = ()
         self._lock = threading.Lock()
 
-    def root(
-        self, data: bytes, parse: Callable[[], Root | Composite | Claimed | PartialSave]
-    ) -> Root | Composite | Claimed | PartialSave:
+    def root(self, data: bytes, parse: Callable[[], AnyRoot]) -> AnyRoot:
         """Return the root with these bytes.
 
         Args:
             data: the bytes.
-            parse: parses them; called if they are not in the cache.
+            parse: parses the bytes; called if they are not in the cache.
         """
         known = self._find(data)
         return parse() if known is None else known.root
 
     def keep(self, data: bytes, root: Root, make: Callable[[], T]) -> T:
-        """Return the object that belongs to a root, and cache the root.
+        """Return the object that belongs to a root, and cache both.
 
         Args:
             data: the bytes of the root.
             root: the root.
-            make: makes the object; called if the root is not in the cache.
+            make: creates the object; called if the root is not in the cache.
         """
         known = self._find(data)
         if known is not None and known.root is root:
@@ -331,7 +403,7 @@ class KnownRoots(Generic[T]):
 
 
 def _has_containers(root: Root) -> bool:
-    """Return True if a value of the tree is a list or mapping, which its handler may return without a copy."""
+    """Return True if a value of the tree is a list or dict, which its handler may return without a copy."""
     leaves = root.tree.leaves
     if {*map(type, leaves)} == {ArrayRecord}:  # fast path
         return False

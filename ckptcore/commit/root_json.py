@@ -1,6 +1,6 @@
-"""The JSON of roots, ``checkpoint.json``, which ends in a checksum of itself, and of their parts.
+"""The JSON format of roots (``checkpoint.json``), which end in a checksum of themselves, and of their parts.
 
-Every decoder accepts hostile bytes: it raises `CorruptCheckpointError` or `UnsupportedVersionError`, and nothing else.
+Every decoder accepts hostile bytes. It raises only `CorruptCheckpointError` and `UnsupportedVersionError`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
 
 import xxhash
 
-from ckptcore.commit.references import Base, References
 from ckptcore.commit.root import (
     ROOT_KEY,
-    Claimed,
+    AnyRoot,
+    Base,
+    Claim,
     Composite,
     Member,
     PartialSave,
+    References,
     Role,
     Root,
     Session,
@@ -42,7 +44,6 @@ __all__ = [
     "bases_of_root",
     "decode_root",
     "encode_claim",
-    "encode_composite",
     "encode_partial",
     "encode_root",
     "is_claim",
@@ -52,10 +53,10 @@ __all__ = [
 ]
 
 FORMAT_VERSION: Final = 1
-"""The version of the format that is written, and the newest that is read."""
+"""The format version that is written, and the newest that can be read."""
 
 HEAD_BYTES: Final = 128
-"""The largest head of a root, in bytes."""
+"""Maximum size of the head of a root in bytes."""
 
 _FORMAT: Final = "ckptcore"
 _HEAD: Final = re.compile(
@@ -65,7 +66,7 @@ _HEAD: Final = re.compile(
 _SAVE_ID: Final = re.compile(r"[0-9a-f]{16}")
 _REPAIR: Final = "restore it from a copy, or load another checkpoint"
 _INLINE_BYTES: Final = 1 << 18
-"""A table up to this size is in the root itself; a larger one is a part, an object of its own."""
+"""A table up to this size is stored in the root. A larger table is a part: a separate object."""
 
 _MAX_PART_BYTES: Final = 1 << 32
 _SEAL: Final = "xxh3_64"
@@ -76,11 +77,11 @@ _MAX_PROCESSES: Final = 1 << 24
 _NOT_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 ReadPart: TypeAlias = Callable[[str, int], bytes]
-"""Returns at most so many bytes of an object of the checkpoint."""
+"""Reads at most so many bytes of an object of the checkpoint, given its key."""
 
 
 class Head(NamedTuple):
-    """The members that every root begins with, in this order, in every version of the format.
+    """The fields that every root begins with, in this order, in every version of the format.
 
     Attributes:
         state: ``committed`` for a checkpoint; ``claimed`` or ``partial`` for a save that is not committed.
@@ -94,7 +95,7 @@ class Head(NamedTuple):
 
 
 def read_head(data: bytes) -> Head | None:
-    """Return the head of a root; None if these are not the first bytes of one. The checksum is not verified.
+    """Return the head of a root; None if these bytes are not a root. The checksum is not verified.
 
     Args:
         data: the root, or its first `HEAD_BYTES`.
@@ -103,7 +104,7 @@ def read_head(data: bytes) -> Head | None:
     if found is None:
         return None
     state, role = cast(Any, found[1].decode("ascii")), cast(Any, found[2].decode("ascii"))
-    return Head(state, role, found[3].decode("ascii"))  # the pattern admits no others
+    return Head(state, role, found[3].decode("ascii"))  # the pattern matches no other values
 
 
 def is_claim(data: bytes) -> bool:
@@ -130,8 +131,8 @@ def _has_state(data: bytes, state: str) -> bool:
 # --- encoding ---------------------------------------------------------------------------------------------------------
 
 
-def encode_claim(claimed: Claimed) -> bytes:
-    """Return the bytes of a root that claims a location."""
+def encode_claim(claimed: Claim) -> bytes:
+    """Return the bytes of the root of a claim."""
     return _seal({**_head("claimed", claimed.save_id), "created": claimed.created})
 
 
@@ -142,30 +143,22 @@ def encode_partial(partial: PartialSave) -> bytes:
                   "sessions": list(partial.sessions)})  # fmt: skip
 
 
-def encode_root(root: Root) -> tuple[bytes, Mapping[str, bytes]]:
-    """Return the bytes of a committed root, and those of its parts by key, which must be written before it."""
-    own: dict[str, JSON] = {"layout": root.layout}
-    tables: dict[str, JSON] = {
-        "tree": root.tree.to_json(),
-        "layout": root.state,
-        "objects": _encode_objects(root.objects),
-        "custom": root.custom,
-    }
-    if references := root.references:
+def encode_root(root: Root | Composite) -> tuple[bytes, Mapping[str, bytes]]:
+    """Return the bytes of a committed root, and of its parts by key. The parts must be written before the root."""
+    own: dict[str, JSON] = {}
+    tables: dict[str, JSON] = {}
+    role: Role = "checkpoint"
+    if isinstance(root, Composite):
+        own["members"] = {name: [member.kind, member.processes] for name, member in root.members.items()}
+    else:
+        role = root.role
+        own["layout"] = root.layout
+        tables = {"tree": root.tree.to_json(), "layout": root.state, "objects": _encode_objects(root.objects)}
+    tables["custom"] = root.custom
+    if isinstance(root, Root) and root.references.leaf:
+        references = root.references
         own["bases"] = [[base.path, base.save_id] for base in references.bases]
         tables["references"] = {"leaf": references.leaf, "base": references.base, "stored": references.stored}
-    return _encode(root, root.role, own, tables)
-
-
-def encode_composite(composite: Composite) -> tuple[bytes, Mapping[str, bytes]]:
-    """Return the bytes of the root of a composite, and those of its parts by key, which must be written before it."""
-    members = {name: [member.kind, member.processes] for name, member in composite.members.items()}
-    return _encode(composite, "checkpoint", {"members": members}, {"custom": composite.custom})
-
-
-def _encode(
-    root: Root | Composite, role: Role, own: Mapping[str, JSON], tables: Mapping[str, JSON]
-) -> tuple[bytes, Mapping[str, bytes]]:
     inline: dict[str, JSON] = {}
     described: dict[str, JSON] = {}
     parts: dict[str, bytes] = {}
@@ -198,7 +191,7 @@ def _encode(
 
 
 def _encode_objects(objects: Mapping[str, ObjectRecord]) -> JSON:
-    records = [objects[key] for key in sorted(objects)]  # objects complete in any order: equal saves give equal bytes
+    records = [objects[key] for key in sorted(objects)]  # sorted, so that equal saves have equal bytes
     return {
         "algorithm": CHECKSUM_ALGORITHM,
         "block_bytes": BLOCK_BYTES,
@@ -213,14 +206,13 @@ def _head(state: str, save_id: str, role: Role = "checkpoint") -> dict[str, JSON
 
 
 def _seal(document: Mapping[str, JSON]) -> bytes:
-    """Return JSON whose last member is a checksum of every byte before that member."""
+    """Return JSON whose last field is a checksum of all bytes before that field."""
     body = _dump(document)[:-1]
     return body + f',"checksum":"{_checksum(body)}"}}\n'.encode("ascii")
 
 
 def _dump(document: JSON) -> bytes:
-    # ASCII, so that every text can be stored, and no NaN, so that every reader of JSON can read it.
-    # A layout may give columns instead of lists.
+    # ASCII can store every text. NaN is no valid JSON. The state of a layout may have columns instead of lists.
     return json.dumps(document, separators=(",", ":"), allow_nan=False, default=list_of_column).encode("ascii")
 
 
@@ -231,17 +223,17 @@ def _checksum(data: bytes) -> str:
 # --- decoding ---------------------------------------------------------------------------------------------------------
 
 
-def decode_root(data: bytes, read_part: ReadPart) -> Root | Composite | Claimed | PartialSave:
+def decode_root(data: bytes, read_part: ReadPart) -> AnyRoot:
     """Decode a root and its parts.
 
     Raises:
-        CorruptCheckpointError: they are not what was written.
-        UnsupportedVersionError: a newer version wrote them.
+        CorruptCheckpointError: they are damaged.
+        UnsupportedVersionError: a newer version of ckptcore wrote them.
     """
     with _errors_as_damage():
         document, head = _open(data)
         if head.state == "claimed":
-            return Claimed(head.save_id, _text(document["created"]))
+            return Claim(head.save_id, _text(document["created"]))
         if head.state == "partial":
             return _decode_partial(document, head.save_id)
         tables: dict[str, Any] = dict(document["tables"])
@@ -275,7 +267,7 @@ def decode_root(data: bytes, read_part: ReadPart) -> Root | Composite | Claimed 
 
 
 def summarize_root(data: bytes) -> Summary:
-    """Decode the small members of a root, without its tables and parts.
+    """Decode the small fields of a root, without its tables and parts.
 
     Raises:
         CorruptCheckpointError, UnsupportedVersionError
@@ -299,13 +291,13 @@ def summarize_root(data: bytes) -> Summary:
 
 
 def bases_of_root(data: bytes) -> tuple[Base, ...]:
-    """Decode the bases of a root. Every version of the format has them in the same form.
+    """Decode the bases of a root. Every version of the format stores them in the same form.
 
     Raises:
         CorruptCheckpointError
     """
     if b'"bases"' not in data:
-        return ()  # the common case: a deletion reads the roots of all checkpoints in the directory
+        return ()  # fast path: a deletion reads the roots of all checkpoints in the directory
     with _errors_as_damage():
         return _decode_bases(_unseal(data))
 
@@ -316,7 +308,7 @@ def _errors_as_damage() -> Iterator[None]:
     try:
         yield
     except InvalidLocationError as error:
-        raise _damaged(f"names an object that cannot be: {error}") from error
+        raise _damaged(f"is corrupt: invalid object name: {error}") from error
     except CheckpointError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
@@ -328,10 +320,10 @@ def _damaged(reason: str, key: str = ROOT_KEY) -> CorruptCheckpointError:
 
 
 def _open(data: bytes) -> tuple[dict[str, Any], Head]:
-    """Return the members of a root and its head, if its checksum and its version are right."""
+    """Return the fields and the head of a root. Verifies its checksum and its version."""
     document = _unseal(data)
     if document.get("format") != _FORMAT:
-        raise _damaged("is not one of ckptcore")
+        raise _damaged("was not written by ckptcore")
     version = document["version"]
     if type(version) is not int or version < 1:
         raise _damaged(f"states the format version {version!r}")
@@ -354,11 +346,11 @@ def _unseal(data: bytes) -> dict[str, Any]:
 
 
 def _sealed(data: bytes) -> bytes:
-    """Return the bytes that the checksum is of, if it is right."""
+    """Return the bytes before the checksum, after verifying it."""
     tail = _CHECKSUM.fullmatch(data[-_CHECKSUM_TAIL_BYTES:])
     if tail is None:
         raise CorruptCheckpointError(
-            f"{ROOT_KEY} is cut off or damaged: it has {len(data)} bytes and does not end in its checksum; {_REPAIR}",
+            f"{ROOT_KEY} is truncated or damaged: it has {len(data)} bytes and does not end in its checksum; {_REPAIR}",
             key=ROOT_KEY, start=0, stop=len(data),
         )  # fmt: skip
     body = data[:-_CHECKSUM_TAIL_BYTES]
@@ -415,7 +407,7 @@ def _size(found: Any) -> int:
 
 
 _SESSION: Final = (_count, _count, _text, _count, _count, _text, _count, _text)
-"""The checks of the columns of a session table, which are the fields of `Session`."""
+"""Checks of the columns of a session table: the fields of `Session`."""
 
 
 def _decode_partial(document: dict[str, Any], save_id: str) -> PartialSave:

@@ -1,4 +1,4 @@
-"""Subdirectory: a directory of a storage as a storage of its own."""
+"""Subdirectory: a directory of a storage, as a storage."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ckptcore.protocols import (
     StorageCapabilities,
 )
 
-__all__ = ["AtomicSubdirectories", "Subdirectory", "subdirectory"]
+__all__ = ["AtomicSubdirectories", "Subdirectory", "has_directories", "subdirectory"]
 
 
 class Subdirectory(StorageBackend):
-    """A directory of a storage as a storage of its own."""
+    """A directory of a storage, as a storage."""
 
     def __init__(self, parent: StorageBackend, name: str) -> None:
         self._parent = parent
@@ -30,12 +30,12 @@ class Subdirectory(StorageBackend):
 
     @property
     def capabilities(self) -> StorageCapabilities:
-        """Those of its parent."""
+        """The capabilities of the parent."""
         return self._parent.capabilities
 
     @property
     def address(self) -> StorageAddress | None:
-        """The parent's address, one level down. Names are escaped, because they may look like URL escapes."""
+        """The address of the directory. Names are escaped, because they may contain URL escapes."""
         address = self._parent.address
         quoted = urllib.parse.quote(self._prefix.encode("utf-8", "surrogateescape"))
         return address and StorageAddress(address.url + quoted, address.options)
@@ -103,7 +103,7 @@ class Subdirectory(StorageBackend):
 
 
 class AtomicSubdirectories(Subdirectory):
-    """A directory of a storage that has real directories."""
+    """A directory of a storage with real directories, as a storage."""
 
     def __init__(self, parent: StorageBackend, name: str) -> None:
         super().__init__(parent, name)
@@ -131,18 +131,15 @@ class AtomicSubdirectories(Subdirectory):
 
 
 def subdirectory(parent: StorageBackend, name: str) -> StorageBackend:
-    """Return a directory of a storage as a storage, with real directories if the parent has them.
-
-    Without a name it is the storage itself.
-    """
+    """Return a directory of a storage as a storage. An empty name returns the storage itself."""
     if not name:
         return parent
-    if _has_directories(type(parent)):
+    if has_directories(type(parent)):
         return AtomicSubdirectories(parent, name)
     return Subdirectory(parent, name)
 
 
 @functools.lru_cache(maxsize=64)
-def _has_directories(kind: type[StorageBackend]) -> bool:
-    """Return True if a type of storage has real directories. Cached: the check is slow, and frequent."""
-    return issubclass(kind, AtomicDirectories)
+def has_directories(storage_type: type[StorageBackend]) -> bool:
+    """Return True if a type of storage has real directories. Cached, because the check is slow and frequent."""
+    return issubclass(storage_type, AtomicDirectories)

@@ -1,6 +1,6 @@
 """The target of a save or load: what exists at a location, whether a save may replace it, and whether it changed.
 
-Directories with hidden names beside a checkpoint belong to saves that are running or were killed.
+Hidden directories next to a checkpoint belong to saves that are running or were killed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
-from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Claimed, Composite, PartialSave, Root
+from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, AnyRoot, Root
 from ckptcore.commit.root_json import HEAD_BYTES, Head, decode_root, is_claim, is_partial, read_head
 from ckptcore.errors import (
     CheckpointExistsError,
@@ -28,7 +28,7 @@ __all__ = [
     "ADMINISTRATION",
     "ExistingTarget",
     "IsForeign",
-    "Mark",
+    "LocationVersion",
     "Overwrite",
     "expect_no_nested",
     "find_debris",
@@ -42,13 +42,14 @@ __all__ = [
     "name_of_save",
     "none_is_foreign",
     "parse_root",
-    "read_mark",
+    "partial_exists",
     "read_root",
+    "read_version",
     "refuse_inside",
     "refuse_to_replace",
     "remove_debris",
     "root_bytes",
-    "root_mark",
+    "root_version",
 ]
 
 Overwrite: TypeAlias = bool | Literal["non-atomic"]
@@ -58,10 +59,10 @@ IsForeign: TypeAlias = "Callable[[Location], bool]"
 """Returns whether the directory at a location is a checkpoint that other software wrote."""
 
 ExistingTarget: TypeAlias = Literal["nothing", "claim", "checkpoint"]
-"""The kind of what exists at a location."""
+"""What exists at a location: nothing, the claim of a save, or a checkpoint."""
 
 _MOST_MEMBERS: Final = 1000
-"""Directories of which the root is read; a checkpoint has a handful."""
+"""Maximum number of subdirectories whose roots are read. Composites have few members."""
 
 _SHOWN: Final = 5
 
@@ -82,9 +83,9 @@ def refuse_to_replace(
         is_foreign: recognises checkpoints of other software; called if the location has files but no root.
 
     Raises:
-        CheckpointExistsError: it may not.
+        CheckpointExistsError: the save must not replace what exists.
         InvalidLocationError: no checkpoint can have this name.
-        ValueError: `overwrite` is none of its values.
+        ValueError: `overwrite` is invalid.
     """
     if location.is_object:
         raise CheckpointExistsError(
@@ -108,17 +109,14 @@ def find_existing(
     """
     if is_hidden_name(location.name):
         raise InvalidLocationError(
-            f"{location.display} has the name of a save that is not committed, which no load takes for a checkpoint "
-            "and which saves remove; save to a name that does not begin with a dot"
+            f"{location.display} has the name of an uncommitted save: loads ignore such directories, and saves remove "
+            "them. Save to a name that does not begin with a dot"
         )
     if overwrite not in (True, False, "non-atomic"):
         raise ValueError(f"overwrite={overwrite!r}: expected True, False or 'non-atomic'")
     if root is not None:
         if is_partial(root):
-            raise CheckpointExistsError(
-                f"{location.display} is being filled by a partial save that is not finalized, and nothing replaces "
-                "that: call ckptcore.partial(...).finalize, or ckptcore.delete, first"
-            )
+            raise partial_exists(location)
         # An unreadable root counts as a checkpoint: it is replaced only with `overwrite`.
         existing: ExistingTarget = "claim" if is_claim(root) else "checkpoint"
     elif not (names := location.store.list_names()):
@@ -138,6 +136,14 @@ def find_existing(
     return existing
 
 
+def partial_exists(location: Location) -> CheckpointExistsError:
+    """Return the error for a save to the location of a partial save."""
+    return CheckpointExistsError(
+        f"{location.display} has a partial save that is not finalized: finalize it with "
+        "ckptcore.partial(...).finalize, or delete it with ckptcore.delete, before saving there"
+    )
+
+
 def holds_members(store: StorageBackend, names: Sequence[str]) -> bool:
     """Return True if the names in a directory without a root include members of a composite."""
     for entry in names[:_MOST_MEMBERS]:
@@ -152,7 +158,7 @@ def holds_members(store: StorageBackend, names: Sequence[str]) -> bool:
     return False
 
 
-def read_root(store: StorageBackend) -> Root | Composite | Claimed | PartialSave | None:
+def read_root(store: StorageBackend) -> AnyRoot | None:
     """Return the root of a checkpoint; None if there is none.
 
     Raises:
@@ -164,7 +170,7 @@ def read_root(store: StorageBackend) -> Root | Composite | Claimed | PartialSave
 
 
 def root_bytes(store: StorageBackend) -> bytes | None:
-    """Return the bytes of the root, which differ between any two saves; None if there is no root."""
+    """Return the bytes of the root, which differ between any two saves; None without a root."""
     try:
         return store.get(ROOT_KEY)
     except ObjectNotFoundError:
@@ -172,18 +178,18 @@ def root_bytes(store: StorageBackend) -> bytes | None:
 
 
 def is_claimed_by(data: bytes | None, save_id: str) -> bool:
-    """Return True if these bytes of a root are the claim of a save. Never True with commits by rename."""
+    """Return True if these bytes of a root are the claim of a save. Never True on storage that commits by rename."""
     head = None if data is None or not is_claim(data) else read_head(data)
     return head is not None and head.save_id == save_id
 
 
-def parse_root(store: StorageBackend, data: bytes, display: str = "") -> Root | Composite | Claimed | PartialSave:
+def parse_root(store: StorageBackend, data: bytes, display: str = "") -> AnyRoot:
     """Parse a root. Its parts are read from the storage.
 
     Args:
         store: the storage, opened at the checkpoint.
         data: the bytes of the root.
-        display: the location, for errors; empty if the caller adds it to them.
+        display: the location, for errors; empty if the caller adds it to the errors.
 
     Raises:
         CorruptCheckpointError, UnsupportedVersionError: see `read_root`.
@@ -204,7 +210,7 @@ def parse_root(store: StorageBackend, data: bytes, display: str = "") -> Root | 
 
 
 def refuse_inside(location: Location) -> None:
-    """Refuse a location whose parent directory is a checkpoint or a claim. One small request.
+    """Refuse a location inside a checkpoint or claim. Looks one directory up, with one small request.
 
     Raises:
         InvalidLocationError
@@ -221,7 +227,7 @@ def refuse_inside(location: Location) -> None:
 
 
 def expect_no_nested(location: Location) -> None:
-    """Refuse to remove a checkpoint that has another one in its directory. Lists the directory.
+    """Refuse to remove a checkpoint whose directory contains another checkpoint. Lists the directory.
 
     Raises:
         CheckpointExistsError
@@ -237,9 +243,9 @@ def expect_no_nested(location: Location) -> None:
 
 
 def _nested(store: StorageBackend) -> Sequence[str]:
-    """Return the directories of nested checkpoints that are no members, stored files or exports of this one.
+    """Return the directories of nested checkpoints that are not members, stored files or exports of this checkpoint.
 
-    Of each root only the head is read, unless a nested one may be a file that a member stores.
+    Reads only the head of each root, unless a member may store the nested checkpoint among its files.
     """
     names = [key.removesuffix(f"/{ROOT_KEY}") for key in store.list() if key.endswith(f"/{ROOT_KEY}")]
     heads = {name: _head(store, name) for name in names}
@@ -261,7 +267,7 @@ def _head(store: StorageBackend, name: str) -> Head | None:
 
 
 def _stores(store: StorageBackend, member: str, name: str) -> bool:
-    """Return whether the root in a directory is a file of a member: an object may save a checkpoint among its files."""
+    """Return True if the root in a directory is a file of a member: an object may store a checkpoint in its files."""
     if not name.startswith(f"{member}/"):
         return False
 
@@ -276,38 +282,38 @@ def _stores(store: StorageBackend, member: str, name: str) -> bool:
 
 
 def find_debris(keys: Collection[str], kept: Collection[str]) -> Sequence[str]:
-    """Return the keys of unneeded objects at a location, without those of nested checkpoints.
+    """Return the keys of objects that can be removed from a location. Objects of nested checkpoints are excluded.
 
     Args:
-        keys: all keys that exist, with those that a list may not show.
-        kept: the keys of needed objects.
+        keys: all existing keys, including keys that a listing may miss.
+        kept: the keys of objects that must stay.
     """
     below = tuple([key.removesuffix(ROOT_KEY) for key in keys if key.endswith(f"/{ROOT_KEY}")])
     return sorted([key for key in keys if key not in kept and not key.startswith(below)])
 
 
 def remove_debris(store: StorageBackend, kept: Collection[str]) -> None:
-    """Remove all objects of a partial save but `kept`, its root and its session table. Needs the claim."""
+    """Remove the objects of a partial save except `kept`, its root and its session table. Only for its owner."""
     debris = find_debris(list(store.list()), {*kept, ROOT_KEY, PARTIAL_KEY})
     if debris:
         store.delete(debris)
 
 
-class Mark(NamedTuple):
-    """The state of a location at one time. Differs after a checkpoint is committed, replaced or deleted there.
+class LocationVersion(NamedTuple):
+    """Identifies what was at a location when it was read. Changes if a checkpoint is committed, replaced or deleted.
 
-    Checkpoints of other software have no root. Their mark differs only after a root appears, or the names change.
+    Checkpoints of other software have no root. Their version changes only if a root appears, or the names change.
 
     Attributes:
-        root: the bytes of the root, which differ between any two saves; None without a root; as str, the reason why it
-            cannot be read.
-        around: the root of the composite, for a member of one.
+        root: the bytes of the root, which differ between any two saves; None without a root; a str if the root cannot
+            be read: the reason.
+        composite_root: the root of the composite that the checkpoint is a member of; None if it is no member.
         names: the names in a directory without a root, except hidden directories of saves.
-        nbytes: the size of an object; None for a directory.
+        nbytes: the size of an object in bytes; None for a directory.
     """
 
     root: bytes | str | None
-    around: bytes | str | None = None
+    composite_root: bytes | str | None = None
     names: tuple[str, ...] = ()
     nbytes: int | None = None
 
@@ -316,62 +322,62 @@ class Mark(NamedTuple):
         """True if the location is one object (file), and no directory."""
         return self.nbytes is not None
 
-    def is_at(self, location: Location) -> bool:
-        """Return True if the location has not changed, so that an error is about the checkpoint itself.
+    def is_current(self, location: Location) -> bool:
+        """Return True if the location has not changed. Then an error is caused by the checkpoint itself.
 
         Raises:
             StorageError
         """
-        return read_mark(location) == self
+        return read_version(location) == self
 
-    def is_part_of(self, location: Location) -> bool:
-        """Return True if everything in the mark still exists, so that data read without an error is of one save.
+    def still_exists(self, location: Location) -> bool:
+        """Return True if everything in this version still exists. Then data that was read is of one save.
 
-        New names are ignored: what was read does not depend on them.
+        New names are ignored, because the data does not depend on them.
 
         Raises:
             StorageError
         """
-        now = read_mark(location)
+        now = read_version(location)
         return now._replace(names=()) == self._replace(names=()) and set(self.names) <= set(now.names)
 
-    def has_stayed_at(self, location: Location) -> bool:
-        """Return True if the root has not changed, so that data read without an error is of one save. One request.
+    def has_current_root(self, location: Location) -> bool:
+        """Return True if the root has not changed. Then data that was read is of one save. One request.
 
-        The root of a committed composite is not read again for its members. Names are not listed again either, because
-        checkpoints of other software may need many reads and long listings.
+        For a member, the root of its composite is not read again. Names are not listed again, because a listing of a
+        checkpoint of other software can be long.
 
         Raises:
             StorageError
         """
-        return root_mark(location.store) == self.root
+        return root_version(location.store) == self.root
 
 
-def read_mark(location: Location) -> Mark:
-    """Read the mark of a location: its root first, and names only without a root.
+def read_version(location: Location) -> LocationVersion:
+    """Read the version of a location: the root first, and names only without a root.
 
     Raises:
         StorageError
     """
-    root = root_mark(location.store)
+    root = root_version(location.store)
     if isinstance(root, str):
-        return Mark(root)
+        return LocationVersion(root)
     if root is not None:
         head = read_head(root)
         is_member = head is not None and head.role == "member"
-        return Mark(root, around=root_mark(location.parent) if is_member else None)
+        return LocationVersion(root, composite_root=root_version(location.parent) if is_member else None)
     try:
         nbytes = location.parent.size(location.name)
     except ObjectNotFoundError:
         names = [name for name in location.store.list_names() if not is_hidden_name(name.removesuffix("/"))]
-        return Mark(None, names=tuple(names))
-    return Mark(None, nbytes=nbytes)
+        return LocationVersion(None, names=tuple(names))
+    return LocationVersion(None, nbytes=nbytes)
 
 
-def root_mark(store: StorageBackend) -> bytes | str | None:
-    """Return the bytes of the root; None without a root, and the reason as str if it cannot be read.
+def root_version(store: StorageBackend) -> bytes | str | None:
+    """Return the bytes of the root; None without a root; the reason as a str if it cannot be read.
 
-    A directory that is exchanged while its root is opened looks like a link that leads out of it.
+    If a directory is exchanged while its root is opened, the root looks like a link out of the directory.
     """
     try:
         return root_bytes(store)
@@ -380,25 +386,25 @@ def root_mark(store: StorageBackend) -> bytes | str | None:
 
 
 ADMINISTRATION: Final = ".ckptcore"
-"""The directory beside the steps that has the locks."""
+"""The directory of locks, uploads and metadata within a directory of steps."""
 
 _HIDDEN: Final = re.compile(r"\.(.+)\.([0-9a-f]{16}|partial)\.ckptcore", re.DOTALL)
-"""A hidden directory: the name of the checkpoint, and the save id, or "partial" for a partial save."""
+"""The name of a hidden directory: the name of the checkpoint, and the save id or "partial"."""
 
 
 def is_hidden_name(name: str) -> bool:
-    """Return True if this is the name of the hidden directory of a save, a deletion or a partial save."""
+    """Return True for the name of the hidden directory of a save, a deletion or a partial save."""
     return _HIDDEN.fullmatch(name) is not None
 
 
 def is_leftover_name(name: str) -> bool:
-    """Return True if this is the name of the hidden directory of a save or a deletion, running or killed."""
+    """Return True for the name of the hidden directory of a save or a deletion, running or killed."""
     matched = _HIDDEN.fullmatch(name)
     return matched is not None and matched[2] != "partial"
 
 
 def is_save_of(name: str, hidden: str) -> bool:
-    """Return True if a directory belongs to a save to `name`, or to a deletion of it."""
+    """Return True if a hidden directory belongs to a save to `name`, or to a deletion of `name`."""
     matched = _HIDDEN.fullmatch(hidden)
     return matched is not None and matched[2] != "partial" and matched[1] == name
 

@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
-from ckptcore.commit.conditions import Conditions
 from ckptcore.commit.location import Location
-from ckptcore.commit.root import ROOT_KEY, Claimed
+from ckptcore.commit.root import ROOT_KEY, Claim
 from ckptcore.commit.root_json import encode_claim
 from ckptcore.commit.target import ADMINISTRATION
 from ckptcore.errors import NotSharedError, ObjectNotFoundError
@@ -67,18 +66,18 @@ def seen_by_all(agreement: Agreement, name: str, place: str, look: Callable[[], 
         _look_for(look, place, leader_place)
 
 
-def sees_claim(claimed: Claimed, location: Location) -> bool:
+def sees_claim(claimed: Claim, location: Location) -> bool:
     """Return True if this process sees the claim of its leader.
 
     Raises:
         ObjectNotFoundError: it sees no claim.
     """
     expected = encode_claim(claimed)
-    store = location.commits.store_of(location, claimed.save_id, Conditions())
+    store = location.commits.store_of(location, claimed.save_id)
     return store.get(ROOT_KEY, 0, len(expected) + 1) == expected
 
 
-def expect_claim(claimed: Claimed, location: Location) -> None:
+def expect_claim(claimed: Claim, location: Location) -> None:
     """Check that a worker sees the claim of its controller, which is rank 0, before it writes.
 
     Raises:

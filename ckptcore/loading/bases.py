@@ -9,9 +9,9 @@ from typing import Final
 
 from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import Location, LocationAddress, open_address
-from ckptcore.commit.references import Base, stored_numbers, stored_tree
-from ckptcore.commit.root import Root
-from ckptcore.commit.target import Mark, parse_root, read_mark
+from ckptcore.commit.references import stored_numbers, stored_tree
+from ckptcore.commit.root import Base, Root
+from ckptcore.commit.target import LocationVersion, parse_root, read_version
 from ckptcore.context import Context
 from ckptcore.derivations import Stored
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, UnsupportedVersionError
@@ -36,7 +36,7 @@ def base_location(location: Location, base: Base, context: Context) -> Location:
         InvalidLocationError: if the Context does not allow a base there, or it is outside of the storage.
     """
     display = posixpath.join(posixpath.dirname(location.display.rstrip("/")), base.path)
-    found = location.to_open
+    found = location.address
     if base.is_beside:
         return Location(display, location.parent, base.path, f"{found.scheme}:{found.parent}/{base.path}")
     if context.io.bases != "anywhere":
@@ -58,12 +58,7 @@ def base_location(location: Location, base: Base, context: Context) -> Location:
                 f"{location.display} refers to a base at {display}, which is outside of its storage"
             )
     parent = "/".join([authority[0], *names[:-1]]) or "/"
-    return open_address(
-        LocationAddress(display, found.scheme, parent, names[-1]),
-        runtime_of(context).registry,
-        durable=False,
-        config=context.storage,
-    )
+    return open_address(LocationAddress(display, found.scheme, parent, names[-1]), runtime_of(context).storages)
 
 
 def base_path(location: Location, base: Location) -> str:
@@ -72,7 +67,7 @@ def base_path(location: Location, base: Location) -> str:
     Raises:
         InvalidLocationError: if the base is in another storage, hidden, or a parent directory of the checkpoint.
     """
-    here, there = location.to_open, base.to_open
+    here, there = location.address, base.address
     own, other = (_AUTHORITY.match(one.parent) for one in (here, there))
     if here.scheme != there.scheme or (own and own[0]) != (other and other[0]):
         raise InvalidLocationError(
@@ -90,8 +85,8 @@ def base_path(location: Location, base: Location) -> str:
     return path
 
 
-def read_base(referring: str, at: Location, save_id: str) -> tuple[Mark, Root]:
-    """Return the root and the mark of a base.
+def read_base(referring: str, at: Location, save_id: str) -> tuple[LocationVersion, Root]:
+    """Return the root and the version of a base.
 
     Args:
         referring: the display name of the checkpoint that refers to it.
@@ -102,15 +97,15 @@ def read_base(referring: str, at: Location, save_id: str) -> tuple[Mark, Root]:
         CorruptCheckpointError: if it was deleted or replaced.
     """
     try:
-        mark = read_mark(at)
-        if isinstance(mark.root, str):
-            raise InvalidLocationError(mark.root)
-        root = None if mark.root is None else parse_root(at.store, mark.root)
+        version = read_version(at)
+        if isinstance(version.root, str):
+            raise InvalidLocationError(version.root)
+        root = None if version.root is None else parse_root(at.store, version.root)
     except (InvalidLocationError, CorruptCheckpointError, UnsupportedVersionError) as error:
         kind = CorruptCheckpointError if isinstance(error, InvalidLocationError) else type(error)
         raise kind(f"{referring} refers to {at.display}, which cannot be read: {error}") from error
     if isinstance(root, Root) and root.save_id == save_id:
-        return mark, root
+        return version, root
     found = "is gone" if root is None else f"holds another save now ({root.save_id})"
     raise CorruptCheckpointError(
         f"arrays of {referring} are in {at.display} (save {save_id}), which {found}: put that back, or load another "
@@ -124,13 +119,13 @@ def open_base(referring: str, at: Location, save_id: str, context: Context) -> C
     Raises:
         CorruptCheckpointError: as by `read_base`; also if it holds files of an object.
     """
-    mark, root = read_base(referring, at, save_id)
+    version, root = read_base(referring, at, save_id)
     if root.layout == FilesLayout.name:
         raise CorruptCheckpointError(
             f"{referring} refers to {at.display}, which holds no tree; load another checkpoint"
         )
     tree = stored_tree(root.tree, root.references)
-    return dataclasses.replace(Checkpoint.of_root(at, mark, root, context), tree=tree)
+    return dataclasses.replace(Checkpoint.of_root(at, version, root, context), tree=tree)
 
 
 def with_bases(opened: Checkpoint, root: Root, context: Context) -> Checkpoint:

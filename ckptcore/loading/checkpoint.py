@@ -12,7 +12,7 @@ import xxhash
 from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import Location, Place
 from ckptcore.commit.root import Composite, Member, Root
-from ckptcore.commit.target import Mark
+from ckptcore.commit.target import LocationVersion
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.io.chunk_reads import StoredFormat
@@ -76,7 +76,7 @@ class Checkpoint:
 
     Attributes:
         location: its location.
-        mark: the state of the location when it was opened.
+        version: the state of the location when it was opened.
         root: its root; None if other software wrote it.
         stored: where its arrays are in its objects.
         tree: its tree.
@@ -89,7 +89,7 @@ class Checkpoint:
     """
 
     location: Location
-    mark: Mark
+    version: LocationVersion
     root: Root | None
     stored: StoredFormat
     tree: TreeMetadata
@@ -100,17 +100,22 @@ class Checkpoint:
 
     @classmethod
     def of_root(
-        cls, location: Location, mark: Mark, root: Root, context: Context, stored: StoredFormat | None = None
+        cls,
+        location: Location,
+        version: LocationVersion,
+        root: Root,
+        context: Context,
+        stored: StoredFormat | None = None,
     ) -> Checkpoint:
         """Return a checkpoint of ckptcore, with the arrays that it stores itself.
 
         Args:
-            location, mark, root: as of the checkpoint.
+            location, version, root: as of the checkpoint.
             context: options.
             stored: the layout and its state, if an earlier checkpoint with this root has them.
         """
         store = reader_of(location.store, root.objects, context)
-        return cls(location, mark, root, stored or stored_format(root, context), root.tree, store)
+        return cls(location, version, root, stored or stored_format(root, context), root.tree, store)
 
     def __str__(self) -> str:
         return self.location.display
@@ -157,7 +162,7 @@ class Checkpoint:
 
     def reading_through(self, read_through: ReadThrough) -> Checkpoint:
         """Return this checkpoint, whose boxes are read by a strategy."""
-        root = self.mark.root
+        root = self.version.root
         # The members of a composite have one save id, but each has a root of its own.
         content_id = xxhash.xxh3_128_hexdigest(root) if isinstance(root, bytes) else None
         return replace(self, read_instead=lambda plan, buffers: read_through(content_id, plan, buffers, self.read))
@@ -184,22 +189,22 @@ class CompositeCheckpoint:
     """An open checkpoint of several checkpointables.
 
     Attributes:
-        location, mark: as of a `Checkpoint`.
+        location, version: as of a `Checkpoint`.
         root: its root; None if other software wrote it.
         members: its checkpointables by name, with those that were deleted since the save.
         origin: what it states about itself.
     """
 
     location: Location
-    mark: Mark
+    version: LocationVersion
     root: Composite | None
     members: Mapping[str, Member]
     origin: Origin
 
     @classmethod
-    def of_root(cls, location: Location, mark: Mark, root: Composite) -> CompositeCheckpoint:
+    def of_root(cls, location: Location, version: LocationVersion, root: Composite) -> CompositeCheckpoint:
         """Return a composite of ours."""
-        return cls(location, mark, root, root.members, Origin.of_root(root))
+        return cls(location, version, root, root.members, Origin.of_root(root))
 
 
 @contextmanager
@@ -231,7 +236,7 @@ def naming_further(opened: Checkpoint) -> Iterator[None]:
         with naming_arrays(opened):
             yield
     except CheckpointError as error:
-        if not opened.mark.is_at(opened.location):
+        if not opened.version.is_current(opened.location):
             raise replaced_beside(opened) from error
         if not isinstance(error, CorruptCheckpointError):
             raise

@@ -261,7 +261,7 @@ def derive(
 ) -> Checkpoint:
     """Return a checkpoint with another tree, whose arrays are computed from those of an open one while they are read.
 
-    It is read by boxes like any other. Its root, mark and origin are those of the open checkpoint.
+    It is read by boxes like any other. Its root, version and origin are those of the open checkpoint.
 
     Args:
         opened: the checkpoint that is read.
@@ -303,7 +303,7 @@ def check_beside(opened: Checkpoint) -> None:
     first, *beside = opened.derived.sources
     check_beside(first)
     for other in beside:
-        if not other.mark.has_stayed_at(other.location):
+        if not other.version.has_current_root(other.location):
             raise replaced_beside(other)
 
 

@@ -258,7 +258,7 @@ def _describe_composite(composite: CompositeCheckpoint, location: Place, context
 def _contents_to_load(composite: CompositeCheckpoint, context: Context) -> TreeContents | None:
     """Return the tree that `ckptcore.load` loads of a checkpoint of other software; None if it loads none."""
     try:
-        opened = open_tree(composite.location, composite.mark, context)
+        opened = open_tree(composite.location, composite.version, context)
     except UncommittedCheckpointError:
         raise
     except CheckpointError:

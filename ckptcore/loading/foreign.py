@@ -10,7 +10,7 @@ from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import Location
 from ckptcore.commit.root import ROOT_KEY, Member, PartialSave
 from ckptcore.commit.root_json import HEAD_BYTES, read_head
-from ckptcore.commit.target import IsForeign, Mark, holds_members
+from ckptcore.commit.target import IsForeign, LocationVersion, holds_members
 from ckptcore.context import Context
 from ckptcore.distributions import install_hint
 from ckptcore.errors import (
@@ -48,7 +48,7 @@ _MOST_NAMES: Final = 1000
 """Limit of names that are tested for files that are checkpoints by themselves."""
 
 
-def open_foreign(location: Location, mark: Mark, context: Context) -> Checkpoint:
+def open_foreign(location: Location, version: LocationVersion, context: Context) -> Checkpoint:
     """Open the tree that other software wrote.
 
     Raises:
@@ -57,13 +57,13 @@ def open_foreign(location: Location, mark: Mark, context: Context) -> Checkpoint
         UncommittedCheckpointError: if it is a partial save that is not finalized.
     """
     try:
-        return inspect_tree(location, mark, context)
+        return inspect_tree(location, version, context)
     except UncommittedCheckpointError:
         raise
     except CheckpointNotFoundError:
         from ckptcore.commit.method import find_partial  # only if there is nothing else
 
-        found = find_composite(location, mark, context)
+        found = find_composite(location, version, context)
         if found is not None:
             raise several_checkpointables(location, list(found.members)) from None
         partial = find_partial(location)
@@ -72,65 +72,65 @@ def open_foreign(location: Location, mark: Mark, context: Context) -> Checkpoint
         raise not_finalized(location, partial) from None
 
 
-def inspect_tree(location: Location, mark: Mark, context: Context) -> Checkpoint:
+def inspect_tree(location: Location, version: LocationVersion, context: Context) -> Checkpoint:
     """Open the tree that the first layout finds.
 
     Raises:
         CheckpointNotFoundError: if no layout finds one.
         CorruptCheckpointError: if it is a composite of ckptcore that lost its root.
     """
-    entry = location.name if mark.is_object else None
+    entry = location.name if version.is_object else None
     storage = location.parent if entry is not None else location.store
-    if entry is None and not mark.names:
+    if entry is None and not version.names:
         raise CheckpointNotFoundError(
             f"there is nothing at {location.display}; check the path, or list the directory above"
         )
-    _expect_no_root(location, mark)
+    _expect_no_root(location, version)
     store = _reader(storage, context)
     registry = runtime_of(context).registry
     for layout in registry.layouts():
         found = layout.inspect(store, entry)
         if found is not None:
             origin = Origin(found.writer, found.custom, found.metrics, found.created)
-            return Checkpoint(location, mark, None, StoredFormat(layout, found.state), found.tree, store, origin)
+            return Checkpoint(location, version, None, StoredFormat(layout, found.state), found.tree, store, origin)
     if entry is None and holds_members(storage, storage.list_names()):
         raise _lost_root(location)
-    if entry is None and (steps := StepNames().find([name[:-1] for name in mark.names if name[-1] == "/"])):
+    if entry is None and (steps := StepNames().find([name[:-1] for name in version.names if name[-1] == "/"])):
         raise CheckpointNotFoundError(_of_steps(location, steps))
     tried = ", ".join([layout.name for layout in registry.layouts()])
     failed = "".join([f"; {name} cannot be used: {reason}" for name, reason in registry.failed_layouts().items()])
-    hint = install_hint(files=[entry] if entry is not None else mark.names)
+    hint = install_hint(files=[entry] if entry is not None else version.names)
     raise CheckpointNotFoundError(
         f"{location.display} is no checkpoint that an installed layout reads (tried {tried}{failed}); "
         + (f"install support for its format with {hint}" if hint else "check the path")
     )
 
 
-def open_foreign_files(location: Location, mark: Mark, context: Context) -> Checkpoint:
+def open_foreign_files(location: Location, version: LocationVersion, context: Context) -> Checkpoint:
     """Open every file at a location, as files that an object wrote through other software.
 
     Raises:
         CheckpointNotFoundError: if there is no file.
     """
-    _expect_no_root(location, mark)
+    _expect_no_root(location, version)
     objects = {key: ObjectRecord(key, location.store.size(key)) for key in location.store.list()}
     if not objects:
         raise CheckpointNotFoundError(f"there is no file at {location.display}; check the path")
     tree = TreeMetadata(Node("dict", (), ()), ())
     store = reader_of(location.store, objects, context)
-    return Checkpoint(location, mark, None, StoredFormat(FilesLayout(), None), tree, store)
+    return Checkpoint(location, version, None, StoredFormat(FilesLayout(), None), tree, store)
 
 
-def find_composite(location: Location, mark: Mark, context: Context) -> CompositeCheckpoint | None:
+def find_composite(location: Location, version: LocationVersion, context: Context) -> CompositeCheckpoint | None:
     """Return the checkpointables that the first layout finds; None if none does.
 
     Raises:
         CorruptCheckpointError: also if a name is not a valid directory name, or if ckptcore wrote the checkpoint and
             the root was lost.
     """
-    if not mark.names:
+    if not version.names:
         return None
-    _expect_no_root(location, mark)
+    _expect_no_root(location, version)
     store = _reader(location.store, context)
     for layout in runtime_of(context).registry.layouts():
         found = layout.inspect_composite(store)
@@ -139,7 +139,7 @@ def find_composite(location: Location, mark: Mark, context: Context) -> Composit
                 _check_member(location, name)
             members = {name: Member(kind) for name, kind in found.members.items()}
             origin = Origin(found.writer, found.custom, found.metrics, found.created)
-            return CompositeCheckpoint(location, mark, None, members, origin)
+            return CompositeCheckpoint(location, version, None, members, origin)
     return None
 
 
@@ -171,13 +171,13 @@ def _reader(storage: StorageBackend, context: Context) -> ObjectReader:
     return ObjectReader(storage, {}, runtime_of(context).io_threads, verify=context.io.verify)
 
 
-def _expect_no_root(location: Location, mark: Mark) -> None:
+def _expect_no_root(location: Location, version: LocationVersion) -> None:
     """Refuse a directory that lists a root which could not be read.
 
     Raises:
         CheckpointNotFoundError
     """
-    if ROOT_KEY in mark.names:
+    if ROOT_KEY in version.names:
         raise CheckpointNotFoundError(
             f"there is no checkpoint at {location.display}: {ROOT_KEY} is listed and cannot be read, so it is being "
             "written or deleted, or is a broken link; load again later, or remove the link"

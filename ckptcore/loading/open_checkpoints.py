@@ -257,7 +257,7 @@ class OpenCheckpoint(StoredTree):
 
         def describe(opened: Checkpoint) -> CheckpointMetadata:
             # The root of an open checkpoint is shared with others that open it; callers may change what they get.
-            own = opened if opened.root is None else open_tree(opened.location, opened.mark, self._state.context)
+            own = opened if opened.root is None else open_tree(opened.location, opened.version, self._state.context)
             return describe_opened(own, self._state.context)
 
         return self._state.attempt(describe)

@@ -98,7 +98,7 @@ class OpenState:
             ValueError: if the checkpoint was closed.
         """
         opened = self.opened
-        if not opened.mark.is_at(opened.location):
+        if not opened.version.is_current(opened.location):
             raise _replaced(opened) from error
         with naming_arrays(opened):
             raise error
@@ -112,7 +112,7 @@ class OpenState:
         """
         opened = self.opened
         made = self.attempt(read)
-        if not opened.mark.has_stayed_at(opened.location):
+        if not opened.version.has_current_root(opened.location):
             raise _replaced(opened)
         return made
 
@@ -123,7 +123,7 @@ class OpenState:
             CheckpointNotFoundError: if it was replaced or deleted.
         """
         opened = self.opened
-        if not opened.mark.is_part_of(opened.location):
+        if not opened.version.still_exists(opened.location):
             raise _replaced(opened)
 
     def hold(self, key: str) -> BlockCache | None:

@@ -10,10 +10,10 @@ from contextlib import nullcontext
 from typing import Final, Generic, TypeAlias, TypeVar
 
 from ckptcore.commit.location import Location, Place, Within, resolve_location
-from ckptcore.commit.root import ROOT_KEY, Claimed, Composite, KnownRoots, PartialSave, Root
+from ckptcore.commit.root import ROOT_KEY, Claim, Composite, KnownRoots, PartialSave, Root
 from ckptcore.commit.root_json import is_claim
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import Mark, is_hidden_name, parse_root, read_mark, root_bytes
+from ckptcore.commit.target import LocationVersion, is_hidden_name, parse_root, read_version, root_bytes
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -56,8 +56,8 @@ __all__ = [
 Found = TypeVar("Found", bound=Checkpoint | CompositeCheckpoint)
 T = TypeVar("T")
 
-Opener: TypeAlias = Callable[[Location, Mark, Context], Found]
-"""Opens the checkpoint at a location, given its mark. If the result is of another save, the mark has changed."""
+Opener: TypeAlias = Callable[[Location, LocationVersion, Context], Found]
+"""Opens the checkpoint at a location, given its version. If the result is of another save, the version has changed."""
 
 Known: TypeAlias = KnownRoots[StoredFormat]
 """Cache of parsed roots. For callers that return no mutable part of a root."""
@@ -91,19 +91,17 @@ class ConsistentRead(Generic[Found]):
         while self._left:
             self._left -= 1
             # Opened anew each time: a storage may keep objects open by name.
-            resolved = resolve_location(
-                self._location, runtime_of(context).registry, durable=False, config=context.storage
-            )
-            mark = read_mark(resolved)
+            resolved = resolve_location(self._location, runtime_of(context).storages)
+            version = read_version(resolved)
             self._found = None
             try:
-                found = self._opener(resolved, mark, context)
+                found = self._opener(resolved, version, context)
             except CheckpointError:
-                if mark.is_at(resolved):
+                if version.is_current(resolved):
                     raise
                 continue
             # Without a root, the opener has read files, which a save may have committed meanwhile.
-            if mark.root is not None or mark.is_part_of(resolved):
+            if version.root is not None or version.still_exists(resolved):
                 self._found = found
                 return found
         raise replaced_too_often(self._location)
@@ -128,14 +126,14 @@ class ConsistentRead(Generic[Found]):
 
     def is_current(self) -> bool:
         """Return True if the last opened checkpoint was not replaced: an error is about the checkpoint itself."""
-        return self._found is None or self._found.mark.is_at(self._found.location)
+        return self._found is None or self._found.version.is_current(self._found.location)
 
     def is_unchanged(self) -> bool:
         """Return True if all data read without an error since the last `open` is of one save."""
         if self._found is None:
             return True
-        mark, location = self._found.mark, self._found.location
-        return mark.is_part_of(location) if mark.root is None else mark.has_stayed_at(location)
+        version, location = self._found.version, self._found.location
+        return version.still_exists(location) if version.root is None else version.has_current_root(location)
 
 
 class _AlreadyOpen(ConsistentRead[Checkpoint]):
@@ -178,12 +176,12 @@ def replaced_too_often(location: Place) -> CorruptCheckpointError:
     )
 
 
-def open_tree(location: Location, mark: Mark, context: Context, known: Known | None = None) -> Checkpoint:
+def open_tree(location: Location, version: LocationVersion, context: Context, known: Known | None = None) -> Checkpoint:
     """Open the tree at a location, or the files that an object wrote there.
 
     Args:
         location: its location.
-        mark: its state: the bytes of the root, or the names of files of other software.
+        version: its state: the bytes of the root, or the names of files of other software.
         context: options.
         known: cache of parsed roots.
 
@@ -193,79 +191,81 @@ def open_tree(location: Location, mark: Mark, context: Context, known: Known | N
         CompositeCheckpointError: if it holds several checkpointables.
         CorruptCheckpointError: if it cannot be read.
     """
-    root = _committed_root(location, mark, known)
+    root = _committed_root(location, version, known)
     if root is None:
-        return open_foreign(location, mark, context)
+        return open_foreign(location, version, context)
     if isinstance(root, Composite):
         raise several_checkpointables(location, list(root.members))
-    return _open_own(location, mark, root, context, known)
+    return _open_own(location, version, root, context, known)
 
 
-def open_names(location: Location, mark: Mark, context: Context) -> CompositeCheckpoint:
+def open_names(location: Location, version: LocationVersion, context: Context) -> CompositeCheckpoint:
     """Open a checkpoint of several checkpointables, or one tree that the software which wrote it knows by a name.
 
     Raises:
         CompositeCheckpointError: if it is one tree.
         What `open_tree` does.
     """
-    root = _committed_root(location, mark)
+    root = _committed_root(location, version)
     if isinstance(root, Composite):
-        return CompositeCheckpoint.of_root(location, mark, root)
-    if root is None and (found := find_composite(location, mark, context)) is not None:
+        return CompositeCheckpoint.of_root(location, version, root)
+    if root is None and (found := find_composite(location, version, context)) is not None:
         return found
-    opened = open_tree(location, mark, context)
+    opened = open_tree(location, version, context)
     raise CompositeCheckpointError(f"{opened.location.display} is one tree and has no names: use load")
 
 
-def open_either(location: Location, mark: Mark, context: Context) -> Checkpoint | CompositeCheckpoint:
+def open_either(location: Location, version: LocationVersion, context: Context) -> Checkpoint | CompositeCheckpoint:
     """Open one tree or a composite. A single item of other software is a tree if it can be opened without its name.
 
     Raises:
         What `open_tree` does.
     """
-    root = _committed_root(location, mark)
+    root = _committed_root(location, version)
     if isinstance(root, Composite):
-        return CompositeCheckpoint.of_root(location, mark, root)
+        return CompositeCheckpoint.of_root(location, version, root)
     if root is not None:
-        return _open_own(location, mark, root, context, None)
-    found = find_composite(location, mark, context)
+        return _open_own(location, version, root, context, None)
+    found = find_composite(location, version, context)
     if found is None:
-        return open_foreign(location, mark, context)
+        return open_foreign(location, version, context)
     if len(found.members) != 1:
         return found
     try:
-        return inspect_tree(location, mark, context)
+        return inspect_tree(location, version, context)
     except UncommittedCheckpointError:
         raise
     except (CheckpointNotFoundError, CompositeCheckpointError):
         return found
 
 
-def open_files(location: Location, mark: Mark, context: Context) -> Checkpoint:
+def open_files(location: Location, version: LocationVersion, context: Context) -> Checkpoint:
     """Open files that an object wrote: a checkpoint of ckptcore; without a root, every file at the location.
 
     Raises:
         CheckpointNotFoundError: if there is no file.
         What `open_tree` does.
     """
-    opener = open_foreign_files if mark.root is None else open_tree
-    return opener(location, mark, context)
+    opener = open_foreign_files if version.root is None else open_tree
+    return opener(location, version, context)
 
 
-def _committed_root(location: Location, mark: Mark, known: Known | None = None) -> Root | Composite | None:
+def _committed_root(
+    location: Location, version: LocationVersion, known: Known | None = None
+) -> Root | Composite | None:
     """Return the root of a committed checkpoint; None if there is no root.
 
     Raises:
         InvalidLocationError, CorruptCheckpointError, UnsupportedVersionError: if it cannot be read.
         UncommittedCheckpointError: if the checkpoint is not committed.
     """
-    data, root = mark.root, None
+    data, root = version.root, None
     if isinstance(data, str):
         raise InvalidLocationError(data)
     if data is not None:
         parse = functools.partial(parse_root, location.store, data, location.display)
         root = parse() if known is None else known.root(data, parse)
-    if isinstance(root, Claimed) or is_hidden_name(location.name):
+    if isinstance(root, Claim) or is_hidden_name(location.name):
         began = "" if root is None else f" (it began at {root.created})"
         raise UncommittedCheckpointError(
             f"{location.display} holds a save that was not committed{began}: it is running or was interrupted; load "
@@ -276,16 +276,18 @@ def _committed_root(location: Location, mark: Mark, known: Known | None = None) 
     return root
 
 
-def _open_own(location: Location, mark: Mark, root: Root, context: Context, known: Known | None) -> Checkpoint:
+def _open_own(
+    location: Location, version: LocationVersion, root: Root, context: Context, known: Known | None
+) -> Checkpoint:
     """Open a tree that ckptcore wrote."""
     if root.role == "member":
-        _expect_committed(location, mark, root)
+        _expect_committed(location, version, root)
 
-    data, stored = mark.root, None
+    data, stored = version.root, None
     if known is not None and isinstance(data, bytes):
         stored = known.keep(data, root, functools.partial(stored_format, root, context))
-    opened = Checkpoint.of_root(location, mark, root, context, stored)
-    if root.references:
+    opened = Checkpoint.of_root(location, version, root, context, stored)
+    if root.references.leaf:
         from ckptcore.loading.bases import with_bases  # only updates refer to bases
 
         return with_bases(opened, root, context)
@@ -296,7 +298,7 @@ def _open_own(location: Location, mark: Mark, root: Root, context: Context, know
     return opened
 
 
-def _expect_committed(location: Location, mark: Mark, member: Root) -> None:
+def _expect_committed(location: Location, version: LocationVersion, member: Root) -> None:
     """Check that the composite of a member is committed.
 
     A member that was copied out of its composite is complete: its root was written after everything else of it.
@@ -304,7 +306,7 @@ def _expect_committed(location: Location, mark: Mark, member: Root) -> None:
     Raises:
         UncommittedCheckpointError
     """
-    data = mark.around
+    data = version.composite_root
     hidden = is_hidden_name(location.parent_name)
     if data is None and not hidden:
         return

@@ -316,9 +316,9 @@ class _Verification:
     def _read_referred(self, root: Root) -> None:
         """Read the arrays that are in bases. Nothing else of the bases is checked."""
         checked, tree = self._opened, self._opened.tree
-        if root.references and not self._context.io.verify:
+        if root.references.leaf and not self._context.io.verify:
             verifying = replace(self._context, io=replace(self._context.io, verify=True))
-            checked = open_tree(checked.location, checked.mark, verifying)
+            checked = open_tree(checked.location, checked.version, verifying)
         for leaf in root.references.leaf:
             record = tree.leaves[leaf]
             assert isinstance(record, ArrayRecord)  # references were checked

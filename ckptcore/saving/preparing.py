@@ -54,8 +54,7 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
         info = request.notes.info()
         recording.step = info.progress.get("step")
         place, overwrite = request.destination.place, request.destination.overwrite
-        durable = context.durability == "full"
-        location = resolve_location(place, runtime.registry, durable=durable, config=context.storage)
+        location = resolve_location(place, runtime.storages, to_write=True)
         target = Target(location, overwrite, request.hooks.before_commit)
         descriptions = _describe_parts(request, context, agreement)
         if not isinstance(request.values, OneTree):

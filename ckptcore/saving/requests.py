@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NoReturn
 
 from ckptcore.commit.location import Location, Place
-from ckptcore.commit.root import Claimed, Member, Role
+from ckptcore.commit.root import Claim, Member, Role
 from ckptcore.commit.target import IsForeign, Overwrite
 from ckptcore.context import Context
 from ckptcore.events import Recording
@@ -17,7 +18,6 @@ from ckptcore.job.visibility import seen_by_all
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import CheckpointInfo, Layout, MemberKind, SaveStrategy
 from ckptcore.saving.parts import PartDescription, SavePart
-from ckptcore.step_names import whole_number
 
 __all__ = [
     "NOTHING_COMMITTED",
@@ -30,6 +30,7 @@ __all__ = [
     "SaveNotes",
     "SaveRequest",
     "Target",
+    "as_integer",
     "check_custom",
     "fail_before_claim",
     "fail_everywhere",
@@ -172,9 +173,9 @@ class CommitInfo:
     role: Role = "checkpoint"
 
     @property
-    def claimed(self) -> Claimed:
+    def claimed(self) -> Claim:
         """Return the claim of the save."""
-        return Claimed(self.save_id, self.created)
+        return Claim(self.save_id, self.created)
 
     @property
     def checkpoint_info(self) -> CheckpointInfo:
@@ -331,6 +332,25 @@ def _check_metrics(metrics: Mapping[str, float]) -> Mapping[str, float]:
     return checked
 
 
+def as_integer(name: str, value: object, *, hint: str = "") -> int:
+    """Return the value of an argument as an int. Integers of NumPy, PyTorch and JAX are accepted.
+
+    Args:
+        name: the name of the argument.
+        value: its value.
+        hint: a remedy for the error.
+
+    Raises:
+        TypeError: it is a bool, or no integer.
+    """
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)  # type: ignore[arg-type]  # raises TypeError for other types
+    except TypeError:
+        pass
+    raise TypeError(f"{name}={repr(value)[:200]}: expected a whole number, as an int{hint}")
+
+
 def _check_progress(step: int | None, epoch: int | None) -> Mapping[str, int]:
     """Return the step and the epoch as they are stored.
 
@@ -341,7 +361,7 @@ def _check_progress(step: int | None, epoch: int | None) -> Mapping[str, int]:
     for name, value in (("step", step), ("epoch", epoch)):
         if value is None:
             continue
-        number = whole_number(name, value, hint=". Nothing was written")
+        number = as_integer(name, value, hint=". Nothing was written")
         if abs(number) > _MOST_PROGRESS:
             raise ValueError(f"{name}= must fit into 64 bits, as a signed integer. Nothing was written")
         checked[name] = number

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.root import ROOT_KEY, Composite, Root, this_writer
-from ckptcore.commit.root_json import encode_composite, encode_root
+from ckptcore.commit.root_json import encode_root
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.context import Context
 from ckptcore.errors import PluginError
@@ -27,7 +27,6 @@ __all__ = [
     "Recorder",
     "build_root",
     "complete_tree",
-    "encode",
     "finish_part",
     "merge_objects",
     "put_root",
@@ -204,8 +203,3 @@ def complete_tree(
         timeline=timeline,
         progress=info.progress,
     )
-
-
-def encode(root: Root | Composite) -> tuple[bytes, Mapping[str, bytes]]:
-    """Return the bytes of a root and, by key, of its tables."""
-    return encode_composite(root) if isinstance(root, Composite) else encode_root(root)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ckptcore.commit.location import Location
-from ckptcore.commit.root import Claimed, Composite, Root
+from ckptcore.commit.root import Claim, Composite, Root
+from ckptcore.commit.root_json import encode_root
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.commit.target import is_leftover_name, read_root
 from ckptcore.errors import CheckpointError, CommitUnknownError
@@ -24,7 +25,7 @@ from ckptcore.model.transfer import Receipt
 from ckptcore.protocols import HeldWork, SaveCommit, StorageBackend, Transaction
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.requests import NOTHING_COMMITTED, Save, SaveDraft, fail_before_claim, foreign_checkpoints
-from ckptcore.saving.roots import build_root, encode, finish_part, put_root, recorder_of
+from ckptcore.saving.roots import build_root, finish_part, put_root, recorder_of
 
 __all__ = ["PlainCommit", "PlainSave", "write_parts", "write_save"]
 
@@ -151,7 +152,6 @@ class PlainCommit:
     def __init__(self, save: Save) -> None:
         """Claim nothing yet."""
         self._save = save
-        self._conditions = runtime_of(save.context).conditions
         self._claim: Transaction | None = None
         self._followed: StorageBackend | None = None
 
@@ -168,9 +168,7 @@ class PlainCommit:
         is_foreign = foreign_checkpoints(save.context)
         with save.recording.phase("claim"):
             commits = target.location.commits
-            self._claim = commits.begin(
-                target.location, save.info.claimed, target.overwrite, self._conditions, is_foreign
-            )
+            self._claim = commits.begin(target.location, save.info.claimed, target.overwrite, is_foreign)
             if save.agreement.size > 1 or save.uses_workers:
                 self._claim.show_claim()
 
@@ -181,7 +179,7 @@ class PlainCommit:
             return self._claim.store
         if self._followed is None:
             location = self._save.target.location
-            self._followed = location.commits.store_of(location, self._save.info.save_id, self._conditions)
+            self._followed = location.commits.store_of(location, self._save.info.save_id)
         return self._followed
 
     def commit(self, payloads: Sequence[object]) -> None:
@@ -195,7 +193,7 @@ class PlainCommit:
             root = build_root(save.info, save.parts, self._claim.store, save.context, save.recording)
             if save.target.before_commit is not None:
                 save.target.before_commit()
-            self._claim.commit(*encode(self._completed(root)))
+            self._claim.commit(*encode_root(self._completed(root)))
 
     def _completed(self, root: Root | Composite) -> Root | Composite:
         """Return the root to commit."""
@@ -230,7 +228,7 @@ def _expect_committed(location: Location, save_id: str, error: Exception) -> Non
             f"whether the save to {location.display} committed is not known: {error}, and its root cannot be "
             f"read: {unreadable}"
         ) from error
-    if root is None or isinstance(root, Claimed) or root.save_id != save_id:
+    if root is None or isinstance(root, Claim) or root.save_id != save_id:
         raise CommitUnknownError(
             f"the save to {location.display} is not committed, or not yet: {error}; look again before saving"
         ) from error
@@ -239,7 +237,7 @@ def _expect_committed(location: Location, save_id: str, error: Exception) -> Non
 def _remove_abandoned(location: Location, save_id: str) -> None:
     """Remove what this process wrote after the leader aborted the save."""
     root = read_root(location.store)
-    if root is not None and not isinstance(root, Claimed) and root.save_id == save_id:
+    if root is not None and not isinstance(root, Claim) and root.save_id == save_id:
         return  # the hidden directory may hold what this save replaced
     names = [name.removesuffix("/") for name in location.parent.list_names() if name.endswith("/")]
     ours = [name for name in names if is_leftover_name(name) and f".{save_id}." in name]

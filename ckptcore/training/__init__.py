@@ -1,7 +1,7 @@
-"""Training runs: their steps, and where these are.
+"""Training runs: their steps, and the directories of these steps.
 
-`RunDirectory` is the protocol of a place for the steps of a run: `Checkpointer` and `CheckpointReader` take one instead
-of a path. `PathDirectory` is the one of the core; others can be composed of it.
+`RunDirectory` is the protocol of a directory of steps. `Checkpointer` and `CheckpointReader` accept one instead of a
+path. `PathDirectory` is the implementation of the core; others can be composed of it.
 """
 
 from ckptcore.training.path_directory import PathDirectory

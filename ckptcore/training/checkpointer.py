@@ -1,4 +1,4 @@
-"""Checkpointer: a sequence of steps for a training loop, saved in the background and collected by a policy."""
+"""Checkpointer: saves the steps of a training run in the background, and deletes old steps by a policy."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ckptcore.policies import EveryStep, PreservationPolicy, PreserveAll, SavePo
 from ckptcore.protocols import Layout, Rejoinable, SaveStrategy, StepStrategy
 from ckptcore.redaction import redacted
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.requests import OneTree, Save, SaveDraft
-from ckptcore.step_names import StepNames, step_number, whole_number
+from ckptcore.saving.requests import OneTree, Save, SaveDraft, as_integer
+from ckptcore.step_names import StepNames
 from ckptcore.training.path_directory import as_run_directory
 from ckptcore.training.reader import CheckpointReader, StepReader
 from ckptcore.training.run_directory import (
@@ -36,15 +36,15 @@ from ckptcore.training.step_saving import StepOptions, StepSaver, StepSaveReques
 __all__ = ["Checkpointer", "WhenBusy"]
 
 WhenBusy: TypeAlias = Literal["wait", "skip", "queue"]
-"""What a save does while another runs. "wait": block. "skip": drop this save. "queue": copy now, write later."""
+"""Behaviour of a save while another runs. "wait": block. "skip": drop this save. "queue": copy now, write later."""
 
 
 class Checkpointer(CheckpointReader):
-    """Saves the steps of a training run without stopping its loop, keeps those that a policy wants, and resumes.
+    """Saves the steps of a training run without stopping its loop, keeps the steps that a policy wants, and resumes.
 
-    It owns its directory: a second one for the same directory, in this process or another, raises an error. Use it as a
-    context manager, or close it. In a job of several processes every process creates one and calls the same methods in
-    the same order. The leader owns, lists and deletes, and decides for all.
+    It owns its directory: a second Checkpointer for the same directory, in this process or another, raises an error.
+    Use it as a context manager, or close it. In a job of several processes every process creates one and calls the same
+    methods in the same order. The leader owns the directory, lists and deletes, and decides for all processes.
     """
 
     @explains_arguments
@@ -63,32 +63,32 @@ class Checkpointer(CheckpointReader):
         preemption_notice: PreemptionNotice | None = None,
         strategy: StepStrategy[SaveStrategy[SaveDraft, Save]] | None = None,
     ) -> None:
-        """Own the directory of a run. Creates it if it does not exist.
+        """Own the directory of a run. Create it if it does not exist.
 
         Args:
             directory: a path or URL, or a `RunDirectory`, such as one that saves to a fast directory first.
-            save_policy: the steps at which `save` saves; None: whenever it is called.
-            preservation_policy: chooses the steps to keep; None: all. The newest is always kept.
+            save_policy: chooses the steps to save; None: every call of `save` saves.
+            preservation_policy: chooses the steps to keep; None: all. The newest step is always kept.
             step_names: the names of step directories.
             layout: the layout of arrays.
             context: options.
-            metadata: JSON to store with the directory as a whole; None leaves the stored metadata.
-            when_busy: what a save does while another is under way.
+            metadata: JSON to store with the directory as a whole; None leaves the stored metadata unchanged.
+            when_busy: what a save does while another is running.
             if_in_use: what to do if another job seems to own the directory. "error": fail at once. "take over": wait
-                for a sign of life, and own the directory if there is none.
-            preemption_notice: returns at each step whether this process is to be preempted. None: SIGTERM is the
-                notice, if the save policy contains `PreemptionCheckpointing`. In a job every process passes one, or
-                none does.
-            strategy: writes and commits each step, such as `StepExports`; None: the step alone.
+                for a renewal of its lease, and own the directory if there is none.
+            preemption_notice: returns True, at each step, if this process will be preempted. None: SIGTERM is the
+                notice, if the save policy contains `PreemptionCheckpointing`. In a job every process passes a notice,
+                or none does.
+            strategy: writes and commits each step, such as `StepExports`; None: saves the step alone.
 
         Raises:
-            DirectoryInUseError: if another job owns the directory.
-            NotSharedError: if this process of a job does not see the directory of the leader; RankFailedError if
-                another does not.
-            StorageError: if it cannot be written.
-            UnknownPluginError: if the strategy needs an unknown layout.
-            ValueError: if an argument has a wrong value; if the strategy refuses the directory; if SIGTERM is the
-                notice, and this is not the main thread.
+            DirectoryInUseError: another job owns the directory.
+            NotSharedError: this process of a job does not see the directory of the leader. If another process does not,
+                this is a RankFailedError.
+            StorageError: the directory cannot be written.
+            UnknownPluginError: the strategy needs an unknown layout.
+            ValueError: an argument has a wrong value; the strategy refuses the directory; SIGTERM is the notice, and
+                this is not the main thread.
         """
         if when_busy not in ("wait", "skip", "queue"):
             raise ValueError(f"Checkpointer(when_busy={when_busy!r}): expected 'wait', 'skip' or 'queue'")
@@ -122,22 +122,22 @@ class Checkpointer(CheckpointReader):
         policy = preservation_policy or PreserveAll()
         saves = RunSaves(under_way=self._saves.under_way, last_steps=self._last_steps, wait=self.wait)
         self._run = source.own(names, context, Ownership(agree("own"), policy, metadata, if_in_use, saves))
-        # Not of `CheckpointReader`, which opens a directory: this one is open.
+        # Not `super().__init__`: `CheckpointReader` opens a directory, and this one is open already.
         StepReader.__init__(self, self._run.steps, context, agree, loaded=self._set_back)
         self._saver = StepSaver(self._run, self._decider, self._saves, options, context, self._job, agree=agree)
         try:
-            self.reload()  # another job may have written until this one owned the directory
-            self._look_back(self._steps.latest)
-            self._decider.heed(preemption_notice)
+            self.reload()  # another job may have written before this one owned the directory
+            self._read_past(self._steps.latest)
+            self._decider.use_notice(preemption_notice)
             self._run.begin()
         except BaseException:
             self._release()
             raise
 
-    def _look_back(self, choose: Callable[[], int | None]) -> None:
-        """Read the time and the epoch of a step, such as the newest, for policies; the leader reads."""
+    def _read_past(self, choose: Callable[[], int | None]) -> None:
+        """Read the time and the epoch of a step for the save policy. The leader reads."""
 
-        def look() -> list[JSON]:
+        def read() -> list[JSON]:
             step = choose()
             if step is None:
                 return [None, None, None]
@@ -149,33 +149,33 @@ class Checkpointer(CheckpointReader):
                 return [step, None, None]  # a load will report that it cannot be read
             return [step, summary.progress.get("epoch") if summary is not None else None, began]
 
-        found: Any = self._agree("look-back").lead("look-back", look)
+        found: Any = self._agree("look-back").lead("look-back", read)
         self._decider.past = Past(*found)
 
     def _set_back(self, step: int) -> None:
-        """Set the run back to a loaded step: policies compare with this step, not with later ones."""
+        """Set the run back to a loaded step, so that policies compare with this step and not with later ones."""
         if step != self._decider.past.step:
-            self._look_back(lambda: step)
+            self._read_past(lambda: step)
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
     @property
     def preempted(self) -> bool:
-        """True if the last decision to save knew that this process is to be preempted."""
+        """True if this process had a notice of preemption at the last decision about a save."""
         return self._decider.preempted
 
     def should_save(self, step: int, *, epoch: int | None = None) -> bool:
-        """Return True if `save` would save at a step, so that a loop builds the state only when needed.
+        """Return True if `save` would save a step, so that a loop builds the state only if it is needed.
 
         Args:
             step: the step.
             epoch: its epoch, for policies that need it.
 
         Raises:
-            ValueError: if the step is not a valid number, or the policy cannot decide.
+            ValueError: the step is not a valid number, or the policy cannot decide.
         """
         self._expect_open()
-        step, epoch = step_number(step), None if epoch is None else whole_number("epoch", epoch)
+        step, epoch = as_integer("step", step), None if epoch is None else as_integer("epoch", epoch)
         return self._saver.wants(step, epoch)
 
     @explains_arguments
@@ -190,9 +190,9 @@ class Checkpointer(CheckpointReader):
         force: bool = False,
         overwrite: Overwrite = False,
     ) -> SaveHandle | None:
-        """Save a tree as a step, in the background: returns once the save owns its memory.
+        """Save a tree as a step, in the background. Return once the state may be changed.
 
-        An error that no caller retrieves from the handle is raised by the next save, by `wait` or by `close`.
+        An error that is not retrieved from the handle is raised by the next save, by `wait` or by `close`.
 
         Args:
             step: the number of the step.
@@ -205,13 +205,13 @@ class Checkpointer(CheckpointReader):
                 damaged is always replaced.
 
         Returns:
-            The save; None if the policy did not want it, or ``when_busy="skip"`` dropped it.
+            The handle of the save; None if the policy did not want it, or ``when_busy="skip"`` dropped it.
 
         Raises:
-            CheckpointExistsError: if the step exists.
-            What `ckptcore.save_async` raises.
+            CheckpointExistsError: the step exists.
+            The errors of `ckptcore.save_async`.
         """
-        return self._saver.begin(self._order(step, OneTree(state), metrics, metadata, epoch, force, overwrite))
+        return self._saver.begin(self._request(step, OneTree(state), metrics, metadata, epoch, force, overwrite))
 
     @explains_arguments
     def save_checkpointables(
@@ -225,11 +225,11 @@ class Checkpointer(CheckpointReader):
         force: bool = False,
         overwrite: Overwrite = False,
     ) -> SaveHandle | None:
-        """Save several objects as a step, in the background: they may change or advance once this returns.
+        """Save several objects as a step, in the background. Return once they may be changed.
 
-        Takes, returns and raises what `save` does, for what `ckptcore.save_checkpointables` takes.
+        Arguments, result and errors are those of `save`, with the objects of `ckptcore.save_checkpointables`.
         """
-        return self._saver.begin(self._order(step, checkpointables, metrics, metadata, epoch, force, overwrite))
+        return self._saver.begin(self._request(step, checkpointables, metrics, metadata, epoch, force, overwrite))
 
     @explains_arguments
     def save_blocking(
@@ -243,16 +243,16 @@ class Checkpointer(CheckpointReader):
         force: bool = False,
         overwrite: Overwrite = False,
     ) -> bool:
-        """Save a tree as a step and return once it is committed; see `ckptcore.save`.
+        """Save a tree as a step. Return once it is committed. See `ckptcore.save`.
 
-        Takes and raises what `save` does.
+        Arguments and errors are those of `save`.
 
         Returns:
             True if it was saved; False if the policy did not want it, or ``when_busy="skip"`` dropped it.
         """
-        return self._saver.perform(self._order(step, OneTree(state), metrics, metadata, epoch, force, overwrite))
+        return self._saver.perform(self._request(step, OneTree(state), metrics, metadata, epoch, force, overwrite))
 
-    def _order(
+    def _request(
         self,
         step: int,
         values: OneTree | Mapping[str, object],
@@ -262,27 +262,27 @@ class Checkpointer(CheckpointReader):
         force: bool,
         overwrite: Overwrite,
     ) -> StepSaveRequest:
-        """Return the checked arguments of a save. Raises if this process cannot save."""
-        step = step_number(step)
+        """Check the arguments of a save, and that this process can save."""
+        step = as_integer("step", step)
         self._expect_open()
-        epoch = None if epoch is None else whole_number("epoch", epoch)
+        epoch = None if epoch is None else as_integer("epoch", epoch)
         return StepSaveRequest(step, values, metrics, metadata, epoch, force, overwrite)
 
     # --- deleting -----------------------------------------------------------------------------------------------------
 
     def delete(self, step: int) -> None:
-        """Delete a step, in the background; `wait` waits for it. The leader deletes; all processes get its error.
+        """Delete a step in the background. The leader deletes, and all processes raise its error. See `wait`.
 
         Raises:
-            CheckpointNotFoundError: if it does not exist, or other software wrote it.
-            OnlyStepError: if it is the only one that is valid.
-            StepPinnedError: if a reader has pinned it.
+            CheckpointNotFoundError: the step does not exist, or other software wrote it.
+            OnlyStepError: it is the only valid step.
+            StepPinnedError: a reader has pinned it.
         """
         self._expect_open()
-        step = step_number(step)
+        step = as_integer("step", step)
         self._run.delete(step, self._agree("delete"))
         if step == self._decider.past.step:
-            self._look_back(self._steps.latest)
+            self._read_past(self._steps.latest)
 
     def _last_steps(self) -> set[int]:
         """Return the steps that this run saved or loaded last."""
@@ -294,8 +294,8 @@ class Checkpointer(CheckpointReader):
         """Wait until every save and deletion has ended.
 
         Raises:
-            CheckpointError: the first error of a save that no caller has retrieved, of a deletion, or of other work of
-                the directory. It is raised once.
+            CheckpointError: the first error of a save that was not retrieved, of a deletion, or of other work of the
+                directory. Each error is raised once.
         """
         if self._is_inherited():
             return
@@ -308,10 +308,10 @@ class Checkpointer(CheckpointReader):
     def close(self) -> None:
         """Wait, and release the directory. Its steps can still be read. Further calls do nothing.
 
-        In a forked child it does nothing: the saves and the directory belong to the parent.
+        In a forked child this does nothing, because the saves and the directory belong to the parent.
 
         Raises:
-            CheckpointError: as `wait`, and if the directory could not finish its work. It is released in any case.
+            CheckpointError: an error of `wait`, or of the work of the directory. The directory is released in any case.
         """
         if self._closed or self._is_inherited():
             return
@@ -326,7 +326,7 @@ class Checkpointer(CheckpointReader):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close it. An error that ended the block propagates, with a note if closing failed too."""
+        """Close it. An error of the block propagates, with a note if closing failed, too."""
         if error is None:
             self.close()
             return
@@ -343,7 +343,7 @@ class Checkpointer(CheckpointReader):
             self._decider.close()
 
     def _is_inherited(self) -> bool:
-        """Return whether this is a forked child, which has no threads of the process that owns the directory."""
+        """Return True in a forked child, which does not have the threads of the process that owns the directory."""
         return os.getpid() != self._process
 
     def _expect_open(self) -> None:
@@ -358,10 +358,10 @@ class Checkpointer(CheckpointReader):
         if job is not self._job and (isinstance(job, Rejoinable) or isinstance(self._job, Rejoinable)):
             raise CheckpointError(
                 f"the Checkpointer of {self.directory} belongs to a job that this process has left or joined again "
-                "since; close it, and make a new one in every process of the job"
+                "since; close it, and create a new one in every process of the job"
             )
 
 
-def _expect(given: object, kind: type, argument: str, wanted: str) -> None:
-    if given is not None and (isinstance(given, type) or not isinstance(given, kind)):
-        raise TypeError(f"Checkpointer({argument}={given!r}): expected {wanted}")
+def _expect(value: object, expected_type: type, argument: str, expected: str) -> None:
+    if value is not None and (isinstance(value, type) or not isinstance(value, expected_type)):
+        raise TypeError(f"Checkpointer({argument}={value!r}): expected {expected}")

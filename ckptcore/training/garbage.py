@@ -1,4 +1,4 @@
-"""Deletion of steps: by retention, by the user, and of what killed processes left."""
+"""Deletion of steps: by a preservation policy, by the user, and cleaning up after killed processes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from functools import partial
 from threading import RLock
 from typing import Final
 
-from ckptcore.commit.delete import bases_beside, find_bases, referring_to
+from ckptcore.commit.delete import bases_in, find_bases, referring_to
 from ckptcore.commit.location import Location, Place, commit_method, resolve_location
 from ckptcore.commit.locks import Lock
-from ckptcore.commit.references import Base
-from ckptcore.commit.root import new_save_id
+from ckptcore.commit.root import Base, new_save_id
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -49,17 +48,17 @@ __all__ = [
 logger = logging.getLogger("ckptcore.training")
 
 _MOST_ERRORS: Final = 100
-"""The most errors that are kept until they are taken; all are logged."""
+"""Maximum number of stored errors. Every error is logged."""
 
 
 class DeletionQueue:
-    """Runs deletions in the background, one after another, and keeps their errors until they are taken. Any thread.
+    """Runs deletions on a background thread, one after another, and stores their errors until they are taken.
 
-    The thread starts with the first deletion.
+    Any thread. The background thread starts with the first deletion.
     """
 
     def __init__(self, directory: str) -> None:
-        """Start nothing yet.
+        """Create an empty queue.
 
         Args:
             directory: the directory of steps, for the log.
@@ -76,7 +75,7 @@ class DeletionQueue:
             return len(self._futures)
 
     def begin(self, work: Callable[[], object]) -> None:
-        """Queue a deletion. Ignored after `refuse`: the next owner of the directory deletes what is left."""
+        """Queue a deletion. Does nothing after `refuse`: the next owner of the directory deletes the step."""
         with self._lock:
             if self._refuses:
                 return
@@ -85,9 +84,9 @@ class DeletionQueue:
             self._futures = [*failed[:_MOST_ERRORS], *running, self._threads.submit(partial(self._do, work))]
 
     def take_errors(self) -> Sequence[BaseException]:
-        """Wait for everything that was queued before this call. Return each error once.
+        """Wait for the deletions that were queued before this call. Return each error once.
 
-        An interrupted call takes nothing.
+        An interrupted call takes no error.
         """
         with self._lock:
             queued = list(self._futures)
@@ -102,7 +101,7 @@ class DeletionQueue:
             self._refuses = True
 
     def close(self) -> None:
-        """Accept no more deletions, and wait for those that were queued. Closing twice is no error."""
+        """Accept no more deletions, and wait for the queued ones. Further calls do nothing."""
         self.refuse()
         self._threads.join()
 
@@ -110,7 +109,7 @@ class DeletionQueue:
         try:
             work()
         except BaseException as error:
-            logger.warning("cleaning %s failed: %s", self._directory, error)
+            logger.warning("deletion in %s failed: %s", self._directory, error)
             raise
 
 
@@ -120,12 +119,12 @@ _NOT_ALLOWED: Final = frozenset({errno.EACCES, errno.EPERM})
 def policy_infos(steps: StepDirectory, broken: Collection[int] = ()) -> Sequence[StepInfo]:
     """Return the steps that a preservation policy decides over, ascending: committed, readable and written by ckptcore.
 
-    All others are left alone and do not count: damaged steps, those of other software or of a newer version, and
+    Other steps are ignored and never deleted: damaged steps, steps of other software or of a newer version, and
     symbolic links.
 
     Args:
         steps: the directory.
-        broken: the damaged steps.
+        broken: steps to ignore because they are damaged.
     """
     infos = []
     committed = readable_steps(steps)
@@ -148,7 +147,7 @@ def policy_infos(steps: StepDirectory, broken: Collection[int] = ()) -> Sequence
 
 
 def readable_steps(steps: StepDirectory) -> Sequence[int]:
-    """Return every committed step, ascending. Steps for which the storage fails are logged and left out."""
+    """Return every committed step, ascending. A step whose request fails is logged and left out."""
 
     def is_committed(step: int) -> bool:
         try:
@@ -164,11 +163,11 @@ def readable_steps(steps: StepDirectory) -> Sequence[int]:
 
 @dataclass(frozen=True, slots=True)
 class BegunDeletion:
-    """A deletion that has begun: the step is hidden from this process. Call one of the two, once.
+    """A deletion that has begun: the step is hidden from this process. Call `perform` or `cancel`, once.
 
     Attributes:
-        perform: deletes the step.
-        cancel: keeps the step.
+        perform: delete the step.
+        cancel: keep the step.
     """
 
     perform: Callable[[], None]
@@ -177,11 +176,11 @@ class BegunDeletion:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The state that the decision for a deletion depends on.
+    """The facts that a decision to delete is based on.
 
     Attributes:
-        since: `StepDirectory.changes` when the decision was made.
-        keep: returns the steps that must stay now.
+        since: the result of `StepDirectory.changes` at the time of the decision.
+        keep: returns the steps that must not be deleted now.
     """
 
     since: int
@@ -192,7 +191,7 @@ class StepDeleter:
     """Deletes steps of a directory that this process owns. Any thread; one deletion runs at a time.
 
     A step is hidden from this process when its deletion begins. It disappears for all processes at once, and then its
-    files are removed. `clean` removes what a killed process left.
+    files are removed. `clean` removes the files of killed processes.
     """
 
     def __init__(
@@ -204,14 +203,14 @@ class StepDeleter:
         *,
         looks_whole: Callable[[Place, Context], bool] = has_its_sizes,
     ) -> None:
-        """Delete nothing yet.
+        """Create the deleter of a directory.
 
         Args:
             steps: the steps of the directory.
-            store: the storage, opened at the directory; durable if deletions must be.
-            owned: the ownership of the directory; checked before each deletion.
+            store: the storage, opened at the directory for writing.
+            owned: the lock of the owner; checked before each deletion.
             context: options.
-            looks_whole: returns True if a step at a place seems undamaged.
+            looks_whole: returns True if the files of a step seem complete.
         """
         self._steps = steps
         self._looks_whole = looks_whole
@@ -222,23 +221,23 @@ class StepDeleter:
         self._locks = self._commits.locks(steps.display)
         self._lock = threading.Lock()
         self._claims = threading.Lock()
-        """Held to find and remove a claim of a failed save. Not `_lock`, so that saves do not wait for deletions."""
-        self._written: set[int] = set()  # steps that this process saves
+        """Taken to find and remove the claim of a failed save. Not `_lock`, so that saves do not wait for deletions."""
+        self._saved: set[int] = set()  # by this process
         self._deciding = threading.Lock()
-        """Held to check that another valid step exists, and to hide this one."""
-        self._referred: set[int] = set()  # steps that were kept because others refer to them
+        """Taken to check that another valid step exists, and to hide this one."""
+        self._referred: set[int] = set()  # steps that were not deleted because other checkpoints refer to them
         self._whole: set[str] = set()
         """The save ids of steps whose files have the right sizes."""
         self._deleting: dict[int, threading.Event] = {}
-        """The steps that are being deleted. The event is set when that has ended."""
+        """By step that is being deleted: an event that is set at the end of the deletion."""
 
     def spare(self, step: int) -> None:
-        """Announce that this process is about to save a step, so that `clean` does not remove its claim."""
+        """Do not remove the claim of a step in `clean`, because this process is about to save the step."""
         with self._claims:
-            self._written.add(step)
+            self._saved.add(step)
 
     def clean(self) -> None:
-        """Remove what failed saves, deletions and readers left. Only the owner of the directory may call it.
+        """Remove the files of failed saves and deletions, and expired locks. Only for the owner of the directory.
 
         Raises:
             StorageError, SaveLostError
@@ -253,23 +252,19 @@ class StepDeleter:
             self._locks.sweep()
         if not self._commits.claims_by_root:
             return
-        # Claims of saves and deletions that did not end.
+        # Claims of failed saves and deletions.
         candidates = self._steps.candidates()
         for step, is_claimed in zip(candidates, self._steps.ask_each(candidates, self._is_claimed), strict=True):
             if not is_claimed:
                 continue
             with self._claims:
-                if step in self._written or not self._is_claimed(step):
-                    continue  # a save began or ended there meanwhile
-                logger.info(
-                    "removing what a failed save or deletion left: %s in %s",
-                    self._steps.name(step),
-                    self._steps.display,
-                )
+                if step in self._saved or not self._is_claimed(step):
+                    continue  # a save of this step began or ended meanwhile
+                logger.info("removing a failed save or deletion: %s in %s", self._steps.name(step), self._steps.display)
                 self._owned.check()
                 try:
                     location = self._location(step)
-                    location.commits.remove_unfinished(location, new_save_id(), runtime_of(self._context).conditions)
+                    location.commits.remove_unfinished(location, new_save_id())
                 except CheckpointExistsError as error:
                     logger.warning("step %d in %s stays: %s", step, self._steps.display, error)
 
@@ -288,12 +283,12 @@ class StepDeleter:
 
         Args:
             policy: the policy.
-            keep: returns the steps that stay in any case; called right before each deletion.
-            broken: the damaged steps, which are left alone.
+            keep: returns the steps that are not deleted in any case; called right before each deletion.
+            broken: damaged steps, which the policy does not see.
 
         Raises:
-            StorageError: some steps cannot be deleted; all others are.
-            SaveLostError: another job owns the directory; some steps may be deleted.
+            StorageError: some steps cannot be deleted. All others were deleted.
+            SaveLostError: another job owns the directory. Some steps may have been deleted.
         """
         with Recording("delete", self._steps.display, self._context.observers).phase("clean"):
             since = self._steps.changes()
@@ -303,8 +298,8 @@ class StepDeleter:
 
             def is_deleted(step: int) -> bool:
                 try:
-                    return self._delete(step, broken, _Plan(since, keep))
-                except CheckpointExistsError as error:  # another checkpoint is in its directory
+                    return self._delete(step, _Plan(since, keep))
+                except CheckpointExistsError as error:  # its directory contains another checkpoint
                     logger.warning("step %d in %s stays: %s", step, self._steps.display, error)
                     return False
                 except StorageError as error:
@@ -313,7 +308,7 @@ class StepDeleter:
                     return False
 
             while doomed:
-                # A base can be deleted after the steps that refer to it.
+                # A base can be deleted once no step refers to it.
                 newly = [step for step in doomed if is_deleted(step)]
                 deleted += newly
                 doomed = [step for step in doomed if step in self._referred] if newly else []
@@ -327,7 +322,6 @@ class StepDeleter:
         self,
         step: int,
         *,
-        broken: Collection[int],
         under_way: Callable[[], Collection[int]],
         elsewhere: Callable[[], bool] = bool,
     ) -> BegunDeletion:
@@ -335,15 +329,15 @@ class StepDeleter:
 
         Args:
             step: the step.
-            broken: the damaged steps.
             under_way: returns the steps that this process is saving.
-            elsewhere: returns True if another directory of the run has another valid step; called if this one has none.
+            elsewhere: returns True if another directory of the run has another valid step. Called if this directory has
+                none.
 
         Raises:
-            CheckpointNotFoundError: it does not exist, is being deleted already, or other software wrote it.
+            CheckpointNotFoundError: the step does not exist, is being deleted, or was written by other software.
             OnlyStepError: it is the only valid step.
             StepPinnedError: a reader has pinned it, or it is being saved.
-            CheckpointReferredError: others have arrays in it.
+            CheckpointReferredError: other checkpoints refer to it.
         """
         if not self._steps.is_committed(step):
             raise CheckpointNotFoundError(self._steps.missing(step))
@@ -358,12 +352,12 @@ class StepDeleter:
         try:
             if names := self._referrers(step):
                 raise CheckpointReferredError(
-                    f"step {step} in {self._steps.display} has arrays of {', '.join(names[:20])}: delete those first; "
-                    "a copy by ckptcore.copy needs no base"
+                    f"step {step} in {self._steps.display} stores arrays of {', '.join(names[:20])}: delete those "
+                    "first, or replace them by copies (ckptcore.copy), which need no base"
                 )
             if step in under_way():
                 raise StepPinnedError(f"step {step} in {self._steps.display} is being saved; delete it later")
-            ended = self._hide(step, broken, _Plan(self._steps.changes(), under_way), elsewhere)
+            ended = self._hide(step, _Plan(self._steps.changes(), under_way), elsewhere)
             if ended is None:
                 raise OnlyStepError(
                     f"step {step} is the only valid one in {self._steps.display}, and deleting it would lose the run; "
@@ -387,7 +381,8 @@ class StepDeleter:
         if ended is not None:
             ended.wait()
 
-    def _delete(self, step: int, broken: Collection[int], plan: _Plan) -> bool:
+    def _delete(self, step: int, plan: _Plan) -> bool:
+        """Delete a step, unless it must stay. Return whether it was deleted."""
         intent = self._locks.intend_deletion(self._steps.name(step))
         if intent is None:
             logger.info("step %d in %s stays: a reader has pinned it", step, self._steps.display)
@@ -398,7 +393,7 @@ class StepDeleter:
                 self._referred.add(step)
                 logger.info("step %d in %s stays: %s refer to it", step, self._steps.display, ", ".join(names))
                 return False
-            ended = self._hide(step, broken, plan) if self._steps.is_committed(step) else None
+            ended = self._hide(step, plan) if self._steps.is_committed(step) else None
             if ended is not None:
                 self._remove(step, intent, ended)
         return ended is not None
@@ -428,39 +423,33 @@ class StepDeleter:
                         found = self._steps.summary(known[name])
                         return () if found is None else found.bases
                     except (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedVersionError):
-                        pass  # `bases_beside` may still read the bases
-                return bases_beside(store, name)
+                        pass  # `bases_in` may still read the bases
+                return bases_in(store, name)
             except StorageError as error:
                 if not isinstance(error, PermissionError) and error.errno not in _NOT_ALLOWED:
                     raise
-                logger.warning("%s in %s is taken to refer to no step: %s", name, self._steps.display, error)
+                logger.warning("%s in %s cannot be read, and may refer to a step: %s", name, self._steps.display, error)
                 return ()
 
         name = self._steps.name(step)
-        beside = find_bases(self._store, runtime_of(self._context).io_threads, bases_of, without=name)
-        return referring_to(name, save_id, beside)
+        bases = find_bases(self._store, runtime_of(self._context).io_threads, bases_of, without=name)
+        return referring_to(name, save_id, bases)
 
-    def has_another(self, step: int, broken: Collection[int]) -> bool:
-        """Return True if another step than this one is valid, as far as the sizes of its files show.
-
-        Args:
-            step: the step.
-            broken: the damaged steps.
-        """
+    def has_another(self, step: int) -> bool:
+        """Return True if another step is valid, judging by the sizes of its files."""
+        broken = self._steps.broken
         others = (other for other in self._steps.newest_first() if other != step and other not in broken)
         return any(self._is_whole(other) for other in others)
 
-    def _hide(
-        self, step: int, broken: Collection[int], plan: _Plan, elsewhere: Callable[[], bool] = bool
-    ) -> threading.Event | None:
+    def _hide(self, step: int, plan: _Plan, elsewhere: Callable[[], bool] = bool) -> threading.Event | None:
         """Hide a step from this process. Return the event of the end of its deletion; None if it must stay.
 
-        It must stay if no other step is valid, if it is being saved, or if it was saved since the plan was made.
+        It must stay if no other step is valid, if it is being saved, or if it was saved after the decision.
         """
         with self._deciding:
             if step in plan.keep() or self._steps.changed_since(step, plan.since):
                 return None
-            if step not in broken and not self.has_another(step, broken) and not elsewhere():
+            if step not in self._steps.broken and not self.has_another(step) and not elsewhere():
                 return None
             self._steps.hide(step)
             ended = self._deleting[step] = threading.Event()
@@ -480,7 +469,7 @@ class StepDeleter:
             if summary.save_id not in self._whole:
                 if not self._looks_whole(self._steps.place(step), self._context):
                     logger.warning(
-                        "step %d in %s is damaged: a file of it is missing or cut off", step, self._steps.display
+                        "step %d in %s is damaged: a file is missing or truncated", step, self._steps.display
                     )
                     return False
                 self._whole.add(summary.save_id)
@@ -496,7 +485,7 @@ class StepDeleter:
                 self._owned.check()
                 intent.check()
                 location = self._location(step)
-                location.commits.remove(location, new_save_id(), runtime_of(self._context).conditions)
+                location.commits.remove(location, new_save_id())
                 self._steps.forget([step])
         except BaseException as error:
             self._steps.distrust(step)
@@ -507,8 +496,4 @@ class StepDeleter:
         recording.finish()
 
     def _location(self, step: int) -> Location:
-        place = self._steps.place(step)
-        durable = self._context.durability == "full"
-        return resolve_location(
-            place, runtime_of(self._context).registry, durable=durable, config=self._context.storage
-        )
+        return resolve_location(self._steps.place(step), runtime_of(self._context).storages, to_write=True)

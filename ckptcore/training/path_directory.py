@@ -117,12 +117,6 @@ class OwnedDirectory:
         if not isinstance(self.policy, PreserveAll):
             self.deleter.collect(self.policy, keep=keep, broken=frozenset(self.steps.broken))
 
-    def begin_deletion(
-        self, step: int, under_way: Callable[[], Collection[int]], *, elsewhere: Callable[[], bool] = bool
-    ) -> BegunDeletion:
-        """Begin to delete a step; see `StepDeleter.begin`."""
-        return self.deleter.begin(step, broken=self.steps.broken, under_way=under_way, elsewhere=elsewhere)
-
     def close(self) -> None:
         """Give up the ownership."""
         self.hold.close()
@@ -201,7 +195,7 @@ class _PathRun:
         try:
             with agreement.stage("delete"):
                 if self.directory is not None:
-                    begun = self.directory.begin_deletion(step, self._saves.under_way)
+                    begun = self.directory.deleter.begin(step, under_way=self._saves.under_way)
         except BaseException:
             if begun is not None:
                 begun.cancel()

@@ -1,4 +1,4 @@
-"""CheckpointReader: reads the steps of a directory, even while another job writes."""
+"""CheckpointReader: reads the steps of a directory, also while another job writes there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from ckptcore.policies import StepInfo
 from ckptcore.protocols import Transforms
 from ckptcore.redaction import redacted
 from ckptcore.runtime import runtime_of
-from ckptcore.step_names import StepNames, step_number
+from ckptcore.saving.requests import as_integer
+from ckptcore.step_names import StepNames
 from ckptcore.training.path_directory import as_run_directory, read_directory_metadata
 from ckptcore.training.restoring import Loading, SkippedStep, StepLoader
 from ckptcore.training.run_directory import RunDirectory, RunSteps, check_step_names, exchanges_of
@@ -53,14 +54,14 @@ class StepReader(ExplainsAttributes):
         before_newest: Callable[[], None] | None = None,
         loaded: Callable[[int], None] | None = None,
     ) -> None:
-        """Read nothing yet.
+        """Create a reader. Reads nothing yet.
 
         Args:
             steps: the steps of the run.
             context: options.
             agree: begins an exchange between the processes of the job; called on all or none.
             before_newest: called on all ranks before a load chooses the newest step.
-            loaded: called on all ranks with each step that was loaded.
+            loaded: called on all ranks with each loaded step.
         """
         self._context = context
         self._steps = steps
@@ -83,7 +84,7 @@ class StepReader(ExplainsAttributes):
         self.close()
 
     def close(self) -> None:
-        """Close it. A reader holds only its pins."""
+        """Close it. A reader has nothing to release."""
 
     @property
     def directory(self) -> str:
@@ -99,7 +100,7 @@ class StepReader(ExplainsAttributes):
     def steps(self) -> tuple[int, ...]:
         """Every committed step, ascending.
 
-        In a job of several processes the leader deletes; other processes see that after `reload`.
+        In a job of several processes the leader deletes; other processes see deletions after `reload`.
         """
         return self._steps.steps()
 
@@ -110,12 +111,12 @@ class StepReader(ExplainsAttributes):
 
     @property
     def skipped_steps(self) -> tuple[SkippedStep, ...]:
-        """The newer steps that the last load skipped because they were damaged or deleted, the newest first."""
+        """The newer steps that the last load skipped because they were damaged or deleted, newest first."""
         return self._loader.skipped_steps
 
     @property
     def root_metadata(self) -> dict[str, JSON]:
-        """The metadata of the directory as a whole, as passed to its Checkpointer.
+        """The metadata that was stored with the directory as a whole: see `Checkpointer`.
 
         Raises:
             CorruptCheckpointError
@@ -127,21 +128,21 @@ class StepReader(ExplainsAttributes):
         self._steps.reload(self._agree("list"))
 
     def step_info(self, step: int) -> StepInfo:
-        """Return the time and the metrics of a step.
+        """Return the creation time and the metrics of a step.
 
         Raises:
             CheckpointNotFoundError, CorruptCheckpointError
         """
-        step = step_number(step)
+        step = as_integer("step", step)
         return self._directory_of(step).info(step)
 
     def metadata(self, step: int) -> CheckpointMetadata:
-        """Read the metadata of a step, as `ckptcore.metadata` does; reads no array.
+        """Read the metadata of a step without its arrays. See `ckptcore.metadata`.
 
         Raises:
             CheckpointNotFoundError, CorruptCheckpointError
         """
-        step = step_number(step)
+        step = as_integer("step", step)
         return describe_checkpoint(self._directory_of(step).place(step), self._context)
 
     @explains_arguments
@@ -162,9 +163,9 @@ class StepReader(ExplainsAttributes):
             abstract, select, transforms, matching, report: as for `ckptcore.load`.
 
         Raises:
-            CheckpointNotFoundError: if there is no step, or the step does not exist.
-            CorruptCheckpointError: if it is damaged; with ``step=None``, if all steps are.
-            What `ckptcore.load` raises.
+            CheckpointNotFoundError: there is no step, or the step does not exist.
+            CorruptCheckpointError: it is damaged; with ``step=None``, all steps are damaged.
+            The errors of `ckptcore.load`.
         """
         request = LoadRequest(select=select, transforms=transforms, matching=matching, report=report)
         return self._load(step, Loading(functools.partial(self._load_value, abstract, request)))
@@ -183,16 +184,16 @@ class StepReader(ExplainsAttributes):
         matching: Matching = EXACT,
         report: LoadReport | None = None,
     ) -> Any:
-        """Load a step that was saved as one tree into a target, as `ckptcore.load_into` does; returns the target.
+        """Load a step that was saved as one tree into a target, and return the target. See `ckptcore.load_into`.
 
         Args:
             step: as for `load`.
             target, select, transforms, matching, report: as for `ckptcore.load_into`.
 
         Raises:
-            What `load` raises.
-            TargetUndefinedError: if the load failed after the target was changed, here or in another process, and no
-                older step could be loaded into it.
+            The errors of `load`.
+            TargetUndefinedError: the load failed after the target was changed, here or in another process, and no older
+                step could be loaded into it.
         """
         request = LoadRequest(select=select, transforms=transforms, matching=matching, report=report)
 
@@ -214,11 +215,11 @@ class StepReader(ExplainsAttributes):
         Args:
             step: the step; None: the newest valid one. Damaged steps are skipped and listed in `skipped_steps`. If no
                 objects are named either, steps that lack an object are skipped, too.
-            abstract: objects to build anew, as for `ckptcore.load_checkpointables`.
+            abstract: new objects to build, as for `ckptcore.load_checkpointables`.
             into: objects to restore in place, by name.
 
         Raises:
-            What `load` and `ckptcore.load_checkpointables` raise.
+            The errors of `load` and `ckptcore.load_checkpointables`.
         """
 
         # A run must not resume without a part of its state, unless the caller names the step.
@@ -227,18 +228,18 @@ class StepReader(ExplainsAttributes):
         def run(place: Place, recording: Recording) -> dict[str, Any]:
             return CompositeLoad(place, wanted, self._context, recording).run()
 
-        changes = "what is restored in place" if into else None
+        changes = "the state of the objects in into=" if into else None
         return self._load(step, Loading(run, changes))
 
     @contextmanager
     def pin(self, step: int) -> Iterator[None]:
-        """Keep a step from being deleted by the job that writes here, until the block or this process ends.
+        """Keep the job that writes here from deleting a step, until the block or this process ends.
 
         Raises:
-            CheckpointNotFoundError: if the step does not exist.
-            StorageError: if the pin cannot be written to the directory.
+            CheckpointNotFoundError: the step does not exist.
+            StorageError: the pin cannot be written to the directory.
         """
-        step = step_number(step)
+        step = as_integer("step", step)
         with ExitStack() as pins:
             for number in self._steps.copies(step) or [0]:
                 pins.enter_context(self._steps.directories[number].pin(step))
@@ -248,7 +249,7 @@ class StepReader(ExplainsAttributes):
         """Return the directory with the best copy of a step.
 
         Raises:
-            CheckpointNotFoundError: if the step does not exist.
+            CheckpointNotFoundError: the step does not exist.
         """
         found = self._steps.copies(step)
         if not found:
@@ -261,7 +262,7 @@ class StepReader(ExplainsAttributes):
         """Wait for a newer step.
 
         Args:
-            after: the step that it must be newer than; None: the newest known step.
+            after: wait for a step after this one; None: after the newest known step.
             timeout: seconds to wait; None: forever.
             poll_seconds: seconds between listings.
 
@@ -280,7 +281,7 @@ class StepReader(ExplainsAttributes):
 
         while True:
             self.reload()
-            # The leader checks the clock for all: no process may wait for others that have stopped.
+            # The leader checks the clock for all processes, so that all stop waiting together.
             newer, is_over = self._agree("newer").lead("newer", look)
             if newer is not None or is_over:
                 return newer
@@ -291,10 +292,10 @@ class StepReader(ExplainsAttributes):
     ) -> Iterator[int]:
         """Yield every new step, ascending, for a job that evaluates each.
 
-        Steps that are deleted before they are yielded are left out; `pin` the step that is being evaluated.
+        Steps that are deleted before they are yielded are left out. `pin` a step while you evaluate it.
 
         Args:
-            after: yield steps newer than this one; None: existing steps, too.
+            after: yield only steps after this one; None: all steps, including existing ones.
             timeout: end after so many seconds without a new step; None: never.
             poll_seconds: seconds between listings.
         """
@@ -319,10 +320,10 @@ class StepReader(ExplainsAttributes):
 
 
 class CheckpointReader(StepReader):
-    """The steps of a directory, for reading. Does not disturb a job that writes there, and never sees half a step.
+    """Reads the steps of a directory. Does not disturb a job that writes there, and never sees a part of a step.
 
     Steps are listed once, and again by `reload`, by loads of the newest step, and by methods that wait for new steps.
-    In a job of several processes every process makes one and calls the same methods in the same order; the leader
+    In a job of several processes every process creates one and calls the same methods in the same order. The leader
     lists.
     """
 
@@ -338,11 +339,11 @@ class CheckpointReader(StepReader):
 
         Args:
             directory: a path or URL, or a `RunDirectory`.
-            step_names: how steps are named.
+            step_names: the names of step directories.
             context: options.
 
         Raises:
-            StorageError: if it cannot be listed.
+            StorageError: it cannot be listed.
         """
         names, context = check_step_names(step_names), context or default_context()
         steps = as_run_directory(directory).open(names, context)

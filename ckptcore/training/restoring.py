@@ -1,4 +1,4 @@
-"""StepLoader: loads a given step of a run, or the newest that every process of the job can load."""
+"""StepLoader: loads a given step of a run, or the newest step that every process of the job can load."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ckptcore.job.agreement import Agreement
 from ckptcore.loading.collective.joint import take_step
 from ckptcore.loading.load import recorded_load
 from ckptcore.model.tree import JSON
-from ckptcore.step_names import step_number
+from ckptcore.saving.requests import as_integer
 from ckptcore.training.run_directory import RunSteps
 
 __all__ = ["Loading", "SkippedStep", "StepLoader"]
@@ -35,7 +35,7 @@ logger = logging.getLogger("ckptcore.training")
 T = TypeVar("T")
 
 _LISTINGS: Final = 20
-"""Most listings of one load, for steps that are deleted before it reaches them."""
+"""Maximum number of listings by one load. It lists again if all listed steps were deleted meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,11 @@ class SkippedStep:
 
 @dataclass(frozen=True, slots=True)
 class Loading(Generic[T]):
-    """How a step is loaded.
+    """A function that loads a step.
 
     Attributes:
-        run: loads the step at a place.
-        changes: what it fills or restores in place, in words; None if nothing.
+        run: loads the step at a location.
+        changes: what `run` changes in place, in words; None if nothing.
     """
 
     run: Callable[[Place, Recording], T]
@@ -65,12 +65,12 @@ class Loading(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Copy:
-    """A copy of a step.
+class _StepCopy:
+    """A copy of a step in one of the directories of a run.
 
     Attributes:
         step: the number of the step.
-        directory: the number of the run's directory that the copy is in.
+        directory: the number of the directory.
     """
 
     step: int
@@ -78,18 +78,18 @@ class _Copy:
 
 
 @dataclass(slots=True)
-class _Passed:
+class _SkippedCopies:
     """The copies that a load has skipped so far.
 
     Attributes:
-        reasons: why, of each copy in the order in which they were tried.
-        last: the last error in this process; None if only others failed.
-        changed: True if the target of a restore in place was changed, and holds no whole step.
+        reasons: the reason for each copy, in the order in which they were tried.
+        last: the last error in this process; None if only other processes failed.
+        changed: True if the target of the load was changed, and is not the state of any step.
         all_gone: True if all copies were deleted; False if one was damaged.
         listed: True once steps were listed.
     """
 
-    reasons: dict[_Copy, str] = field(default_factory=dict)
+    reasons: dict[_StepCopy, str] = field(default_factory=dict)
     last: Exception | None = None
     changed: bool = False
     all_gone: bool = True
@@ -97,7 +97,7 @@ class _Passed:
 
     @property
     def skipped(self) -> Sequence[SkippedStep]:
-        """The steps, each once, in the order in which they were tried."""
+        """The skipped steps, each once, in the order in which they were tried."""
         by_step: dict[int, list[str]] = {}
         for copy, reason in self.reasons.items():
             by_step.setdefault(copy.step, []).append(reason)
@@ -115,23 +115,23 @@ class _Passed:
 
 
 class StepLoader:
-    """Loads steps of a run, each pinned meanwhile, and remembers which it skipped.
+    """Loads steps of a run. A step is pinned while it is loaded.
 
     Attributes:
         restored_step: the last loaded step; None before.
-        skipped_steps: the newer steps that the last load skipped, the newest first.
+        skipped_steps: the newer steps that the last load skipped, newest first.
     """
 
     def __init__(
         self, steps: RunSteps, context: Context, *, agree: Callable[[str], Agreement], reload: Callable[[], None]
     ) -> None:
-        """Load nothing yet.
+        """Create a loader.
 
         Args:
             steps: the steps of the run.
             context: options.
             agree: begins an exchange between the processes of the job; called on all or none.
-            reload: lists the steps again, on all or none.
+            reload: lists the steps again; called on all or none.
         """
         self._steps = steps
         self._directories = steps.directories
@@ -142,43 +142,43 @@ class StepLoader:
         self.skipped_steps: tuple[SkippedStep, ...] = ()
 
     def load(self, step: int | None, loading: Loading[T]) -> T:
-        """Load a step, or with None the newest that is not damaged. Of several copies the best valid one is loaded.
+        """Load a step; None: the newest step that is not damaged. Of several copies, load the best valid one.
 
         Raises:
-            CheckpointNotFoundError: if there is none.
-            CorruptCheckpointError: if it is damaged, or all are.
-            TargetUndefinedError: if something was changed in place and no step could be loaded into it.
+            CheckpointNotFoundError: there is no such step.
+            CorruptCheckpointError: the step is damaged, or all steps are.
+            TargetUndefinedError: the target was changed, and no step could be loaded into it.
         """
         if step is not None:
-            step = step_number(step, hint="; what is to be loaded is given as abstract= or wanted=")
+            step = as_integer("step", step, hint="; pass the abstract tree as abstract=")
             loaded = self._load_named(step, loading)
             self.restored_step, self.skipped_steps = step, ()
             return loaded
         return self._load_newest(loading)
 
     def _load_named(self, step: int, loading: Loading[T]) -> T:
-        """Load a step. If no copy can be loaded, the error of the last one is raised."""
-        passed = _Passed()
+        """Load a step. If no copy can be loaded, raise the error of the last one."""
+        skipped = _SkippedCopies()
         *better, last = self._copies_of(step)
         for number in better:
-            loaded = self._try(_Copy(step, number), loading, passed)
+            loaded = self._try(_StepCopy(step, number), loading, skipped)
             if loaded is not None:
                 return loaded[0]
         agreement = self._agree(f"load-{step}")
         try:
             with agreement.stage("load"):
-                found = self._attempt(_Copy(step, last), loading, agreement.part("begin"))
+                found = self._attempt(_StepCopy(step, last), loading, agreement.part("begin"))
         except CheckpointError as error:
-            for skip in passed.skipped:
+            for skip in skipped.skipped:
                 error.add_note(f"another copy: {skip.reason}")
-            if passed.changed and not isinstance(error, TargetUndefinedError):
+            if skipped.changed and not isinstance(error, TargetUndefinedError):
                 raise _left_undefined(loading.changes, step, self._display(last), error) from error
             raise
         self._directories[last].broken.discard(step)
         return found
 
     def _copies_of(self, step: int) -> Sequence[int]:
-        """Return the directories to load a step from, at least one. If there are several, the leader decides."""
+        """Return the directories to load a step from, at least one. If the run has several, the leader decides."""
         count = len(self._directories)
         if count == 1:
             return [0]
@@ -190,47 +190,47 @@ class StepLoader:
 
     def _load_newest(self, loading: Loading[T]) -> T:
         """Load the newest step that every process can load."""
-        passed = _Passed()
+        skipped = _SkippedCopies()
         for _ in range(_LISTINGS):
-            copy, is_moving = self._next(passed)
+            copy, is_moving = self._next(skipped)
             while copy is not None:
-                loaded = self._try(copy, loading, passed)
+                loaded = self._try(copy, loading, skipped)
                 if loaded is not None:
                     self.restored_step = copy.step
-                    self.skipped_steps = tuple([skip for skip in passed.skipped if skip.step > copy.step])
+                    self.skipped_steps = tuple([skip for skip in skipped.skipped if skip.step > copy.step])
                     return loaded[0]
-                copy, is_moving = self._next(passed)
-            if not (passed.all_gone and is_moving):
+                copy, is_moving = self._next(skipped)
+            if not (skipped.all_gone and is_moving):
                 break
-            self._reload()  # another process deleted the known steps after it saved newer ones
-        self.skipped_steps = tuple(passed.skipped)
-        raise passed.failure(self._steps.main.display) from passed.last
+            self._reload()  # another process has deleted the known steps and saved newer ones
+        self.skipped_steps = tuple(skipped.skipped)
+        raise skipped.failure(self._steps.main.display) from skipped.last
 
-    def _next(self, passed: _Passed) -> tuple[_Copy | None, bool]:
-        """Return the best untried copy of the newest step; if there is none, whether another listing may show one."""
-        tried = passed.reasons.keys()
+    def _next(self, skipped: _SkippedCopies) -> tuple[_StepCopy | None, bool]:
+        """Return the best untried copy of the newest step, and True if another listing may show more steps."""
+        tried = skipped.reasons.keys()
 
         def choose() -> tuple[list[int] | None, bool]:
             chosen = self._choose(tried)
-            # A reader may have been created before the first step was saved.
-            return chosen, bool(tried) or bool(self._steps.candidates()) or not passed.listed
+            # The reader may have been created before the first step was saved.
+            return chosen, bool(tried) or bool(self._steps.candidates()) or not skipped.listed
 
         chosen, is_moving = self._agree("choose").lead("choose", choose)
-        passed.listed = True
-        return None if chosen is None else _Copy(*chosen), is_moving
+        skipped.listed = True
+        return None if chosen is None else _StepCopy(*chosen), is_moving
 
-    def _choose(self, tried: Collection[_Copy]) -> list[int] | None:
+    def _choose(self, tried: Collection[_StepCopy]) -> list[int] | None:
         for step in self._steps.newest_first():
             for number in self._steps.copies(step):
-                if _Copy(step, number) not in tried:
+                if _StepCopy(step, number) not in tried:
                     return [step, number]
         return None
 
-    def _try(self, copy: _Copy, loading: Loading[T], passed: _Passed) -> tuple[T] | None:
-        """Load a copy of a step; None if it is damaged or gone for any of the processes."""
+    def _try(self, copy: _StepCopy, loading: Loading[T], skipped: _SkippedCopies) -> tuple[T] | None:
+        """Load a copy of a step. Return None if any process finds it damaged or deleted."""
         loaded: tuple[T] | None = None
         agreement = self._agree(f"load-{copy.step}")
-        # A process that cannot load this copy reports that to the others, and does not raise.
+        # A process that cannot load this copy reports its error to the other processes, and does not raise it.
         try:
             with agreement.stage("load") as stage:
                 try:
@@ -238,12 +238,12 @@ class StepLoader:
                 except (CorruptCheckpointError, CheckpointNotFoundError, TargetUndefinedError) as error:
                     if not _is_damage(error):
                         raise
-                    passed.last = error
-                    passed.changed = passed.changed or isinstance(error, TargetUndefinedError)
+                    skipped.last = error
+                    skipped.changed = skipped.changed or isinstance(error, TargetUndefinedError)
                     stage.payload = [str(error), isinstance(error, CheckpointNotFoundError)]
         except CheckpointError as error:
-            # Refused here or in another process, but an earlier copy has changed the target.
-            changed = loading.changes if passed.changed or loaded is not None else None
+            # Another error, here or in another process. The target may have been changed by an earlier copy.
+            changed = loading.changes if skipped.changed or loaded is not None else None
             if changed is None or isinstance(error, TargetUndefinedError):
                 raise
             raise _left_undefined(changed, copy.step, self._display(copy.directory), error) from error
@@ -253,23 +253,23 @@ class StepLoader:
             return loaded
         reason, is_gone = outcome
         logger.warning(
-            "step %d in %s cannot be loaded, %s is tried: %s",
+            "step %d in %s cannot be loaded, trying %s: %s",
             copy.step,
             self._display(copy.directory),
-            "the one before it"
+            "the step before it"
             if copy.directory + 1 == len(self._directories)
-            else "another copy, or the one before it,",
+            else "another copy, or the step before it",
             reason,
         )
-        passed.reasons[copy] = reason
-        passed.all_gone = passed.all_gone and is_gone
-        passed.changed = passed.changed or (loaded is not None and loading.changes is not None)
+        skipped.reasons[copy] = reason
+        skipped.all_gone = skipped.all_gone and is_gone
+        skipped.changed = skipped.changed or (loaded is not None and loading.changes is not None)
         if not is_gone:
             self._directories[copy.directory].broken.add(copy.step)
         return None
 
-    def _attempt(self, copy: _Copy, loading: Loading[T], agreement: Agreement) -> T:
-        """Load a copy of a step. `agreement` makes all processes begin, or none."""
+    def _attempt(self, copy: _StepCopy, loading: Loading[T], agreement: Agreement) -> T:
+        """Load a copy of a step. All processes of `agreement` begin, or none."""
         steps, step = self._directories[copy.directory], copy.step
         place = self._steps.copy_place(step, copy.directory)
         with ExitStack() as held:
@@ -284,8 +284,8 @@ class StepLoader:
             with recorded_load(place, self._context, step=step) as recording:
                 return loading.run(place, recording)
 
-    def _pinned_to_load(self, copy: _Copy) -> Lock | nullcontext[None]:
-        """Pin a step during a load; no pin in a directory that cannot be written."""
+    def _pinned_to_load(self, copy: _StepCopy) -> Lock | nullcontext[None]:
+        """Pin a step for a load. In a directory that cannot be written there is no pin."""
         try:
             return self._directories[copy.directory].pin(copy.step)
         except StorageError as error:
@@ -300,7 +300,7 @@ def _left_undefined(changes: str | None, step: int, directory: str, error: Check
 
 
 def _is_damage(error: BaseException) -> bool:
-    """Return whether an error means that a step is damaged or missing, not that a request was wrong."""
+    """Return True if an error means that a step is damaged or missing, and not that the request was wrong."""
     if isinstance(error, TargetUndefinedError):
         return error.__cause__ is not None and _is_damage(error.__cause__)
     if isinstance(error, UnknownCheckpointableError):
@@ -309,6 +309,6 @@ def _is_damage(error: BaseException) -> bool:
 
 
 def _outcome(payloads: Sequence[Any]) -> JSON:
-    """Return the first error of a load, and whether all failed processes miss the step; None if none failed."""
+    """Return the first error, and True if all failed processes miss the step; None if no process failed."""
     failed = [payload for payload in payloads if payload is not None]
     return [failed[0][0], all(is_gone for _, is_gone in failed)] if failed else None

@@ -1,7 +1,7 @@
-"""RunDirectory: where the steps of a run are listed, opened, saved, protected and deleted.
+"""RunDirectory: the protocol by which the steps of a run are listed, opened, saved, protected and deleted.
 
-`Checkpointer` and `CheckpointReader` take a path or a `RunDirectory`. The core has one implementation, `PathDirectory`;
-other distributions add more, such as a fast and a slow directory for one run.
+`Checkpointer` and `CheckpointReader` take a path or a `RunDirectory`. The core has one implementation, `PathDirectory`.
+Other distributions add more, such as a fast and a slow directory for one run.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class RunSteps(Protocol):
     """The steps of a run, open for reading. Any thread.
 
     Attributes:
-        directories: the directories that steps are in. New steps are saved to the first.
-        main: the directory that names the run and has its metadata.
+        directories: the directories of the steps. New steps are saved to the first.
+        main: the directory that has the name and the metadata of the run.
     """
 
     @property
@@ -51,7 +51,7 @@ class RunSteps(Protocol):
     def main(self) -> StepDirectory: ...
 
     def reload(self, agreement: Agreement) -> None:
-        """List the directories again. On every rank; the leader's listing counts."""
+        """List the directories again. Called on every rank. All ranks use the leader's listing."""
         ...
 
     def candidates(self) -> Sequence[int]:
@@ -63,7 +63,7 @@ class RunSteps(Protocol):
         ...
 
     def newest_first(self) -> Iterator[int]:
-        """Yield every committed step, the newest first; looks no further than the caller iterates."""
+        """Yield every committed step, newest first. Checks no further than the caller iterates."""
         ...
 
     def latest(self) -> int | None:
@@ -71,30 +71,30 @@ class RunSteps(Protocol):
         ...
 
     def look_again(self, step: int) -> bool:
-        """Return whether a step is committed, without relying on what is remembered."""
+        """Return True if a step is committed, without using cached results."""
         ...
 
     def copies(self, step: int) -> Sequence[int]:
-        """Return the numbers of the directories to load a step from, the best first; empty if the step is not there.
+        """Return the numbers of the directories to load a step from, the best first; empty if no directory has it.
 
         Raises:
-            StorageError: if the only directory that may have it does not answer.
+            StorageError: the only directory that may have it failed.
         """
         ...
 
     def copy_place(self, step: int, number: int) -> Place:
-        """Return where to read the copy of a step in the directory of that number."""
+        """Return the location of the copy of a step in one of the directories."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RunSaves:
-    """The saves of the process that owns a run, as its directory asks for them. Any thread may call.
+    """Functions that tell a directory about the saves of the process that owns it. Any thread.
 
     Attributes:
         under_way: returns the steps that this process is saving.
-        last_steps: returns the steps that this run saved or loaded last. They are kept, whatever a policy says: the
-            newest by number may be older, because the run was set back.
+        last_steps: returns the steps that this run saved or loaded last. They are always kept: if the run was set back,
+            other steps have higher numbers.
         wait: waits until every save and deletion has ended, and raises their errors.
     """
 
@@ -109,12 +109,12 @@ class RunSaves:
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """How a `Checkpointer` owns its directory.
+    """The options by which a `Checkpointer` owns its directory.
 
     Attributes:
         agreement: an exchange between the processes of the job.
-        policy: which steps are kept.
-        metadata: JSON to store with the directory; None leaves the stored metadata.
+        policy: chooses the steps to keep.
+        metadata: JSON to store with the directory; None leaves the stored metadata unchanged.
         if_in_use: what to do if another job seems to own the directory.
         saves: the saves of this process.
     """
@@ -128,13 +128,13 @@ class Ownership:
 
 @dataclass(frozen=True, slots=True)
 class StepTarget:
-    """Where and how a step is saved.
+    """The location of a new step, and the strategy that saves it.
 
     Attributes:
         place: the directory of the step.
-        is_worthless: True if a step that is there is damaged or incomplete, so that replacing it need not be atomic.
-        before_commit: called right before the commit by each process that commits; an error of it stops the save.
-        strategy: how it is saved.
+        is_worthless: True if an existing step is damaged or incomplete. Replacing it need not be atomic.
+        before_commit: called by each process that commits, right before the commit. Its error stops the save.
+        strategy: the strategy of the save.
     """
 
     place: Within
@@ -148,9 +148,10 @@ class SavedStep:
     """A step that was just committed.
 
     Attributes:
-        step, name: its number, and the name of its directory.
-        epoch: the epoch that it is in; None if unknown.
-        preempted: True if this process is to be preempted.
+        step: its number.
+        name: the name of its directory.
+        epoch: its epoch; None if unknown.
+        preempted: True if this process will be preempted.
     """
 
     step: int
@@ -160,7 +161,7 @@ class SavedStep:
 
 
 class OwnedRun(Protocol):
-    """A run directory that this job owns, in one of its processes, until it is released.
+    """A run directory that this job owns until it is released, in one process of the job.
 
     Attributes:
         steps: the steps of the run.
@@ -170,62 +171,62 @@ class OwnedRun(Protocol):
     def steps(self) -> RunSteps: ...
 
     def begin(self) -> None:
-        """Begin background work, such as removing what killed processes left. Called once the steps are listed."""
+        """Begin background work, such as removing the files of killed processes. Called after the first listing."""
         ...
 
     def target(self, step: int, name: str) -> StepTarget:
-        """Return where a step is to be saved. On every rank, before the save begins."""
+        """Return the target of a new step. Called on every rank, before the save begins."""
         ...
 
     def allow(self, step: int, *, is_new: bool) -> None:
-        """Wait for a deletion of the step. On the leader, before anything is written.
+        """Wait for a deletion of the step. Called on the leader, before anything is written.
 
         Args:
             step: the step.
-            is_new: refuse the save if an undamaged copy of the step exists.
+            is_new: True to refuse the save if an undamaged copy of the step exists.
 
         Raises:
-            CheckpointExistsError: if it does.
+            CheckpointExistsError: an undamaged copy exists.
         """
         ...
 
     def committed(self, saved: SavedStep) -> None:
-        """Add a committed step, and begin to delete what the policy gives up. On the thread of the save."""
+        """Add a committed step, and begin to delete steps by the policy. Called on the thread of the save."""
         ...
 
     def delete(self, step: int, agreement: Agreement) -> None:
-        """Delete a step in the background. On every rank; only the leader deletes.
+        """Delete a step in the background. Called on every rank. Only the leader deletes.
 
         Raises:
-            CheckpointNotFoundError: if it is not there, or other software wrote it.
-            OnlyStepError: if it is the only valid one.
-            StepPinnedError: if a reader has pinned it.
+            CheckpointNotFoundError: it does not exist, or other software wrote it.
+            OnlyStepError: it is the only valid step.
+            StepPinnedError: a reader has pinned it.
         """
         ...
 
     def take_errors(self) -> Sequence[BaseException]:
-        """Wait for the deletions in the background. Return their errors and those of other work, each once."""
+        """Wait for the background deletions. Return their errors and those of other background work, each once."""
         ...
 
     def close(self) -> None:
-        """Finish background work that outlasts saves, as far as the directory's options say.
+        """Finish background work that continues after the saves, as far as the options of the directory demand it.
 
         Raises:
-            CheckpointError: if some work is not finished.
+            CheckpointError: some work is not finished.
         """
         ...
 
     def release(self) -> None:
-        """Stop background work, and give up the ownership. Further calls do nothing."""
+        """Stop background work, and release the ownership. Further calls do nothing."""
         ...
 
 
 @runtime_checkable
 class RunDirectory(Protocol):
-    """Where a run keeps its steps, as the user describes it.
+    """The description of the directory of a run, which a user passes.
 
     Attributes:
-        location: the path or URL that the run is named by; the same in every process of a job.
+        location: the path or URL that identifies the run; equal in every process of a job.
     """
 
     @property
@@ -235,27 +236,27 @@ class RunDirectory(Protocol):
         """Open the directory for reading. Lists nothing yet.
 
         Args:
-            names: how steps are named.
+            names: the names of steps.
             context: options.
         """
         ...
 
     def own(self, names: StepNames, context: Context, ownership: Ownership) -> OwnedRun:
-        """Create the directory if it does not exist, and own it. On every rank. Lists nothing yet.
+        """Create the directory if it does not exist, and own it. Called on every rank. Lists nothing yet.
 
         Raises:
-            DirectoryInUseError: if another job owns it.
-            NotSharedError: if this process does not see the directory of the leader.
-            StorageError: if it cannot be written.
+            DirectoryInUseError: another job owns it.
+            NotSharedError: this process does not see the directory of the leader.
+            StorageError: it cannot be written.
         """
         ...
 
 
 def exchanges_of(run: str, context: Context, job: Coordinator) -> Callable[[str], Agreement]:
-    """Return a function that begins an exchange about a run between all processes of a job.
+    """Return a function that begins an exchange between all processes of a job, given the subject of the exchange.
 
     Args:
-        run: names the run, and who asks about it.
+        run: the name of the run and of the caller; exchanges with equal names and subjects belong together.
         context: options.
         job: the processes.
     """
@@ -266,7 +267,7 @@ def check_step_names(names: StepNames | None) -> StepNames:
     """Return the names that a user passed, or the default.
 
     Raises:
-        TypeError: if they are none.
+        TypeError: the argument is no `StepNames`.
     """
     if names is not None and not isinstance(names, StepNames):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""Decisions to save: the policy, and notices that the machine will be taken away."""
+"""Decisions to save: by the save policy, and by notices that this process will be preempted."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from ckptcore.policies import AnySave, PreemptionCheckpointing, SaveContext, Sav
 __all__ = ["Past", "PreemptionNotice", "SaveDecider", "TerminationSignal"]
 
 PreemptionNotice: TypeAlias = Callable[[int], bool]
-"""Returns, for a step, whether this process is to be preempted. Called at every step, on the training thread."""
+"""Returns True if this process will be preempted. Called with each step, on the training thread."""
 
 
 _Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
-"""The results of `signal.getsignal`."""
+"""A result of `signal.getsignal`."""
 
 
 class TerminationSignal:
-    """A `PreemptionNotice` by SIGTERM: it returns True from the first signal on.
+    """A `PreemptionNotice` by SIGTERM: returns True from the first signal on.
 
-    While it is open, SIGTERM does not end the process: the training loop ends after it has saved. A handler that was
-    installed before is called too. Forked children handle SIGTERM as before, so that worker processes can be ended.
+    While it is open, SIGTERM does not end the process: the training loop ends it after a last save. A handler that was
+    installed before is called, too. Forked children handle SIGTERM as before, so that worker processes can be ended.
     """
 
     def __init__(self) -> None:
         """Install the handler.
 
         Raises:
-            ValueError: on any thread but the main thread, where signal handlers cannot be installed.
+            ValueError: this is not the main thread. Only the main thread can install signal handlers.
         """
         if threading.current_thread() is not threading.main_thread():
             raise ValueError(
@@ -56,9 +56,9 @@ class TerminationSignal:
         def handle(number: int, frame: FrameType | None) -> None:
             own = reference()
             if own is not None:
-                own._hear(number, frame)
+                own._handle(number, frame)
             else:
-                _hand_on(previous, handle, number, frame)
+                _pass_on(previous, handle, number, frame)
 
         self._handler = handle
         signal.signal(signal.SIGTERM, handle)
@@ -68,27 +68,25 @@ class TerminationSignal:
         """Close it in a forked child: the training loop runs in the parent."""
         self.close()
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         self._received = True
         if self._closed:
-            # close() could not remove this handler.
-            _hand_on(self._previous, self._handler, number, frame)
+            # `close` could not remove this handler.
+            _pass_on(self._previous, self._handler, number, frame)
         elif callable(self._previous):
             self._previous(number, frame)
 
-    def _is_asked_first(self) -> bool:
-        return signal.getsignal(signal.SIGTERM) is self._handler
-
     def __call__(self, step: int) -> bool:
-        """Return whether SIGTERM was received."""
+        """Return True if SIGTERM was received."""
         return self._received
 
     def close(self) -> None:
         """Restore the previous handler. Any thread; further calls do nothing."""
         self._closed = True
-        # A handler that was installed later stays, and may still call this one. Off the main thread no handler can be
-        # restored: this one passes signals on.
-        if self._is_asked_first() and threading.current_thread() is threading.main_thread():
+        # A handler that was installed later stays, and may still call this one. Other threads cannot restore a handler,
+        # so this one passes signals on.
+        is_installed = signal.getsignal(signal.SIGTERM) is self._handler
+        if is_installed and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._previous if self._previous is not None else signal.SIG_DFL)
 
     def __enter__(self) -> Self:
@@ -102,22 +100,22 @@ class TerminationSignal:
         self.close()
 
 
-def _hand_on(previous: _Handler, own: _Handler, number: int, frame: FrameType | None) -> None:
-    """Handle a signal as before the handler that is now closed was installed."""
+def _pass_on(previous: _Handler, own: _Handler, number: int, frame: FrameType | None) -> None:
+    """Handle a signal as it was handled before the closed handler was installed."""
     if callable(previous):
         previous(number, frame)
     elif previous != signal.SIG_IGN and signal.getsignal(signal.SIGTERM) is own:
-        # There is no other handler: end the process, as the signal would have.
+        # There is no other handler, so end the process, as the signal would have.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """The last save, as policies see it. The same in every process of a job, except the time.
+    """The last save, for save policies. Equal in every process of a job, except the time.
 
     Attributes:
-        step, epoch, began: as `SaveContext.last_step`, `SaveContext.last_epoch`, `SaveContext.last_save_began`.
+        step, epoch, began: see `last_step`, `last_epoch` and `last_save_began` of `SaveContext`.
     """
 
     step: int | None = None
@@ -126,7 +124,7 @@ class Past:
 
 
 class SaveDecider:
-    """Decides by a policy and a notice of preemption. On the training thread.
+    """Decides by a policy and a notice of preemption whether to save. On the training thread.
 
     Attributes:
         past: the save that policies compare with.
@@ -136,11 +134,11 @@ class SaveDecider:
     """
 
     def __init__(self, policy: SavePolicy, *, skips_when_busy: bool) -> None:
-        """Decide by a policy.
+        """Create a decider without a notice.
 
         Args:
             policy: chooses the steps to save.
-            skips_when_busy: whether a save is skipped while another is running.
+            skips_when_busy: True to skip a save while another is running.
         """
         self._policy = policy
         self._skips_when_busy = skips_when_busy
@@ -151,13 +149,13 @@ class SaveDecider:
         self.preempted = False
         self.was_skipped = False
 
-    def heed(self, notice: PreemptionNotice | None) -> None:
+    def use_notice(self, notice: PreemptionNotice | None) -> None:
         """Use a notice of preemption from now on. None: SIGTERM, if the policy asks for it.
 
         Raises:
-            ValueError: if the notice is SIGTERM, and this is not the main thread.
+            ValueError: the notice is SIGTERM, and this is not the main thread.
         """
-        if notice is None and _heeds_preemption(self._policy):
+        if notice is None and _uses_preemption(self._policy):
             notice = self._signal = TerminationSignal()
         self._notice = notice
 
@@ -184,22 +182,22 @@ class SaveDecider:
         job_size: int,
         agree: Callable[[], Agreement],
     ) -> bool:
-        """Return whether to save; the same on every rank.
+        """Return True to save. The result is equal on every rank.
 
         Args:
             step, epoch: the step that could be saved.
-            saving: whether a save of this process is running.
+            saving: True if a save of this process is running.
             force: save regardless of the policy.
             job_size: number of processes that decide together.
-            agree: begins an exchange between them; called on all or none.
+            agree: begins an exchange between all processes; called on all or none.
 
         Raises:
-            ValueError: if the policy cannot answer.
-            RankFailedError: if the policy or the notice of another rank cannot.
+            ValueError: the policy cannot decide.
+            RankFailedError: the policy or the notice of another rank failed.
         """
         self.was_skipped = False
         wants = _always if force else self._wants
-        # A notice on one rank counts for all; the leader decides by its own clock and saves.
+        # A notice on one rank counts for all. The leader decides by its clock and its saves.
         differs = not force and (self._policy.needs_agreement or self._skips_when_busy)
         if job_size == 1 or not (differs or self._notice is not None):
             context = self._context_of(step, epoch, saving=saving)
@@ -214,7 +212,7 @@ class SaveDecider:
         return bool(wanted)
 
     def _context_of(self, step: int, epoch: int | None, *, saving: bool) -> SaveContext:
-        """Return the facts that this process knows about a step."""
+        """Return the facts about a step that this process knows."""
         return SaveContext(
             step=step,
             now=time.time(),
@@ -234,9 +232,9 @@ class SaveDecider:
         return wanted and not self.was_skipped
 
 
-def _heeds_preemption(policy: SavePolicy) -> bool:
+def _uses_preemption(policy: SavePolicy) -> bool:
     if isinstance(policy, AnySave):
-        return any(_heeds_preemption(part) for part in policy.policies)
+        return any(_uses_preemption(part) for part in policy.policies)
     return isinstance(policy, PreemptionCheckpointing)
 
 
@@ -245,7 +243,7 @@ def _always(context: SaveContext) -> bool:
 
 
 def _decide_for_all(context: SaveContext, wants: Callable[[SaveContext], bool], facts: Sequence[Any]) -> list[JSON]:
-    """Return whether to save, and whether the job is preempted, from the facts of every process."""
+    """Return, from the facts of every process, whether to save, and whether the job is preempted."""
     preempted = any(fact[0] for fact in facts)
     saving = any(fact[1] for fact in facts)
     return [wants(replace(context, preempted=preempted, saving=saving)), preempted]

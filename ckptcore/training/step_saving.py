@@ -1,4 +1,4 @@
-"""Saves of steps: their options, the saves under way, and the commit of each."""
+"""Saves of steps: their options, the running saves, and the record of each commit."""
 
 from __future__ import annotations
 
@@ -26,16 +26,8 @@ __all__ = ["StepOptions", "StepSaveRequest", "StepSaver", "StepSaves"]
 logger = logging.getLogger("ckptcore.training")
 
 
-@dataclass(frozen=True, slots=True)
-class _Saving:
-    """A save in the background."""
-
-    step: int
-    handle: SaveHandle
-
-
 class StepSaves:
-    """The saves of a run in this process. One thread begins them; any thread may query.
+    """The background saves of a run in this process. One thread begins them. Any thread may call the other methods.
 
     Attributes:
         last_committed: the last committed step; None before.
@@ -43,18 +35,18 @@ class StepSaves:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._saves: list[_Saving] = []
+        self._saves: list[tuple[int, SaveHandle]] = []
         self._beginning: int | None = None
         self.last_committed: int | None = None
 
     def __len__(self) -> int:
-        """The number of saves kept: running, with an error that no caller retrieved, or ended since the last began."""
+        """Return the number of saves that are running, have an unretrieved error, or ended after the last one began."""
         with self._lock:
             return len(self._saves)
 
     @contextmanager
     def beginning(self, step: int) -> Iterator[None]:
-        """Count a step as being saved inside the block: while its save begins, or while it blocks."""
+        """Count a step as being saved inside the block: while its save begins, or while a blocking save runs."""
         self._beginning = step
         try:
             yield
@@ -62,34 +54,34 @@ class StepSaves:
             self._beginning = None
 
     def add(self, step: int, handle: SaveHandle) -> None:
-        """Keep a save that runs in the background."""
+        """Add a running save. Forget saves that have ended without an unretrieved error."""
         with self._lock:
-            self._saves = [*(save for save in self._saves if save.handle.matters), _Saving(step, handle)]
+            self._saves = [*((other, save) for other, save in self._saves if save.matters), (step, handle)]
 
     @property
     def are_under_way(self) -> bool:
         """True if a save is running in the background."""
         with self._lock:
-            return any(not save.handle.done() for save in self._saves)
+            return any(not handle.done() for _, handle in self._saves)
 
     def under_way(self) -> set[int]:
         """Return the steps that are being saved."""
         beginning = self._beginning
         with self._lock:
-            under_way = {save.step for save in self._saves if not save.handle.done()}
+            under_way = {step for step, handle in self._saves if not handle.done()}
         return under_way if beginning is None else under_way | {beginning}
 
     def take_errors(self) -> Sequence[BaseException]:
-        """Wait for all running saves. Return the errors that no caller has retrieved, each once.
+        """Wait for all running saves. Return the errors that were not retrieved from handles, each once.
 
         After an interrupt, the next call waits again.
         """
         with self._lock:
             saves = list(self._saves)
         errors: list[BaseException] = []
-        for save in saves:
-            is_retrieved = not save.handle.matters
-            error = save.handle.exception()
+        for _, handle in saves:
+            is_retrieved = not handle.matters
+            error = handle.exception()
             if error is not None and not is_retrieved:
                 errors.append(error)
         with self._lock:
@@ -103,8 +95,8 @@ class StepOptions:
 
     Attributes:
         layout: the layout of arrays.
-        strategy: writes and commits each step; None: as the directory of the run needs.
-        when_busy: what an asynchronous save does while another runs.
+        strategy: writes and commits each step; None: the strategy of the directory.
+        when_busy: what an asynchronous save does while another is running.
     """
 
     layout: str | Layout
@@ -114,7 +106,7 @@ class StepOptions:
 
 @dataclass(frozen=True, slots=True)
 class StepSaveRequest:
-    """The arguments of `Checkpointer.save`, checked."""
+    """The checked arguments of `Checkpointer.save`."""
 
     step: int
     values: OneTree | Mapping[str, object]
@@ -126,7 +118,7 @@ class StepSaveRequest:
 
 
 class StepSaver:
-    """Saves steps of a run, on the training thread. Every rank calls the same methods with the same steps."""
+    """Saves the steps of a run, on the training thread. Every rank calls the same methods with the same steps."""
 
     def __init__(
         self,
@@ -139,16 +131,16 @@ class StepSaver:
         *,
         agree: Callable[[str], Agreement],
     ) -> None:
-        """Save nothing yet.
+        """Create the saver of a run.
 
         Args:
             run: the run.
             decider: decides whether to save.
-            saves: takes the saves that begin.
-            options: of all steps.
+            saves: collects the running saves.
+            options: the options of all steps.
             context: options of each save.
             job: the processes that save together.
-            agree: begins an exchange between them; called on all or none.
+            agree: begins an exchange between all processes; called on all or none.
         """
         self._run = run
         self._steps = run.steps.directories[0]
@@ -162,20 +154,20 @@ class StepSaver:
         self._warned = False
 
     def _is_broken(self, step: int) -> bool:
-        """Return whether a copy of a step is known to be damaged."""
+        """Return True if a copy of a step is known to be damaged."""
         return any(step in directory.broken for directory in self._run.steps.directories)
 
     def wants(self, step: int, epoch: int | None, *, force: bool = False) -> bool:
-        """Return whether to save a step.
+        """Return True to save a step.
 
         Args:
             step, epoch: the step that could be saved.
             force: save regardless of the policy.
 
         Raises:
-            ValueError: if the step has no name, or the policy cannot answer.
+            ValueError: the step has no name, or the policy cannot decide.
         """
-        self._steps.names.name(step)  # refuses numbers that have no name
+        self._steps.names.name(step)  # raises for numbers without a name
         wanted = self._decider.decide(
             step,
             epoch,
@@ -188,79 +180,79 @@ class StepSaver:
             logger.info("step %d is not saved: an earlier save to %s is running", step, self._directory)
         return wanted
 
-    def begin(self, order: StepSaveRequest) -> SaveHandle | None:
-        """Save a step in the background; None if the policy does not want it.
+    def begin(self, request: StepSaveRequest) -> SaveHandle | None:
+        """Save a step in the background. Return None if the policy does not want it.
 
         Raises:
-            CheckpointExistsError: if the step exists.
-            What `begin_save` raises.
+            CheckpointExistsError: the step exists.
+            The errors of `begin_save`.
         """
-        if not self.wants(order.step, order.epoch, force=order.force):
+        if not self.wants(request.step, request.epoch, force=request.force):
             return None
-        name = self._agreed_name(order)
-        with self._begun(order) as before:
-            handle = begin_save(self._request(order, name, before), self._context, when_busy=self._options.when_busy)
-            self._saves.add(order.step, handle)
+        name = self._agreed_name(request)
+        with self._begun(request) as before:
+            handle = begin_save(self._request(request, name, before), self._context, when_busy=self._options.when_busy)
+            self._saves.add(request.step, handle)
         return handle
 
-    def perform(self, order: StepSaveRequest) -> bool:
-        """Save a step and return once it is committed; False if the policy does not want it.
+    def perform(self, request: StepSaveRequest) -> bool:
+        """Save a step. Return once it is committed, or False if the policy does not want it.
 
         Raises:
-            CheckpointExistsError: if the step exists.
-            What `perform_save` raises.
+            CheckpointExistsError: the step exists.
+            The errors of `perform_save`.
         """
-        if not self.wants(order.step, order.epoch, force=order.force):
+        if not self.wants(request.step, request.epoch, force=request.force):
             return False
-        name = self._agreed_name(order)
-        with self._begun(order) as before:
-            perform_save(self._request(order, name, before), self._context)
+        name = self._agreed_name(request)
+        with self._begun(request) as before:
+            perform_save(self._request(request, name, before), self._context)
         return True
 
-    def _agreed_name(self, order: StepSaveRequest) -> str:
+    def _agreed_name(self, request: StepSaveRequest) -> str:
         """Return the name for the directory of a step."""
-        if order.overwrite or self._is_broken(order.step):
+        if request.overwrite or self._is_broken(request.step):
             # Processes may have listed at different times, so the leader chooses the name.
-            return self._agree("name").lead("name", partial(self._steps.name, order.step))
-        return self._steps.names.name(order.step)
+            return self._agree("name").lead("name", partial(self._steps.name, request.step))
+        return self._steps.names.name(request.step)
 
     @contextmanager
-    def _begun(self, order: StepSaveRequest) -> Iterator[Past]:
-        """Count a save as begun, for policies, unless it could not begin. Yields the last save before it."""
+    def _begun(self, request: StepSaveRequest) -> Iterator[Past]:
+        """Record for policies that a save has begun, unless it fails to begin. Yield the last save before it."""
         past = self._decider.past
-        with self._saves.beginning(order.step):
-            self._decider.begin(order.step, order.epoch)
+        with self._saves.beginning(request.step):
+            self._decider.begin(request.step, request.epoch)
             try:
                 yield past
             except BaseException:
-                # In a job it may have begun in other processes, and policies must see the same in all of them.
+                # In a job it may have begun in other processes, and the policies of all processes must see the same.
                 if self._job.size == 1:
                     self._decider.past = past
                 raise
 
-    def _request(self, order: StepSaveRequest, name: str, before: Past) -> SaveRequest:
-        step = order.step
+    def _request(self, request: StepSaveRequest, name: str, before: Past) -> SaveRequest:
+        step = request.step
         target, chosen = self._run.target(step, name), self._options.strategy
         return SaveRequest(
             destination=Destination(
                 target.place,
-                "non-atomic" if target.is_worthless else order.overwrite,
-                name=f"{self._directory}/{name}",  # hosts may find one directory by different paths
+                "non-atomic" if target.is_worthless else request.overwrite,
+                name=f"{self._directory}/{name}",  # hosts may have different paths of one directory
             ),
-            values=order.values,
+            values=request.values,
             layout=self._options.layout,
             strategy=target.strategy if chosen is None else chosen.for_step(step, name, target.strategy),
-            notes=SaveNotes(custom=order.metadata, metrics=order.metrics or {}, step=step, epoch=order.epoch),
+            notes=SaveNotes(custom=request.metadata, metrics=request.metrics or {}, step=step, epoch=request.epoch),
             hooks=SaveHooks(
-                allowed=partial(self._allow, step, before.step, is_new=not order.overwrite),
+                allowed=partial(self._allow, step, before.step, is_new=not request.overwrite),
                 before_commit=target.before_commit,
-                # Values only: the request refers to the state, which must not be kept alive.
-                committed=partial(self._saved, SavedStep(step, name, order.epoch, self._decider.preempted)),
+                # Only values: a reference to the request would keep the state in memory.
+                committed=partial(self._saved, SavedStep(step, name, request.epoch, self._decider.preempted)),
             ),
         )
 
     def _allow(self, step: int, last: int | None, *, is_new: bool) -> None:
-        """Refuse a step that exists. On the leader; its error reaches all processes."""
+        """Refuse a step that exists. Runs on the leader. All processes raise its error."""
         self._warn_of_newer(step, last)
         self._run.allow(step, is_new=is_new)
 
@@ -270,8 +262,8 @@ class StepSaver:
             if newest is not None and newest > step and not self._is_broken(newest):
                 self._warned = True
                 logger.warning(
-                    "step %d is saved below step %d, which %s has from before: the next resume loads that one; delete "
-                    "the steps after the one that the run was set back to",
+                    "step %d is saved below step %d of an earlier run in %s, and the next resume loads the later step; "
+                    "delete the steps after the one that the run was set back to",
                     step, newest, self._directory,
                 )  # fmt: skip
 

@@ -10,14 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from ckptcore.commit.location import (
-    LocationLike,
-    Place,
-    Within,
-    absolute_location,
-    commit_method,
-    open_directory,
-)
+from ckptcore.commit.location import LocationLike, Place, Within, absolute_location, commit_method, open_directory
 from ckptcore.commit.locks import Lock, Locks
 from ckptcore.commit.root import ROOT_KEY, Summary
 from ckptcore.commit.root_json import summarize_root
@@ -74,9 +67,7 @@ class StepDirectory:
         self.directory = absolute_location(directory)
         self.names = names
         self._context = context
-        self._store = open_directory(
-            self.directory, runtime_of(context).registry, durable=False, config=context.storage
-        )
+        self._store = open_directory(self.directory, runtime_of(context).storages)
         self._found: dict[int, str] = {}
         self._ours: dict[str, bool] = {}
         """By name of a committed step: whether ckptcore wrote it."""
@@ -112,10 +103,7 @@ class StepDirectory:
 
     def open_to_write(self) -> StorageBackend:
         """Return the storage for writing, opened at the directory, with the options of the Context."""
-        context = self._context
-        durable = context.durability == "full"
-        store = open_directory(self.directory, runtime_of(context).registry, durable=durable, config=context.storage)
-        return commit_method(store).with_conditions(runtime_of(context).conditions, self.directory)
+        return open_directory(self.directory, runtime_of(self._context).storages, to_write=True)
 
     def list_names(self) -> Mapping[int, str]:
         """List the names of steps, committed or not, by step, with one request. Changes nothing.
@@ -157,9 +145,7 @@ class StepDirectory:
 
     def _open_anew(self) -> None:
         # A storage may cache what it listed.
-        self._store = open_directory(
-            self.directory, runtime_of(self._context).registry, durable=False, config=self._context.storage
-        )
+        self._store = open_directory(self.directory, runtime_of(self._context).storages)
 
     @property
     def leftovers(self) -> Sequence[str]:
@@ -288,9 +274,7 @@ class StepDirectory:
             StorageError: if the pin cannot be written to the directory.
         """
         if self._holds is None:
-            context = self._context
-            store = open_directory(self.directory, runtime_of(context).registry, durable=False, config=context.storage)
-            store = commit_method(store).with_conditions(runtime_of(context).conditions, self.directory)
+            store = open_directory(self.directory, runtime_of(self._context).storages)
             self._holds = commit_method(store).locks(self.display)
         if not self.is_committed(step):
             raise CheckpointNotFoundError(self.missing(step))  # before anything is written to the directory

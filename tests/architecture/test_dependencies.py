@@ -64,7 +64,6 @@ SHARED = {
 
 WITH_DIRECTORIES = {
     "ckptcore.builtin.local": "a storage",
-    "ckptcore.commit.location": "chooses the commit method",
     "ckptcore.commit.locks": "locks directories, chosen by the commit method",
     "ckptcore.commit.rename": "commits by rename, chosen by the commit method",
     "ckptcore.commit.subdirectory": "a storage within another one",
@@ -77,7 +76,6 @@ WITH_DIRECTORIES = {
 """The only modules that name `AtomicDirectories`. All others use the commit method of a location."""
 
 CHOICES = {
-    "ckptcore.commit.location",
     "ckptcore.commit.subdirectory",
     "ckptcore_testing.faulty_storage",
     "ckptcore_testing.storage_directories",

@@ -47,7 +47,7 @@ def save_steps(run: ckptcore.Checkpointer, steps: Sequence[int], **arguments: An
 def store_of(directory: str) -> StorageBackend:
     """The storage of a directory of steps, to look and change behind the back of the run."""
     context = default_context()
-    return open_directory(directory, runtime_of(context).registry, durable=False, config=context.storage)
+    return open_directory(directory, runtime_of(context).storages)
 
 
 def keys_of(directory: str, prefix: str = "") -> list[str]:

@@ -14,7 +14,7 @@ from typing import Final
 import pytest
 
 from ckptcore import Checkpointer, CheckpointReader
-from ckptcore.commit.root import Claimed
+from ckptcore.commit.root import Claim
 from ckptcore.commit.root_json import encode_claim
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, OnlyStepError, StepPinnedError, StorageError
 from ckptcore.policies import AnyPreservation, BestN, CustomPreservation, EveryNSteps, LatestN, StepInfo
@@ -302,7 +302,7 @@ def test_a_deletion_that_was_killed_is_finished_by_the_next_run(local: str) -> N
 def test_claims_of_dead_saves_and_deletions_are_removed_by_the_next_owner(memory: str) -> None:
     with Checkpointer(memory) as run:
         save_steps(run, [1, 2])
-    claim = encode_claim(Claimed("0" * 16, "2026-01-01T00:00:00+00:00"))
+    claim = encode_claim(Claim("0" * 16, "2026-01-01T00:00:00+00:00"))
     store = store_of(memory)
     store.put(f"2/{ROOT}", claim)  # a deletion that died
     store.put(f"5/{ROOT}", claim)  # of a failed save
@@ -318,7 +318,7 @@ def test_a_claim_that_this_process_writes_is_not_taken_for_a_dead_one(memory: st
     gate = Gate(watch)
     with Checkpointer(memory) as before:
         save_steps(before, [1])
-    store_of(memory).put(f"5/{ROOT}", encode_claim(Claimed("0" * 16, "2026-01-01T00:00:00+00:00")))
+    store_of(memory).put(f"5/{ROOT}", encode_claim(Claim("0" * 16, "2026-01-01T00:00:00+00:00")))
     cleaning, goes_on = threading.Event(), threading.Event()
     stopped = watch.before
 

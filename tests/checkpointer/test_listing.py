@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ckptcore
 from ckptcore import Checkpointer, CheckpointReader
-from ckptcore.commit.root import Claimed
+from ckptcore.commit.root import Claim
 from ckptcore.commit.root_json import encode_claim
 from tests.checkpointer.runs import ROOT, Watch, remove, save_steps, store_of, through, tree, watched
 
@@ -86,7 +86,7 @@ def _listings(watch: Watch, since: int) -> int:
 def test_an_uncommitted_claim_is_no_step(memory: str) -> None:
     with Checkpointer(memory) as run:
         save_steps(run, [1])
-    store_of(memory).put(f"2/{ROOT}", encode_claim(Claimed("0" * 16, "2026-01-01T00:00:00+00:00")))
+    store_of(memory).put(f"2/{ROOT}", encode_claim(Claim("0" * 16, "2026-01-01T00:00:00+00:00")))
     reader = CheckpointReader(memory)
     assert (reader.latest, reader.steps) == (1, (1,))
     assert reader.load()["step"] == 1

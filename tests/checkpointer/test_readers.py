@@ -180,7 +180,7 @@ def test_a_directory_that_cannot_be_written_is_read_without_pins(directory: str)
     assert_is_step(reader.load(1), 1)
     target = tree(0)
     assert_is_step(reader.load_into(target), 2)
-    with pytest.raises(StorageError, match="where you may not write, read without one"), reader.pin(1):
+    with pytest.raises(StorageError, match="If you cannot write there, read without a pin"), reader.pin(1):
         pass
     with pytest.raises(StorageError):
         Checkpointer(through(directory), context=watched(watch))

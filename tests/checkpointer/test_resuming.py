@@ -10,7 +10,7 @@ import pytest
 
 import ckptcore
 from ckptcore import Checkpointer, CheckpointReader
-from ckptcore.commit.root import Claimed
+from ckptcore.commit.root import Claim
 from ckptcore.commit.root_json import encode_claim
 from ckptcore.errors import (
     CheckpointExistsError,
@@ -145,7 +145,7 @@ def test_files_of_objects_can_be_damaged_too(directory: str) -> None:
 def test_a_claim_is_passed_over_unseen(memory: str) -> None:
     with Checkpointer(memory) as run:
         save_steps(run, [1])
-        store_of(memory).put(f"2/{ROOT}", encode_claim(Claimed("0" * 16, "2026-01-01T00:00:00+00:00")))
+        store_of(memory).put(f"2/{ROOT}", encode_claim(Claim("0" * 16, "2026-01-01T00:00:00+00:00")))
         reader = CheckpointReader(memory)
         assert_is_step(reader.load(), 1)
         assert reader.skipped_steps == ()

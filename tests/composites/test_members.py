@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 
 import ckptcore
-from ckptcore.commit.root import ROOT_KEY, Claimed
+from ckptcore.commit.root import ROOT_KEY, Claim
 from ckptcore.commit.root_json import encode_claim
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, UncommittedCheckpointError
 from ckptcore.plugins import installed_plugins
@@ -90,7 +90,7 @@ def test_a_member_of_a_claim_does_not_count(tmp_path: Path) -> None:
     location = f"memory://{tmp_path.name}/c"
     save_all(location)
     store = installed_plugins().storage("memory")(location, StorageOptions())
-    store.put(ROOT_KEY, encode_claim(Claimed("0123456789abcdef", "2024-01-01T00:00:00+00:00")))
+    store.put(ROOT_KEY, encode_claim(Claim("0123456789abcdef", "2024-01-01T00:00:00+00:00")))
     for name in ("model", "data", "files"):
         for function in (ckptcore.load, ckptcore.metadata, ckptcore.verify):
             with pytest.raises(UncommittedCheckpointError):

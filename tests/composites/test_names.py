@@ -155,7 +155,7 @@ def test_who_asks_for_everything_that_was_saved_is_told_what_is_gone(place: str)
 
 def test_a_deletion_that_died_leaves_the_others() -> None:
     """On storage without directories a deletion first turns the root into a claim."""
-    from ckptcore.commit.root import ROOT_KEY, Claimed
+    from ckptcore.commit.root import ROOT_KEY, Claim
     from ckptcore.commit.root_json import encode_claim
     from ckptcore.plugins import installed_plugins
     from ckptcore.protocols import StorageOptions
@@ -163,7 +163,7 @@ def test_a_deletion_that_died_leaves_the_others() -> None:
     location = "memory://half-deleted/c"
     save_all(location)
     store = installed_plugins().storage("memory")(location, StorageOptions())
-    store.put(f"model/{ROOT_KEY}", encode_claim(Claimed("0123456789abcdef", "2024-01-01T00:00:00+00:00")))
+    store.put(f"model/{ROOT_KEY}", encode_claim(Claim("0123456789abcdef", "2024-01-01T00:00:00+00:00")))
     assert list(ckptcore.load_checkpointables(location)) == ["params", "data", "files"]
     assert ckptcore.metadata(location).checkpointables.deleted == ("model",)
     assert ckptcore.verify(location).ok

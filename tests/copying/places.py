@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Final
 
 from ckptcore.commit.location import open_directory
-from ckptcore.plugins import installed_plugins
+from ckptcore.context import Context
 from ckptcore.protocols import StorageBackend
+from ckptcore.runtime import runtime_of
 
 __all__ = ["new_place", "objects_at", "store_at"]
 
@@ -24,7 +25,7 @@ def new_place(scheme: str, directory: Path) -> str:
 
 def store_at(location: str) -> StorageBackend:
     """The storage, opened at a location."""
-    return open_directory(location, installed_plugins(), durable=False, config={})
+    return open_directory(location, runtime_of(Context()).storages)
 
 
 def objects_at(location: str) -> dict[str, bytes]:

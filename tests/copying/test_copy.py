@@ -12,7 +12,7 @@ import pytest
 from ckptcore_tools.copies.copying import copy_checkpoint
 
 import ckptcore
-from ckptcore.commit.root import Claimed
+from ckptcore.commit.root import Claim
 from ckptcore.commit.root_json import encode_claim
 from ckptcore.context import default_context
 from ckptcore.errors import (
@@ -74,7 +74,7 @@ def test_what_was_deleted_is_not_copied(tmp_path: Path) -> None:
     ckptcore.save_checkpointables(here, {"a": {"x": np.arange(3)}, "b": {"x": np.arange(4)}})
     ckptcore.delete(f"{here}/a")
     store_at(here).put("a/left", b"of a deletion that died")
-    store_at(here).put("a/checkpoint.json", encode_claim(Claimed("0123456789abcdef", "2026-01-01T00:00:00+00:00")))
+    store_at(here).put("a/checkpoint.json", encode_claim(Claim("0123456789abcdef", "2026-01-01T00:00:00+00:00")))
     ckptcore.copy(here, there)
     assert not any(key.startswith("a/") for key in objects_at(there))
     assert list(ckptcore.load_checkpointables(there)) == ["b"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore.commit.root import Claimed
+from ckptcore.commit.root import Claim
 from ckptcore.commit.root_json import encode_claim, is_claim, is_partial, summarize_root
 from ckptcore.errors import CorruptCheckpointError
 
@@ -45,7 +45,7 @@ def _save_partial(at: Path) -> Path:
 def _put_claim(at: Path) -> Path:
     at.mkdir()
     root = at / "checkpoint.json"
-    root.write_bytes(encode_claim(Claimed("0123456789abcdef", "2026-01-02T03:04:05.678+00:00")))
+    root.write_bytes(encode_claim(Claim("0123456789abcdef", "2026-01-02T03:04:05.678+00:00")))
     return root
 
 

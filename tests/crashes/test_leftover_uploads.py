@@ -5,11 +5,11 @@ from __future__ import annotations
 import uuid
 
 from ckptcore.commit.conditional_put import ConditionalPutTransaction
-from ckptcore.commit.conditions import Conditions
-from ckptcore.commit.fences import FencedStore
+from ckptcore.commit.conditional_stores import FencedStore
 from ckptcore.commit.location import resolve_location
-from ckptcore.commit.root import Claimed, new_save_id
-from ckptcore.plugins import installed_plugins
+from ckptcore.commit.root import Claim, new_save_id
+from ckptcore.context import Context
+from ckptcore.runtime import runtime_of
 
 _DATA = bytes(range(256)) * (5 << 12)
 
@@ -17,9 +17,9 @@ _DATA = bytes(range(256)) * (5 << 12)
 def test_an_object_that_is_there_already_leaves_no_upload() -> None:
     """Another copy of the same save may have completed it, or a failed save with the same bytes."""
     place = f"memory://{uuid.uuid4().hex}/step_1"
-    location = resolve_location(place, installed_plugins(), durable=False, config={})
-    claimed = Claimed(new_save_id(), "2026-01-01T00:00:00+00:00")
-    claim = ConditionalPutTransaction(location, claimed, None, Conditions())
+    location = resolve_location(place, runtime_of(Context()).storages)
+    claimed = Claim(new_save_id(), "2026-01-01T00:00:00+00:00")
+    claim = ConditionalPutTransaction(location, claimed, None)
     writer = claim.store.open_writer("data", len(_DATA))
     writer.write_at(0, _DATA)
     location.store.put("data", _DATA)

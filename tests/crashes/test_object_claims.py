@@ -160,7 +160,7 @@ def test_what_cannot_be_known_is_said_and_nothing_is_removed() -> None:
     storages = Storages()
     _leave_dead_save(storages)
     mishaps: dict[int, Mishap] = {commit: "never sent", commit + 1: "never sent"}
-    with pytest.raises(CommitUnknownError, match="look at the location"):
+    with pytest.raises(CommitUnknownError, match="Check the location"):
         _save(storages, 2, Answers(mishaps))
     assert len(storages.open().list_names("run/step_1")) > 3
 

@@ -14,7 +14,7 @@ from ckptcore_testing.simulated_storage import open_simulated
 from ckptcore_tiers.fallback_places import FallbackStorage
 
 from ckptcore.builtin.local import open_local
-from ckptcore.commit.fences import FencedStore
+from ckptcore.commit.conditional_stores import FencedStore
 from ckptcore.commit.subdirectory import AtomicSubdirectories, Subdirectory, subdirectory
 from ckptcore.io.requests import requests_of
 from ckptcore.protocols import AtomicDirectories, HeldReader, StorageBackend, StorageCapabilities, StorageOptions

@@ -14,7 +14,7 @@ from ckptcore_tiers import NearTier, TieredDirectory
 
 import ckptcore
 from ckptcore import ArrayShard, Checkpointer, ShardedArray
-from ckptcore.commit.root import Claimed
+from ckptcore.commit.root import Claim
 from ckptcore.commit.root_json import encode_claim
 from ckptcore.context import JobOptions, ReplicaOptions
 from ckptcore.model import Box
@@ -130,7 +130,7 @@ def _save_hosts(at: Path) -> None:
 def _save_claim(at: Path) -> None:
     """Save the remains of a failed save on an object store."""
     at.mkdir()
-    (at / "checkpoint.json").write_bytes(encode_claim(Claimed("0123456789abcdef", "2026-01-02T03:04:05.678+00:00")))
+    (at / "checkpoint.json").write_bytes(encode_claim(Claim("0123456789abcdef", "2026-01-02T03:04:05.678+00:00")))
 
 
 FEATURES: Mapping[str, Callable[[Path], None]] = {

@@ -103,10 +103,10 @@ def test_the_reader_reads_one_leaf(tmp_path: Path) -> None:
 
 
 def test_a_claim_is_no_checkpoint_for_the_reader(tmp_path: Path) -> None:
-    from ckptcore.commit.root import Claimed
+    from ckptcore.commit.root import Claim
     from ckptcore.commit.root_json import encode_claim
 
-    (tmp_path / "checkpoint.json").write_bytes(encode_claim(Claimed("0123456789abcdef", "2024-01-01T00:00:00+00:00")))
+    (tmp_path / "checkpoint.json").write_bytes(encode_claim(Claim("0123456789abcdef", "2024-01-01T00:00:00+00:00")))
     with pytest.raises(NotCommitted):
         read_checkpoint(tmp_path)
 

@@ -22,7 +22,7 @@ Open = Callable[[], StorageBackend]
 def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
     """Opens a directory of a storage that has locks, and of one that has not."""
     place = str(tmp_path) if request.param == "locks" else f"memory://{uuid.uuid4()}/run"
-    return lambda: open_directory(place, runtime_of(Context()).registry, durable=False, config={})
+    return lambda: open_directory(place, runtime_of(Context()).storages)
 
 
 def test_sees_the_owner_as_long_as_it_is_one(directory: Open) -> None:

@@ -216,7 +216,7 @@ def test_who_wakes_while_somebody_waits_keeps_the_directory(place: Place, tmp_pa
         process.is_frozen = False
 
     clock.repeat(50, wake, wake)
-    with pytest.raises(DirectoryInUseError, match="sign of life"):
+    with pytest.raises(DirectoryInUseError, match="it renewed its lease"):
         commit_method(store).locks("run", clock=clock).own(if_in_use="take over")
     first.check()
 
@@ -349,7 +349,7 @@ def test_bytes_that_are_no_record_do_no_harm(place: Place, data: bytes, tmp_path
     if place in LOCKED:
         with commit_method(store).locks("run", clock=clock).own():
             store.put(".ckptcore/owner/owner.json", data)
-            with pytest.raises(DirectoryInUseError, match="a process that left no record"):
+            with pytest.raises(DirectoryInUseError, match="a process without a record"):
                 commit_method(store).locks("run", clock=clock).own()
     else:
         store.put(LEASE, data)

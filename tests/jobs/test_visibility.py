@@ -134,7 +134,7 @@ def test_a_claim_that_another_save_left_is_not_that_of_the_leader(tmp_path: Path
 def test_a_directory_of_steps_is_looked_at_before_there_is_one(tmp_path: Path) -> None:
     def work(coordinator: Coordinator) -> None:
         directory = directory_of(tmp_path, coordinator.rank, apart=[2])
-        store = open_directory(directory, runtime_of(ckptcore.Context()).registry, durable=False, config={})
+        store = open_directory(directory, runtime_of(ckptcore.Context()).storages)
         expect_one_directory(Agreement(coordinator, "key"), store, str(directory))
 
     found = outcomes(work)

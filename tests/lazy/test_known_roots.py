@@ -113,7 +113,16 @@ def test_a_root_with_parts_is_read_and_verified_each_time(
 
 def root_of(value: Any = 0, parts: tuple[str, ...] = ()) -> Root:
     tree = TreeMetadata(LEAF, (ValueRecord("told", value),))
-    return Root("0" * 16, "", {}, "safetensors", None, tree, {}, parts=parts)
+    return Root(
+        save_id="0" * 16,
+        created="",
+        writer={},
+        layout="safetensors",
+        state=None,
+        tree=tree,
+        objects={},
+        parts=parts,
+    )
 
 
 def is_kept(known: KnownRoots[ckptcore.SafetensorsLayout], data: bytes, root: Root) -> bool:

@@ -285,7 +285,15 @@ def test_a_root_that_lists_no_objects_is_refused_before_memory_is_taken(tmp_path
 
     tree = TreeMetadata(LEAF, (ArrayRecord(ArraySpec((1 << 46,), "uint8")),))
     state: Any = {"files": ["model.safetensors"], "leaf": [0], "file": [0], "offset": [0]}
-    root = Root("0" * 16, "2026-01-01T00:00:00+00:00", {}, "safetensors", state, tree, {})
+    root = Root(
+        save_id="0" * 16,
+        created="2026-01-01T00:00:00+00:00",
+        writer={},
+        layout="safetensors",
+        state=state,
+        tree=tree,
+        objects={},
+    )
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "model.safetensors").write_bytes(bytes(100))
     (tmp_path / "c" / "checkpoint.json").write_bytes(encode_root(root)[0])

@@ -198,7 +198,7 @@ def _die(run: Run, location: str) -> None:
 
 def release_directory(store: ObjectStore, directory: str) -> None:
     """Advance the time until a failed job's ownership of a run's directory expires."""
-    opened = open_directory(directory, runtime_of(store.direct).registry, durable=True, config=store.direct.storage)
+    opened = open_directory(directory, runtime_of(store.direct).storages, to_write=True)
     opened.delete([_OWNER])
 
 
@@ -266,7 +266,7 @@ def _judge(run: Run) -> None:
 
 def expect_nothing_else(store: ObjectStore, location: str) -> None:
     """Check that a location contains only objects that its checkpoint lists."""
-    opened = open_directory(location, runtime_of(store.direct).registry, durable=True, config=store.direct.storage)
+    opened = open_directory(location, runtime_of(store.direct).storages, to_write=True)
     listed = set(ckptcore.metadata(location, context=store.direct).objects)
     extra = {key for key in opened.list() if key not in listed and not key.startswith("checkpoint.")}
     assert not extra, f"{location} holds objects that it does not list: {sorted(extra)}"

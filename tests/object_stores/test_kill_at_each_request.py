@@ -17,7 +17,7 @@ from ckptcore_testing import FaultProxy, InterruptAfter, InterruptBefore, Reques
 
 import ckptcore
 from ckptcore.commit.location import open_directory
-from ckptcore.commit.root import ROOT_KEY, Claimed
+from ckptcore.commit.root import ROOT_KEY, Claim
 from ckptcore.commit.root_json import encode_claim
 from ckptcore.runtime import runtime_of
 from tests.crashes.states import SMALL, make_state, version_at, version_of
@@ -43,8 +43,8 @@ def _nothing(store: ObjectStore, place: str) -> None:
 
 def _dead_claim(store: ObjectStore, place: str) -> None:
     """Make the remains of a save that failed early: a claim, objects, and an unfinished upload."""
-    opened = open_directory(place, runtime_of(store.direct).registry, durable=True, config=store.direct.storage)
-    opened.put(ROOT_KEY, encode_claim(Claimed("0123456789abcdef", "2026-01-01T00:00:00.000+00:00")))
+    opened = open_directory(place, runtime_of(store.direct).storages, to_write=True)
+    opened.put(ROOT_KEY, encode_claim(Claim("0123456789abcdef", "2026-01-01T00:00:00.000+00:00")))
     for name in _FIXED_NAMES:
         opened.put(name, b"of a dead save")
     store.begin_upload(f"{place}/model.safetensors")
@@ -147,7 +147,7 @@ def _save_next(store: ObjectStore, scenario: Scenario, layout: str, place: str) 
             assert version_of(checkpointer.load()) == _NEXT
             steps = checkpointer.steps
         assert set(steps) in ({_OLD, _NEXT}, {_OLD, _NEW, _NEXT})
-        opened = open_directory(place, runtime_of(store.direct).registry, durable=True, config=store.direct.storage)
+        opened = open_directory(place, runtime_of(store.direct).storages, to_write=True)
         directories = [name for name in opened.list_names() if not name.startswith(".")]
         assert len(directories) == len(steps), f"remains of a failed save: {directories}"
         return

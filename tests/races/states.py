@@ -14,7 +14,7 @@ import numpy as np
 
 import ckptcore
 from ckptcore.builtin.local_calls import exchange
-from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Claimed
+from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Claim
 from ckptcore.commit.root_json import encode_claim
 from ckptcore.commit.target import name_of_partial, name_of_save
 from tests.copying.places import objects_at, store_at
@@ -129,7 +129,7 @@ def state_of(name: str, layout: str, scheme: str, version: int | None = None) ->
 
 
 def _claim() -> bytes:
-    return encode_claim(Claimed("0" * 16, "2026-01-01T00:00:00+00:00"))
+    return encode_claim(Claim("0" * 16, "2026-01-01T00:00:00+00:00"))
 
 
 class Place:

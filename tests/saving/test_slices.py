@@ -174,7 +174,7 @@ def test_a_flipped_bit_in_a_slice_is_found_and_named(tmp_path: Path) -> None:
 def test_a_hostile_state_is_refused(tmp_path: Path) -> None:
     _save(tmp_path / "c", {"w": np.arange(12.0).reshape(6, 2), "v": np.ones((4, 3))}, Rows(), size=2)
     context = ckptcore.Context()
-    location = resolve_location(tmp_path / "c", runtime_of(context).registry, durable=False, config={})
+    location = resolve_location(tmp_path / "c", runtime_of(context).storages)
     root = read_root(location.store)
     assert isinstance(root, Root)
     tree = root.tree

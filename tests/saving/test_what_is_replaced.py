@@ -17,7 +17,7 @@ import torch.distributed.checkpoint
 from ckptcore_testing.faults import CrashAt, FaultPlan, SimulatedCrash
 
 import ckptcore
-from ckptcore.commit.root import ROOT_KEY, Claimed
+from ckptcore.commit.root import ROOT_KEY, Claim
 from ckptcore.commit.root_json import encode_claim
 from ckptcore.errors import AtomicityError, CheckpointExistsError, CheckpointNotFoundError, InvalidLocationError
 from ckptcore.policies import LatestN
@@ -56,7 +56,7 @@ def test_a_save_into_a_checkpoint_is_refused(how: str, around: str, top: str) ->
     elif around == "composite":
         ckptcore.save_checkpointables(f"{top}/x", {"model": {"n": 0}})
     else:
-        store_at(f"{top}/x").put("checkpoint.json", encode_claim(Claimed("0123456789abcdef", "2020-01-01")))
+        store_at(f"{top}/x").put("checkpoint.json", encode_claim(Claim("0123456789abcdef", "2020-01-01")))
     before = sorted(store_at(f"{top}/x").list())
     save = _SAVES[how]
     with pytest.raises(InvalidLocationError, match=r"cannot save to .*/x/1: it is inside .*/x, .*save outside it"):
@@ -268,7 +268,7 @@ def test_a_deletion_that_was_killed_leaves_an_export_that_goes_with_its_save(top
     ckptcore.save(
         place, {"a": np.ones(3)}, strategy=ckptcore.WithExports([ckptcore.Export(location=f"{place}/weights")])
     )
-    store_at(place).put(ROOT_KEY, encode_claim(Claimed("0123456789abcdef", "2024-01-01T00:00:00+00:00")))
+    store_at(place).put(ROOT_KEY, encode_claim(Claim("0123456789abcdef", "2024-01-01T00:00:00+00:00")))
     ckptcore.save(place, {"a": np.zeros(3)}, overwrite="non-atomic")
     assert ckptcore.load(place)["a"].tolist() == [0, 0, 0]
     with pytest.raises(CheckpointNotFoundError):

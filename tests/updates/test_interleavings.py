@@ -64,7 +64,7 @@ def _as_owner(run: str, context: ckptcore.Context) -> None:
     store = steps.open_to_write()
     with commit_method(store).locks(run).own(if_in_use="error") as owned:
         deleter = StepDeleter(steps, store, owned, context)
-        deleter.begin(1, broken=(), under_way=frozenset, elsewhere=lambda: True).perform()
+        deleter.begin(1, under_way=frozenset, elsewhere=lambda: True).perform()
 
 
 def _schedules(deletion: int, update: int, most: int) -> Sequence[Sequence[int]]:

@@ -174,7 +174,7 @@ class SharedAttempt(CollectiveAttempt[T]):
             memory.exchange_bytes,
             _made_of(reading.opened),
         ]
-        return [_digest(self._own_request), self._mark(opened), options, socket.gethostname()]
+        return [_digest(self._own_request), self._version(opened), options, socket.gethostname()]
 
     def _agree(self, messages: Sequence[JSON], reading: Reading) -> bool:
         decided: Any = self._agreement.lead(f"decide-{self._number}", lambda: _decide(messages))
@@ -191,9 +191,9 @@ class SharedAttempt(CollectiveAttempt[T]):
         self._requests = self._exchange_requests(self._own_request, stored_below(reading.opened))
         return True
 
-    def _mark(self, opened: Checkpoint) -> str:
+    def _version(self, opened: Checkpoint) -> str:
         """Equal on ranks that opened the same save."""
-        root = opened.mark.root
+        root = opened.version.root
         return (
             xxhash.xxh3_128_hexdigest(root)
             if isinstance(root, bytes)
@@ -317,19 +317,19 @@ def _made_of(opened: Checkpoint) -> str:
 
 
 def _decide(messages: Sequence[Any]) -> JSON:
-    """Return what ranks must know of each other, from the digest, mark, options and host of each."""
+    """Return what ranks must know of each other, from the digest, version, options and host of each."""
     options = {json.dumps(option): rank for rank, (_, _, option, _) in reversed(list(enumerate(messages)))}
-    marks = {mark: rank for rank, (_, mark, _, _) in reversed(list(enumerate(messages)))}
+    versions = {version: rank for rank, (_, version, _, _) in reversed(list(enumerate(messages)))}
     differ = options if len(options) > 1 else {}
-    if len(marks) > 1 and any(mark.startswith("tree ") for mark in marks):
-        differ = marks  # without a root, nothing shows that a checkpoint was replaced
+    if len(versions) > 1 and any(version.startswith("tree ") for version in versions):
+        differ = versions  # without a root, nothing shows that a checkpoint was replaced
     first: dict[str, int] = {}
     for rank, (digest, _, _, _) in enumerate(messages):
         first.setdefault(digest, rank)
     numbers = {digest: number for number, digest in enumerate(first)}
     return {
         "differ": ", ".join([f"rank {rank}: {found}" for found, rank in differ.items()]),
-        "again": len(marks) > 1,
+        "again": len(versions) > 1,
         "first": list(first.values()),
         "of": [numbers[digest] for digest, _, _, _ in messages],
         "hosts": [host for _, _, _, host in messages],

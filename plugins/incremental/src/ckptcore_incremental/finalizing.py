@@ -10,7 +10,7 @@ from typing import Final
 
 from ckptcore.commit.location import Location, LocationLike, resolve_location
 from ckptcore.commit.root import PARTIAL_KEY, PartialSave
-from ckptcore.commit.root_json import summarize_root
+from ckptcore.commit.root_json import encode_root, summarize_root
 from ckptcore.commit.target import remove_debris, root_bytes
 from ckptcore.context import Context
 from ckptcore.errors import (
@@ -30,7 +30,7 @@ from ckptcore.protocols import Layout, StorageBackend
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import SavePart
 from ckptcore.saving.requests import NOTHING_COMMITTED, CommitInfo, check_custom
-from ckptcore.saving.roots import complete_tree, encode, finish_part, recorder_of
+from ckptcore.saving.roots import complete_tree, finish_part, recorder_of
 from ckptcore_incremental.session_tables import merge_sessions, read_sessions, session_key
 from ckptcore_incremental.sessions import expect_same_layout, expect_session_support
 
@@ -71,10 +71,7 @@ def finalize_sessions(
             checked = check_custom(custom)
             chosen = None if layout is None else runtime_of(context).registry.layout(layout)
             if agreement.rank == 0:
-                durable = context.durability == "full"
-                resolved = resolve_location(
-                    location, runtime_of(context).registry, durable=durable, config=context.storage
-                )
+                resolved = resolve_location(location, runtime_of(context).storages, to_write=True)
                 _finalize(resolved, chosen, checked, context, recording)
     except BaseException as error:
         recording.finish(error=error)
@@ -92,9 +89,7 @@ def _finalize(
     validate = functools.partial(_validate_sessions, location, layout, context)
     try:
         with recording.phase("claim"):
-            partial, claim, (layout, tree, receipts) = location.commits.resume_sessions(
-                location, validate, runtime_of(context).conditions
-            )
+            partial, claim, (layout, tree, receipts) = location.commits.resume_sessions(location, validate)
     except CheckpointNotFoundError:
         if _remove_tables_of_committed(location):
             return  # another process committed the checkpoint, and was killed before it removed the tables
@@ -108,7 +103,7 @@ def _finalize(
             part = SavePart("", layout, WritePlan(tree, (), 0, 1, partial.save_id), receipts=receipts)
             with _errors_as_corruption(location):
                 root = finish_part(info, part, recorder_of(claim.store, context))
-            claim.commit(*encode(complete_tree(info, layout, root, claim.store, context, recording)))
+            claim.commit(*encode_root(complete_tree(info, layout, root, claim.store, context, recording)))
     except BaseException:
         claim.leave()
         raise

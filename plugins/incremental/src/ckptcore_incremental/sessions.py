@@ -22,7 +22,6 @@ from ckptcore.model.arrays import Box
 from ckptcore.model.transfer import WritePlan
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Layout, SaveCommit, StorageBackend, Transaction
-from ckptcore.runtime import runtime_of
 from ckptcore.saving.preparing import save_created
 from ckptcore.saving.requests import Save, SaveDraft, fail_before_claim
 from ckptcore.saving.tree_descriptions import TreeDescription
@@ -95,7 +94,6 @@ class _SessionCommit:
         self._save = save
         self._location = save.target.location
         self._planned = planned
-        self._conditions = runtime_of(save.context).conditions
         self._claim: _OpenSession | None = None
 
     def claim(self) -> None:
@@ -104,7 +102,7 @@ class _SessionCommit:
         with seen_by_all(agreement, "claimed", self._location.absolute, self._sees_claim):
             if agreement.rank == 0:
                 with self._save.recording.phase("claim"):
-                    transaction = self._location.commits.begin_session(self._location, self._planned, self._conditions)
+                    transaction = self._location.commits.begin_session(self._location, self._planned)
                     self._claim = _OpenSession(self._location, self._planned, transaction)
 
     def _sees_claim(self) -> bool:
@@ -117,7 +115,7 @@ class _SessionCommit:
         if self._claim is not None:
             return self._claim.store
         partial = self._planned.partial
-        return self._location.commits.store_of(self._location, partial.save_id, self._conditions, owner=partial.owner)
+        return self._location.commits.store_of(self._location, partial.save_id, owner=partial.owner)
 
     def commit(self, payloads: Sequence[object]) -> None:
         """Write the table of the session, and add the session to the session table."""

@@ -7,12 +7,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
-from ckptcore.commit.conditions import Conditions
 from ckptcore.commit.delete import base_locks, pin_name
 from ckptcore.commit.leases import SYSTEM_CLOCK
 from ckptcore.commit.location import Location, LocationLike, Place, absolute_location
-from ckptcore.commit.references import Base, References, stored_tree
-from ckptcore.commit.root import Composite, Root
+from ckptcore.commit.references import stored_tree
+from ckptcore.commit.root import Base, Composite, References, Root
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -113,7 +112,7 @@ class _UpdateCommit(PlainCommit):
         self._pins = ExitStack()
 
     def _take_claim(self) -> None:
-        self._pins.enter_context(_pinned_bases(self._planned.bases, self._conditions))
+        self._pins.enter_context(_pinned_bases(self._planned.bases))
         super()._take_claim()
 
     def _completed(self, root: Root | Composite) -> Root | Composite:
@@ -147,19 +146,18 @@ class _UpdateCommit(PlainCommit):
 
 
 @contextmanager
-def _pinned_bases(bases: Sequence[Location], conditions: Conditions) -> Iterator[None]:
+def _pinned_bases(bases: Sequence[Location]) -> Iterator[None]:
     """Pin the bases of an update, so that they cannot be deleted. Skips bases in directories without write access.
 
     Args:
         bases: the locations. Check inside the block that each base exists.
-        conditions: of the Context.
 
     Raises:
         CheckpointNotFoundError, SaveLostError: if a base is being deleted or replaced.
     """
     with ExitStack() as pins:
         for base in bases:
-            locks = base_locks(base, conditions)
+            locks = base_locks(base)
             try:
                 for name in (base.name, pin_name(base)):
                     pins.enter_context(locks.pin(name))
@@ -281,7 +279,7 @@ def _plan_references(
     references = References(tuple(bases), leaves, numbers, stored_leaves)
     places = tuple([base_location(location, base, context) for base in bases])
     for at in places:
-        if at.lies_in(location):
+        if at.is_within(location):
             raise InvalidLocationError(
                 f"arrays of {opened.location.display} are stored in {at.display}, which the update to "
                 f"{location.display} would replace: save the update to another location. Nothing was written"

@@ -165,7 +165,7 @@ class StagedExecutor(ABC):
                 for leaf in leaves
             ]
             if any(read.boxes for read in reads):
-                stages[worker] = ReadBoxes(opened.location.to_open, save_id, tuple(reads), options, recipes)
+                stages[worker] = ReadBoxes(opened.location.address, save_id, tuple(reads), options, recipes)
         result = self.run_reads(stages, leaves)
         failed: list[Exception] = []
         for worker, report in result.reports.items():
@@ -219,7 +219,7 @@ class _HeldSave:
             for worker, held in self._held.items():
                 if any(part.worker_plans[worker].items for part in parts.values()):
                     worker_parts = [self._worker_part(worker, part) for part in parts.values()]
-                    stage = WriteParts(location.to_open, claimed, tuple(worker_parts), options)
+                    stage = WriteParts(location.address, claimed, tuple(worker_parts), options)
                     writes.begun.append((worker, tuple(parts), self._executor.run_write(worker, stage, held)))
         except BaseException:
             with suppress(Exception):  # wait for running workers before the caller removes the written objects

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from ckptcore.commit.location import Location, LocationAddress, open_address
-from ckptcore.commit.root import Claimed
+from ckptcore.commit.root import Claim
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import read_mark
+from ckptcore.commit.target import read_version
 from ckptcore.context import Context, IOOptions
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, RankFailedError
 from ckptcore.io.memory import allocate
@@ -72,10 +72,9 @@ class WorkerOptions:
         """A Context of this process with these options. Cached, so that its threads are reused."""
         return _cached_context(pickle.dumps(self))
 
-    def open(self, address: LocationAddress, *, durable: bool = False) -> Location:
+    def open(self, address: LocationAddress, *, to_write: bool = False) -> Location:
         """Open a location."""
-        context = self.context
-        return open_address(address, runtime_of(context).registry, durable=durable, config=context.storage)
+        return open_address(address, runtime_of(self.context).storages, to_write=to_write)
 
 
 @functools.lru_cache(maxsize=4)
@@ -130,7 +129,7 @@ class WriteParts:
     """
 
     address: LocationAddress
-    claimed: Claimed
+    claimed: Claim
     parts: tuple[WorkerPart, ...]
     options: WorkerOptions
 
@@ -151,9 +150,9 @@ class WriteParts:
 
     def _write(self, arrays: Sequence[Sequence[HostArray]]) -> Sequence[Receipt]:
         runtime = runtime_of(self.options.context)
-        location = self.options.open(self.address, durable=self.options.durability == "full")
+        location = self.options.open(self.address, to_write=True)
         expect_claim(self.claimed, location)
-        store = location.commits.store_of(location, self.claimed.save_id, runtime.conditions)
+        store = location.commits.store_of(location, self.claimed.save_id)
         receipts = []
         for part in self.parts:
             inside = subdirectory(store, part.directory)
@@ -214,7 +213,7 @@ class DerivationRecipe:
         first, *further = found.sources
         for other in further:
             assert other.derived is None or other.derived.is_builtin  # only the first source can be derived
-        addresses = tuple([other.location.to_open for other in further])
+        addresses = tuple([other.location.address for other in further])
         return (*cls.all_of(first), cls(found.tree, found.derivations, found.values, found.most_bytes, addresses))
 
 
@@ -275,7 +274,7 @@ class ReadBoxes:
 
     def _open(self, address: LocationAddress) -> Checkpoint:
         location = self.options.open(address)
-        return open_tree(location, read_mark(location), self.options.context)
+        return open_tree(location, read_version(location), self.options.context)
 
 
 def _success_report(result: object) -> bytes:

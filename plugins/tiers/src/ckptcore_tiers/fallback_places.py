@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from ckptcore.commit.location import IndirectPlace, Location, Within, resolve_location
+from ckptcore.commit.location import IndirectPlace, Location, Storages, Within, resolve_location
 from ckptcore.commit.root import ROOT_KEY, Root
 from ckptcore.commit.root_json import decode_root
 from ckptcore.errors import ObjectNotFoundError
 from ckptcore.model.objects import ObjectRecord
-from ckptcore.model.tree import JSON
-from ckptcore.plugins import Plugins
 from ckptcore.protocols import (
     ObjectWriter,
     PutCondition,
@@ -48,11 +46,9 @@ class FallbackPlace(IndirectPlace):
         """See `IndirectPlace`."""
         return self.near
 
-    def resolve(self, plugins: Plugins, *, durable: bool, config: Mapping[str, Mapping[str, JSON]]) -> Location:
+    def resolve(self, storages: Storages, *, to_write: bool) -> Location:
         """See `IndirectPlace`."""
-        near, far = (
-            resolve_location(place, plugins, durable=durable, config=config) for place in (self.near, self.far)
-        )
+        near, far = (resolve_location(place, storages, to_write=to_write) for place in (self.near, self.far))
         return replace(near, parent=FallbackStorage(near.parent, near.name, far.parent, far.name), of_host=True)
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ckptcore.commit.root import HOST_COPIES
+from ckptcore.commit.root_json import encode_root
 from ckptcore.job.agreement import Agreement
 from ckptcore.job.visibility import expect_claim
 from ckptcore.model.arrays import ArraySpec, Box, HostArray, Shard
@@ -32,7 +33,7 @@ from ckptcore.protocols import HostMemory, SaveCommit, StorageBackend
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import SavePart
 from ckptcore.saving.requests import NOTHING_COMMITTED, Save, SaveDraft, fail_everywhere
-from ckptcore.saving.roots import build_root, encode
+from ckptcore.saving.roots import build_root
 from ckptcore.saving.tree_descriptions import TreeDescription
 from ckptcore.saving.writing import PlainCommit, PlainSave
 from ckptcore_tiers.hosts import Hosts, shards_key
@@ -290,7 +291,7 @@ class _HostCommit(PlainCommit):
             save.take_receipts(payloads)
         before = set(store.list())
         with save.recording.phase("commit"):
-            root, tables = encode(build_root(save.info, save.parts, store, save.context, save.recording))
+            root, tables = encode_root(build_root(save.info, save.parts, store, save.context, save.recording))
         return {
             "root": _to_base64(root),
             "parts": {key: _to_base64(data) for key, data in tables.items()},

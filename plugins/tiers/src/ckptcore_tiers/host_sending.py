@@ -22,9 +22,9 @@ from ckptcore_tools.copies.manifests import Manifest, StoredRoot
 from ckptcore_tools.copies.transfers import Transfer
 
 from ckptcore.commit.location import Location, Within, resolve_location
-from ckptcore.commit.root import HOST_COPIES, ROOT_KEY, Claimed, PartialSave, Root
+from ckptcore.commit.root import HOST_COPIES, ROOT_KEY, Claim, PartialSave, Root
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import ADMINISTRATION, Mark, parse_root, read_root, root_bytes
+from ckptcore.commit.target import ADMINISTRATION, LocationVersion, parse_root, read_root, root_bytes
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -77,7 +77,7 @@ def _read_host_part(location: Location) -> _HostPart:
     store = location.store
     data = root_bytes(store)
     root = None if data is None else parse_root(store, data)
-    if data is None or root is None or isinstance(root, Claimed | PartialSave):
+    if data is None or root is None or isinstance(root, Claim | PartialSave):
         raise CheckpointNotFoundError(f"{location.display}: no committed step; it was deleted")
     known: dict[str, ObjectRecord] = dict(root.objects) if isinstance(root, Root) else {}
     late: set[str] = set()
@@ -101,7 +101,9 @@ def _read_host_part(location: Location) -> _HostPart:
         records.append(ObjectRecord(key, size, record.checksums) if key in known else record)
     stored = StoredRoot("", data, {key: store.get(key) for key in root.parts})
     return _HostPart(
-        Manifest.of(location, Mark(data), stored, (), [record for record in records if record.key not in late]),
+        Manifest.of(
+            location, LocationVersion(data), stored, (), [record for record in records if record.key not in late]
+        ),
         tuple([record for record in records if record.key in late]),
         {key: record.size for key, record in known.items()},
     )
@@ -159,19 +161,12 @@ class LeaderSender:
     ) -> int:
         """See `StepSender`. Progress and result count only the bytes of this host."""
         context = self._context
-        durable = context.durability == "full"
-        near = resolve_location(
-            self._near.place(step), runtime_of(context).registry, durable=False, config=context.storage
-        )
+        near = resolve_location(self._near.place(step), runtime_of(context).storages)
         part = _read_host_part(near)
         copy_id, total = part.manifest.copy_id, part.manifest.nbytes
-        to = resolve_location(
-            Within(self._far.directory, name), runtime_of(context).registry, durable=durable, config=context.storage
-        )
-        claimed = Claimed(copy_id, save_created())
-        claim = to.commits.begin(
-            to, claimed, "non-atomic" if replaces else False, runtime_of(context).conditions, resume=True
-        )
+        to = resolve_location(Within(self._far.directory, name), runtime_of(context).storages, to_write=True)
+        claimed = Claim(copy_id, save_created())
+        claim = to.commits.begin(to, claimed, "non-atomic" if replaces else False, resume=True)
         done = 0
 
         def count(nbytes: int) -> None:
@@ -301,19 +296,14 @@ class HostSender:
         if not self._near.is_committed(step) or _mark_key(str(copy_id), self._rank) in self._store.list(_UPLOADS):
             return False
         context = self._context
-        near = resolve_location(
-            self._near.place(step), runtime_of(context).registry, durable=False, config=context.storage
-        )
+        near = resolve_location(self._near.place(step), runtime_of(context).storages)
         part = _read_host_part(near)
         if part.manifest.copy_id != copy_id:
             return False  # another save of the step
-        durable = context.durability == "full"
-        to = resolve_location(
-            Within(self._far.directory, name), runtime_of(context).registry, durable=durable, config=context.storage
-        )
-        store = to.commits.store_of(to, part.manifest.copy_id, runtime_of(context).conditions)
+        to = resolve_location(Within(self._far.directory, name), runtime_of(context).storages, to_write=True)
+        store = to.commits.store_of(to, part.manifest.copy_id)
         claimed = read_root(store)
-        if not isinstance(claimed, Claimed) or claimed.save_id != copy_id:
+        if not isinstance(claimed, Claim) or claimed.save_id != copy_id:
             return False
         try:
             _send_host_part(part, store, context, _ignore_progress, self._stopped.is_set)

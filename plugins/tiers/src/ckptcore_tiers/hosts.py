@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ckptcore.commit.location import Location, Place, Within, resolve_location
-from ckptcore.commit.root import Claimed, PartialSave, Root, new_save_id
+from ckptcore.commit.root import Claim, PartialSave, Root, new_save_id
 from ckptcore.commit.root_json import summarize_root
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.commit.target import ADMINISTRATION, read_root, root_bytes
@@ -186,12 +186,9 @@ class HostSteps:
             step, name = int(text), str(found[0])  # type: ignore[index]  # a list, from `list_local`
             if step < newest and step not in self._steps.candidates() and not self._steps.is_hidden(step):
                 logger.info("removing step %d from %s: other hosts lack it", step, self._steps.display)
-                durable = self._context.durability == "full"
                 place = Within(self._steps.directory, name)
-                location = resolve_location(
-                    place, runtime_of(self._context).registry, durable=durable, config=self._context.storage
-                )
-                location.commits.remove(location, new_save_id(), runtime_of(self._context).conditions)
+                location = resolve_location(place, runtime_of(self._context).storages, to_write=True)
+                location.commits.remove(location, new_save_id())
 
 
 def has_its_sizes_on_host(place: Place, context: Context) -> bool:
@@ -200,7 +197,7 @@ def has_its_sizes_on_host(place: Place, context: Context) -> bool:
     Raises:
         CorruptCheckpointError: if a root cannot be read.
     """
-    location = resolve_location(place, runtime_of(context).registry, durable=False, config=context.storage)
+    location = resolve_location(place, runtime_of(context).storages)
     return all(record.size == size for record, size in _objects_on_host(location).values())
 
 
@@ -213,7 +210,7 @@ def _objects_on_host(location: Location) -> Mapping[str, tuple[ObjectRecord, int
     """
     store = location.store
     root = read_root(store)
-    if root is None or isinstance(root, Claimed | PartialSave):
+    if root is None or isinstance(root, Claim | PartialSave):
         raise CheckpointNotFoundError(f"{location.display}: no committed step; it was deleted")
     known: dict[str, ObjectRecord] = dict(root.objects) if isinstance(root, Root) else {}
     for entry in store.list_names() if not isinstance(root, Root) else ():

@@ -213,9 +213,9 @@ class TieredRun:
             if not self._leads:
                 return True  # the leader checks this for all processes
             others = [other for other in self._owned if other is not owned]
-            return any(other.deleter.has_another(step, other.steps.broken) for other in others)
+            return any(other.deleter.has_another(step) for other in others)
 
-        return owned.begin_deletion(step, self._saves.under_way, elsewhere=is_another_elsewhere)
+        return owned.deleter.begin(step, under_way=self._saves.under_way, elsewhere=is_another_elsewhere)
 
     def _remove(self, step: int, begun: Sequence[BegunDeletion]) -> None:
         """On the leader, remove a step. The near copy is removed first: the next run would upload a remaining one."""

@@ -19,10 +19,9 @@ from ckptcore.model.transfer import WritePlan
 from ckptcore.protocols import FurtherSaves, Layout, SaveCommit, SaveStrategy
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import PartDescription, SavePart, SharedItems
-from ckptcore.saving.requests import NOTHING_COMMITTED, Save, SaveDraft, fail_before_claim
+from ckptcore.saving.requests import NOTHING_COMMITTED, Save, SaveDraft, as_integer, fail_before_claim
 from ckptcore.saving.tree_descriptions import TreeDescription
 from ckptcore.saving.writing import PlainSave
-from ckptcore.step_names import whole_number
 from ckptcore_tools.subtrees import Subtree, SubtreePath, find_subtree, path_keys
 
 __all__ = ["Export", "StepExport", "StepExports", "WithExports"]
@@ -185,7 +184,7 @@ class StepExport:
     every: int = 1
 
     def __post_init__(self) -> None:
-        if whole_number("every", self.every) < 1:
+        if as_integer("every", self.every) < 1:
             raise ValueError(f"StepExport(every={self.every!r}): expected at least 1")
 
     def wants(self, step: int) -> bool:
@@ -288,7 +287,7 @@ class _PlannedExport:
             worker_plans=tuple([found for found, _ in at_workers]),
             shared=SharedItems(part, numbers, tuple([items for _, items in at_workers])),
         )
-        role: Role = "export" if self.location.lies_in(save.target.location) else "checkpoint"
+        role: Role = "export" if self.location.is_within(save.target.location) else "checkpoint"
         return replace(
             save,
             target=replace(save.target, location=self.location),
@@ -346,9 +345,7 @@ def _plan_export(
     subtree = find_subtree(description.tree, keys)
     layout = runtime_of(context).registry.layout(export.layout)
     layout.check(subtree.tree, size + len(description.held.at_workers))
-    location = resolve_location(
-        export.location, runtime_of(context).registry, durable=context.durability == "full", config=context.storage
-    )
+    location = resolve_location(export.location, runtime_of(context).storages, to_write=True)
     return _PlannedExport(location, layout, part, subtree)
 
 
@@ -364,7 +361,7 @@ def _refuse_overlaps(locations: Sequence[Location]) -> None:
                     f"{location.display} is the location of two checkpoints of one save. Give each its own location. "
                     "Nothing was written"
                 )
-            if other.lies_in(location):
+            if other.is_within(location):
                 raise InvalidLocationError(
                     f"{location.display}: the directory of this export contains {other.display}, which is written "
                     "first. Give it another location, or one inside. Nothing was written"
@@ -376,7 +373,7 @@ def _refuse_member_directories(
 ) -> None:
     """Refuse exports to the directory of a checkpointable of the save."""
     for export in exports:
-        if not export.location.lies_in(location):
+        if not export.location.is_within(location):
             continue
         directory = export.location.identity[len(location.identity) + 1 :].partition("/")[0]
         for name, member in members.items():

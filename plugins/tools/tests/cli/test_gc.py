@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 import ckptcore
 from ckptcore.commit.leases import Holder
 from ckptcore.commit.location import open_directory
-from ckptcore.commit.root import Claimed
+from ckptcore.commit.root import Claim
 from ckptcore.commit.root_json import encode_claim
 from ckptcore.runtime import runtime_of
 from plugins.tools.tests.cli.conftest import Run, RunJson, flip
@@ -121,7 +121,7 @@ def test_what_is_not_ours_or_broken_is_left_alone(run_json: RunJson, directory: 
     (directory / "6").mkdir()
     (directory / "6" / "0.log").write_text("no checkpoint")
     (directory / "7").mkdir()
-    (directory / "7" / "checkpoint.json").write_bytes(encode_claim(Claimed("0" * 16, "2026-01-01T00:00:00+00:00")))
+    (directory / "7" / "checkpoint.json").write_bytes(encode_claim(Claim("0" * 16, "2026-01-01T00:00:00+00:00")))
     _, document = run_json(GcDocument, "gc", directory, "--policy", "latest_n=1", "--yes")
     assert {one["step"]: one["reasons"] for one in document["steps"]} == {
         1: ["damaged"],
@@ -139,8 +139,8 @@ def test_what_is_not_ours_or_broken_is_left_alone(run_json: RunJson, directory: 
 def test_storage_without_directories(run_json: RunJson) -> None:
     directory = f"memory://{uuid.uuid4()}/run"
     save_run(directory, LOSSES)
-    store = open_directory(directory, runtime_of(ckptcore.Context()).registry, durable=False, config={})
-    store.put("5/checkpoint.json", encode_claim(Claimed("0" * 16, "2026-01-01T00:00:00+00:00")))
+    store = open_directory(directory, runtime_of(ckptcore.Context()).storages)
+    store.put("5/checkpoint.json", encode_claim(Claim("0" * 16, "2026-01-01T00:00:00+00:00")))
     _, document = run_json(GcDocument, "gc", directory, *POLICY, "--dry-run")
     assert (sorted(actions(document)), document["leftovers"]) == ([1, 2, 3, 4], ["5"])
     _, document = run_json(GcDocument, "gc", directory, *POLICY, "--yes")
@@ -151,7 +151,7 @@ def test_storage_without_directories(run_json: RunJson) -> None:
 def test_taking_over_from_the_dead(run_json: RunJson) -> None:
     directory = f"memory://{uuid.uuid4()}/run"
     save_run(directory, LOSSES)
-    store = open_directory(directory, runtime_of(ckptcore.Context()).registry, durable=False, config={})
+    store = open_directory(directory, runtime_of(ckptcore.Context()).storages)
     dead = Holder("0" * 16, "elsewhere", 7, "2026-01-01T00:00:00+00:00", lease_seconds=0.1)
     store.put(".ckptcore/owner.json", dead.encode())
     assert run_json(ErrorDocument, "gc", directory, *POLICY, "--yes")[0] == 8

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import ckptcore
-from ckptcore.commit.root import Claimed
+from ckptcore.commit.root import Claim
 from ckptcore.commit.root_json import encode_claim
 from plugins.tools.tests.cli.conftest import Run, RunJson, flip
 from plugins.tools.tests.cli.expected_documents import ErrorDocument, InspectDocument
@@ -131,7 +131,7 @@ def test_nothing_there(run: Run, run_json: RunJson, tmp_path: Path) -> None:
 
 def test_an_unfinished_save(run_json: RunJson, tmp_path: Path) -> None:
     (tmp_path / "claimed").mkdir()
-    (tmp_path / "claimed" / "checkpoint.json").write_bytes(encode_claim(Claimed("0" * 16, "2026-01-01T00:00:00+00:00")))
+    (tmp_path / "claimed" / "checkpoint.json").write_bytes(encode_claim(Claim("0" * 16, "2026-01-01T00:00:00+00:00")))
     code, document = run_json(ErrorDocument, "inspect", tmp_path / "claimed")
     assert code == 3
     assert document["error"] == "UncommittedCheckpointError"

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import ckptcore
-from ckptcore.commit.root import Claimed
+from ckptcore.commit.root import Claim
 from ckptcore.commit.root_json import encode_claim
 from plugins.tools.tests.cli.conftest import Run, RunJson, flip
 from plugins.tools.tests.cli.expected_documents import ErrorDocument, ListDocument
@@ -22,7 +22,7 @@ def directory(tmp_path: Path) -> Path:
     ckptcore.save(tmp_path / "step_2", {"w": np.ones(1000, np.float32)})
     flip(tmp_path / "step_2" / "checkpoint.json", 50)
     (tmp_path / "step_3").mkdir()
-    (tmp_path / "step_3" / "checkpoint.json").write_bytes(encode_claim(Claimed("0" * 16, "2026-01-01T00:00:00+00:00")))
+    (tmp_path / "step_3" / "checkpoint.json").write_bytes(encode_claim(Claim("0" * 16, "2026-01-01T00:00:00+00:00")))
     (tmp_path / ".step_4.0123456789abcdef.ckptcore").mkdir()
     (tmp_path / "hugging_face").mkdir()
     save_file({"w": np.ones(2)}, tmp_path / "hugging_face" / "model.safetensors")

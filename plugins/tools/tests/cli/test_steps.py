@@ -15,7 +15,7 @@ from ckptcore_tools.formatting import format_age
 from safetensors.numpy import save_file
 
 import ckptcore
-from ckptcore.commit.root import Claimed
+from ckptcore.commit.root import Claim
 from ckptcore.commit.root_json import encode_claim
 from ckptcore.commit.target import root_bytes
 from ckptcore.protocols import StorageBackend
@@ -31,7 +31,7 @@ def directory(tmp_path: Path) -> Path:
     save_run(directory, {9: 0.5, 10: float("nan"), 11: 0.25})
     flip(directory / "10" / "checkpoint.json", 60)
     (directory / "12").mkdir()
-    (directory / "12" / "checkpoint.json").write_bytes(encode_claim(Claimed("0" * 16, "2026-01-01T00:00:00+00:00")))
+    (directory / "12" / "checkpoint.json").write_bytes(encode_claim(Claim("0" * 16, "2026-01-01T00:00:00+00:00")))
     (directory / "checkpoint-13").mkdir()
     save_file({"w": np.ones(2)}, directory / "checkpoint-13" / "model.safetensors")
     (directory / "14").mkdir()
@@ -96,7 +96,7 @@ def test_roots_of_others_are_not_read(run_json: RunJson, tmp_path: Path, monkeyp
         read.append(store)
         return root_bytes(store)
 
-    monkeypatch.setattr(steps_command, "root_mark", counted)
+    monkeypatch.setattr(steps_command, "root_version", counted)
     run_json(StepsDocument, "steps", tmp_path / "run", "--last", 3)
     assert len(read) == 3
 

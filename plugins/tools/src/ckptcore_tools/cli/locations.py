@@ -32,11 +32,11 @@ def names_in(directory: str, context: Context) -> Sequence[str]:
     Raises:
         CheckpointNotFoundError: if the directory does not exist.
     """
-    names = open_directory(directory, runtime_of(context).registry, durable=False, config=context.storage).list_names()
+    names = open_directory(directory, runtime_of(context).storages).list_names()
     if names:
         return names
     try:
-        location = resolve_location(directory, runtime_of(context).registry, durable=False, config=context.storage)
+        location = resolve_location(directory, runtime_of(context).storages)
     except InvalidLocationError:
         return names  # the root of a storage, which always exists
     if f"{location.name}/" not in location.parent.list_names():

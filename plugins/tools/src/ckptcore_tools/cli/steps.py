@@ -16,7 +16,7 @@ from ckptcore.commit.location import commit_method, resolve_location
 from ckptcore.commit.root import ROOT_KEY, Composite, Root, Summary
 from ckptcore.commit.root_json import summarize_root
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import Mark, parse_root, root_bytes, root_mark
+from ckptcore.commit.target import LocationVersion, parse_root, root_bytes, root_version
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -143,28 +143,28 @@ def _read_step(steps: StepDirectory, context: Context, step: int) -> StepStatus:
     """Read a step. Read it again if it was committed, replaced or deleted in the meantime."""
     store = subdirectory(steps.store, steps.name(step))
     for _ in range(ATTEMPTS):
-        mark = root_mark(store)
-        status = _read_step_once(steps, context, step, mark)
-        if status.state == "committed" or root_mark(store) == mark:
+        version = root_version(store)
+        status = _read_step_once(steps, context, step, version)
+        if status.state == "committed" or root_version(store) == version:
             break
     return status
 
 
-def _read_step_once(steps: StepDirectory, context: Context, step: int, mark: bytes | str | None) -> StepStatus:
+def _read_step_once(steps: StepDirectory, context: Context, step: int, version: bytes | str | None) -> StepStatus:
     name = steps.name(step)
     store = subdirectory(steps.store, name)
-    if isinstance(mark, str):
-        return StepStatus(step, name, "unreadable", error=mark)
+    if isinstance(version, str):
+        return StepStatus(step, name, "unreadable", error=version)
     try:
-        if mark is None:
+        if version is None:
             return _read_foreign_step(steps, context, step)
-        summary = summarize_root(mark)
+        summary = summarize_root(version)
         if not summary.committed:
             return StepStatus(step, name, "uncommitted", summary.created)
         if summary.members:
-            nbytes = _composite_bytes(steps, step, mark, summary, context)
+            nbytes = _composite_bytes(steps, step, version, summary, context)
         else:
-            nbytes = _object_bytes(store, mark, summary)
+            nbytes = _object_bytes(store, version, summary)
         return StepStatus(step, name, "committed", summary.created, nbytes, summary.metrics)
     except CheckpointNotFoundError:
         return StepStatus(step, name, "other")
@@ -197,10 +197,12 @@ def _composite_bytes(steps: StepDirectory, step: int, data: bytes, summary: Summ
     Raises:
         CorruptCheckpointError: if a root cannot be read. Names its directory.
     """
-    location = resolve_location(steps.place(step), runtime_of(context).registry, durable=False, config=context.storage)
-    composite = Composite(summary.save_id, summary.created, {}, summary.members or {})
+    location = resolve_location(steps.place(step), runtime_of(context).storages)
+    composite = Composite(save_id=summary.save_id, created=summary.created, writer={}, members=summary.members or {})
     total = 0
-    for directories in present_members(CompositeCheckpoint.of_root(location, Mark(data), composite)).values():
+    for directories in present_members(
+        CompositeCheckpoint.of_root(location, LocationVersion(data), composite)
+    ).values():
         for directory in directories:
             store = subdirectory(location.store, directory)
             root = root_bytes(store)

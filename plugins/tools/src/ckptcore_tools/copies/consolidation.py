@@ -151,9 +151,8 @@ def _consolidate(
     """Describe, agree, read and write. Return the bytes of arrays that this process wrote."""
     sizes = StreamSizes.of(context)
     with recording.phase("describe"), agreement.stage("describe", meaning=NOTHING_COMMITTED) as stage:
-        durable = context.durability == "full"
-        location = resolve_location(destination, runtime_of(context).registry, durable=durable, config=context.storage)
-        read_from = resolve_location(source, runtime_of(context).registry, durable=False, config=context.storage)
+        location = resolve_location(destination, runtime_of(context).storages, to_write=True)
+        read_from = resolve_location(source, runtime_of(context).storages)
         refuse_destination(read_from, location)
         found = _open(source, path, context)
         refuse_further(found.opened, location)
@@ -307,7 +306,7 @@ class _ConsolidatedFiles:
             state = part.layout.write(self._snapshot, store)
         for name, path in self._files.items():
             store.write(name, _file_segments(path))
-        if not opened.mark.is_part_of(opened.location):
+        if not opened.version.still_exists(opened.location):
             raise _replaced(opened)
         return state
 
@@ -323,7 +322,7 @@ def _detecting_replacement(opened: Checkpoint) -> Iterator[None]:
         with naming_arrays(opened):
             yield
     except CheckpointError as error:
-        if opened.mark.is_at(opened.location):
+        if opened.version.is_current(opened.location):
             raise
         raise _replaced(opened) from error
 

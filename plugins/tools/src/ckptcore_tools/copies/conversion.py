@@ -98,11 +98,8 @@ def convert_checkpoint(
         CheckpointError: see `ckptcore.copy`.
     """
     chosen = runtime_of(context).registry.layout(layout)
-    durable = context.durability == "full"
-    to = resolve_location(destination, runtime_of(context).registry, durable=durable, config=context.storage)
-    refuse_destination(
-        resolve_location(source, runtime_of(context).registry, durable=False, config=context.storage), to
-    )
+    to = resolve_location(destination, runtime_of(context).storages, to_write=True)
+    refuse_destination(resolve_location(source, runtime_of(context).storages), to)
     refuse_to_replace(to, overwrite, foreign_checkpoints(context))
     conversion = _Conversion(
         to, chosen, overwrite, progress, context, transforms, copy_id, before_commit, expected_root
@@ -141,7 +138,7 @@ class _Conversion:
 
     def convert(self, source: Place, found: Checkpoint | CompositeCheckpoint) -> None:
         """Convert one tree, or several checkpointables."""
-        if self._expected_root is not None and found.mark.root != self._expected_root:
+        if self._expected_root is not None and found.version.root != self._expected_root:
             self._remove_previous_attempt()
             raise SourceReplacedError
         if isinstance(found, Checkpoint):
@@ -270,7 +267,7 @@ class _Conversion:
             return
         root = read_root(self._destination.store)
         if root is not None and root.save_id == written:
-            self._destination.commits.remove(self._destination, new_save_id(), runtime_of(self._context).conditions)
+            self._destination.commits.remove(self._destination, new_save_id())
 
 
 def _refuse_own_names(opened: Checkpoint) -> None:

@@ -13,7 +13,7 @@ from typing import Final, Literal, TypeAlias
 import xxhash
 
 from ckptcore.commit.location import Location, Place, resolve_location
-from ckptcore.commit.root import ROOT_KEY, Claimed, Root
+from ckptcore.commit.root import ROOT_KEY, Claim, Root
 from ckptcore.commit.root_json import (
     bases_of_root,
     decode_root,
@@ -23,7 +23,7 @@ from ckptcore.commit.root_json import (
     read_head,
     summarize_root,
 )
-from ckptcore.commit.target import Overwrite, is_claimed_by, read_root, root_bytes, root_mark
+from ckptcore.commit.target import Overwrite, is_claimed_by, read_root, root_bytes, root_version
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -107,11 +107,8 @@ def copy_checkpoint(
     """
     if verify not in _VERIFICATIONS:
         raise ValueError(f"verify={verify!r}: expected one of {', '.join(map(repr, _VERIFICATIONS))}")
-    durable = context.durability == "full"
-    to = resolve_location(destination, runtime_of(context).registry, durable=durable, config=context.storage)
-    refuse_destination(
-        resolve_location(source, runtime_of(context).registry, durable=False, config=context.storage), to
-    )
+    to = resolve_location(destination, runtime_of(context).storages, to_write=True)
+    refuse_destination(resolve_location(source, runtime_of(context).storages), to)
     for _ in range(ATTEMPTS):
         manifest = read_manifest(source, context, without=to)
         if copy_referring is not None and manifest.root is not None and bases_of_root(manifest.root.data):
@@ -201,7 +198,7 @@ class _CopyAttempt:
     def is_there(self) -> bool:
         """Return True if the destination is this save already."""
         root = self._manifest.root
-        return root is not None and root_mark(self._destination.store) == root.data
+        return root is not None and root_version(self._destination.store) == root.data
 
     def is_known_to_be_there(self) -> bool:
         """Return `is_there`, or False if the destination cannot be read."""
@@ -236,9 +233,8 @@ class _CopyAttempt:
         """
         claim = self._destination.commits.begin(
             self._destination,
-            Claimed(self._manifest.copy_id, save_created()),
+            Claim(self._manifest.copy_id, save_created()),
             overwrite,
-            runtime_of(self._context).conditions,
             foreign_checkpoints(self._context),
             resume=True,
         )
@@ -285,7 +281,7 @@ class _CopyAttempt:
             )
 
     def _is_unchanged(self) -> bool:
-        return self._manifest.mark.is_part_of(self._manifest.location)
+        return self._manifest.version.still_exists(self._manifest.location)
 
     def _send(self, store: StorageBackend) -> None:
         """Write everything but the root, and read it back if requested."""
@@ -395,7 +391,7 @@ def copy_whole(
             if progress is not None:
                 progress(done, total)
 
-        location = resolve_location(destination, runtime_of(context).registry, durable=False, config=context.storage)
+        location = resolve_location(destination, runtime_of(context).storages)
         kept = not overwrite and _committed_save_id(location.store) == _copy_id(summarize_root(root.data).save_id)
         if not kept:
             found = decode_root(root.data, lambda key, size: root.parts[key])
@@ -443,7 +439,7 @@ def _copy_id(source: str) -> str:
 
 
 def _report(destination: Place, context: Context, *, kept: bool, verify: CopyVerification) -> CopyReport:
-    location = resolve_location(destination, runtime_of(context).registry, durable=False, config=context.storage)
+    location = resolve_location(destination, runtime_of(context).storages)
     root = read_root(location.store)
     if not isinstance(root, Root):
         raise SaveLostError(f"{location.display} was replaced or deleted right after the copy. Copy again")

@@ -23,12 +23,12 @@ def refuse_destination(source: Location, destination: Location) -> None:
         raise InvalidLocationError(
             f"{source.display} is both source and destination. Give another destination. Nothing was written"
         )
-    if source.lies_in(destination):
+    if source.is_within(destination):
         raise InvalidLocationError(
             f"{destination.display} contains the source, {source.display}, which would be deleted. Give another "
             "destination. Nothing was written"
         )
-    if destination.lies_in(source):
+    if destination.is_within(source):
         existing = read_root(destination.store)
         if isinstance(existing, Root) and existing.role == "member":
             raise InvalidLocationError(
@@ -49,7 +49,7 @@ def refuse_further(opened: Checkpoint, destination: Location) -> None:
     refuse_further(first, destination)
     for other in further:
         refuse_further(other, destination)
-        if other.location.lies_in(destination):
+        if other.location.is_within(destination):
             raise InvalidLocationError(
                 f"{destination.display} {'is' if other.location.identity == destination.identity else 'contains'} "
                 f"{other.location.display}, which {first.location.display} reads arrays from. Give another "

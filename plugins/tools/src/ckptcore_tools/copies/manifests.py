@@ -12,7 +12,7 @@ import xxhash
 from ckptcore.commit.location import Location, Place
 from ckptcore.commit.root import ROOT_KEY
 from ckptcore.commit.root_json import decode_root
-from ckptcore.commit.target import Mark, is_hidden_name
+from ckptcore.commit.target import LocationVersion, is_hidden_name
 from ckptcore.context import Context
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, ObjectNotFoundError
 from ckptcore.io.requests import requests_of
@@ -55,7 +55,7 @@ class Manifest:
 
     Attributes:
         location: the location.
-        mark: identifies the save that was opened.
+        version: identifies the save that was opened.
         root: the root. None if other software wrote the checkpoint.
         members: the roots of the checkpointables.
         objects: all other objects except `markers`, the largest first.
@@ -63,7 +63,7 @@ class Manifest:
     """
 
     location: Location
-    mark: Mark
+    version: LocationVersion
     root: StoredRoot | None
     members: tuple[StoredRoot, ...]
     objects: tuple[ObjectRecord, ...]
@@ -73,7 +73,7 @@ class Manifest:
     def of(
         cls,
         location: Location,
-        mark: Mark,
+        version: LocationVersion,
         root: StoredRoot | None,
         members: Sequence[StoredRoot],
         records: Iterable[ObjectRecord],
@@ -83,7 +83,7 @@ class Manifest:
         objects: list[ObjectRecord] = []
         for record in sorted(records, key=lambda record: (-record.size, record.key)):
             (markers if _may_be_marker(record) else objects).append(record)
-        return cls(location, mark, root, tuple(members), tuple(objects), tuple(markers))
+        return cls(location, version, root, tuple(members), tuple(objects), tuple(markers))
 
     @property
     def roots(self) -> tuple[StoredRoot, ...]:
@@ -150,7 +150,7 @@ class _ManifestReader:
         root = _stored_root(opened, "")
         named = self._with_sizes(location.store, opened.objects.values())
         others = self._other_objects(location, opened.objects.keys(), {""})
-        return Manifest.of(location, opened.mark, root, (), [*named, *others])
+        return Manifest.of(location, opened.version, root, (), [*named, *others])
 
     def _read_composite(self, composite: CompositeCheckpoint) -> Manifest:
         """Return the manifest of a checkpoint of several checkpointables, without deleted ones."""
@@ -168,17 +168,17 @@ class _ManifestReader:
         named = self._with_sizes(location.store, records)
         own = {"", *[member.directory for member in members]}
         others = self._other_objects(location, {record.key for record in records}, own, deleted)
-        return Manifest.of(location, composite.mark, root, members, [*named, *others])
+        return Manifest.of(location, composite.version, root, members, [*named, *others])
 
     def _read_foreign(self, found: Checkpoint | CompositeCheckpoint) -> Manifest:
         """Return the manifest of a checkpoint of other software: every file of the directory."""
         location = found.location
-        if found.mark.is_object:
+        if found.version.is_object:
             raise InvalidLocationError(
                 f"{location.display} is a file, and only directories can be copied. Give the directory that contains "
                 "it, or copy the file with another program"
             )
-        return Manifest.of(location, found.mark, None, (), self._other_objects(location, (), ()))
+        return Manifest.of(location, found.version, None, (), self._other_objects(location, (), ()))
 
     def _other_objects(
         self, location: Location, named: Collection[str], own: Collection[str], deleted: Collection[str] = ()
@@ -192,7 +192,7 @@ class _ManifestReader:
             deleted: directories of deleted checkpointables.
         """
         excluded = [f"{directory}/" for directory in deleted]
-        if self._without is not None and self._without.lies_in(location):
+        if self._without is not None and self._without.is_within(location):
             excluded.append(f"{self._without.identity[len(location.identity) + 1 :]}/")
         keys = []
         for key in location.store.list():
@@ -253,7 +253,7 @@ def _stored_root(found: Checkpoint | CompositeCheckpoint, directory: str) -> Sto
         found: the checkpoint.
         directory: its directory within the checkpoint that is copied.
     """
-    store, data = found.location.store, found.mark.root
+    store, data = found.location.store, found.version.root
     assert isinstance(data, bytes)  # ckptcore wrote this checkpoint, so it has a root
     parts: dict[str, bytes] = {}
 

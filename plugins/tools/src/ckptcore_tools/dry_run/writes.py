@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias
 
 from ckptcore.builtin.files import FilesLayout
-from ckptcore.commit.conditions import Conditions
 from ckptcore.commit.location import Location
 from ckptcore.commit.root import Composite, Root, this_writer
-from ckptcore.commit.root_json import encode_composite, encode_root
+from ckptcore.commit.root_json import encode_root
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.commit.target import refuse_inside, refuse_to_replace
 from ckptcore.context import Context
@@ -171,19 +170,19 @@ def _host_bytes(source: TreeDescription, item: WriteItem) -> HostBytes:
 def _run_checkpoint(save: Save, snapshots: Sequence[SizeOnlySnapshot], kind: StorageKind, context: Context) -> _Written:
     rank = save.agreement.rank
     storage = CountingDirectories() if kind == "directories" else CountingObjects()
+    # A new location, because the first save of a process tests the storage's conditional puts.
     location = Location(save.target.location.display, storage, _NAME)
     claimed = save.info.claimed
-    conditions = Conditions()  # new, because the first save of a process tests the storage's conditions
     refuse_inside(location)  # the checks of a save before it claims the location
     refuse_to_replace(location, False)
-    claim = location.commits.begin(location, claimed, False, conditions)
+    claim = location.commits.begin(location, claimed, False)
     if save.agreement.size > 1:
         claim.show_claim()
     store = claim.store
     if rank:  # only the leader made the requests above; other ranks look for its claim
         storage.forget()
         sees_claim(claimed, location)
-        store = location.commits.store_of(location, claimed.save_id, conditions)
+        store = location.commits.store_of(location, claimed.save_id)
     receipts = []
     at_most: set[str] = set()
     exact: set[str] = set()
@@ -305,7 +304,7 @@ def run_commit(save: Save, claim: Transaction, receipts: Sequence[Sequence[Recei
             members=info.members or {},
             custom=info.custom,
         )
-        data, tables = encode_composite(composite)
+        data, tables = encode_root(composite)
     claim.commit(data, tables)
 
 

@@ -1,0 +1,428 @@
+"""Storages for commits by conditional puts: a test of such puts, their emulation, and the fenced writes of a save."""
+
+from __future__ import annotations
+
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Final
+
+import xxhash
+
+from ckptcore.commit.root import ROOT_KEY, Claim, PartialSave
+from ckptcore.commit.root_json import decode_root
+from ckptcore.commit.subdirectory import Subdirectory
+from ckptcore.errors import (
+    AtomicityError,
+    ConditionFailedError,
+    CorruptCheckpointError,
+    ObjectNotFoundError,
+    SaveLostError,
+    StorageError,
+    UnsupportedVersionError,
+)
+from ckptcore.io.requests import SIZES
+from ckptcore.protocols import IF_ABSENT, Buffer, IfAbsent, IfTag, ObjectWriter, PutCondition, StorageBackend
+from ckptcore.protocols.storage import CheckedWriter
+
+if TYPE_CHECKING:
+    from ckptcore.commit.location import Location
+    from ckptcore.context import WithoutConditions
+
+__all__ = [
+    "ConditionalPuts",
+    "EmulatedConditionalPuts",
+    "FencedStore",
+    "refuse_storage",
+    "save_lost",
+    "try_conditional_puts",
+]
+
+# --- conditional puts -------------------------------------------------------------------------------------------------
+
+
+class ConditionalPuts:
+    """Support for conditional puts, as far as it is known. One object for each Context. Any thread.
+
+    Attributes:
+        without: what a save does on a storage without conditional puts: see `IOOptions.without_conditions`.
+        supported: by service (scheme and host), True if it was found to support them.
+    """
+
+    def __init__(self, without: WithoutConditions = "refuse") -> None:
+        """Know no service yet."""
+        self.without: Final = without
+        self.supported: dict[str, bool] = {}
+
+
+def try_conditional_puts(location: Location, root: bytes, tag: str) -> str:
+    """Try conditional puts on the storage of a location, once for each service and Context. Return the tag of the root.
+
+    Sends two small requests that must fail: they put the present root again, on conditions that are not met.
+
+    Args:
+        location: the location.
+        root: the bytes of the present root.
+        tag: its tag.
+
+    Raises:
+        AtomicityError: the storage ignores conditions, and the Context does not allow that.
+        SaveLostError: the root was deleted meanwhile, so the put succeeded; the root is removed again.
+    """
+    puts, service = location.conditional_puts, _service(location.absolute)
+    if service not in puts.supported:
+        try:
+            conditions = (IF_ABSENT, IfTag(_other_tag(tag)))
+            puts.supported[service] = all(_is_supported(location, root, condition) for condition in conditions)
+        except AtomicityError as error:
+            raise refuse_storage(location, f"its storage has no conditional puts: {error}") from error
+        if not puts.supported[service] and puts.without == "marker":
+            tag = location.store.get_with_tag(ROOT_KEY)[1]  # one of the puts replaced the root
+    if not puts.supported[service] and puts.without == "refuse":
+        raise refuse_storage(
+            location, "its storage ignores the conditions of puts: a put 'if absent' replaced an object"
+        )
+    return tag
+
+
+def refuse_storage(location: Location, reason: str) -> AtomicityError:
+    """Return the error for a location without conditional puts."""
+    return AtomicityError(
+        f"cannot save to {location.display}: {reason}. Without them, two saves at once, or one that was suspended, "
+        "could destroy a checkpoint. Use a storage with conditional puts (an S3 service that supports If-None-Match "
+        "and If-Match). If only one process at a time saves to a location, you can pass "
+        "Context(io=IOOptions(without_conditions='marker')) instead. Nothing was saved"
+    )
+
+
+def _service(url: str) -> str:
+    """Return the scheme and host (bucket) of a URL, or the text itself if it is no URL."""
+    parts = urllib.parse.urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}" if parts.scheme else url
+
+
+def _is_supported(location: Location, root: bytes, condition: PutCondition) -> bool:
+    if _is_refused(location.store, root, condition):
+        return True
+    if not _is_refused(location.store, root, condition):
+        return False
+    # The second put was refused, so conditions work, and the root was deleted before the first one. Deletions remove
+    # the root last, so nothing else exists.
+    location.store.delete([ROOT_KEY])
+    raise SaveLostError(
+        f"{location.display} was deleted by another process at the same time. Check the location and save again. "
+        "Nothing was changed"
+    )
+
+
+def _is_refused(store: StorageBackend, root: bytes, condition: PutCondition) -> bool:
+    try:
+        store.put(ROOT_KEY, root, condition=condition)
+    except (ConditionFailedError, ObjectNotFoundError):
+        return True
+    return False
+
+
+def _other_tag(tag: str) -> str:
+    """Return another tag of the same form: services refuse malformed tags without reading the object."""
+    for place in range(len(tag) - 1, -1, -1):
+        if tag[place] in "0123456789abcdef":
+            return f"{tag[:place]}{'1' if tag[place] == '0' else '0'}{tag[place + 1 :]}"
+    return f"{tag}0"
+
+
+class EmulatedConditionalPuts(Subdirectory):
+    """A storage that emulates conditional puts if its service refuses or ignores them. See `IOOptions`."""
+
+    def __init__(self, inner: StorageBackend, url: str, puts: ConditionalPuts) -> None:
+        """Emulate conditional puts of a storage; `url` is its address."""
+        super().__init__(inner, "")
+        self._service = _service(url)
+        self._puts = puts
+
+    @property
+    def _are_ignored(self) -> bool:
+        return self._puts.supported.get(self._service) is False
+
+    def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
+        """See `StorageBackend`."""
+        if condition is None or not self._are_ignored:
+            try:
+                return super().put(key, data, condition=condition)
+            except AtomicityError:
+                if condition is None:
+                    raise
+        return self._emulate(key, data, condition)
+
+    def open_new(self, key: str, size: int | None = None) -> ObjectWriter:
+        """See `StorageBackend`."""
+        if self._are_ignored:
+            return CheckedWriter(self, key, self.open_writer(key, size))
+        return super().open_new(key, size)
+
+    def _emulate(self, key: str, data: bytes, condition: PutCondition) -> str:
+        """Check the condition, put, and check that the object is the one that was put.
+
+        This is not atomic: two concurrent calls may both succeed.
+        """
+        found = _find(self, key)
+        met = found is None if isinstance(condition, IfAbsent) else found is not None and found[1] == condition.tag
+        if not met:
+            raise ConditionFailedError(f"cannot put {key!r}: it changed since it was read")
+        super().put(key, data)
+        found = _find(self, key)
+        if found is None or found[0] != data:
+            raise ConditionFailedError(f"{key!r} was replaced by another process right after it was put")
+        return found[1]
+
+
+def _find(store: StorageBackend, key: str) -> tuple[bytes, str] | None:
+    try:
+        return store.get_with_tag(key)
+    except ObjectNotFoundError:
+        return None
+
+
+# --- fenced writes ----------------------------------------------------------------------------------------------------
+
+_CHECK_SECONDS: Final = 20.0
+"""Seconds that a save writes without checking its claim."""
+
+_ATTEMPTS: Final = 5
+"""Attempts to write an object while another object has its key."""
+
+_COMPARE_BYTES: Final = 8 << 20
+
+
+def save_lost(location: Location) -> SaveLostError:
+    """Return the error for a save whose claim another save took over."""
+    return SaveLostError(f"{location.display}: another save took over the location before this one committed")
+
+
+class FencedStore(Subdirectory):
+    """The storage of a save that claimed a location by its root. Writes replace no object of another save.
+
+    Formats fix some object names, so two saves to a location use equal names. A suspended save may write after another
+    save took over the location and committed. So every object is put on the condition that it does not exist. If it
+    exists, the claim is read. Without the claim, the save is lost. With the claim, the object was written by this save
+    and the response was lost, or it is of a failed save and was not listed: then it is replaced. No storage checks the
+    claim and deletes in one step: see ``docs/design/commits-on-object-stores.md``.
+    """
+
+    def __init__(
+        self, location: Location, save_id: str, now: Callable[[], float] = time.monotonic, *, owner: int | None = None
+    ) -> None:
+        """Write to a location that this process, or another process of its job, has just claimed.
+
+        Args:
+            location: the location of the checkpoint.
+            save_id: the save id of the claim.
+            now: returns the time in seconds.
+            owner: for a session of a partial save, its `PartialSave.owner`.
+        """
+        super().__init__(location.parent, location.name)
+        self._location = location
+        self._save_id = save_id
+        self._owner = owner
+        self._now = now
+        self._checked = now()
+        self._written: dict[str, None] = {}
+
+    @property
+    def written(self) -> Collection[str]:
+        """The keys of objects that this process began to write and did not delete, including failed writes."""
+        return list(self._written)
+
+    def expect_claim(self) -> None:
+        """Check that this save still has the claim.
+
+        Raises:
+            SaveLostError
+        """
+        began = self._now()
+        try:
+            root = decode_root(super().get(ROOT_KEY), _read_no_part)
+        except (ObjectNotFoundError, CorruptCheckpointError, UnsupportedVersionError):
+            root = None
+        if isinstance(root, PartialSave):
+            is_ours = root.save_id == self._save_id and root.owner == self._owner and self._owner is not None
+        else:
+            is_ours = isinstance(root, Claim) and root.save_id == self._save_id and self._owner is None
+        if not is_ours:
+            raise save_lost(self._location)
+        self._checked = began
+
+    def check_sometimes(self) -> None:
+        """Check the claim if the last check is old. This limits how many objects a lost save writes.
+
+        Raises:
+            SaveLostError
+        """
+        if self._now() - self._checked > _CHECK_SECONDS:
+            self.expect_claim()
+
+    def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
+        """See `StorageBackend`. Replaces nothing; raises `SaveLostError` too."""
+        if condition is not None:
+            return super().put(key, data, condition=condition)
+        self.check_sometimes()
+        self._written[key] = None
+        condition = IF_ABSENT
+        for _ in range(_ATTEMPTS):
+            try:
+                return super().put(key, data, condition=condition)
+            except StorageError as error:
+                # The put may have succeeded, and its response been lost.
+                found = self._find_after(error, key)
+                if found is not None and found[0] == data:
+                    return found[1]
+                if not isinstance(error, ConditionFailedError | ObjectNotFoundError):
+                    raise
+            # Check after the object was read: if it is of another save, that save had the claim by then.
+            self.expect_claim()
+            condition = IF_ABSENT if found is None else IfTag(found[1])
+        raise StorageError(
+            f"cannot write {key} to {self._location.display}: another object was found there {_ATTEMPTS} times, while "
+            "this save had the claim. Check if other software writes there, and save again"
+        )
+
+    def _find_after(self, error: BaseException, key: str) -> tuple[bytes, str] | None:
+        """Return the object after a failed put. Raise the error if it cannot be read."""
+        try:
+            return self.get_with_tag(key)
+        except ObjectNotFoundError:
+            return None
+        except StorageError as failure:
+            raise error from failure
+
+    def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
+        """See `StorageBackend`. Replaces nothing; raises `SaveLostError` too."""
+        self.check_sometimes()
+        self._written[key] = None
+        if size is not None and size < SIZES.inline:
+            return _WholeWriter(self, key, size)
+        return _FencedWriter(self, key, super().open_new(key, size))
+
+    def open_new(self, key: str, size: int | None = None) -> ObjectWriter:
+        """See `StorageBackend`. No writer of this storage replaces an object."""
+        return self.open_writer(key, size)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """See `StorageBackend`; raises `SaveLostError` too."""
+        super().delete_while(keys, self.expect_claim)
+        for key in keys:
+            self._written.pop(key, None)
+
+
+class _WholeWriter:
+    """Collects a small object and puts it whole: most services support conditional puts. Any thread."""
+
+    def __init__(self, store: FencedStore, key: str, size: int) -> None:
+        self._store = store
+        self._key = key
+        self._data: bytearray | None = bytearray(size)
+        self._written = 0
+        self._lock = threading.Lock()
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        with self._lock:
+            whole = self._open()
+            if offset < 0 or offset + len(data) > len(whole):
+                raise ValueError(
+                    f"cannot write bytes {offset} to {offset + len(data)} of {self._key}: it has {len(whole)}"
+                )
+            whole[offset : offset + len(data)] = data
+            self._written += len(data)
+
+    def finish(self) -> None:
+        with self._lock:
+            whole = self._open()
+            if self._written != len(whole):
+                raise StorageError(
+                    f"cannot complete {self._key}: expected {len(whole)} bytes, found {self._written} written"
+                )
+            self._store.put(self._key, bytes(whole))
+            self._data = None
+
+    def abort(self) -> None:
+        with self._lock:
+            self._data = None
+
+    def _open(self) -> bytearray:
+        if self._data is None:
+            raise ValueError(f"{self._key} is complete or aborted; nothing more can be written")
+        return self._data
+
+
+class _FencedWriter:
+    """Writes an object in pieces, and remembers their checksums to recognise the object later. Any thread."""
+
+    def __init__(self, store: FencedStore, key: str, inner: ObjectWriter) -> None:
+        self._store = store
+        self._key = key
+        self._inner = inner
+        self._lock = threading.Lock()
+        self._pieces: list[tuple[int, int, int]] = []
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        digest = xxhash.xxh3_64_intdigest(data)
+        self._inner.write_at(offset, data)
+        with self._lock:
+            self._pieces.append((offset, len(data), digest))
+
+    def finish(self) -> None:
+        self._store.check_sometimes()
+        for _ in range(_ATTEMPTS):
+            try:
+                self._inner.finish()
+                return
+            except StorageError as error:
+                # The put may have succeeded, and its response been lost.
+                if self._is_stored(error):
+                    if isinstance(error, ConditionFailedError):
+                        self._inner.abort()  # else the service keeps the uploaded pieces
+                    return
+                if not isinstance(error, ConditionFailedError):
+                    self._expect_claim_after(error)
+                    raise
+            # The object is of a failed save and was not listed. The deletion checks the claim.
+            self._store.delete([self._key])
+        raise StorageError(
+            f"cannot complete {self._key}: it existed again {_ATTEMPTS} times after it was deleted. Check if other "
+            "software writes there, and save again"
+        )
+
+    def _expect_claim_after(self, error: StorageError) -> None:
+        """Raise `SaveLostError` if the claim is lost, because then another save removed the pieces."""
+        try:
+            self._store.expect_claim()
+        except StorageError:
+            raise error from None
+        except SaveLostError as lost:
+            raise lost from error
+
+    def _is_stored(self, error: StorageError) -> bool:
+        """Return True if the stored object is the one that was written. Raise the error if it cannot be read."""
+        try:
+            if self._store.size(self._key) != sum(nbytes for _, nbytes, _ in self._pieces):
+                return False
+            for offset, nbytes, digest in self._pieces:
+                hashed = xxhash.xxh3_64()
+                for start in range(offset, offset + nbytes, _COMPARE_BYTES):
+                    hashed.update(self._store.get(self._key, start, min(start + _COMPARE_BYTES, offset + nbytes)))
+                if hashed.intdigest() != digest:
+                    return False
+        except ObjectNotFoundError:
+            return False
+        except StorageError as failure:
+            raise error from failure
+        return True
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+
+def _read_no_part(key: str, size: int) -> bytes:
+    """Refuse to read a part. Claims have no parts, so this root is not a claim."""
+    raise CorruptCheckpointError(f"{key} is a part of a committed root", key=key)
