@@ -1,1 +1,1 @@
-"""Checkpoints of torch.distributed.checkpoint and files of torch.save, without PyTorch."""
+"""Layouts for torch.distributed.checkpoint directories and torch.save files. Does not import PyTorch."""

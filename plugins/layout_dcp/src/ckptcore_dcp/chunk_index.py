@@ -1,4 +1,4 @@
-"""The chunk indexes of dcp and torch: tables of elements or of items of torch.save, and places in storages."""
+"""Chunk indexes of the layouts `dcp` and `torch`: tables of elements, of items, and of arrays in storages."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _PLACES: Final = "places"
 
 
 def state_with_places(chunks: JSON, places: PlaceColumns) -> JSON:
-    """Return the state of items, with the places of arrays within values: of a tuple of tensors, stored as one item."""
+    """Add the locations of arrays inside values, such as a tuple of tensors that is stored as one item."""
     state: Any = chunks
     encoded: Any = places.to_json()
     return {**state, _PLACES: encoded} if encoded["arrays"] else state
 
 
 def index_of(tree: TreeMetadata, state: JSON) -> ChunkIndex:
-    """Return the index of a checkpoint of the layout dcp. Its chunks are elements, or items of torch.save around them.
+    """Return the index of a `dcp` checkpoint. Its chunks are elements, or torch.save items around them.
 
     Raises:
         CorruptCheckpointError: the state, which may be hostile, does not fit the tree.
@@ -34,32 +34,32 @@ def index_of(tree: TreeMetadata, state: JSON) -> ChunkIndex:
     if content == "items":
         return ItemIndex(tree, state)
     if content != "elements":
-        raise CorruptCheckpointError("the layout dcp cannot read where arrays are: its state has no table of chunks")
+        raise CorruptCheckpointError("the root is corrupt: the state of the layout dcp has no table of chunks")
     return ChunkTable(tree, state)
 
 
 class PlaceIndex(ChunkIndex):
-    """Arrays in storages of torch.save files, which may be compressed, or lie in any order. A `NativeReader`."""
+    """Arrays in the storages of torch.save files: compressed, or with any strides. A `NativeReader`."""
 
     def __init__(self, tree: TreeMetadata, state: JSON) -> None:
         """Read the JSON of `PlaceColumns`, which may be hostile.
 
         Raises:
             CorruptCheckpointError: it does not fit the tree.
-            UnsupportedLeafError: an array repeats a few bytes far too often.
+            UnsupportedLeafError: a view expands a few bytes to too many elements.
         """
         self._places = places_of(tree, state)
 
     def __contains__(self, leaf: int) -> bool:
-        """Return whether an array has a place."""
+        """Return whether the location of an array is known."""
         return leaf in self._places
 
     def boxes(self, leaf: int, box: Box) -> Iterable[Chunk]:
-        """See `ChunkIndex.boxes`: unknown."""
+        """See `ChunkIndex.boxes`. The chunk grid is unknown."""
         return ()
 
     def extents(self, leaf: int) -> Iterator[tuple[str, int, int]]:
-        """See `ChunkIndex.extents`: with the elements of others between those of a view."""
+        """See `ChunkIndex.extents`. Includes the bytes between the elements of a strided view."""
         if (place := self._places.get(leaf)) is not None:
             yield place.key, *place.extent
 
@@ -68,12 +68,12 @@ class PlaceIndex(ChunkIndex):
         return True
 
     def read(self, items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
-        """See `NativeReader.read`: of tensors in C order only the elements that are wanted."""
+        """See `NativeReader.read`. Reads only the requested elements of tensors in C order."""
         return read_places(items, buffers, store, self._places)
 
 
 class ItemIndex(ChunkTable):
-    """Chunks that are items of torch.save, as torch.distributed.checkpoint writes them. A `NativeReader`."""
+    """Chunks that are torch.save items, as torch.distributed.checkpoint writes them. A `NativeReader`."""
 
     def __init__(self, tree: TreeMetadata, state: JSON) -> None:
         """Read the columns of items, which may be hostile.
@@ -82,7 +82,7 @@ class ItemIndex(ChunkTable):
             CorruptCheckpointError: they do not fit the tree.
         """
         super().__init__(tree, state)
-        columns: Any = state  # a hostile state raises what is caught below
+        columns: Any = state  # the errors of a hostile state are caught below
         try:
             sizes = columns["nbytes"]
             natural_column(sizes, 1 << 62, len(columns["leaf"]))
@@ -90,20 +90,20 @@ class ItemIndex(ChunkTable):
             self._transforms: dict[str, tuple[str, ...]] = {}
             for row, names in columns["transforms"].items():
                 if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-                    raise TypeError("the names of transforms are expected")
+                    raise TypeError("names of transforms are expected")
                 self._transforms[row] = tuple(names)
         except (TypeError, KeyError, IndexError, ValueError, OverflowError, AttributeError) as error:
             raise CorruptCheckpointError(
-                f"the layout dcp cannot read where arrays are: {error!r} where a table of items should be"
+                f"the root is corrupt: the state of the layout dcp has no valid table of items: {error!r}"
             ) from error
         places = columns.get(_PLACES)
         self._in_values = PlaceIndex(tree, {"files": [], "storages": [], "arrays": []} if places is None else places)
 
     def items(self, leaf: int, box: Box | None = None) -> list[StoredItem]:
-        """Return the items of an array; with a box, those that have elements of it."""
+        """Return the items of an array, or those that intersect a box."""
         record = self._tree.leaves[leaf]
         if not isinstance(record, ArrayRecord):
-            return []  # values are in no items
+            return []  # values are not in items
         sizes, transforms = self._sizes, self._transforms
         return [
             StoredItem(chunk.box, chunk.key, chunk.offset, sizes[chunk.number], transforms.get(str(chunk.number), ()))
@@ -111,11 +111,11 @@ class ItemIndex(ChunkTable):
         ]
 
     def boxes(self, leaf: int, box: Box) -> Iterable[Chunk]:
-        """See `ChunkIndex.boxes`: unknown, because items say where their elements are."""
+        """See `ChunkIndex.boxes`. Unknown, because only the items state where their elements begin."""
         return ()
 
     def extents(self, leaf: int) -> Iterator[tuple[str, int, int]]:
-        """See `ChunkIndex.extents`: items with what is around their elements."""
+        """See `ChunkIndex.extents`. Whole items, with the bytes around their elements."""
         yield from self._in_values.extents(leaf)
         record = self._tree.leaves[leaf]
         if isinstance(record, ArrayRecord):
@@ -132,7 +132,7 @@ class ItemIndex(ChunkTable):
         if isinstance(record, ArrayRecord) and not self._chunks(leaf, record.spec):
             return UnsupportedLeafError(
                 f"{format_path(self._tree.paths[leaf])} ({record.spec}) cannot be located: it is in a tuple or "
-                "another value that torch.distributed.checkpoint stored whole and compressed, or the metadata names "
+                "another value that torch.distributed.checkpoint stored whole and compressed, or .metadata lists "
                 "no file for it; pass a PLACEHOLDER for it, or load it with torch"
             )
         return super().not_whole(leaf, reason)
@@ -151,7 +151,8 @@ class ItemIndex(ChunkTable):
                 continue
             super().check((item.leaf,))
             for stored in self.items(item.leaf, item.box):
-                # With the box: a hostile state may have two chunks at one place.
+                # The box is part of the key, because a hostile state can list two chunks at one
+                # offset.
                 place = item.leaf, stored.key, stored.offset, stored.box
                 found = wanted.get(place)
                 if found is None:

@@ -1,4 +1,4 @@
-"""The CRC-32 of a member of a zip, with the bytes that stand around it behind the member."""
+"""The CRC-32 of a zip member, with the bytes that surround it after the member."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["DescriptorSum"]
 
 @dataclass(frozen=True, slots=True)
 class DescriptorSum:
-    """What follows the bytes of a member and depends on their CRC-32: the data descriptor, or all up to the end. Any thread.
+    """Bytes after a zip member that contain its CRC-32: the data descriptor, or the rest of the zip. Thread-safe.
 
     Attributes:
-        parts: the bytes between which the checksum stands, little endian; it stands there once less than there are
-            parts.
-        nbytes: of all of it.
+        parts: the bytes between which the checksum is inserted, little endian. The checksum occurs
+            ``len(parts) - 1`` times.
+        nbytes: total length, with the checksums.
     """
 
     parts: tuple[bytes, ...]
@@ -27,17 +27,17 @@ class DescriptorSum:
 
     @property
     def name(self) -> str:
-        """CRC-32"""
+        """The name "CRC-32"."""
         return "CRC-32"
 
     def of(self, data: memoryview) -> int:
-        """The CRC-32 of zip and zlib."""
+        """Return the CRC-32 of zip and zlib."""
         return isal_zlib.crc32(data)
 
     def join(self, first: int, second: int, second_bytes: int) -> int:
-        """The CRC-32 of two runs of bytes, one after the other."""
+        """Return the CRC-32 of two consecutive byte ranges."""
         return isal_zlib.crc32_combine(first, second, second_bytes)
 
     def encode(self, value: int) -> bytes:
-        """The parts with the checksum between them."""
+        """Return the parts joined by the checksum."""
         return value.to_bytes(4, "little").join(self.parts)

@@ -1,11 +1,11 @@
-"""Directories of training programs: one step as several checkpoints of torch.distributed.checkpoint, and files beside them.
+"""Step directories of training programs, with several torch.distributed.checkpoint directories.
 
-xorl, and others, save ``step_100/model``, ``step_100/optimizer`` and what each process has of its own in
-``step_100/extra_state/extra_state_rank_0.pt``. What stands beside the checkpoints counts if a tree can be in it:
-safetensors or files of torch.save. Everything else (tokenizers, logs) is left out. Nothing is read here but names, and
-the first bytes of files.
+xorl, and others, save ``step_100/model``, ``step_100/optimizer`` and the state of each process in
+``step_100/extra_state/extra_state_rank_0.pt``. Other entries become members if they can contain a
+tree: safetensors or torch.save files. Everything else (tokenizers, logs) is ignored. Only names and
+the first bytes of files are read.
 
-A directory of steps looks alike, and is told by the names in it.
+A directory of steps has the same structure. The names of its entries tell the two apart.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _TORCH: Final = (".pt", ".pth", ".bin")
 _SAFETENSORS: Final = ".safetensors"
 _RANKED: Final = re.compile(r"(.*rank[_-]?)(0|[1-9][0-9]{0,8})(\D*\.(?:pt|pth|bin))", re.ASCII)
 _MOST_NAMES: Final = 256
-"""A step of a training program has a few directories; what has so many is something else, and is not listed."""
+"""Directories with more entries are not step directories, and are not listed."""
 _ZIP: Final = b"PK\x03\x04"
 _PICKLE: Final = b"\x80"
 
 
 def names_of_dcp(names: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Of the names in a directory those that say what is in a checkpoint, in the order of ranks, and those of its files."""
+    """Return the metadata files in a directory, ordered by rank, and the data files."""
     files = [name for name in names if _FILE.fullmatch(name)]
     if _METADATA in names:
         return [_METADATA], files
@@ -44,10 +44,12 @@ def names_of_dcp(names: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def inspect_step_directory(store: ReadStore) -> InspectedComposite | None:
-    """A directory with checkpoints of torch.distributed.checkpoint in it, that is none itself and no directory of steps.
+    """Inspect a step directory that contains torch.distributed.checkpoint directories.
+
+    Returns None for a checkpoint and for a directory of steps.
 
     Raises:
-        UncommittedCheckpointError: if one of the checkpoints was never finished.
+        UncommittedCheckpointError: one of the checkpoints was never finished.
     """
     names = store.list_names("")
     directories = [name[:-1] for name in names if name.endswith("/") and not name.startswith(".")]
@@ -79,7 +81,7 @@ def inspect_step_directory(store: ReadStore) -> InspectedComposite | None:
 
 
 def is_file_of_torch(store: ReadStore, key: str) -> bool:
-    """Whether a file begins as one of torch.save does."""
+    """Return whether a file begins like one written by torch.save."""
     try:
         head = store.get(key, 0, len(_ZIP))
     except ObjectNotFoundError:
@@ -88,10 +90,10 @@ def is_file_of_torch(store: ReadStore, key: str) -> bool:
 
 
 def files_of_ranks(names: Sequence[str]) -> Sequence[str] | None:
-    """The names in a directory that has nothing but a file of each process, in the order of ranks; None if it is none.
+    """Return the names ordered by rank if the directory contains only one file per process, else None.
 
     Raises:
-        CorruptCheckpointError: if those of some processes are not there.
+        CorruptCheckpointError: the file of a process is missing.
     """
     matches = [match for name in names if (match := _RANKED.fullmatch(name))]
     if not matches or len(matches) != len(names) or len({(match[1], match[3]) for match in matches}) != 1:
@@ -102,7 +104,7 @@ def files_of_ranks(names: Sequence[str]) -> Sequence[str] | None:
         absent = next(rank for rank in range(last) if rank not in by_rank)
         raise CorruptCheckpointError(
             f"there are files of the ranks up to {last} ({by_rank[last]}), and none of rank {absent}; load single "
-            "files by their own location, or another step",
+            "files by their own location, or load another step",
             key=by_rank[last],
         )
     return [by_rank[rank] for rank in sorted(by_rank)]

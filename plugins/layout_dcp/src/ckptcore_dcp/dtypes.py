@@ -1,4 +1,4 @@
-"""Dtypes of torch by their names in pickles, and conversion to and from arrays."""
+"""Names of torch dtypes in pickles, and their conversion to and from array specs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STORAGES: Final[Mapping[str, str]] = {
     "ComplexDoubleStorage": "complex128",
     "ComplexFloatStorage": "complex64",
 }
-"""The dtype of the elements of each typed storage. Others lie in an untyped one, and the tensor names its dtype."""
+"""Dtype of each typed storage. Other dtypes use an untyped storage, and the tensor names its dtype."""
 
 TORCH_DTYPES: Final[Mapping[str, str]] = {
     **{name: name for name in STORAGES.values()},
@@ -38,37 +38,41 @@ TORCH_DTYPES: Final[Mapping[str, str]] = {
     "cfloat": "complex64",
     "cdouble": "complex128",
 }
-"""ckptcore's name of a dtype by its name in the module ``torch``."""
+"""ckptcore's dtype name for each name in the module ``torch``."""
 
 _RAW_BYTES: Final = frozenset(["float4_e2m1fn_x2", *(f"{sign}int{bits}" for bits in range(1, 8) for sign in ("", "u"))])
-"""Dtypes of one byte that NumPy lacks. They are stored as uint8, with the dtype in the kind of the leaf."""
+"""One-byte dtypes that NumPy lacks. Stored as uint8, with the torch dtype in the kind of the leaf."""
 
 _OF_TORCH: Final = "torch."
-"""Prefix of such a kind. The name of the dtype follows."""
+"""Prefix of such a kind, followed by the name of the torch dtype."""
 
 _WRITTEN: Final = frozenset(["torch.float4_e2m1fn_x2"])
 """Kinds whose dtypes torch.distributed.checkpoint can copy (torch 2.13.0). It can neither save nor load others."""
 
 
 def known_dtype(name: str) -> str | None:
-    """Return the canonical name of a dtype of torch; None if it is not supported."""
+    """Return the canonical name of a torch dtype, or None if it is not supported."""
     return name if name in _RAW_BYTES else TORCH_DTYPES.get(name)
 
 
 def spec_and_kind(dtype: str, shape: tuple[int, ...]) -> tuple[ArraySpec, str]:
-    """Return the spec of the array for a tensor, and the kind of its leaf. `dtype` is a result of `known_dtype`."""
+    """Return the array spec and the kind of the leaf for a tensor. `dtype` comes from `known_dtype`."""
     if dtype in _RAW_BYTES:
         return ArraySpec(shape, "uint8"), _OF_TORCH + dtype
     return ArraySpec(shape, dtype), PLAIN_ARRAY
 
 
 def torch_dtype(dtype: str, kind: str) -> str:
-    """Return the dtype of torch for a leaf. Kinds that torch.distributed.checkpoint cannot copy are uint8."""
+    """Return the torch dtype of a leaf. Kinds that torch.distributed.checkpoint cannot copy become uint8."""
     return kind.removeprefix(_OF_TORCH) if dtype == "uint8" and kind in _WRITTEN else dtype
 
 
 def physical_spec(spec: ArraySpec) -> ArraySpec:
-    """What torch is told of an array: times are int64, and what it has no dtype for is uint8 with an element as last axis."""
+    """Return the spec that torch sees.
+
+    Times are int64. A dtype that torch lacks becomes uint8 with the bytes of an element as last
+    axis.
+    """
     if TORCH_DTYPES.get(spec.dtype) == spec.dtype:
         return spec
     dtype = spec.numpy_dtype
@@ -78,7 +82,7 @@ def physical_spec(spec: ArraySpec) -> ArraySpec:
 
 
 def physical_box(spec: ArraySpec, box: Box) -> Box:
-    """Where a box of an array is in what torch is told of it."""
+    """Return the box in the array that torch sees. See `physical_spec`."""
     physical = physical_spec(spec)
     if len(physical.shape) == len(spec.shape):
         return box

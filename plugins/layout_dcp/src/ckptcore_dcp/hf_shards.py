@@ -1,9 +1,9 @@
-"""Safetensors in parts, as torch.distributed.checkpoint's HuggingFaceStorageWriter leaves them with ``save_distributed``.
+"""Safetensors shards, as torch.distributed.checkpoint's HuggingFaceStorageWriter writes with ``save_distributed``.
 
-Each ``shard-00001-model-00001-of-00002.safetensors`` is a safetensors file with boxes of tensors, and says in its
-header where they begin: ``DCP_SHARDING_INFO`` is the JSON ``{name: {"saved_offsets": [...]}}``. Nothing lists the
-files, and how large a tensor is follows from its boxes (torch 2.13.0, hf_storage.py). Consolidated ones,
-``model-*.safetensors``, are plain safetensors.
+Each ``shard-00001-model-00001-of-00002.safetensors`` is a safetensors file with boxes of tensors.
+``DCP_SHARDING_INFO`` in its header states their offsets, as the JSON ``{name: {"saved_offsets":
+[...]}}``. No file lists the shards, and the size of a tensor follows from its boxes (torch 2.13.0,
+hf_storage.py). Consolidated files, ``model-*.safetensors``, are plain safetensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["inspect_shards"]
 _SHARD: Final = re.compile(r"shard-[0-9]+-model-[0-9]+-of-[0-9]+\.safetensors", re.ASCII)
 _INFO: Final = "DCP_SHARDING_INFO"
 _MOST_HEADER_BYTES: Final = 100_000_000
-"""What the safetensors library itself accepts."""
+"""Limit of the safetensors library."""
 _MOST: Final = 1 << 62
 _DTYPES: Final = {
     "BOOL": "bool",
@@ -49,14 +49,14 @@ _DTYPES: Final = {
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F4": "float4_e2m1fn_x2",
 }
-"""Dtypes of torch, by their names in headers."""
+"""Torch dtypes by their names in safetensors headers."""
 _PAIRS: Final = "F4"
-"""The dtype of which torch packs two elements into one of its own."""
+"""The dtype for which torch packs two elements into one."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A box of a tensor in a file, and where its elements begin there, in bytes."""
+    """A box of a tensor in a file, and the offset of its elements, in bytes."""
 
     name: str
     dtype: str
@@ -66,11 +66,11 @@ class _Part:
 
 
 def inspect_shards(store: ReadStore, names: Sequence[str]) -> Inspection | None:
-    """A directory of safetensors in parts, whose names are given; None if it is none.
+    """Inspect a directory of safetensors shards with these file names. Return None for other directories.
 
     Raises:
-        CorruptCheckpointError: if a header cannot be read, or the parts of a tensor have different dtypes.
-        UnsupportedLeafError: if a tensor has a dtype that no array has.
+        CorruptCheckpointError: a header cannot be read, or shards of a tensor have different dtypes.
+        UnsupportedLeafError: a tensor has a dtype that no array has.
     """
     files = [name for name in names if _SHARD.fullmatch(name)]
     by_name: dict[str, list[_Part]] = {}
@@ -88,18 +88,18 @@ def inspect_shards(store: ReadStore, names: Sequence[str]) -> Inspection | None:
         first = parts[0]
         if any(part.dtype != first.dtype or len(part.box.stop) != len(first.box.stop) for part in parts):
             raise CorruptCheckpointError(
-                f"the parts of the tensor {name!r} are of different dtypes or axes", key=first.key
+                f"the shards of the tensor {name!r} have different dtypes or numbers of axes", key=first.key
             )
         shape = tuple([max(stops) for stops in zip(*[part.box.stop for part in parts], strict=True)])
         spec, kind = spec_and_kind(first.dtype, shape)
         if not spec.is_possible:
             raise CorruptCheckpointError(
-                f"the tensor {name!r} is {spec}, for which no memory has addresses", key=first.key
+                f"the tensor {name!r} is {spec}: it is too large, no memory has addresses for it", key=first.key
             )
         boxes: dict[Box, _Part] = {}
         for part in parts:
             if part.box.size:
-                boxes.setdefault(part.box, part)  # each process writes what it has, so a copy of a box is nothing rare
+                boxes.setdefault(part.box, part)  # replicas: each process writes all boxes that it has
         for box, part in boxes.items():
             columns.add(len(leaves), part.key, part.offset, box)
         leaves.append(ArrayRecord(spec, kind, cuts=cuts_of(shape, boxes) if len(boxes) > 1 else None))
@@ -112,12 +112,12 @@ def inspect_shards(store: ReadStore, names: Sequence[str]) -> Inspection | None:
 
 
 def _read_parts(store: ReadStore, key: str) -> Sequence[_Part] | None:
-    """The parts in a file; None if it does not say where they begin."""
+    """Return the boxes in a file, or None if its header has no sharding info."""
     file_bytes = store.size(key)
     header_bytes = int.from_bytes(store.get(key, 0, 8), "little")
     if not 2 <= header_bytes <= min(_MOST_HEADER_BYTES, file_bytes - 8):
         raise CorruptCheckpointError(
-            f"{key} is no safetensors file, or is cut off: it has {file_bytes} bytes and states a header of "
+            f"{key} is not a safetensors file, or is cut off: it has {file_bytes} bytes, and its header should have "
             f"{header_bytes}",
             key=key,
         )
@@ -131,7 +131,7 @@ def _read_parts(store: ReadStore, key: str) -> Sequence[_Part] | None:
     for part in sorted(parts, key=lambda part: (part.offset, part.box.size)):
         if part.offset != position:
             raise CorruptCheckpointError(
-                f"the tensor {part.name!r} of {key} begins at byte {part.offset}, where byte {position} is expected",
+                f"the tensor {part.name!r} of {key} begins at byte {part.offset}; expected byte {position}",
                 key=key,
             )
         position += spec_and_kind(part.dtype, part.box.shape)[0].nbytes
@@ -143,10 +143,10 @@ def _part(name: str, described: Any, info: Any, key: str, start: int, file_bytes
         dtype, shape, (first, last) = described["dtype"], described["shape"], described["data_offsets"]
         offsets = info[name]["saved_offsets"]
         if not (isinstance(shape, list) and isinstance(offsets, list) and len(shape) == len(offsets) <= 64):
-            raise ValueError("shape and offsets of different axes")
+            raise ValueError("shape and offsets have different numbers of axes")
         for number in (*shape, *offsets, first, last):
             if type(number) is not int or not 0 <= number < _MOST:
-                raise ValueError(f"{str(number)[:40]} where a count is expected")
+                raise ValueError(f"{str(number)[:40]} is not a valid count")
     except (TypeError, KeyError, ValueError) as error:
         raise CorruptCheckpointError(f"the header of {key} does not describe {name!r}: {error!r}", key=key) from error
     if not isinstance(dtype, str) or dtype not in _DTYPES:
@@ -158,13 +158,14 @@ def _part(name: str, described: Any, info: Any, key: str, start: int, file_bytes
             raise CorruptCheckpointError(
                 f"the tensor {name!r} of {key} has the shape {shape}; its last axis must be even", key=key
             )
-        # The writer states offsets in pairs, the units of its tensors, and shapes in elements, those of the format.
+        # The writer states offsets in pairs (torch's unit) and shapes in elements (the format's
+        # unit).
         shape = [*shape[:-1], shape[-1] // 2]
     spec, _ = spec_and_kind(_DTYPES[dtype], tuple(shape))
     if spec.nbytes != last - first or start + last > file_bytes:
         raise CorruptCheckpointError(
-            f"the tensor {name!r} of {key} is {spec}, {spec.nbytes} bytes, and bytes {first} to {last} of "
-            f"{file_bytes - start} are stated",
+            f"the tensor {name!r} of {key} is {spec} and needs {spec.nbytes} bytes, but its header states bytes "
+            f"{first} to {last} of {file_bytes - start}",
             key=key,
         )
     stop = tuple([offset + extent for offset, extent in zip(offsets, shape, strict=True)])
@@ -175,7 +176,7 @@ def _parse(data: bytes, key: str) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
         if len(made) != len(pairs):
-            raise ValueError("it has one key twice")
+            raise ValueError("duplicate key")
         return made
 
     try:

@@ -1,4 +1,4 @@
-"""Chunks of an inspected checkpoint: the state that says where they are, and the cuts of the arrays that they make up."""
+"""Chunks of an inspected checkpoint: their table and the grid cuts of their arrays."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["InspectedChunks"]
 
 
 class InspectedChunks:
-    """The chunks of tensors, but for those without elements: a process without a part of a tensor may write one."""
+    """Chunks of each tensor. Skips empty chunks, which a process may write if it holds no part of a tensor."""
 
     def __init__(self, leaves: Sequence[int], tensors: Sequence[DcpTensor]) -> None:
-        """Of each tensor the number of its leaf, in the order of the leaves."""
+        """Collect the chunks of tensors. `leaves` has the leaf number of each tensor, in the order of leaves."""
         counts = np.array([len(tensor.chunks) for tensor in tensors], np.int64)
         found = joined_chunks([tensor.chunks for tensor in tensors if len(tensor.chunks)])
         within = np.arange(found.sizes.shape[1]) < found.axes[:, None]
@@ -32,7 +32,7 @@ class InspectedChunks:
         self._stops: Sequence[Sequence[int]] = (found.offsets + found.sizes).T.tolist()
 
     def cuts(self, number: int, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...] | None:
-        """The cuts of the array that a tensor is, which has this shape; None where nothing is cut (`cuts_of`)."""
+        """Return the grid cuts of a tensor with this shape, or None if it is one chunk. See `cuts_of`."""
         first, last = self._bounds[number], self._bounds[number + 1]
         if last - first < 2:
             return None
@@ -43,7 +43,7 @@ class InspectedChunks:
         return tuple(cuts) if any(cuts) else None
 
     def to_json(self) -> JSON:
-        """For `ckptcore_dcp.chunk_index.index_of`."""
+        """Return the state that `ckptcore_dcp.chunk_index.index_of` reads."""
         found = self._columns
         used, file = np.unique(found.file, return_inverse=True)
         both = np.concatenate([self._within, self._within], axis=1)

@@ -1,16 +1,17 @@
-"""Inspecting checkpoints of torch.distributed.checkpoint that other software wrote.
+"""Inspection of torch.distributed.checkpoint checkpoints written by other software.
 
-There are three forms of it (torch 2.13.0, filesystem.py and hf_storage.py): ``.metadata`` with the files it lists; a
-``__<rank>.metadata`` of each process, where they saved without talking to each other; and safetensors in parts
-(see `hf_shards`).
+There are three forms (torch 2.13.0, filesystem.py and hf_storage.py): ``.metadata`` with the files
+that it lists; one ``__<rank>.metadata`` per process, if processes saved without communicating; and
+safetensors shards (see `hf_shards`).
 
-Where the elements begin in an item is not read here: it would take a request for each. Where torch 2.13 wrote the item,
-of a tensor below 4 GiB, it follows from its length. The members are, all in ``archive/``: ``data.pkl`` and small
-constants, then ``data/0`` with the elements, ``version`` and ``.data/serialization_id``; the bytes of each begin at a
-multiple of 64 in the item. So what stands behind the elements is of a length that depends on nothing but their number
-modulo 64: it is ``873 - nbytes % 64`` bytes, and the elements begin at ``offset + length - 873 - nbytes // 64 * 64``.
-Other versions have other tails, so whoever counts on it has to look there: the elements are followed by the data
-descriptor ``PK\\x07\\x08``, CRC-32, `nbytes`, `nbytes`, in fields of 4 bytes.
+Inspection does not locate the elements within items, because this needs a request for each item.
+For items of torch 2.13 with a tensor below 4 GiB the position follows from the length. The members,
+all in ``archive/``, are ``data.pkl`` and small constants, then ``data/0`` with the elements,
+``version`` and ``.data/serialization_id``. The bytes of each member begin at a multiple of 64 in
+the item. So the part after the elements has ``873 - nbytes % 64`` bytes, and the elements begin at
+``offset + length - 873 - nbytes // 64 * 64``. Other versions have other tails, so a reader that
+uses this rule must verify it: after the elements comes the data descriptor ``PK\\x07\\x08``,
+CRC-32, `nbytes`, `nbytes`, in fields of 4 bytes.
 """
 
 from __future__ import annotations
@@ -37,17 +38,18 @@ __all__ = ["inspect_dcp"]
 
 _METADATA: Final = ".metadata"
 _PICKLE: Final = b"\x80"
-"""How a pickle of protocol 2 or later begins."""
+"""The first byte of a pickle of protocol 2 or later."""
 
 
 def inspect_dcp(store: ReadStore, entry: str | None) -> Inspection | None:
-    """A directory with a ``.metadata`` or one of each rank, or of safetensors in parts; also its ``.metadata`` by name.
+    """Inspect a directory with ``.metadata``, with one per rank, or with safetensors shards.
 
-    Of ranks that saved without talking to each other, what all of them have is that of the lowest.
+    `entry` may also name ``.metadata`` itself. If ranks saved without communicating, entries that
+    all of them have are taken from the lowest rank.
 
     Raises:
-        UncommittedCheckpointError: if there are files of a checkpoint, and nothing that says what is in them.
-        CorruptCheckpointError: if it cannot be read.
+        UncommittedCheckpointError: there are data files without metadata.
+        CorruptCheckpointError: the metadata cannot be read.
     """
     if entry is not None and entry != _METADATA:
         return None
@@ -56,22 +58,22 @@ def inspect_dcp(store: ReadStore, entry: str | None) -> Inspection | None:
     if not found:
         if files:
             raise UncommittedCheckpointError(
-                f"there are files of torch.distributed.checkpoint ({files[0]}), and no {_METADATA} says what is in "
-                "them: the save that wrote them never ended. Load another step"
+                f"torch.distributed.checkpoint wrote files ({files[0]}), but no {_METADATA} describes them: "
+                "the save that wrote them never ended. Load another step"
             )
         return inspect_shards(store, names)
     parts: list[DcpMetadata] = []
     for key in found:
         data = store.get(key)
         if data[:1] != _PICKLE and not files:
-            return None  # a file of that name is nothing rare
+            return None  # other software uses this file name too
         parts.append(read_metadata(data, key=key))
     metadata = parts[0] if len(parts) == 1 else _united(parts, found)
     return _inspection(metadata, read_values(metadata.values, store))
 
 
 def _united(parts: Sequence[DcpMetadata], keys: Sequence[str]) -> DcpMetadata:
-    """What several processes say, each of what it wrote."""
+    """Merge the metadata of processes that saved without communicating."""
     tensors: dict[str, DcpTensor] = {}
     chunks: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], DcpChunk]] = {}
     values: dict[str, DcpValue] = {}
@@ -91,7 +93,7 @@ def _united(parts: Sequence[DcpMetadata], keys: Sequence[str]) -> DcpMetadata:
         for name, value in part.values.items():
             if name in tensors:
                 raise CorruptCheckpointError(
-                    f"{key} says that {name!r} is no tensor, and another process that it is", key=key
+                    f"{key} lists {name!r} as a value, and the file of another process lists it as a tensor", key=key
                 )
             values.setdefault(name, value)
         paths.update(part.paths or {})

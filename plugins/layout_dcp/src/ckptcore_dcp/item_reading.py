@@ -1,7 +1,8 @@
-"""Reading chunks that are items of torch.save: of checkpoints that torch wrote, or other software like it.
+"""Reader of chunks that are torch.save items, written by torch or compatible software.
 
-An item is a zip file. Its directory says where the pickle and the elements are, the pickle how these lie. Elements that
-lie in C order are moved straight into place, and only those that are wanted; others are gathered.
+An item is a zip file. Its directory locates the pickle and the elements; the pickle states shape
+and strides. Elements in C order are copied directly into the destination, and only those requested.
+Other elements are gathered.
 """
 
 from __future__ import annotations
@@ -30,25 +31,25 @@ __all__ = ["ItemTargets", "StoredItem", "read_items"]
 _Templates: TypeAlias = KnownTemplates[ArraySpec, Place]
 
 _SMALL_BYTES: Final = 1 << 18
-"""Items up to this size are read whole, and neighbours with them."""
+"""Items up to this size are read whole, together with their neighbours."""
 _WINDOW_BYTES: Final = 4 << 20
 _GAP_BYTES: Final = 1 << 14
 _MOST_GROWTH: Final = 4
-"""How many times the bytes of its elements an item may have that was compressed: its tensor may be part of a larger storage..."""
+"""Maximum ratio of a decompressed item to its elements: the tensor may be a view of a larger storage."""
 _MOST_AROUND: Final = 1 << 20
-"""... and how many more."""
+"""Additional bytes allowed for a decompressed item."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredItem:
-    """An item of torch.save with the elements of a box of an array.
+    """A torch.save item with the elements of a box of an array.
 
     Attributes:
-        box: where in the array.
-        key: the object that holds it.
-        offset: where the item begins in the object, in bytes.
-        nbytes: its length as it is stored, in bytes.
-        transforms: what was done to it, as torch names it (``stream.zstd/1``), in order.
+        box: the box in the array.
+        key: the object that contains the item.
+        offset: offset of the item in the object, in bytes.
+        nbytes: stored length of the item, in bytes.
+        transforms: transforms applied to it, as torch names them (``stream.zstd/1``), in order.
     """
 
     box: Box
@@ -60,12 +61,12 @@ class StoredItem:
 
 @dataclass(slots=True)
 class ItemTargets:
-    """An item, and the arrays that want elements of it.
+    """An item, and the destinations of its elements.
 
     Attributes:
-        leaf: the array that it is of.
-        chunk: where it is.
-        targets: the number, box and buffer of each.
+        leaf: the array of the item.
+        chunk: the item.
+        targets: number, box and buffer of each destination.
     """
 
     leaf: int
@@ -74,11 +75,13 @@ class ItemTargets:
 
 
 def read_items(tree: TreeMetadata, wanted: Sequence[ItemTargets], store: ReadStore) -> Iterator[int]:
-    """Fill targets; yields the number of each once all of its chunks are there and verified as far as their format can.
+    """Fill the destinations. Yield the number of each once all of its chunks are read and verified.
+
+    Items are verified as far as their format has checksums.
 
     Raises:
-        CorruptCheckpointError: an item is not what its checkpoint says of it, or its checksum is wrong.
-        UnsupportedLeafError: it is a tensor that no array can hold.
+        CorruptCheckpointError: an item does not match its checkpoint, or its checksum is wrong.
+        UnsupportedLeafError: it is a tensor that no array can represent.
     """
     left: dict[int, int] = {}
     for found in wanted:
@@ -123,7 +126,7 @@ def _finished(found: ItemTargets, left: dict[int, int]) -> Iterator[int]:
 
 
 def _windows(small: Sequence[ItemTargets]) -> Iterator[Sequence[ItemTargets]]:
-    """Items that are read by one request."""
+    """Group items that one request reads."""
     window: list[ItemTargets] = []
     stop = 0
     for found in sorted(small, key=lambda found: (found.chunk.key, found.chunk.offset)):
@@ -143,13 +146,13 @@ def _windows(small: Sequence[ItemTargets]) -> Iterator[Sequence[ItemTargets]]:
 def _window_bytes(window: Sequence[ItemTargets], store: ReadStore) -> memoryview:
     key, start = window[0].chunk.key, window[0].chunk.offset
     stop = max(found.chunk.offset + found.chunk.nbytes for found in window)
-    # A stated length is no reason to set aside memory: only what is there is asked for.
+    # Do not allocate memory for a stated length: only bytes that exist are requested.
     there = stop if stop - start <= _WINDOW_BYTES else min(stop, store.size(key))
     data = store.get(key, start, there) if start < there else b""
     if len(data) != stop - start:
         raise CorruptCheckpointError(
-            f"{key!r} ends after {start + len(data)} bytes: expected items up to byte {stop}; restore it from a "
-            "copy, or load another checkpoint",
+            f"{key!r} is truncated: it ends after {start + len(data)} bytes; expected items up to byte {stop}; restore "
+            "it from a copy, or load another checkpoint",
             key=key,
             start=start,
             stop=stop,
@@ -159,7 +162,7 @@ def _window_bytes(window: Sequence[ItemTargets], store: ReadStore) -> memoryview
 
 @contextmanager
 def _about(chunk: StoredItem) -> Iterator[None]:
-    """Let errors be about the bytes of an item: what is wrong in it may say that it lies anywhere."""
+    """Attach the byte range of an item to errors, whose own range may be relative to the item."""
     try:
         yield
     except CorruptCheckpointError as error:
@@ -168,7 +171,7 @@ def _about(chunk: StoredItem) -> Iterator[None]:
 
 
 def _copy(tree: TreeMetadata, found: ItemTargets, stored: memoryview, templates: _Templates) -> None:
-    """Fill targets from an item that is in memory."""
+    """Fill the destinations from an item in memory."""
     chunk = found.chunk
     origin = chunk.offset
     if chunk.transforms:
@@ -192,7 +195,7 @@ def _copy(tree: TreeMetadata, found: ItemTargets, stored: memoryview, templates:
 
 
 def _read_large(tree: TreeMetadata, found: ItemTargets, store: ReadStore) -> ChunkRead | None:
-    """The tile to read; None if elements do not lie in C order, and are in their places now."""
+    """Return the chunk to read, or None if the elements are not in C order and were copied already."""
     chunk = found.chunk
 
     def fetch(start: int, stop: int) -> bytes:
@@ -213,14 +216,14 @@ def _read_large(tree: TreeMetadata, found: ItemTargets, store: ReadStore) -> Chu
 def _place(
     tree: TreeMetadata, found: ItemTargets, fetch: Fetch, start: int, stop: int
 ) -> tuple[Place, Mapping[str, ZipMember]]:
-    """Where the elements of the item between two offsets are, which is compared with what its checkpoint says; its members."""
+    """Locate the elements of an item and validate them against the checkpoint. Also return the members."""
     key, path = found.chunk.key, format_path(tree.paths[found.leaf])
     members = torch_members(read_zip(fetch, start, stop, key=key))
     expected = _chunk_spec(tree, found)
     pickle = members.get("data.pkl")
     value = None
     if pickle is not None:
-        limit = most_pickle_bytes(found.chunk.nbytes)  # not of the item, which may have been compressed as a whole
+        limit = max_pickle_bytes(found.chunk.nbytes)  # not the item's length: it may have been compressed as a whole
         value, _ = read_pickle(read_member(fetch, pickle, key=key, limit=limit), key=key)
     tensor = stored_tensor(value, key=key, path=path)
     if tensor is None or tensor.spec != expected:
@@ -244,7 +247,7 @@ def _place(
 
 
 def _fill(found: ItemTargets, place: Place, whole: bytes | None, store: ReadStore | None = None) -> None:
-    """Fill targets from all bytes of a storage; without them from the store, which is asked for a part after another."""
+    """Fill the destinations from all bytes of a storage, or from the store, one slab at a time."""
     chunk = found.chunk
     for _, box, target in found.targets:
         common = box.intersect(chunk.box)
@@ -253,7 +256,7 @@ def _fill(found: ItemTargets, place: Place, whole: bytes | None, store: ReadStor
         origin = chunk.box.start
         start = tuple([low - zero for low, zero in zip(common.start, origin, strict=True)])
         stop = tuple([high - zero for high, zero in zip(common.stop, origin, strict=True)])
-        extra = place.tensor.shape[len(start) :]  # the bytes of an element that torch has no dtype for
+        extra = place.tensor.shape[len(start) :]  # bytes of an element whose dtype torch lacks
         part = gathered_box(place, Box((*start, *[0] * len(extra)), (*stop, *extra)), whole, store)
         if part.dtype != target.dtype:
             part = part.reshape(-1).view(target.dtype).reshape(common.shape)
@@ -262,5 +265,5 @@ def _fill(found: ItemTargets, place: Place, whole: bytes | None, store: ReadStor
 
 def _chunk_spec(tree: TreeMetadata, found: ItemTargets) -> ArraySpec:
     record = tree.leaves[found.leaf]
-    assert isinstance(record, ArrayRecord)  # a plan has no other items
+    assert isinstance(record, ArrayRecord)  # a plan contains arrays only
     return physical_spec(ArraySpec(found.chunk.box.shape, record.spec.dtype))

@@ -1,11 +1,11 @@
-"""Templates of items: what the items of one writer have in common, so that a thousand of them are read like one.
+"""Templates of items: the shared bytes of items from one writer, so that similar items parse quickly.
 
-The first item of a kind is read as any zip is. It then is the template of those that follow: an item of the same length
-that has the same bytes wherever nothing may differ is laid out like it. What may differ is the content of one member,
-which is looked at and whose CRC-32 is compared, and that of `_UNREAD`, which no reader of items reads; and the
-checksums of both. All else, every header, the directory and each other member, has been compared with what the general
-reader has accepted. An item that differs in anything is none of the template's, and is read as any zip is, which also
-says what is wrong with it.
+The first item of a kind is read by the general zip reader and becomes a template. A later item
+matches if it has the same length and the same bytes everywhere except in the variable parts. These
+are the content of one member, which is used and whose CRC-32 is verified; the content of `_UNREAD`,
+which no reader uses; and the checksums of both. All other bytes, headers and the directory
+included, equal those that the general reader accepted. An item that does not match is read by the
+general reader, which also reports errors.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ Kind = TypeVar("Kind")
 Read = TypeVar("Read")
 
 _UNREAD: Final = ".data/serialization_id"
-"""A member that differs from item to item: a hash of what was saved (``torch/serialization.py``)."""
+"""A member that differs in every item: a hash of the saved data (``torch/serialization.py``)."""
 _ENTRY_CRC: Final = 16
-"""Where the checksum is in an entry of the directory, in bytes."""
+"""Offset of the CRC-32 in a directory entry, in bytes."""
 _MOST_BYTES: Final = 1 << 16
-"""Longer items are no templates..."""
+"""Maximum size of a template."""
 _MOST_TEMPLATES: Final = 256
-"""... and a load keeps so many..."""
+"""Maximum number of templates per load."""
 _MOST_OF_A_LENGTH: Final = 8
-"""... of which so many are of items of one kind and length: padding makes the items of several pickles as long as each other."""
+"""Maximum number of templates per kind and length. Padding gives items with different pickles equal lengths."""
 
 
 @dataclass(frozen=True, slots=True)
 class ItemTemplate:
-    """An item that was read, of which others differ in one member only.
+    """An item that was read, for comparison with items that differ in one member.
 
     Attributes:
-        nbytes: how long it is.
-        same: where bytes are that may not differ, and which.
-        start, stop: where the member is that may.
-        crc: where the checksum of that stands in the directory.
+        nbytes: length of the item.
+        same: bytes that must not differ, as (start, stop, bytes).
+        start, stop: range of the variable member.
+        crc: offset of its CRC-32 in the directory entry.
     """
 
     nbytes: int
@@ -55,7 +55,7 @@ class ItemTemplate:
     crc: int
 
     def content(self, item: memoryview) -> memoryview | None:
-        """The bytes of the member that may differ, compared with their checksum; None where the item is not like the template."""
+        """Return the verified content of the variable member, or None if the item does not match."""
         if len(item) != self.nbytes:
             return None
         for start, stop, data in self.same:
@@ -68,18 +68,18 @@ class ItemTemplate:
 
 
 class KnownTemplates(Generic[Kind, Read]):
-    """The templates of a load, by what items are of and how long they are. One thread.
+    """Templates of one load, by kind and length of the item. One thread.
 
-    What was made of the first of a kind is kept with its template.
+    Stores the parsed result of the first item with each template.
     """
 
     def __init__(self) -> None:
-        """Know none."""
+        """Create an empty cache."""
         self._known: dict[tuple[Kind, int], list[tuple[ItemTemplate, Read]]] = {}
         self._left = _MOST_TEMPLATES
 
     def match(self, kind: Kind, item: memoryview) -> tuple[memoryview, Read] | None:
-        """The content of an item that is like one that was read, and what was made of that one; None if there is no such."""
+        """Return the content of an item that matches a template, and the template's result; None without a match."""
         for template, read in self._known.get((kind, len(item)), ()):
             content = template.content(item)
             if content is not None:
@@ -89,15 +89,15 @@ class KnownTemplates(Generic[Kind, Read]):
     def learn(
         self, kind: Kind, item: memoryview, start: int, members: Mapping[str, ZipMember], differs: str, read: Read
     ) -> None:
-        """Take an item that was read as a template.
+        """Add an item that was read by the general reader as a template.
 
         Args:
-            kind: what else items have in common.
-            item: all of its bytes.
-            start: where it begins in what the places of its members count from.
-            members: of it, by the names that torch knows them by.
-            differs: the member that may differ.
-            read: what was made of it.
+            kind: further properties that matching items share.
+            item: all bytes of the item.
+            start: its offset; offsets in `members` count from the same origin.
+            members: its members by torch's names.
+            differs: name of the variable member.
+            read: the parsed result.
         """
         if len(item) > _MOST_BYTES or not self._left:
             return
@@ -111,7 +111,7 @@ class KnownTemplates(Generic[Kind, Read]):
 
 
 def _template(item: bytes, start: int, members: Mapping[str, ZipMember], differs: str) -> ItemTemplate | None:
-    """The template that an item is, which the general reader has read; None where a checksum is missing or bytes are compressed."""
+    """Build a template of an item. Return None if a checksum is missing or the member is compressed."""
     found = members[differs]
     if not found.crc or found.compression != STORED:
         return None
@@ -122,10 +122,10 @@ def _template(item: bytes, start: int, members: Mapping[str, ZipMember], differs
             continue
         first = member.start - start
         if member.name not in entries:
-            return None  # it has a name that torch would not give
+            return None  # torch does not write such names
         crc = entries[member.name] + _ENTRY_CRC
         gaps += [(first, first + member.nbytes), (crc, crc + 4)]
-        if member.descriptor:  # its signature, then the checksum once more, which no reader needs
+        if member.descriptor:  # signature, then the checksum again, which no reader needs
             gaps.append((first + member.nbytes + 4, first + member.nbytes + 8))
     gaps.sort()
     same: list[tuple[int, int, bytes]] = []
@@ -141,7 +141,7 @@ def _template(item: bytes, start: int, members: Mapping[str, ZipMember], differs
 
 
 def _entries(item: bytes) -> Mapping[str, int]:
-    """Where the entry of each member begins in an item whose directory was read before."""
+    """Return the offset of the directory entry of each member. The directory was validated before."""
     place, stop, _ = find_directory(Window(lambda start, stop: item[start:stop], 0, len(item), "item"))
     found: dict[str, int] = {}
     while place < stop:

@@ -1,9 +1,10 @@
-"""Items, of which the files of torch.distributed.checkpoint are made: each is what ``torch.save`` writes of a tensor or a value.
+"""Encoder of items, the records in torch.distributed.checkpoint files: ``torch.save`` of one tensor or value.
 
-An item is a zip file whose members are not compressed: ``archive/data.pkl`` is the pickle, ``archive/data/0`` has the
-elements, ``archive/version`` and ``archive/byteorder`` are constants. The CRC-32 of the elements stands behind them, in
-what zip calls a data descriptor, and once more in the directory at the end. So all that follows the elements depends on
-their checksum, and is written as one: whoever moves the elements computes it on the way.
+An item is an uncompressed zip file: ``archive/data.pkl`` is the pickle, ``archive/data/0`` has the
+elements, ``archive/version`` and ``archive/byteorder`` are constants. The CRC-32 of the elements
+follows them in a zip data descriptor, and again in the directory at the end. So all bytes after the
+elements depend on the checksum and are written as one segment. The checksum is computed while the
+elements are copied.
 """
 
 from __future__ import annotations
@@ -26,34 +27,34 @@ __all__ = ["TensorItem", "tensor_item", "value_item"]
 
 _FOLDER: Final = b"archive/"
 _ALIGNMENT: Final = 64
-"""Where torch begins elements within an item, in bytes."""
+"""Alignment of elements within an item, in bytes. torch uses the same."""
 _LARGE_ALIGNMENT: Final = 4096
-"""Where large ones begin in the file: a page, so that direct I/O needs no copy."""
+"""Alignment of large arrays in the file: one page, so that direct I/O needs no copy."""
 _LARGE: Final = 1 << 20
 
 _VERSION: Final = 20
 _VERSION64: Final = 45
 _DATE: Final = 0x21
-"""1 January 1980 in the encoding of zip: the earliest there is."""
+"""1 January 1980 in zip encoding, the earliest possible date."""
 _PADDING_ID: Final = 0x4246
-"""The id of the extra field by which torch aligns elements, ``FB``."""
+"""Id of the extra field with which torch aligns elements, ``FB``."""
 _STORAGE_OF: Final = {dtype: storage for storage, dtype in STORAGES.items()}
 _HEADER_CRC: Final = 14
-"""Where the checksum stands in `LOCAL_HEADER`, in bytes..."""
+"""Offset of the CRC-32 in `LOCAL_HEADER`, in bytes."""
 _ENTRY_CRC: Final = 16
-"""... and in `DIRECTORY_ENTRY`."""
+"""Offset of the CRC-32 in `DIRECTORY_ENTRY`, in bytes."""
 _TEMPLATE_BYTES: Final = 1024
-"""Templates of items are kept for pickles of up to this size."""
+"""Item templates are cached for pickles up to this size."""
 _CONSTANTS: Final = ((b"version", b"3\n"), (b"byteorder", b"little"))
 
 
 @dataclass(frozen=True, slots=True)
 class TensorItem:
-    """An item around the elements of a tensor.
+    """The bytes of an item around the elements of a tensor.
 
     Attributes:
-        head: the bytes before the elements.
-        tail: the bytes behind them.
+        head: bytes before the elements.
+        tail: bytes after the elements.
     """
 
     head: bytes
@@ -61,12 +62,12 @@ class TensorItem:
 
 
 def tensor_item(spec: ArraySpec, position: int, kind: str = PLAIN_ARRAY) -> TensorItem:
-    """What stands around the elements of a tensor.
+    """Return the bytes of an item around the elements of a tensor.
 
     Args:
-        spec: its shape, and a dtype that torch has.
-        position: where the item begins in its file, in bytes; a multiple of 64.
-        kind: of the leaf.
+        spec: shape and dtype; the dtype exists in torch.
+        position: offset of the item in its file, in bytes; a multiple of 64.
+        kind: kind of the leaf.
     """
     alignment = _LARGE_ALIGNMENT if spec.nbytes >= _LARGE else _ALIGNMENT
     return _tensor_item(spec, torch_dtype(spec.dtype, kind), alignment, position % alignment)
@@ -74,9 +75,10 @@ def tensor_item(spec: ArraySpec, position: int, kind: str = PLAIN_ARRAY) -> Tens
 
 @lru_cache(maxsize=1024)
 def _tensor_item(spec: ArraySpec, dtype: str, alignment: int, phase: int) -> TensorItem:
-    """The item of any tensor of a shape and dtype that begins so many bytes behind a multiple of the alignment.
+    """Build the item of a tensor that begins `phase` bytes after a multiple of `alignment`.
 
-    Layers repeat, so a few of these make up a model; small ones are the same wherever they begin.
+    Cached: layers repeat, so a model needs few distinct items, and small items do not depend on
+    their position.
     """
     members, front = _front(write_pickle(_tensor(spec, dtype), protocol=2))
     nbytes = spec.nbytes
@@ -108,7 +110,7 @@ def _tensor_item(spec: ArraySpec, dtype: str, alignment: int, phase: int) -> Ten
 
 
 def value_item(value: Value) -> bytes:
-    """The whole item of a value that is no tensor."""
+    """Return the complete item of a value."""
     pickle = write_pickle(value, protocol=2)
     template = _item_template(len(pickle)) if len(pickle) <= _TEMPLATE_BYTES else _template(len(pickle))
     crc = isal_zlib.crc32(pickle).to_bytes(4, "little")
@@ -116,7 +118,7 @@ def value_item(value: Value) -> bytes:
 
 
 def _template(nbytes: int) -> tuple[bytes, bytes, bytes, bytes]:
-    """The item of any value whose pickle has this many bytes: all that stands around its checksum, itself, and its checksum again."""
+    """Split an item with a pickle of `nbytes` bytes around its checksum, pickle and second checksum."""
     members, front = _front(bytes(nbytes))
     entries = b"".join([_whole_entry(member) for member in members])
     whole = front + entries + _end(len(members), len(entries), len(front))
@@ -130,12 +132,12 @@ _item_template: Final = lru_cache(maxsize=1024)(_template)
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """A member whose bytes are known.
+    """A zip member with known content.
 
     Attributes:
         name: with its folder.
-        start: where its local header begins in the item, in bytes.
-        nbytes, crc: of its bytes.
+        start: offset of the local header in the item, in bytes.
+        nbytes, crc: length and CRC-32 of the content.
     """
 
     name: bytes
@@ -145,7 +147,7 @@ class _Member:
 
 
 def _front(pickle: bytes) -> tuple[Sequence[_Member], bytes]:
-    """The members that come first, and the bytes from the beginning of an item to their end."""
+    """Return the first members of an item, and its bytes up to their end."""
     found: list[_Member] = []
     front = bytearray()
     for short, data in ((b"data.pkl", pickle), *_CONSTANTS):
@@ -161,7 +163,7 @@ def _front(pickle: bytes) -> tuple[Sequence[_Member], bytes]:
 
 
 def _tensor(spec: ArraySpec, dtype: str) -> Value:
-    """Return the pickled form of a tensor of a dtype of torch whose elements are ``data/0``, in C order."""
+    """Return the pickled form of a tensor in C order whose elements are in ``data/0``."""
     storage = _STORAGE_OF.get(dtype)
     strides: list[int] = []
     step = 1
@@ -185,7 +187,7 @@ def _whole_entry(member: _Member) -> bytes:
 
 
 def _central(name: bytes, nbytes: int, start: int, flags: int) -> tuple[bytes, bytes]:
-    """What stands before and behind the checksum in an entry of the directory. Local headers begin below 4 GiB."""
+    """Return the parts of a directory entry before and after its checksum. Headers begin below 4 GiB."""
     large = nbytes >= FULL32
     extra = struct.pack("<2H2Q", 1, 16, nbytes, nbytes) if large else b""
     version = _VERSION64 if large else _VERSION
@@ -197,7 +199,7 @@ def _central(name: bytes, nbytes: int, start: int, flags: int) -> tuple[bytes, b
 
 
 def _end(count: int, nbytes: int, start: int) -> bytes:
-    """The end of a directory of so many entries and bytes that begins at `start`."""
+    """Return the end of a directory with `count` entries and `nbytes` bytes that begins at `start`."""
     if start + nbytes < FULL32:
         return END.pack(b"PK\x05\x06", 0, 0, count, count, nbytes, start, 0)
     record = END64.pack(b"PK\x06\x06", END64.size - 12, _VERSION64, _VERSION64, 0, 0, count, count, nbytes, start)

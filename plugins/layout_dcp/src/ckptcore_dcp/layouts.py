@@ -1,4 +1,4 @@
-"""The layout dcp: a checkpoint of torch.distributed.checkpoint."""
+"""The layout `dcp`: checkpoints of torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -31,21 +31,22 @@ __all__ = ["DcpLayout"]
 
 _METADATA = ".metadata"
 _MANY_PROCESSES: Final = 1024
-"""From here on one object store may get more requests at once than it takes for names that begin alike: thousands a second."""
+"""Object stores limit the request rate per key prefix, to a few thousand requests a second."""
 
 
 @dataclass(frozen=True, slots=True)
 class DcpLayout(Layout):
-    """A file for each process, ``__0_0.distcp``, and ``.metadata``, which says what is where.
+    """One file per process, ``__0_0.distcp``, and ``.metadata``, which lists where every tensor is stored.
 
-    ``torch.distributed.checkpoint.load`` takes it, in any number of processes. What torch has no dtype for is stored as
-    uint8 with the bytes of an element as a last axis, times as int64; their dtype is in the root of the checkpoint.
-    Tied arrays are stored once and listed under each of their names.
+    ``torch.distributed.checkpoint.load`` reads it with any number of processes. An array whose
+    dtype torch lacks is stored as uint8, with the bytes of an element as an extra last axis. Times
+    are stored as int64. The original dtype is in the checkpoint root. Tied arrays are stored once
+    and listed under each of their names.
 
     Attributes:
-        spread_from: in a job of so many processes or more the files lie in directories named by a hash, so that an
-            object store, which limits the requests to names that begin alike, takes them at once. 1: always; None:
-            never.
+        spread_from: number of processes from which the files are spread over directories named by a
+            hash. Object stores limit the request rate per key prefix; spreading avoids that limit.
+            1: always; None: never.
     """
 
     capabilities = LayoutCapabilities(any_replica_writes=True, sessions=True)
@@ -54,16 +55,16 @@ class DcpLayout(Layout):
     _names: KnownNames = field(default_factory=KnownNames, init=False, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[type[DcpLayout], tuple[int | None]]:
-        """Its options; what it remembers of checkpoints that it read or wrote stays here."""
+        """Pickle the options only. The cache of names is not copied."""
         return DcpLayout, (self.spread_from,)
 
     @property
     def name(self) -> str:
-        """dcp"""
+        """The name "dcp"."""
         return "dcp"
 
     def check(self, tree: TreeMetadata, size: int) -> None:
-        """Refuse names that collide.
+        """Reject trees whose names collide.
 
         Raises:
             NameCollisionError
@@ -71,16 +72,21 @@ class DcpLayout(Layout):
         self._names.of(tree)
 
     def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
-        """Write the file of this process; values go into that of the leader."""
+        """Write the file of this process. Values are written by the leader."""
         plan = snapshot.plan
-        # In a session nobody knows all values: `finish` writes them.
+        # In a session no process knows all values, so `finish` writes them.
         values = self._names.of(plan.tree).values if plan.rank == 0 and plan.session is None else ()
         spread = self.spread_from is not None and plan.size >= self.spread_from
-        told = {"spread": spread} if plan.session is None else {"spread": spread, "session": plan.session}
-        return {**told, **write_items(snapshot, values, store, file_of(plan.rank, spread=spread)).to_json()}
+        state: dict[str, JSON] = (
+            {"spread": spread} if plan.session is None else {"spread": spread, "session": plan.session}
+        )
+        return {**state, **write_items(snapshot, values, store, file_of(plan.rank, spread=spread)).to_json()}
 
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
-        """Write ``.metadata``, and keep where the elements are: a load of ours needs neither it nor what is around them."""
+        """Write ``.metadata`` and return the table of elements.
+
+        Our loads use this table alone, without reading ``.metadata`` or zip headers.
+        """
         names = self._names.of(tree)
         parts = [(_file(receipt), receipt.state) for receipt in receipts]
         if names.values and any("session" in state for _, state in parts):  # type: ignore[operator]  # see `write`
@@ -88,28 +94,26 @@ class DcpLayout(Layout):
             parts.append((file, write_values(names.values, store, file).to_json()))
         written = WrittenColumns(tree, parts)
         if len(written.values) != len(names.values):
-            raise PluginError(
-                f"{len(names.values)} values were to be stored by the leader, and {len(written.values)} were"
-            )
+            raise PluginError(f"the leader was to store {len(names.values)} values and reported {len(written.values)}")
         values = {stored.name: value for stored, value in zip(names.values, written.values, strict=True)}
         store.put(_METADATA, write_metadata(_metadata(tree, names, written.chunks(), values)))
         return written.to_json()
 
     def renumbered(self, state: JSON, leaves: Sequence[int]) -> JSON:
-        """The column of leaves."""
-        columns: Any = state  # what a hostile one raises the caller knows
+        """Replace the column of leaf numbers."""
+        columns: Any = state  # the caller handles the errors of a hostile state
         return {**columns, "leaf": [leaves[leaf] for leaf in columns["leaf"]]}
 
     def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
-        """Return the table of chunks: of elements, or of the items of other software."""
+        """Return the chunk table: byte ranges of elements, or items written by other software."""
         return index_of(tree, state)
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
-        """A directory with a ``.metadata``, or one of safetensors that torch.distributed.checkpoint wrote in parts."""
+        """Recognise a directory with ``.metadata``, or safetensors shards written by torch.distributed.checkpoint."""
         return inspect_dcp(store, entry)
 
     def inspect_composite(self, store: ReadStore) -> InspectedComposite | None:
-        """A directory of a training program, with checkpoints of torch.distributed.checkpoint and files beside them."""
+        """Recognise a directory of a training program that contains torch.distributed.checkpoint directories."""
         return inspect_step_directory(store)
 
 
@@ -120,7 +124,7 @@ def _file(receipt: Receipt) -> str:
 
 def _record(tree: TreeMetadata, leaf: int) -> ArrayRecord:
     record = tree.leaves[leaf]
-    assert isinstance(record, ArrayRecord)  # nothing else has boxes
+    assert isinstance(record, ArrayRecord)  # only arrays have boxes
     return record
 
 

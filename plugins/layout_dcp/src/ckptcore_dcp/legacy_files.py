@@ -1,9 +1,9 @@
-"""Files of torch.save as they were before torch 1.6, and are with ``_use_new_zipfile_serialization=False``.
+"""The torch.save format before torch 1.6, also written with ``_use_new_zipfile_serialization=False``.
 
-Pickles one after the other (``torch/serialization.py``, `_legacy_save`): a magic number, the version 1001, a dict about
-the machine, the value, and a list of the keys of storages. Then come the storages in that order: each a count of
-elements in 8 bytes and the elements, all little endian whatever the machine was. How large an element is, only the
-pickle says.
+A sequence of pickles (``torch/serialization.py``, `_legacy_save`): a magic number, the version
+1001, a dict about the machine, the value, and a list of storage keys. Then follow the storages in
+that order: each is a count of elements in 8 bytes, then the elements. Everything is little endian
+on all machines. The element size is known from the pickle only.
 """
 
 from __future__ import annotations
@@ -28,27 +28,30 @@ _MOST_PICKLE_BYTES: Final = 1 << 28
 
 
 def is_legacy(head: bytes) -> bool:
-    """Whether a file whose first bytes are these was written so: a pickle of protocol 2 or later begins it, with the magic number."""
+    """Return whether the first bytes of a file are those of the legacy format.
+
+    It begins with a pickle of protocol 2 or later that contains the magic number.
+    """
     return head[:1] == b"\x80" and b"\x8a\x0a" + _MAGIC.to_bytes(10, "little") in head[:32]
 
 
 def read_legacy(fetch: Fetch, size: int, *, key: str) -> tuple[Value, Mapping[str, StoredBytes], int]:
-    """The value in a file, where its storages are, and how many bytes the pickles take.
+    """Return the value in a file, its storages, and the total length of the pickles in bytes.
 
     Args:
         fetch: reads the file.
-        size: of the file, in bytes.
+        size: length of the file, in bytes.
         key: the file, for errors.
 
     Raises:
-        CorruptCheckpointError: it is not such a file, or it is cut off.
+        CorruptCheckpointError: the file has another format, or is truncated.
     """
     values, position = _read_pickles(fetch, size, key)
     magic, version, _, value, keys = values
     if magic != _MAGIC or version != _VERSION:
         raise _corrupt(key, 0, position, f"expected version {_VERSION}, found {brief(version)}")
     if not isinstance(keys, list) or not all(type(one) in (str, int) for one in keys):
-        raise _corrupt(key, 0, position, "the list of its storages is missing")
+        raise _corrupt(key, 0, position, "the list of storages is missing")
     pickle_bytes = position
     sizes = _storage_sizes(value, key)
     found: dict[str, StoredBytes] = {}
@@ -56,27 +59,28 @@ def read_legacy(fetch: Fetch, size: int, *, key: str) -> tuple[Value, Mapping[st
         name = str(one)
         known = sizes.get(name)
         if known is None or name in found:
-            raise _corrupt(key, position, position, f"the storage {name[:80]!r} is listed twice, or nothing is in it")
+            raise _corrupt(key, position, position, f"the storage {name[:80]!r} is listed twice or not used")
         count, itemsize = known
         start = position + _COUNT_BYTES
         stop = start + count * itemsize
         if stop > size:
             raise _corrupt(
-                key, position, size, f"its storage {name[:80]!r} ends at byte {stop} of {size}; it is cut off"
+                key, position, size, f"the storage {name[:80]!r} ends at byte {stop} of {size}; the file is cut off"
             )
         found[name] = StoredBytes(key, start, count * itemsize)
         position = stop
     if position != size:
-        # Each count tells where its storage ends. Only where the file goes on behind them, is there doubt about what
-        # the pickle says.
+        # The counts before the storages allow a check of the sizes in the pickle. It needs a
+        # request per storage, so it is made
+        # only if the file has bytes after the last storage.
         for (count, _), storage in zip((sizes[str(one)] for one in keys), found.values(), strict=True):
             if fetch(storage.start - _COUNT_BYTES, storage.start) != count.to_bytes(_COUNT_BYTES, "little"):
-                raise _corrupt(key, storage.start, size, "its storages are not as long as the pickle says")
+                raise _corrupt(key, storage.start, size, "the storages are not as long as the pickle states")
     return value, found, pickle_bytes
 
 
 def _read_pickles(fetch: Fetch, size: int, key: str) -> tuple[list[Value], int]:
-    """The five values in front, and where they end. How long pickles are is known once they are read."""
+    """Return the five leading values, and their end. Reads more bytes until the pickles are complete."""
     length = min(_FIRST_BYTES, size)
     while True:
         data = fetch(0, length)
@@ -87,9 +91,9 @@ def _read_pickles(fetch: Fetch, size: int, key: str) -> tuple[list[Value], int]:
                 value, position = read_pickle(data, key=key, start=position)
                 values.append(value)
                 if len(values) == 1 and value != _MAGIC:
-                    raise _corrupt(key, 0, position, "it does not begin with the magic number")
+                    raise _corrupt(key, 0, position, "the magic number is missing")
         except CorruptCheckpointError:
-            # Cut off or damaged: more bytes will tell, while there are some.
+            # Truncated or damaged: try with more bytes while there are some.
             if length >= min(size, _MOST_PICKLE_BYTES) or (values and values[0] != _MAGIC):
                 raise
             length = min(4 * length, size, _MOST_PICKLE_BYTES)
@@ -98,7 +102,7 @@ def _read_pickles(fetch: Fetch, size: int, key: str) -> tuple[list[Value], int]:
 
 
 def _storage_sizes(value: Value, key: str) -> Mapping[str, tuple[int, int]]:
-    """The elements of each storage that a value refers to, and the bytes of one."""
+    """Return the element count and element size of each storage that a value refers to."""
     sizes: dict[str, tuple[int, int]] = {}
     seen: set[int] = set()
     left: list[Value] = [value]
@@ -127,7 +131,7 @@ def _storage_sizes(value: Value, key: str) -> Mapping[str, tuple[int, int]]:
 
 def _corrupt(key: str, start: int, stop: int, reason: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        f"{key!r} cannot be read as a file of torch.save from before torch 1.6: {reason}. Restore it from a copy, or "
+        f"{key!r} cannot be read as a torch.save file of the format before torch 1.6: {reason}. Restore it from a copy, or "
         "load another checkpoint",
         key=key,
         start=start,

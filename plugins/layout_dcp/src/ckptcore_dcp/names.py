@@ -1,12 +1,13 @@
-"""Names of a tree as torch.distributed.checkpoint flattens state dicts, and the tree of such names.
+"""Entry names of a tree, as torch.distributed.checkpoint flattens state dicts, and the reverse.
 
-torch joins the keys that lead to an entry by dots, every key as text (torch 2.13.0, ``_traverse.py`` and
-``_nested_dict.py``). What it takes apart: every mapping; a list that has a tensor or a mapping in it, or in lists in
-it. Anything else is one entry, a tuple or a list of plain values too. An empty mapping leaves nothing.
+torch joins the keys of a path by dots, each key as text (torch 2.13.0, ``_traverse.py`` and
+``_nested_dict.py``). It flattens every mapping, and every list that contains a tensor or a mapping,
+directly or in nested lists. Anything else is one entry, including tuples and lists of plain values.
+An empty mapping has no entry.
 
-Here it is the same, and two things more, because arrays cannot lie within a value: a tuple that has an array in it
-anywhere is taken apart as a list would be, and so is a list that has one within a tuple. Objects with named fields
-count as mappings.
+This module does the same with two additions, because values cannot contain arrays: a tuple with an
+array anywhere in it is flattened like a list, and so is a list with an array inside a tuple.
+Objects with named fields count as mappings.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class StoredArray:
     """An array of a tree, as an entry.
 
     Attributes:
-        leaf: the number of the leaf. A tied array is listed once for each of its leaves.
-        name: torch's name of the entry; that of `path`, joined by dots.
+        leaf: number of the leaf. A tied array has one entry for each of its leaves.
+        name: torch's name of the entry: `path` joined by dots.
         path: the keys that lead to it.
     """
 
@@ -57,12 +58,12 @@ class StoredArray:
 
 @dataclass(frozen=True, slots=True)
 class StoredValue:
-    """A value of a tree that is no array, as an entry; it may be a whole container.
+    """A value of a tree without arrays, as an entry. It may be a whole container.
 
     Attributes:
-        leaves: the numbers of its leaves; none where it is an empty container.
+        leaves: numbers of its leaves; empty for an empty container.
         name, path: see `StoredArray`.
-        value: for `write_pickle`.
+        value: argument for `write_pickle`.
     """
 
     leaves: range
@@ -77,7 +78,7 @@ class StoredNames:
 
     Attributes:
         arrays, values: in the order of the tree.
-        paths: by name, of all of them, in the order of the tree.
+        paths: path of every entry by name, in the order of the tree.
     """
 
     arrays: tuple[StoredArray, ...]
@@ -86,14 +87,15 @@ class StoredNames:
 
 
 def fqns(tree: TreeMetadata) -> StoredNames:
-    """The entries that torch would make of a tree.
+    """Return the entries that torch would create for a tree.
 
-    Entries that would share a name get an escaped name each (see `ckptcore.planning.leaf_names`), with that as the only
-    key of their path: torch can load them, and gives them back under that name.
+    Entries that would share a name are escaped (see `ckptcore.planning.leaf_names`). The escaped
+    name is then the only key of the path: torch loads such an entry under the escaped name.
 
     Raises:
-        NameCollisionError: if escaping leaves two entries with one name, or two keys of a container within a value.
-        CorruptCheckpointError: if a value of the tree is not one.
+        NameCollisionError: escaping leaves two entries with one name, or two keys of a container
+            within a value collide.
+        CorruptCheckpointError: a value of the tree cannot be decoded.
     """
     walk = _Walk(tree)
     walk.visit(tree.skeleton, ())
@@ -114,10 +116,10 @@ def fqns(tree: TreeMetadata) -> StoredNames:
 
 
 class KnownNames:
-    """The entries of the tree that was asked for last: a save asks several times. Any thread."""
+    """Caches the entries of the last tree, because a save needs them several times. Thread-safe."""
 
     def __init__(self) -> None:
-        """Know none."""
+        """Create an empty cache."""
         self._last: tuple[TreeMetadata, StoredNames] | None = None
 
     def of(self, tree: TreeMetadata) -> StoredNames:
@@ -130,14 +132,14 @@ class KnownNames:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """An entry before it has a name.
+    """An entry before names are assigned.
 
     Attributes:
-        keys: those of the tree that lead to it.
-        path: the same as torch would have them.
-        leaves: the numbers of its leaves.
-        is_array: else it is a value.
-        value: what is pickled of a value.
+        keys: keys of the tree that lead to it.
+        path: the same keys as torch stores them.
+        leaves: numbers of its leaves.
+        is_array: whether it is an array, not a value.
+        value: the object to pickle, for a value.
     """
 
     keys: TreePath
@@ -151,7 +153,7 @@ class _Walk:
     """One pass over a tree.
 
     Attributes:
-        entries: those found, in order.
+        entries: the entries, in order.
     """
 
     def __init__(self, tree: TreeMetadata) -> None:
@@ -162,7 +164,7 @@ class _Walk:
         self.entries: list[_Entry] = []
 
     def _count(self, node: Node) -> int:
-        """How many leaves a container has; kept, because each of those around it asks."""
+        """Number of leaves of a container. Cached, because each enclosing container needs it."""
         known = self._counts.get(id(node))
         if known is None:
             known = sum(self._count(child) if isinstance(child, Node) else 1 for child in node.children)
@@ -170,9 +172,9 @@ class _Walk:
         return known
 
     def visit(self, node: Skeleton, keys: TreePath, path: DcpPath = ()) -> None:
-        """Add the entries of a part of the tree."""
+        """Add the entries of a subtree."""
         if isinstance(node, Node) and (not keys or self._is_taken_apart(node)):
-            sequence = _is_sequence(node) and keys  # torch knows no state dict that is a list
+            sequence = _is_sequence(node) and keys  # a torch state dict is never a list
             for key, child in zip(node.keys, node.children, strict=True):
                 step = key if sequence and isinstance(key, int) else str(key)
                 self.visit(child, (*keys, key), (*path, step))
@@ -185,15 +187,15 @@ class _Walk:
         self.entries.append(_Entry(keys, path, range(first, self._next), is_array, value))
 
     def _is_taken_apart(self, node: Node) -> bool:
-        """Whether a container whose leaves come next is taken apart."""
+        """Return whether torch flattens a container whose leaves come next."""
         arrays = self._arrays_before[self._next + self._count(node)] - self._arrays_before[self._next]
         return not _is_sequence(node) or arrays > 0 or _has_mapping(node)
 
     def _value(self, node: Skeleton, keys: TreePath) -> Value:
-        """What is pickled of a part of the tree that has no arrays in it."""
+        """Return the object to pickle for a subtree without arrays."""
         if not isinstance(node, Node):
             record = self._leaves[self._next]
-            assert isinstance(record, ValueRecord)  # what has arrays in it is taken apart
+            assert isinstance(record, ValueRecord)  # containers with arrays are flattened
             self._next += 1
             return _python_value(record, keys)
         children = [self._value(child, (*keys, key)) for key, child in zip(node.keys, node.children, strict=True)]
@@ -218,14 +220,14 @@ def _are_indices(keys: Sequence[Key]) -> bool:
 
 
 def _has_mapping(node: Node) -> bool:
-    """Whether there is a mapping in a list, or in lists in it."""
+    """Return whether a list contains a mapping, directly or in nested lists."""
     if node.kind == "tuple":
         return False
     return any(isinstance(child, Node) and (not _is_sequence(child) or _has_mapping(child)) for child in node.children)
 
 
 def _python_value(record: ValueRecord, keys: TreePath) -> Value:
-    """The value of a record in the encoding of the core; what another plugin encoded stays the JSON that it is."""
+    """Decode a value of the core's encoding. JSON encoded by other plugins is pickled as JSON."""
     value = record.value
     try:
         match record.kind, value:
@@ -258,12 +260,12 @@ def _python_value(record: ValueRecord, keys: TreePath) -> Value:
 
 def _bad_value(record: ValueRecord, keys: TreePath) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        f"{format_path(keys)}: a {record.kind} cannot be read from {str(record.value)[:80]!r}"
+        f"{format_path(keys)}: invalid {record.kind} value in the tree: {str(record.value)[:80]!r}"
     )
 
 
 def _plain(value: JSON) -> Value:
-    """JSON as the types that a pickle has."""
+    """Convert JSON to types that a pickle supports."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
@@ -274,14 +276,14 @@ def _plain(value: JSON) -> Value:
 def tree_of_names(
     entries: Mapping[str, Skeleton], paths: Mapping[str, DcpPath] | None
 ) -> tuple[Skeleton, Sequence[str]]:
-    """The tree that entries make up, and their names in the order in which their leaves stand in it.
+    """Build the tree of entries. Return it with the entry names in the order of their leaves.
 
-    Without paths, or where they contradict each other (torch itself writes such of ``{1: [x], "1": {"y": z}}``), it is
-    one dict of names. A list of which some indices are missing is a dict of those that are there.
+    Returns one flat dict if there are no paths or they contradict each other (torch itself writes
+    such paths for ``{1: [x], "1": {"y": z}}``). A list with missing indices becomes a dict.
 
     Args:
-        entries: by name, the part of the tree that it is: a leaf, or a container where a value is one.
-        paths: by name, the keys that lead to it; of what has none, its name is the only key.
+        entries: the subtree of each entry by name: a leaf, or the container of a value.
+        paths: the keys that lead to each entry. An entry without a path uses its name as the only key.
     """
     if paths is not None:
         root = _Branch()
@@ -292,7 +294,7 @@ def tree_of_names(
 
 
 class _Branch:
-    """A container that is being put together: children by key, a branch or the name of an entry."""
+    """A container under construction: children by key, each a branch or the name of an entry."""
 
     __slots__ = ("_children",)
 
@@ -300,7 +302,7 @@ class _Branch:
         self._children: dict[str | int, _Branch | str] = {}
 
     def add(self, path: DcpPath, name: str) -> bool:
-        """Put an entry in its place; False if something else has it, or the keys of a container are of two types."""
+        """Insert an entry. Return False if its key is taken, or if a container would mix key types."""
         branch = self
         for step in path[:-1]:
             child = branch._children.get(step)
@@ -320,7 +322,7 @@ class _Branch:
         return type(next(iter(self._children), step)) is type(step)
 
     def skeleton(self, entries: Mapping[str, Skeleton], order: list[str]) -> Skeleton:
-        """What was put together; adds to `order` the names of its entries."""
+        """Return the finished container, and append the names of its entries to `order`."""
         keys: list[str | int] = list(self._children)
         if isinstance(next(iter(keys), None), int):
             keys.sort()

@@ -1,4 +1,4 @@
-"""Scalars of NumPy in pickles: a loss or a step that a training loop never made a plain number."""
+"""NumPy scalars in pickles, such as a loss or a step that was not converted to a Python number."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _CODES: Final = frozenset(
 
 
 def scalar_value(call: Call) -> bool | int | float | complex | None:
-    """The number that a scalar of NumPy is; None for all else.
+    """Return the number in a pickled NumPy scalar, or None for other calls.
 
-    ``scalar(dtype, bytes)``, where the dtype is ``dtype("f8", False, True)`` with a state that begins with a version
-    and ``<``, ``>`` or ``|`` (NumPy's `generic.__reduce__` and `dtype.__reduce__`).
+    The call is ``scalar(dtype, bytes)``. The dtype is ``dtype("f8", False, True)`` with a state
+    that contains a version and ``<``, ``>`` or ``|`` (NumPy's `generic.__reduce__` and
+    `dtype.__reduce__`).
     """
     if call.function not in _MAKERS or len(call.arguments) != 2:
         return None
@@ -38,5 +39,5 @@ def scalar_value(call: Call) -> bool | int | float | complex | None:
     if len(data) != kind.itemsize:
         return None
     number = np.frombuffer(data, kind)[0].item()
-    assert isinstance(number, bool | int | float | complex)  # these codes have no others
+    assert isinstance(number, bool | int | float | complex)  # the only types of these codes
     return number

@@ -1,4 +1,4 @@
-"""The hooks of the plugin."""
+"""Entry module of the plugin: registers the layouts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["ckpt_layouts"]
 
 @hookimpl
 def ckpt_layouts() -> Mapping[str, LayoutFactory]:
-    """Offers the layouts dcp and torch; their modules are imported with the first one that is made."""
+    """Register the layouts `dcp` and `torch`. Their modules are imported on first use."""
     return {"dcp": _dcp, "torch": _torch}
 
 

@@ -1,4 +1,4 @@
-"""Storages in files of torch.save: where their bytes are, and how the elements of an array are gathered from them."""
+"""Storages in torch.save files: their byte ranges, and reading of the arrays in them."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ __all__ = [
 ]
 
 _SLAB_BYTES: Final = 1 << 26
-"""Elements that do not lie in C order are gathered from so many bytes at a time."""
+"""Elements that are not in C order are gathered in reads of at most this size."""
 _MOST: Final = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBytes:
-    """The bytes of a storage.
+    """The bytes of a torch storage.
 
     Attributes:
-        key: the object they are in.
-        start: where they begin in it, in bytes.
-        nbytes: how many they are there.
-        size: how many they are once inflated; `nbytes` where they are not compressed.
-        crc: their CRC-32; zero where none is known.
-        descriptor: bytes of the data descriptor behind them, as of a `ZipMember`.
-        compression: as of a `ZipMember`.
-        big_endian: whether each element begins with its highest byte.
+        key: the object that contains them.
+        start: their offset in the object, in bytes.
+        nbytes: stored length.
+        size: length after decompression; `nbytes` if uncompressed.
+        crc: their CRC-32; zero if unknown.
+        descriptor: bytes of the data descriptor that follows, as in `ZipMember`.
+        compression: as in `ZipMember`.
+        big_endian: byte order of the elements.
     """
 
     key: str
@@ -66,19 +66,19 @@ class StoredBytes:
 
     @classmethod
     def of_member(cls, key: str, member: ZipMember, *, big_endian: bool) -> StoredBytes:
-        """Those of a member of a zip."""
+        """Return the storage in a zip member."""
         return cls(
             key, member.start, member.nbytes, member.size, member.crc, member.descriptor, member.compression, big_endian
         )
 
     @property
     def stop(self) -> int:
-        """Where they end in the object."""
+        """End of the storage in the object, in bytes."""
         return self.start + self.nbytes
 
     @property
     def checksum(self) -> DescriptorSum | None:
-        """The checksum that stands right behind them, if one does."""
+        """The checksum that directly follows the storage, or None."""
         if not self.crc or self.compression != STORED or self.descriptor not in (16, 24):
             return None
         sizes = struct.pack("<2I" if self.descriptor == 16 else "<2Q", self.nbytes, self.size)
@@ -86,15 +86,15 @@ class StoredBytes:
 
 
 def storages_of(members: Mapping[str, ZipMember], fetch: Fetch, *, key: str) -> Mapping[str, StoredBytes]:
-    """The storages in a zip of torch.save, by key.
+    """Return the storages in a zip of torch.save, by key.
 
     Args:
-        members: of it, by the names that torch knows them by.
+        members: its members by torch's names.
         fetch: reads bytes of the object.
         key: the object.
 
     Raises:
-        CorruptCheckpointError: it states no byte order that can be.
+        CorruptCheckpointError: the byte order is invalid.
     """
     order = read_member(fetch, members["byteorder"], key=key, limit=64) if "byteorder" in members else b"little"
     if order not in (b"little", b"big"):
@@ -107,23 +107,23 @@ def storages_of(members: Mapping[str, ZipMember], fetch: Fetch, *, key: str) -> 
 
 
 def storage_of(tensor: StoredTensor, storages: Mapping[str, StoredBytes], *, key: str, path: str) -> StoredBytes:
-    """The storage that the elements of a tensor are in.
+    """Return the storage of a tensor.
 
     Args:
-        tensor: what a pickle says of it.
-        storages: those beside the pickle.
+        tensor: the tensor, from a pickle.
+        storages: the storages of the same file.
         key: the object, for errors.
-        path: where in the tree it is, for errors.
+        path: path in the tree, for errors.
 
     Raises:
-        CorruptCheckpointError: it is not there, or has not all of them.
-        UnsupportedLeafError: the tensor repeats a few bytes far too often.
+        CorruptCheckpointError: the storage is missing or too short.
+        UnsupportedLeafError: the tensor expands a few bytes to too many elements.
     """
     storage = storages.get(tensor.storage)
     if storage is None:
         if 0 not in tensor.shape:
             raise CorruptCheckpointError(
-                f"{path} in {key!r} has no elements: the storage {tensor.storage[:80]!r} is not there; restore the "
+                f"{path} in {key!r} has no elements: the storage {tensor.storage[:80]!r} is missing; restore the "
                 "file from a copy, or load another checkpoint",
                 key=key,
             )
@@ -134,11 +134,11 @@ def storage_of(tensor: StoredTensor, storages: Mapping[str, StoredBytes], *, key
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the elements of an array are.
+    """Location of the elements of an array.
 
     Attributes:
-        tensor: how they lie in their storage.
-        storage: where its bytes are.
+        tensor: strides and offset in the storage.
+        storage: the bytes of the storage.
     """
 
     tensor: StoredTensor
@@ -146,17 +146,17 @@ class Place:
 
     @property
     def key(self) -> str:
-        """The object they are in."""
+        """The object that contains the elements."""
         return self.storage.key
 
     @property
     def is_tile(self) -> bool:
-        """Whether they lie in the object in C order."""
+        """Whether the object contains the elements uncompressed and in C order."""
         return self.storage.compression == STORED and self.tensor.is_contiguous
 
     @property
     def extent(self) -> tuple[int, int]:
-        """From their first byte in the object to behind their last."""
+        """Byte range in the object from the first to the last element; the whole storage if compressed."""
         if self.storage.compression != STORED:
             return self.storage.start, self.storage.stop
         start = self.storage.start + self.tensor.offset * self.tensor.itemsize
@@ -164,14 +164,14 @@ class Place:
 
 
 class PlaceColumns:
-    """Places as they are collected, a column for each thing.
+    """Collects the locations of arrays as columns.
 
     Attributes:
-        aliases: leaves that share all of their elements with an earlier one, as of a `TreeMetadata`.
+        aliases: leaves that share all elements with an earlier leaf, as in `TreeMetadata`.
     """
 
     def __init__(self) -> None:
-        """Begin without any."""
+        """Create an empty collection."""
         self.aliases: dict[int, int] = {}
         self._first: dict[Place, int] = {}
         self._files: dict[str, int] = {}
@@ -179,8 +179,8 @@ class PlaceColumns:
         self._rows: list[JSON] = []
 
     def add(self, leaf: int, tensor: StoredTensor, storage: StoredBytes) -> None:
-        """One more array."""
-        # Tensors that share all of their elements are one, whether one of them was trained or not.
+        """Add an array."""
+        # Tensors that share all of their elements are tied, even if their requires_grad differs.
         plain = replace(tensor, requires_grad=False, storage_bytes=0)
         original = self._first.setdefault(Place(plain, storage), leaf)
         if original != leaf and 0 not in tensor.shape:
@@ -191,7 +191,7 @@ class PlaceColumns:
         self._rows.append([leaf, number, tensor.offset, None if tensor.is_contiguous else list(tensor.strides)])
 
     def to_json(self) -> JSON:
-        """For `places_of`."""
+        """Return the state that `places_of` reads."""
         return {
             "files": list(self._files),
             "storages": [
@@ -212,14 +212,14 @@ class PlaceColumns:
 
 
 def places_of(tree: TreeMetadata, state: JSON) -> Mapping[int, Place]:
-    """Return the place of each array, by leaf. The state may be hostile.
+    """Return the location of each array, by leaf. The state may be hostile.
 
     Raises:
         CorruptCheckpointError: it does not fit the tree.
-        UnsupportedLeafError: an array repeats a few bytes far too often.
+        UnsupportedLeafError: a view expands a few bytes to too many elements.
     """
     try:
-        columns: Any = state  # what is caught below is what a hostile one raises
+        columns: Any = state  # the errors of a hostile state are caught below
         files = columns["files"]
         storages: list[StoredBytes] = []
         for file, *numbers, big in columns["storages"]:
@@ -239,7 +239,7 @@ def places_of(tree: TreeMetadata, state: JSON) -> Mapping[int, Place]:
                 raise TypeError("an array is expected")
             steps = _c_strides(record.spec.shape) if strides is None else tuple([_natural(step) for step in strides])
             if len(steps) != len(record.spec.shape):
-                raise ValueError("strides of other axes")
+                raise ValueError("strides do not match the axes")
             tensor = StoredTensor("", record.spec.dtype, record.spec.shape, steps, _natural(offset), record.kind)
             storage = storages[_natural(number)]
             check_bounds(tensor, storage.size, key=storage.key, path=format_path(tree.paths[leaf]))
@@ -248,13 +248,13 @@ def places_of(tree: TreeMetadata, state: JSON) -> Mapping[int, Place]:
     except CheckpointError:
         raise
     except (TypeError, KeyError, IndexError, ValueError, OverflowError) as error:
-        raise CorruptCheckpointError(f"the state does not say where arrays are: {error!r}") from error
+        raise CorruptCheckpointError(f"the root is corrupt: its state does not locate arrays: {error!r}") from error
 
 
 def _natural(found: Any) -> int:
     if type(found) is not int or not 0 <= found < _MOST:
         raise TypeError("a whole number from 0 on is expected")
-    return found
+    raise TypeError("a non-negative integer is expected")
 
 
 def _c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -269,11 +269,11 @@ def _c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 def read_places(
     items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore, places: Mapping[int, Place]
 ) -> Iterator[int]:
-    """Fill ``buffers[i]`` with the box of ``items[i]``; yields `i` once it is there.
+    """Fill ``buffers[i]`` with the box of ``items[i]``. Yields `i` when it is complete.
 
-    What lies in C order goes straight to where it is wanted. Of a storage that is asked for whole the checksum behind
-    it is compared. Other arrays are gathered in the calling thread, from at most 64 MiB of their bytes at a time where
-    no elements overlap.
+    Arrays in C order are copied directly into the destination. If a whole storage is requested, its
+    checksum is verified. Other arrays are gathered in the calling thread, from at most 64 MiB at a
+    time unless elements overlap.
 
     Raises:
         CorruptCheckpointError: bytes are missing or wrong.
@@ -283,7 +283,7 @@ def read_places(
     for number, item in enumerate(items):
         place = places.get(item.leaf)
         if place is None:
-            raise CorruptCheckpointError(f"the checkpoint does not say where leaf {item.leaf} is stored")
+            raise CorruptCheckpointError(f"the checkpoint does not locate the array of leaf {item.leaf}")
         if not item.box.size:
             yield number
         elif place.is_tile:
@@ -317,7 +317,8 @@ def _tile(place: Place, targets: tuple[tuple[int, Box, HostArray], ...], summed:
     tensor, storage = place.tensor, place.storage
     spec = tensor.spec
     checksum = None
-    # A checksum is of all of its bytes, which are all read for it then; and it is compared once.
+    # The checksum covers the whole storage, so it is verified only if all bytes are read, and only
+    # once.
     if (
         tensor.offset == 0
         and spec.nbytes == storage.nbytes
@@ -330,23 +331,23 @@ def _tile(place: Place, targets: tuple[tuple[int, Box, HostArray], ...], summed:
 
 
 def inflated(storage: StoredBytes, fetch: Fetch) -> bytes:
-    """All bytes of a storage, inflated where they are compressed, and compared with their CRC-32.
+    """Return all bytes of a storage, decompressed and verified.
 
     Raises:
-        CorruptCheckpointError: they are not what the zip says of them.
+        CorruptCheckpointError: the bytes do not match the zip.
     """
     member = ZipMember("storage", storage.start, storage.nbytes, storage.size, storage.crc, storage.compression)
     return read_member(fetch, member, key=storage.key, limit=storage.size)
 
 
 def gathered_box(place: Place, box: Box, whole: bytes | None, store: ReadStore | None) -> HostArray:
-    """A box of the elements of a place, wherever they lie.
+    """Read a box of an array with any strides.
 
     Args:
-        place: where they are.
-        box: of its tensor.
-        whole: all bytes of its storage; None where they are to be read.
-        store: what to read them from; None where they are there.
+        place: location of the array.
+        box: box of its tensor.
+        whole: all bytes of its storage, or None to read them from `store`.
+        store: the store to read from, or None if `whole` is given.
 
     Raises:
         CorruptCheckpointError: bytes are missing.
@@ -359,7 +360,7 @@ def gathered_box(place: Place, box: Box, whole: bytes | None, store: ReadStore |
 
 
 def _gather(place: Place, box: Box, buffer: HostArray, store: ReadStore | None, whole: bytes | None) -> None:
-    """Fill a buffer with a box of elements that lie in any order, in the byte order that they have."""
+    """Fill a buffer with a box of a strided array, in the stored byte order."""
     tensor, storage = place.tensor, place.storage
     itemsize, strides = tensor.itemsize, tensor.strides
     step_bytes = tuple([stride * itemsize for stride in strides])
@@ -372,8 +373,8 @@ def _gather(place: Place, box: Box, buffer: HostArray, store: ReadStore | None, 
             data, offset = store.get(storage.key, start, stop), 0
             if len(data) != stop - start:
                 raise CorruptCheckpointError(
-                    f"{storage.key!r} is cut off: {len(data)} of the {stop - start} bytes from byte {start} on are "
-                    "there; restore it from a copy, or load another checkpoint",
+                    f"{storage.key!r} is cut off: it has {len(data)} of the {stop - start} bytes from byte {start} on; "
+                    "restore it from a copy, or load another checkpoint",
                     key=storage.key,
                     start=start,
                     stop=stop,
@@ -389,7 +390,7 @@ def _span(box: Box, strides: tuple[int, ...]) -> int:
 
 
 def _slabs(box: Box, strides: tuple[int, ...], itemsize: int) -> Iterator[Box]:
-    """A box in parts whose elements are near each other; the box itself where parts could not but share bytes."""
+    """Split a box into parts with nearby elements. Yields the box itself if its elements overlap."""
     reach = 1
     for stride, extent in sorted(zip(strides, box.shape, strict=True)):
         if extent > 1 and stride < reach:
@@ -413,7 +414,7 @@ def _slabs(box: Box, strides: tuple[int, ...], itemsize: int) -> Iterator[Box]:
 
 
 def _swap(buffer: HostArray) -> None:
-    """Turn the bytes of each element round; of a complex one those of each part."""
+    """Swap the bytes of each element; for complex dtypes, of each component."""
     width = buffer.dtype.itemsize // (2 if buffer.dtype.kind == "c" else 1)
-    # As integers: NumPy turns no elements of the dtypes of ml_dtypes round.
+    # View as integers: NumPy cannot byte-swap ml_dtypes elements.
     buffer.reshape(-1).view(f"u{width}").byteswap(inplace=True)

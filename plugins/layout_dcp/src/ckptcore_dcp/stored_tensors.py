@@ -1,4 +1,4 @@
-"""Stored tensors: what the pickles of torch say of a tensor, and whether it can be an array."""
+"""Tensors in the pickles of torch, with validation of their bounds."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["StoredTensor", "check_bounds", "storage_size", "stored_tensor"]
 _MOST_AXES: Final = 64
 _MOST: Final = 1 << 62
 _MOST_REPEATED: Final = 64
-"""An array may have so many times the bytes that are stored of it, where several of its elements are the same one."""
+"""Maximum ratio of the size of an array to its storage, for views that repeat elements."""
 _REPEATED_ALWAYS: Final = 1 << 26
-"""... and this many bytes in any case."""
+"""Size that such a view may always have, in bytes."""
 
 _TENSOR_TYPES: Final = frozenset(
     [
@@ -32,10 +32,12 @@ _TENSOR_TYPES: Final = frozenset(
 _REMEDIES: Final[Mapping[str, str]] = {
     "_rebuild_sparse_tensor": "a sparse tensor: save its indices and values, or tensor.to_dense()",
     "_rebuild_sparse_csr_tensor": "a sparse tensor: save its indices and values, or tensor.to_dense()",
-    "_rebuild_qtensor": "a quantized tensor: save tensor.int_repr() with its scale and zero point, or tensor.dequantize()",
+    "_rebuild_qtensor": "a quantized tensor: save tensor.int_repr() with its scale and zero point, "
+    "or tensor.dequantize()",
     "_rebuild_nested_tensor": "a nested tensor: save the tensors of tensor.unbind()",
-    "_rebuild_meta_tensor_no_storage": "a tensor on the device meta, which has no elements: save it after it was filled",
-    "_rebuild_wrapper_subclass": "a tensor of a class of its own: save the plain tensors it is made of (DTensor.full_tensor())",
+    "_rebuild_meta_tensor_no_storage": "a tensor on the meta device, which has no elements: materialize it before saving",
+    "_rebuild_wrapper_subclass": "an instance of a tensor subclass: save the plain tensors it contains "
+    "(DTensor.full_tensor())",
     "_rebuild_device_tensor_from_numpy": "a tensor of a device that torch saves as a NumPy array: save tensor.cpu()",
     "_rebuild_xla_tensor": "a tensor of a device that torch saves as a NumPy array: save tensor.cpu()",
 }
@@ -43,17 +45,17 @@ _REMEDIES: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor whose elements are in a storage beside the pickle.
+    """A tensor whose elements are in a storage outside the pickle.
 
     Attributes:
-        storage: the key of the storage; its bytes are in the member ``data/`` + key.
-        dtype: of the elements, as ckptcore names it.
+        storage: key of the storage; its bytes are in the member ``data/`` + key.
+        dtype: ckptcore's dtype of the elements.
         shape: elements along each axis.
-        strides: from one element to the next along each axis, in elements; none is negative.
-        offset: where its first element is in the storage, in elements.
-        kind: of the leaf: `PLAIN_ARRAY`, or ``torch.`` and the name of a dtype whose bytes are stored raw.
-        storage_bytes: how long the pickle says that the storage is, in bytes.
-        requires_grad: whether it was trained.
+        strides: distance between elements along each axis, in elements; never negative.
+        offset: position of the first element in the storage, in elements.
+        kind: kind of the leaf: `PLAIN_ARRAY`, or ``torch.`` and a dtype whose bytes are stored raw.
+        storage_bytes: length of the storage according to the pickle, in bytes.
+        requires_grad: torch's ``requires_grad``.
     """
 
     storage: str
@@ -67,7 +69,7 @@ class StoredTensor:
 
     @property
     def spec(self) -> ArraySpec:
-        """Its shape and dtype."""
+        """Shape and dtype."""
         return ArraySpec(self.shape, self.dtype)
 
     @property
@@ -77,14 +79,14 @@ class StoredTensor:
 
     @property
     def span(self) -> int:
-        """From its first element to behind its last in the storage, in elements; zero where it has none."""
+        """Distance from the first element to the end of the last, in elements; zero for empty tensors."""
         if 0 in self.shape:
             return 0
         return 1 + sum(stride * (extent - 1) for stride, extent in zip(self.strides, self.shape, strict=True))
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether its elements lie in C order without gaps."""
+        """Whether the elements are in C order without gaps."""
         if 0 in self.shape:
             return True
         step = 1
@@ -96,18 +98,19 @@ class StoredTensor:
 
 
 def stored_tensor(value: Value, *, key: str, path: str) -> StoredTensor | None:
-    """What a value of a pickle says of a tensor, or of a storage that stands alone; None if it is neither.
+    """Return the tensor, or the bare storage, that a pickled value describes; None for other values.
 
-    The functions are those of ``torch/_utils.py`` and ``torch/_tensor.py``, that `Tensor.__reduce_ex__` names.
+    Recognises the functions of ``torch/_utils.py`` and ``torch/_tensor.py`` that
+    `Tensor.__reduce_ex__` names.
 
     Args:
-        value: of `read_pickle`.
-        key: the object that the pickle is in, for errors.
-        path: where in the tree it is, for errors.
+        value: result of `read_pickle`.
+        key: the object that contains the pickle, for errors.
+        path: path in the tree, for errors.
 
     Raises:
-        CorruptCheckpointError: it is one that cannot be.
-        UnsupportedLeafError: it is one that no array can hold.
+        CorruptCheckpointError: the tensor is invalid.
+        UnsupportedLeafError: no array can represent the tensor.
     """
     grad = False
     casts: set[tuple[str, str]] = set()
@@ -124,7 +127,7 @@ def stored_tensor(value: Value, *, key: str, path: str) -> StoredTensor | None:
             value = Call(made, inner)
             continue
         if function.module == "torch._tensor" and function.name.startswith("_rebuild"):
-            raise _unsupported(path, "a tensor of a kind that is not known here")
+            raise _unsupported(path, "a tensor of an unknown kind")
         if function.module != "torch._utils" or not function.name.startswith("_rebuild"):
             return None
         match function.name:
@@ -141,22 +144,22 @@ def stored_tensor(value: Value, *, key: str, path: str) -> StoredTensor | None:
                     raise _unsupported(path, "a tensor that is cast as it is loaded: save tensor.cpu()")
                 return found
             case name:
-                raise _unsupported(path, _REMEDIES.get(name, f"made by torch._utils.{name}, which is not known here"))
-    raise _corrupt(key, path, "tensors are wrapped in one another without end")
+                raise _unsupported(path, _REMEDIES.get(name, f"built by torch._utils.{name}, which is not supported"))
+    raise _corrupt(key, path, "tensors are nested without end")
 
 
 def check_bounds(tensor: StoredTensor, nbytes: int, *, key: str, path: str) -> None:
-    """Make sure that the elements of a tensor are in its storage, and that there are not far more of them than bytes.
+    """Check that the elements of a tensor are in its storage, and that a view is not far larger than it.
 
     Args:
-        tensor: what the pickle says.
-        nbytes: how long its storage really is, in bytes.
-        key: the object that the storage is in, for errors.
-        path: where in the tree it is, for errors.
+        tensor: the tensor, from a pickle.
+        nbytes: actual length of its storage, in bytes.
+        key: the object that contains the storage, for errors.
+        path: path in the tree, for errors.
 
     Raises:
-        CorruptCheckpointError: some are not.
-        UnsupportedLeafError: it repeats a few bytes far too often.
+        CorruptCheckpointError: elements are outside the storage.
+        UnsupportedLeafError: the tensor expands a few bytes to too many elements.
     """
     span = tensor.span
     if span and (tensor.offset + span) * tensor.itemsize > nbytes:
@@ -167,20 +170,20 @@ def check_bounds(tensor: StoredTensor, nbytes: int, *, key: str, path: str) -> N
         )
     spec = tensor.spec
     if not spec.is_possible:
-        raise _corrupt(key, path, f"{spec} is no array that can be")
+        raise _corrupt(key, path, f"{spec} is not a possible array")
     if spec.nbytes > max(_REPEATED_ALWAYS, _MOST_REPEATED * nbytes):
         raise _unsupported(
             path,
-            f"a view (expand) that makes {spec.nbytes} bytes of {nbytes}: save the tensor that it is a view of",
+            f"a view (expand) of {spec.nbytes} bytes over a storage of {nbytes}: save the tensor that it is a view of",
         )
 
 
 def storage_size(value: Persistent, *, key: str) -> tuple[str, str, int]:
-    """The key of a storage that a pickle refers to, the dtype of its elements and how many it has.
+    """Return the key, element dtype and element count of a storage that a pickle refers to.
 
     Raises:
-        CorruptCheckpointError: it does not say so.
-        UnsupportedLeafError: no array can hold such elements.
+        CorruptCheckpointError: the reference is invalid.
+        UnsupportedLeafError: no array can have such elements.
     """
     name, dtype, count, _ = _storage(value, key, "a storage")
     return name, dtype, count
@@ -213,7 +216,7 @@ def _rebuilt(name: str, arguments: tuple[Value, ...], grad: bool, key: str, path
     if type(offset) is not int or not 0 <= offset < _MOST or shift % itemsize:
         raise _corrupt(key, path, f"a tensor cannot begin at element {str(offset)[:40]} of its storage")
     if math.prod(max(extent, 1) for extent in shape) >= _MOST:
-        raise _corrupt(key, path, "a tensor has more elements than memory has addresses")
+        raise _corrupt(key, path, "a tensor has more elements than memory can address")
     return StoredTensor(
         storage_key, dtype, shape, strides, offset + shift // itemsize, kind, storage_bytes, grad or requires_grad
     )
@@ -232,14 +235,16 @@ def _whole_storage(value: Persistent, key: str, path: str) -> StoredTensor | Non
 
 
 def _storage(value: Persistent, key: str, path: str) -> tuple[str, str, int, int]:
-    """The key of a storage, the dtype of its elements, how many it has, and at which of them a view begins.
+    """Return key, element dtype and element count of a storage, and the element at which a view begins.
 
-    ``("storage", type, key, location, elements)``; in the format before torch 1.6 with a sixth, None or ``(key, offset,
-    elements)`` (``torch/serialization.py``).
+    A reference is ``("storage", type, key, location, elements)``. The format before torch 1.6 adds
+    a sixth item: None or ``(key, offset, elements)`` (``torch/serialization.py``).
     """
     parts = value.id
     if not isinstance(parts, tuple) or not 5 <= len(parts) <= 6 or parts[0] not in ("storage", b"storage"):
-        raise _corrupt(key, path, f"{str(parts)[:80] if not isinstance(parts, tuple) else 'a tuple'} names no storage")
+        raise _corrupt(
+            key, path, f"{str(parts)[:80] if not isinstance(parts, tuple) else 'a tuple'} is not a storage reference"
+        )
     kind, storage_key, count = parts[1], parts[2], parts[4]
     if isinstance(storage_key, int) and not isinstance(storage_key, bool):
         storage_key = str(storage_key) if 0 <= storage_key < _MOST else ""
@@ -249,33 +254,31 @@ def _storage(value: Persistent, key: str, path: str) -> tuple[str, str, int, int
         raise _corrupt(key, path, "the type of a storage is missing")
     dtype = "uint8" if kind.name == "UntypedStorage" else STORAGES.get(kind.name)
     if dtype is None:
-        raise _unsupported(path, f"in a {kind.name[:40]}, whose elements no array can hold: save it as a plain tensor")
+        raise _unsupported(path, f"in a {kind.name[:40]}, whose elements no array can have: save it as a plain tensor")
     offset = 0
     if len(parts) == 6 and parts[5] is not None:
         described = parts[5]
         if not isinstance(described, tuple) or len(described) != 3:
-            raise _corrupt(key, path, "a view of a storage is not described")
+            raise _corrupt(key, path, "a view of a storage is malformed")
         offset, length = _natural(described[1], key, path), _natural(described[2], key, path)
         if offset + length > count:
-            raise _corrupt(key, path, f"a view of a storage of {count} elements is not within it")
+            raise _corrupt(key, path, f"a view exceeds its storage of {count} elements")
     return storage_key, dtype, count, offset
 
 
 def _dtype_of(value: Value, key: str, path: str) -> tuple[str, str]:
-    """The dtype of the elements that a dtype of torch stands for, and the kind of the leaf."""
+    """Return ckptcore's dtype and the kind of the leaf for a torch dtype."""
     if not isinstance(value, Global) or value.module != "torch":
         raise _corrupt(key, path, "the dtype of a tensor is missing")
     if (known := known_dtype(value.name)) is not None:
         spec, kind = spec_and_kind(known, ())
         return spec.dtype, kind
-    raise _unsupported(path, f"of torch.{value.name[:40]}, which no array can hold: save a view of it as integers")
+    raise _unsupported(path, f"of torch.{value.name[:40]}, which no array can have: save a view of it as integers")
 
 
 def _take(arguments: tuple[Value, ...], count: int, key: str, path: str) -> tuple[Value, ...]:
     if len(arguments) < count:
-        raise _corrupt(
-            key, path, f"a tensor is described by {len(arguments)} things, where {count} or more are expected"
-        )
+        raise _corrupt(key, path, f"a tensor is described by {len(arguments)} arguments; expected at least {count}")
     return arguments[:count]
 
 
@@ -289,7 +292,7 @@ def _numbers(value: Value, key: str, path: str) -> tuple[int, ...]:
 
 def _natural(value: Value, key: str, path: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MOST:
-        raise _corrupt(key, path, f"expected a whole number from 0 on, found {brief(value)}")
+        raise _corrupt(key, path, f"expected a non-negative integer, found {brief(value)}")
     return value
 
 

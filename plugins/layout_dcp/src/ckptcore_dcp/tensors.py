@@ -1,4 +1,4 @@
-"""Trees of tensors and values, as the pickles of torch describe them."""
+"""Converts values of torch pickles to trees of tensors and values."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from ckptcore_dcp.stored_tensors import StoredTensor, stored_tensor
 __all__ = ["Leaf", "leaf_record", "tree_of"]
 
 Leaf: TypeAlias = StoredTensor | None | bool | int | float | complex | str | bytes
-"""A leaf of a tree: a tensor, or a value that is stored in the pickle itself."""
+"""A leaf of a tree: a tensor, or a value stored in the pickle itself."""
 
 _MOST_DEPTH: Final = 150
-"""In containers; the core stops at 200, and objects take two or three each."""
+"""In containers. The core's limit is 200, and an object adds two or three."""
 _ORDERED: Final = Global("collections", "OrderedDict")
 _MAPS: Final = frozenset([_ORDERED, Global("collections", "defaultdict"), Global("collections", "Counter")])
 _BUILTINS: Final = ("builtins", "__builtin__")
@@ -42,21 +42,21 @@ _MAKERS: Final = frozenset([Global("copyreg", "_reconstructor"), Global("copy_re
 
 
 def tree_of(value: Value, *, key: str, limit: int = 1 << 20) -> tuple[Skeleton, Sequence[Leaf]]:
-    """The skeleton and the leaves of a value of `read_pickle`.
+    """Return the skeleton and the leaves of a value of `read_pickle`.
 
-    Of a class that is not known, what the pickle holds of its object comes as a node ``object`` with the name of the
-    class: its attributes, and ``__arguments__``, ``__state__``, ``__items__`` and ``__pairs__`` where there are such. A
-    function or class is a text.
+    An object of an unknown class becomes an ``object`` node with the class name. Its children are
+    its attributes and, if present, ``__arguments__``, ``__state__``, ``__items__`` and
+    ``__pairs__``. A function or class becomes its name as text.
 
     Args:
-        value: what was pickled.
-        key: the object that the pickle is in, for errors.
-        limit: how many containers and leaves there may be. A pickle of a few bytes can name one container any number of
-            times; one that does not, has a byte for each at least.
+        value: the unpickled value.
+        key: the object that contains the pickle, for errors.
+        limit: maximum number of containers and leaves. A pickle of a few bytes can refer to one
+            container any number of times; without such references it has at least a byte for each.
 
     Raises:
-        CorruptCheckpointError: it is deeper or larger than a tree can be, or a tensor in it cannot be.
-        UnsupportedLeafError: a tensor in it can be held by no array.
+        CorruptCheckpointError: the value is too deep or too large, or has an invalid tensor.
+        UnsupportedLeafError: no array can represent one of its tensors.
     """
     walk = _Walk(key, limit)
     skeleton = walk.visit(value, (), 0)
@@ -64,7 +64,7 @@ def tree_of(value: Value, *, key: str, limit: int = 1 << 20) -> tuple[Skeleton, 
 
 
 def leaf_record(leaf: Leaf) -> LeafRecord:
-    """What the tree of a checkpoint says of a leaf; a value is encoded as the core's own handlers do."""
+    """Return the tree's record of a leaf. Values are encoded as the core's own handlers do."""
     if isinstance(leaf, StoredTensor):
         return ArrayRecord(leaf.spec, leaf.kind)
     return ValueRecord("none" if leaf is None else type(leaf).__name__, _encoded(leaf))
@@ -82,7 +82,7 @@ class _Walk:
     """One pass over a value.
 
     Attributes:
-        leaves: those that were met, in order.
+        leaves: the leaves found, in order.
     """
 
     def __init__(self, key: str, limit: int) -> None:
@@ -91,12 +91,12 @@ class _Walk:
         self.leaves: list[Leaf] = []
 
     def visit(self, value: Value, path: TreePath, depth: int) -> Skeleton:
-        """The skeleton of a value at a path, that is in `depth` containers."""
+        """Return the skeleton of a value at a path, inside `depth` containers."""
         self._left -= 1
         if self._left < 0 or depth > _MOST_DEPTH:
             raise CorruptCheckpointError(
                 f"the pickle in {self._key!r} cannot be read: at {format_path(path)[:200]} it is deeper than "
-                f"{_MOST_DEPTH} containers, or has far more leaves than bytes; that is not a checkpoint",
+                f"{_MOST_DEPTH} containers, or has far more leaves than bytes; it is not a checkpoint",
                 key=self._key,
             )
         if value is None or isinstance(value, bool | int | float | complex | str | bytes):
@@ -119,17 +119,18 @@ class _Walk:
         return LEAF
 
     def _made(self, value: Call | Persistent, path: TreePath, depth: int) -> Skeleton:
-        """The skeleton of what a call made, or a persistent id stands for."""
+        """Return the skeleton of the result of a call, or of the object with a persistent id."""
         tensor = stored_tensor(value, key=self._key, path=format_path(path)) if _may_be_tensor(value) else None
         if tensor is not None:
             return self._leaf(tensor)
         if isinstance(value, Persistent):
             parts = value.id
-            # Before torch 1.6 the class of a module was stored with its source: ("module", class, file, source).
+            # Before torch 1.6 the class of a module was stored with its source: ("module", class,
+            # file, source).
             if isinstance(parts, tuple) and len(parts) > 1 and parts[0] == "module":
                 return self.visit(parts[1], path, depth + 1)
             raise CorruptCheckpointError(
-                f"{format_path(path)} in {self._key!r} refers to something beside the pickle that is no storage",
+                f"{format_path(path)} in {self._key!r} refers to an unknown object outside the pickle",
                 key=self._key,
             )
         function = value.function
@@ -160,7 +161,7 @@ class _Walk:
         latest: dict[Value, Value] = dict(pairs)
         keys: list[Key] = [key for key in latest if isinstance(key, str | int) and not isinstance(key, bool)]
         if len(keys) != len(latest):
-            # No path has such keys, so the pairs come as they are.
+            # Tree paths cannot contain such keys, so the pairs are stored as a sequence.
             return self._sequence(latest.items(), type_name or f"builtins.{kind}", path, depth)
         children = [
             self.visit(child, (*path, key), depth + 1) for key, child in zip(keys, latest.values(), strict=True)
@@ -209,7 +210,7 @@ def _may_be_tensor(value: Value) -> bool:
 
 
 def _pairs(call: Call) -> Sequence[tuple[Value, Value]] | None:
-    """The pairs of a mapping that a call made; None if they cannot be told."""
+    """Return the pairs of a mapping built by a call, or None if they are unknown."""
     pairs: list[tuple[Value, Value]] = []
     for argument in call.arguments:
         if isinstance(argument, dict):
@@ -219,7 +220,7 @@ def _pairs(call: Call) -> Sequence[tuple[Value, Value]] | None:
                 if not isinstance(pair, list | tuple) or len(pair) != 2:
                     return None
                 pairs.append((pair[0], pair[1]))
-        elif argument is not None and not isinstance(argument, Global):  # a defaultdict names what makes its values
+        elif argument is not None and not isinstance(argument, Global):  # a defaultdict names its default factory
             return None
     pairs.extend(call.pairs)
     return pairs if all(_is_key(pair[0]) for pair in pairs) else None
@@ -230,7 +231,7 @@ def _is_key(value: Value) -> bool:
 
 
 def _plain(function: Global, call: Call) -> Value:
-    """The plain value that a call of a function makes; the call itself where it makes none."""
+    """Return the plain value that a call builds, or the call itself if it builds none."""
     arguments = call.arguments
     if function == Global("torch", "device") and arguments and type(arguments[0]) is str:
         number = arguments[1] if len(arguments) > 1 else None
@@ -238,23 +239,23 @@ def _plain(function: Global, call: Call) -> Value:
     if function == Global("torch", "Size") and len(arguments) == 1 and isinstance(arguments[0], tuple):
         return arguments[0]
     if function == _BYTES_IO and not arguments and isinstance(call.state, tuple) and call.state:
-        return call.state[0]  # the bytes; the position and the attributes follow
+        return call.state[0]  # the bytes; position and attributes follow
     if (number := scalar_value(call)) is not None:
         return number
     first = arguments[0] if arguments else None
     if isinstance(first, Call) and first.arguments and isinstance(first.arguments[0], Call):
-        return call  # bytes of bytes of bytes: nobody writes that, and who reads it may not recurse as often as a file says
+        return call  # deep nesting of bytes calls: limit recursion that the file controls
     return builtin_value(call)
 
 
 def _order(value: Value) -> tuple[str, str]:
-    """By what the elements of a set are sorted, which come in another order in each process."""
+    """Sort key for items of a set, whose iteration order differs between processes."""
     plain = value is None or type(value) in (bool, int, float, complex, str, bytes)
     return type(value).__name__, repr(value) if plain else brief(value)
 
 
 def _attributes(state: Value) -> dict[str, Value] | None:
-    """The attributes that the state of an object gives it; None if it is something else."""
+    """Return the attributes in the state of an object, or None if the state has another form."""
     if state is None:
         return {}
     found: dict[str, Value] = {}
@@ -276,7 +277,7 @@ def _qualified(name: Global) -> str:
 
 def _encoded(leaf: Leaf) -> JSON:
     if isinstance(leaf, StoredTensor):
-        raise UnsupportedLeafError("a tensor has no place among values")
+        raise UnsupportedLeafError("a tensor cannot be stored as a value")
     if isinstance(leaf, str):
         if leaf.isascii() or not any("\ud800" <= character <= "\udfff" for character in leaf):
             return leaf

@@ -1,4 +1,4 @@
-"""The sample of the layout torch for the matrix of `ckptcore_testing`: it reads only."""
+"""Tells the test matrix of `ckptcore_testing` that the layout `torch` is read-only."""
 
 from __future__ import annotations
 
@@ -9,4 +9,3 @@ from ckptcore_testing import LayoutSample
 __all__ = ["SAMPLE"]
 
 SAMPLE: Final = LayoutSample(name="torch", saves=False)
-"""Files of torch.save are read, and not written."""

@@ -1,8 +1,9 @@
-"""The layout torch: files of ``torch.save``, of which only data is taken; no code in them runs.
+"""The layout `torch`: files of ``torch.save``, read as data. No code in them is executed.
 
-Formats (``torch/serialization.py``): since torch 1.6 a zip with the pickle ``data.pkl`` and a member ``data/<key>`` for
-each storage; before that pickles one after the other, and storages behind them (see `legacy_files`). Several files
-belong together where ``pytorch_model.bin.index.json`` lists them, as Hugging Face's transformers write it.
+Formats (``torch/serialization.py``): since torch 1.6 a zip with the pickle ``data.pkl`` and a
+member ``data/<key>`` for each storage; before that a sequence of pickles followed by storages (see
+`legacy_files`). Several files form one checkpoint if ``pytorch_model.bin.index.json`` lists them,
+as Hugging Face transformers writes it.
 """
 
 from __future__ import annotations
@@ -33,22 +34,22 @@ _PREFERRED: Final = (
     "diffusion_pytorch_model.bin",
     "adapter_model.bin",
 )
-"""What transformers, diffusers and PEFT look for where there is no safetensors."""
+"""File names that transformers, diffusers and PEFT look for if there is no safetensors file."""
 _MOST_INDEX_BYTES: Final = 1 << 28
 _HEAD_BYTES: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class TorchLayout(Layout):
-    """What ``torch.save`` wrote: to be read only."""
+    """Files of ``torch.save``. Read-only."""
 
     @property
     def name(self) -> str:
-        """torch"""
+        """The name "torch"."""
         return "torch"
 
     def check(self, tree: TreeMetadata, size: int) -> None:
-        """Refuse to write.
+        """Reject saving.
 
         Raises:
             UnsupportedLeafError: always.
@@ -56,7 +57,7 @@ class TorchLayout(Layout):
         raise _read_only()
 
     def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
-        """Refuse to write.
+        """Reject saving.
 
         Raises:
             UnsupportedLeafError: always.
@@ -64,7 +65,7 @@ class TorchLayout(Layout):
         raise _read_only()
 
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
-        """Refuse to write.
+        """Reject saving.
 
         Raises:
             UnsupportedLeafError: always.
@@ -72,14 +73,14 @@ class TorchLayout(Layout):
         raise _read_only()
 
     def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
-        """Return where the storages of arrays are."""
+        """Return the index of arrays in storages."""
         return PlaceIndex(tree, state)
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
-        """A file of torch.save, whatever its name; an index of several; a directory with ``pytorch_model.bin`` or an index.
+        """Recognise a file of torch.save with any name, an index of several files, or a directory.
 
-        Also a directory of nothing but a file of each process, such as ``extra_state_rank_0.pt``: a mapping from their
-        names.
+        A directory is recognised by ``pytorch_model.bin`` or an index, or if it contains only one
+        file per process, such as ``extra_state_rank_0.pt``; it becomes a mapping from file names.
         """
         if entry is not None:
             return _inspect_index(store, entry) if entry.endswith(_INDEX) else _inspect_file(store, entry)
@@ -94,11 +95,11 @@ class TorchLayout(Layout):
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """What is in a file.
+    """The contents of a file.
 
     Attributes:
         skeleton, leaves: the tree.
-        storages: where the bytes of each storage are, by key.
+        storages: byte range of each storage, by key.
     """
 
     skeleton: Skeleton
@@ -108,7 +109,7 @@ class _Content:
 
 def _read_only() -> UnsupportedLeafError:
     return UnsupportedLeafError(
-        "the layout 'torch' reads files of torch.save and writes none; use layout='dcp', 'safetensors' or another one"
+        "the layout 'torch' only reads files of torch.save; save with layout='dcp', 'safetensors' or another layout"
     )
 
 
@@ -118,7 +119,7 @@ def _inspect_file(store: ReadStore, key: str) -> Inspection | None:
 
 
 def _inspect_files(store: ReadStore, keys: Sequence[str]) -> Inspection | None:
-    """Several files as one mapping from their names; None if one is none of torch.save."""
+    """Inspect several files as one mapping from their names. Return None if one is not a torch.save file."""
     contents: list[_Content] = []
     for key in keys:
         content = _read_file(store, key)
@@ -130,7 +131,7 @@ def _inspect_files(store: ReadStore, keys: Sequence[str]) -> Inspection | None:
 
 
 def _inspection(skeleton: Skeleton, files: Sequence[tuple[str, _Content]]) -> Inspection:
-    """A tree whose leaves are those of these files, one after the other."""
+    """Return a tree with the leaves of these files, concatenated."""
     leaves = [leaf for _, content in files for leaf in content.leaves]
     sources = [(key, content) for key, content in files for _ in content.leaves]
     columns = PlaceColumns()
@@ -142,7 +143,7 @@ def _inspection(skeleton: Skeleton, files: Sequence[tuple[str, _Content]]) -> In
 
 
 def _read_file(store: ReadStore, key: str) -> _Content | None:
-    """What is in a file; None if it is none of torch.save."""
+    """Return the contents of a file, or None if it is not a torch.save file."""
 
     def fetch(start: int, stop: int) -> bytes:
         return store.get(key, start, stop)
@@ -151,7 +152,7 @@ def _read_file(store: ReadStore, key: str) -> _Content | None:
     if head[:4] == b"PK\x03\x04":
         members = torch_members(read_zip(fetch, 0, store.size(key), key=key))
         if "data.pkl" not in members:
-            return None  # a zip of something else, such as arrays of NumPy
+            return None  # another kind of zip, such as arrays of NumPy
         member = members["data.pkl"]
         pickle = read_member(fetch, member, key=key, limit=most_pickle_bytes(member.nbytes))
         value, _ = read_pickle(pickle, key=key)
@@ -173,17 +174,17 @@ def _inspect_index(store: ReadStore, key: str) -> Inspection:
     by_file: dict[str, list[str]] = {}
     for name, file in weight_map.items():
         if not file or "/" in file or "\\" in file or "\0" in file or file in (".", ".."):
-            raise CorruptCheckpointError(f"{key} lists the file {file[:80]!r}, which is no name beside it", key=key)
+            raise CorruptCheckpointError(f"{key} lists the invalid file name {file[:80]!r}", key=key)
         by_file.setdefault(f"{directory}/{file}" if directory else file, []).append(name)
     for file, listed in sorted(by_file.items()):
         try:
             content = _read_file(store, file)
         except ObjectNotFoundError as error:
-            raise CorruptCheckpointError(f"{key} lists a file that is not there: {error}", key=key) from error
+            raise CorruptCheckpointError(f"{key} lists a file that is missing: {error}", key=key) from error
         tensors = _top_tensors(content) if content is not None else {}
         if content is None or (missing := [name for name in listed if name not in tensors]):
-            what = "is no file of torch.save" if content is None else f"has no tensor {missing[0]!r}"
-            raise CorruptCheckpointError(f"{file} {what}, and {key} lists it", key=file)
+            what = "is not a file of torch.save" if content is None else f"has no tensor {missing[0]!r}"
+            raise CorruptCheckpointError(f"{file} {what}, but {key} lists it", key=file)
         for name in listed:
             columns.add(len(leaves), tensors[name], storage_of(tensors[name], content.storages, key=file, path=name))
             names.append(name)
@@ -194,7 +195,7 @@ def _inspect_index(store: ReadStore, key: str) -> Inspection:
 
 
 def _top_tensors(content: _Content) -> Mapping[str, StoredTensor]:
-    """The tensors that stand in the outermost mapping of a file, by name."""
+    """Return the tensors in the outermost mapping of a file, by name."""
     if not isinstance(content.skeleton, Node) or content.skeleton.kind not in ("dict", "OrderedDict"):
         return {}
     found: dict[str, StoredTensor] = {}
@@ -207,12 +208,12 @@ def _top_tensors(content: _Content) -> Mapping[str, StoredTensor]:
 
 def _read_weight_map(store: ReadStore, key: str) -> Mapping[str, str]:
     if store.size(key) > _MOST_INDEX_BYTES:
-        raise CorruptCheckpointError(f"{key} is too long for an index of files", key=key)
+        raise CorruptCheckpointError(f"{key} is too long for an index of torch.save files", key=key)
     try:
         index: Any = json.loads(store.get(key))
         weight_map = index["weight_map"]
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-            raise TypeError("weight_map is no map from names to files")
+            raise TypeError("weight_map must map names to files")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{key} is no index of files: {error!r}", key=key) from error
+        raise CorruptCheckpointError(f"{key} is not a valid index of torch.save files: {error!r}", key=key) from error
     return weight_map

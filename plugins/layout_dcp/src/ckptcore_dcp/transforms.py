@@ -1,6 +1,6 @@
-"""What torch.distributed.checkpoint did to an item after it was written, undone.
+"""Reverses the transforms that torch.distributed.checkpoint applies to items.
 
-torch 2.13.0 has one such extension, that compresses (``_extension.py``: ``stream.zstd/1``).
+torch 2.13.0 has one transform, which compresses (``_extension.py``: ``stream.zstd/1``).
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ _KNOWN: Final = "stream.zstd/1"
 
 
 def undone(item: bytes | memoryview, transforms: Sequence[str], *, what: str, key: str, limit: int) -> bytes:
-    """An item as torch.save wrote it.
+    """Return an item as torch.save wrote it.
 
     Args:
-        item: as it is stored.
-        transforms: in the order in which a reader undoes them.
-        what: whose item it is, for errors.
-        key: the object it is in, for errors.
-        limit: the most bytes it may have in the end.
+        item: the stored bytes.
+        transforms: in the order in which a reader reverses them.
+        what: description of the item, for errors.
+        key: the object that contains it, for errors.
+        limit: maximum length of the result, in bytes.
 
     Raises:
-        UnsupportedLeafError: if one of them is not known.
-        CorruptCheckpointError: if it cannot be decompressed, or is longer.
+        UnsupportedLeafError: a transform is unknown.
+        CorruptCheckpointError: the item cannot be decompressed, or is too long.
     """
     for transform in transforms:
         if transform != _KNOWN:
             raise UnsupportedLeafError(
-                f"{what} was stored through {transform[:80]!r}, which only the software knows that wrote it; "
-                f"expected no transform, or {_KNOWN!r}; load it with that software and save it again without"
+                f"{what} was stored with the transform {transform[:80]!r}, which only the software that wrote it knows; "
+                f"expected no transform, or {_KNOWN!r}; load it with that software and save it again without the transform"
             )
         pieces: list[bytes] = []
         left = limit

@@ -1,4 +1,4 @@
-"""Items of values: the values that torch.distributed.checkpoint stores beside tensors, each a file of torch.save of its own."""
+"""Reader of values that torch.distributed.checkpoint stores, each as a torch.save item."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ __all__ = ["ReadValue", "read_values"]
 _Templates: TypeAlias = KnownTemplates[None, None]
 
 _NEAR_BYTES: Final = 1 << 16
-"""Items that are no farther apart are read in one request."""
+"""Items at most this far apart are read in one request."""
 _WINDOW_BYTES: Final = 8 << 20
-"""The most that is read in one request, unless one item is longer."""
+"""Maximum size of one request, unless a single item is longer."""
 _MOST_GROWTH: Final = 256
-"""How many times longer than compressed an item may be..."""
+"""Maximum growth of an item when it is decompressed."""
 _GROWTH_ALWAYS: Final = 1 << 26
-"""... and as many bytes in any case."""
+"""Size that a decompressed item may always have, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,11 @@ class ReadValue:
     """A value that was read.
 
     Attributes:
-        skeleton: its containers; a leaf, where it is none.
-        leaves: in the order of the skeleton.
-        key: the object that it is in.
-        storages: those of the tensors in it, by key; None where they went through a transform, and have no places.
+        skeleton: its containers, or a leaf.
+        leaves: its leaves, in the order of the skeleton.
+        key: the object that contains it.
+        storages: storages of its tensors by key. None if a transform was applied to the item, so that
+            they have no byte ranges in the object.
     """
 
     skeleton: Skeleton
@@ -51,11 +52,11 @@ class ReadValue:
 
 
 def read_values(values: Mapping[str, DcpValue], store: ReadStore) -> Mapping[str, ReadValue]:
-    """Read values, those that lie next to each other together. Nothing in them is run.
+    """Read values. Neighbouring items share a request. No code in them is executed.
 
     Raises:
-        CorruptCheckpointError: if one is not what ``torch.save`` writes, or two overlap.
-        UnsupportedLeafError: if one went through a transform that is not known.
+        CorruptCheckpointError: an item is not in the format of ``torch.save``, or two items overlap.
+        UnsupportedLeafError: an unknown transform was applied to an item.
     """
     found: dict[str, ReadValue] = {}
     templates: _Templates = KnownTemplates()
@@ -64,12 +65,12 @@ def read_values(values: Mapping[str, DcpValue], store: ReadStore) -> Mapping[str
         start = values[window[0]].offset
         stop = values[window[-1]].offset + values[window[-1]].length
         try:
-            # A stated length is no reason to set aside memory: only what is there is asked for.
+            # Do not allocate memory for a stated length: only bytes that exist are requested.
             most = start + _WINDOW_BYTES if stop - start <= _WINDOW_BYTES else store.size(path)
             data = store.get(path, start, min(stop, most))
         except ObjectNotFoundError as error:
             raise CorruptCheckpointError(
-                f"the file {path!r}, which has the value {window[0]!r}, is not there: {error}; restore it from a "
+                f"the file {path!r} is missing: the value {window[0]!r} is not there: {error}; restore it from a "
                 "copy, or load another checkpoint",
                 key=path,
             ) from error
@@ -79,7 +80,7 @@ def read_values(values: Mapping[str, DcpValue], store: ReadStore) -> Mapping[str
             item = data[first : first + value.length]
             if len(item) != value.length:
                 raise CorruptCheckpointError(
-                    f"{path!r} is cut off: {len(item)} of the {value.length} bytes of the value {name!r} are there; "
+                    f"{path!r} is cut off: it has {len(item)} of the {value.length} bytes of the value {name!r}; "
                     "restore it from a copy, or load another checkpoint",
                     key=path,
                     start=value.offset,
@@ -90,7 +91,7 @@ def read_values(values: Mapping[str, DcpValue], store: ReadStore) -> Mapping[str
 
 
 def _windows(values: Mapping[str, DcpValue]) -> Iterator[Sequence[str]]:
-    """Names of values that are read together."""
+    """Group the names of values that one request reads."""
     order = sorted(values, key=lambda name: (values[name].relative_path, values[name].offset))
     window: list[str] = []
     for name in order:
@@ -100,7 +101,7 @@ def _windows(values: Mapping[str, DcpValue]) -> Iterator[Sequence[str]]:
             room = value.offset - last.offset - last.length
             same = value.relative_path == last.relative_path
             if same and room < 0:
-                # Each would be unfolded, and a small file could say that one long item is a thousand values.
+                # Limit expansion: a small file could list one large item as a thousand values.
                 raise CorruptCheckpointError(
                     f"the values {window[-1]!r} and {name!r} overlap in {value.relative_path!r}",
                     key=value.relative_path,
@@ -136,17 +137,17 @@ def _value(name: str, value: DcpValue, item: bytes, templates: _Templates) -> Re
 
 
 def _fetching(item: bytes, start: int) -> Fetch:
-    """Reads an item that lies at `start`."""
+    """Return a function that reads an item in memory by its offsets in the object."""
     return lambda first, last: item[max(first - start, 0) : max(last - start, 0)]
 
 
 def _pickle(name: str, key: str, item: bytes, start: int, templates: _Templates, limit: int) -> bytes:
-    """Return the pickle of an item at `start`, verified, of at most `limit` bytes."""
+    """Return the verified pickle of an item that begins at `start`; at most `limit` bytes."""
     fetch = _fetching(item, start)
     members = torch_members(read_zip(fetch, start, start + len(item), key=key))
     if "data.pkl" not in members:
         raise CorruptCheckpointError(
-            f"the value {name!r} in {key!r} is nothing that torch.save wrote: there is no data.pkl in it", key=key
+            f"the value {name!r} in {key!r} was not written by torch.save: it has no data.pkl", key=key
         )
     pickle = read_member(fetch, members["data.pkl"], key=key, limit=limit)
     templates.learn(None, memoryview(item), start, members, "data.pkl", None)

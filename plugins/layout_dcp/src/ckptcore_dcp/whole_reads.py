@@ -1,4 +1,4 @@
-"""Whether a tensor of which parts are wanted is read whole, for the sake of its one checksum."""
+"""Decides whether to read a tensor whole, so that its checksum can be verified."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from ckptcore.model import Box
 __all__ = ["is_read_whole"]
 
 _GAP_BYTES: Final = 1 << 16
-"""Fewer bytes between elements that are wanted are read along with them, from a local disk or any slower storage."""
+"""Smaller gaps between requested elements are read too. This is cheaper on disks and slower storages."""
 
 
 def is_read_whole(wanted: Iterable[Box], whole: Box, itemsize: int) -> bool:
-    """Whether all elements of a tensor are to be read: if that is at most a tenth more than is read for what is wanted.
+    """Return whether to read all elements: if that adds at most a tenth to the bytes read.
 
-    A process of another mesh than the one that saved often wants just half of what another process had.
+    Common after resharding: a process often needs half of what another process saved.
 
     Args:
-        wanted: boxes that may reach beyond the tensor.
-        whole: its box; its elements are in C order.
-        itemsize: of its elements, in bytes.
+        wanted: requested boxes; may reach beyond the tensor.
+        whole: box of the tensor, whose elements are in C order.
+        itemsize: bytes per element.
     """
     read = sum([_read_bytes(common, whole, itemsize) for box in wanted if (common := box.intersect(whole)) is not None])
     return 11 * read >= 10 * whole.size * itemsize
 
 
 def _read_bytes(box: Box, whole: Box, itemsize: int) -> int:
-    """Bytes of a tensor that are read for a box of it, those in small gaps included."""
-    # What is read for one step along an axis, how far it reaches, and how far it is to the next step.
+    """Return the bytes read for a box of a tensor, small gaps included."""
+    # Per step along an axis: bytes read, bytes from first to last, and distance to the next step.
     read = span = stride = itemsize
     for extent, outer in zip(reversed(box.shape), reversed(whole.shape), strict=True):
         gap = stride - span

@@ -1,4 +1,4 @@
-"""Writing the file of one process: an item after another, values first."""
+"""Writer of the data files: the items of a process, values first."""
 
 from __future__ import annotations
 
@@ -27,21 +27,22 @@ from ckptcore_dcp.names import StoredValue
 __all__ = ["WrittenItems", "file_of", "write_items", "write_values"]
 
 _ALIGNMENT: Final = 64
-"""Where items begin, in bytes: what torch aligns within an item is aligned in the file then."""
+"""Alignment of items in the file, in bytes. Keeps the alignment of torch within an item."""
 
 _JOINED_BYTES: Final = 1 << 20
-"""Values are handed over in segments of about this size."""
+"""Values are passed to the store in segments of about this size."""
 
 
 @dataclass(slots=True)
 class WrittenItems:
-    """Where the items of one process are, a column for each thing, in bytes.
+    """Byte ranges of the items of one process, as columns.
 
     Attributes:
-        value_offset, value_nbytes: of the items of values, in the order of the values; of one process only.
-        leaf, offset, nbytes: of those of arrays: the array, where the item begins and how long it is.
-        elements: where its elements begin in the file.
-        box: the bounds of its box, starts then stops, one box after the other.
+        value_offset, value_nbytes: items of values, in the order of the values. Only one process has
+            them.
+        leaf, offset, nbytes: items of arrays: leaf number, offset and length of the item.
+        elements: offset of the elements in the file.
+        box: bounds of each box, starts then stops, concatenated.
     """
 
     value_offset: list[int] = field(default_factory=list)
@@ -53,7 +54,7 @@ class WrittenItems:
     box: list[int] = field(default_factory=list)
 
     def to_json(self) -> dict[str, JSON]:
-        """The columns."""
+        """Return the columns."""
         return {
             "value_offset": self.value_offset,
             "value_nbytes": self.value_nbytes,
@@ -66,10 +67,11 @@ class WrittenItems:
 
 
 def file_of(rank: int, *, spread: bool) -> str:
-    """The file of a process, named as torch names the first of its files; where they are spread, in one of 256 directories.
+    """Return the file name of a process, as torch names its first file.
 
-    An object store limits the requests to names that begin alike, and divides them by what follows: with a hash first,
-    as much goes to each part. Whoever reads the format takes any relative path (torch 2.13.0, filesystem.py:
+    With `spread`, the file is in one of 256 directories named by a hash. Object stores limit
+    requests per key prefix and split the key range by load; a hash at the beginning distributes
+    requests evenly. Readers of the format accept any relative path (torch 2.13.0, filesystem.py:
     ``concat_path``).
     """
     name = f"__{rank}_0.distcp"
@@ -77,7 +79,7 @@ def file_of(rank: int, *, spread: bool) -> str:
 
 
 def write_items(snapshot: Snapshot, values: Sequence[StoredValue], store: WriteStore, file: str) -> WrittenItems:
-    """Write the boxes of this process, and values, to its file; not where it has nothing."""
+    """Write the boxes of this process, and `values`, to its file. Writes no file if there are none."""
     written = WrittenItems()
     segments = list(_segments(snapshot, values, written))
     if segments:
@@ -86,14 +88,17 @@ def write_items(snapshot: Snapshot, values: Sequence[StoredValue], store: WriteS
 
 
 def write_values(values: Sequence[StoredValue], store: WriteStore, file: str) -> WrittenItems:
-    """Write values alone to a file of their own."""
+    """Write values to a file of their own."""
     written = WrittenItems()
     store.write(file, list(_segments(None, values, written)))
     return written
 
 
 def _segments(snapshot: Snapshot | None, values: Sequence[StoredValue], written: WrittenItems) -> Iterator[Segment]:
-    """What the file is made of. What lies between the elements of two items is one segment, and so are many small values."""
+    """Yield the segments of the file.
+
+    All bytes between the elements of two items form one segment, and so do many small values.
+    """
     position = 0
     between: list[bytes] = []
     begin = 0
@@ -108,10 +113,10 @@ def _segments(snapshot: Snapshot | None, values: Sequence[StoredValue], written:
             yield BytesSegment(b"".join(between))
             between, begin = [], position
     for number, planned in enumerate(snapshot.plan.items if snapshot is not None else ()):
-        assert snapshot is not None  # it has items
+        assert snapshot is not None  # the loop has items
         boxes = _ItemBoxes(snapshot, number)
         spec, record = planned.spec, snapshot.plan.tree.leaves[planned.leaf]
-        assert isinstance(record, ArrayRecord)  # a plan has no other items
+        assert isinstance(record, ArrayRecord)  # a plan contains arrays only
         physical = physical_spec(spec)
         for part, box in enumerate(planned.boxes):
             shape = box.shape if physical is spec else physical_box(spec, box).shape
@@ -136,7 +141,7 @@ def _segments(snapshot: Snapshot | None, values: Sequence[StoredValue], written:
 
 
 class _ItemBoxes:
-    """The boxes of one array of a snapshot: taken with the first that is written, released with the last. Any thread."""
+    """The boxes of one array in a snapshot. Taken with the first box written, released with the last. Thread-safe."""
 
     def __init__(self, snapshot: Snapshot, number: int) -> None:
         self._snapshot = snapshot
@@ -147,7 +152,7 @@ class _ItemBoxes:
         self._lock = threading.Lock()
 
     def segment(self, part: int, itemsize: int) -> ArraySegment:
-        """The elements of one of the boxes."""
+        """Return the elements of one box as a segment."""
         return ArraySegment(self._boxes[part], itemsize, lambda: self._open(part), self._close)
 
     def _open(self, part: int) -> Sequence[tuple[Box, HostArray]]:

@@ -1,4 +1,4 @@
-"""What all processes of a save wrote, merged into columns: of them come ``.metadata`` and the table that the root keeps."""
+"""Items of all processes of a save, merged into columns for ``.metadata`` and for the root."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["WrittenColumns"]
 
 
 class WrittenColumns:
-    """The items of all processes, in the order of the processes. Nothing is done per item.
+    """The items of all processes, ordered by process. Runs no Python code per item.
 
     Attributes:
-        values: where the items of values are, in the order of the values.
+        values: byte ranges of the items of values, in the order of the values.
     """
 
     def __init__(self, tree: TreeMetadata, parts: Sequence[tuple[str, JSON]]) -> None:
-        """Merge what each process wrote: its file, and the JSON of its `WrittenItems`, which this job made."""
+        """Merge the file name and the JSON of `WrittenItems` of each process."""
         states: list[tuple[str, Any]] = list(parts)
         self._tree = tree
         self._files = [file for file, _ in states]
@@ -40,7 +40,7 @@ class WrittenColumns:
         self._box = _joined(states, "box")
 
     def to_json(self) -> JSON:
-        """For `ckptcore_dcp.chunk_index.index_of`: where the elements are."""
+        """Return the table of elements that `ckptcore_dcp.chunk_index.index_of` reads."""
         used, file = np.unique(self._file, return_inverse=True)
         return {
             "content": "elements",
@@ -52,13 +52,13 @@ class WrittenColumns:
         }
 
     def chunks(self) -> Mapping[int, ChunkRows]:
-        """By leaf, its items as torch is told of them."""
+        """Return the chunks of each leaf as torch sees them: with its physical dtype and axes."""
         leaves = self._tree.leaves
         logical: HostArray = np.zeros(len(leaves) + 1, np.int64)
-        extra: HostArray = np.zeros(len(leaves) + 1, np.int64)  # bytes of an element that torch has no dtype for
+        extra: HostArray = np.zeros(len(leaves) + 1, np.int64)  # bytes per element if torch lacks the dtype
         for leaf in np.unique(self._leaf).tolist():
             record = leaves[leaf]
-            assert isinstance(record, ArrayRecord)  # nothing else has boxes
+            assert isinstance(record, ArrayRecord)  # only arrays have boxes
             logical[leaf] = len(record.spec.shape)
             physical = physical_spec(record.spec)
             if len(physical.shape) > len(record.spec.shape):

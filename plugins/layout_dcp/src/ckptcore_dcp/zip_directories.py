@@ -1,4 +1,4 @@
-"""The directory of a zip: its end, its entries, and the bytes of the object they are read from."""
+"""The directory of a zip: its end, its entries, and cached reads of its bytes."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ __all__ = [
 ]
 
 Fetch: TypeAlias = Callable[[int, int], bytes]
-"""Gives bytes `start` to `stop` of an object; fewer where it ends before."""
+"""Returns bytes `start` to `stop` of an object, or fewer at its end."""
 
 _ZIP64_FIELD: Final = 1
 ENCRYPTED: Final = 1 << 0 | 1 << 6 | 1 << 13
 _UTF8: Final = 1 << 11
 
 _SMALL_BYTES: Final = 1 << 15
-"""A zip up to this long is read in one request."""
+"""A zip up to this length is read in one request."""
 _TAIL_BYTES: Final = 1 << 14
-"""What is read of the end of a longer one at first."""
+"""Size of the first read at the end of a longer zip."""
 _MOST_DIRECTORY_BYTES: Final = 1 << 28
-"""The longest directory that is read: of two million members or more."""
+"""Maximum length of a directory, enough for two million members."""
 
 
 class Entry(NamedTuple):
     """An entry of the directory.
 
     Attributes:
-        name: of the member.
-        name_bytes: as it stands in the zip.
-        header: where the local header begins in the object, in bytes.
-        nbytes, size, crc, compression: as of a `ZipMember`.
-        flags: what 4.4.4 calls the general purpose bit flag.
+        name: name of the member.
+        name_bytes: the name as stored.
+        header: offset of the local header in the object, in bytes.
+        nbytes, size, crc, compression: as in `ZipMember`.
+        flags: general purpose bit flag (4.4.4).
     """
 
     name: str
@@ -67,10 +67,10 @@ class Entry(NamedTuple):
 
 
 class Window:
-    """The bytes of a zip, and those of them that were read already.
+    """The bytes of a zip. Caches one range of them.
 
     Attributes:
-        start, stop: where the zip is in the object.
+        start, stop: range of the zip in the object.
         key: the object.
     """
 
@@ -85,10 +85,10 @@ class Window:
         self._data_start = stop
 
     def get(self, start: int, stop: int) -> bytes:
-        """Bytes of the object that are in the zip.
+        """Return bytes of the zip by their range in the object.
 
         Raises:
-            CorruptCheckpointError: the object ends before.
+            CorruptCheckpointError: the object is shorter.
         """
         held = self._data_start
         if held <= start and stop <= held + len(self._data):
@@ -96,27 +96,27 @@ class Window:
         data = self._fetch(start, stop)
         if len(data) != stop - start:
             raise corrupt_zip(
-                self.key, start, stop, f"the object is cut off: {len(data)} of the {stop - start} bytes are there"
+                self.key, start, stop, f"the object is cut off: it has {len(data)} of the {stop - start} bytes"
             )
         return data
 
     def keep(self, start: int) -> bytes:
-        """Read from `start` to the end of the zip, and have it at hand from then on."""
+        """Read and cache the bytes from `start` to the end of the zip."""
         self._data = self.get(start, self.stop)
         self._data_start = start
         return self._data
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of it was read."""
+        """Whether the whole zip is cached."""
         return self._data_start == self.start
 
 
 def find_directory(window: Window) -> tuple[int, int, int]:
-    """Where the directory begins and ends in the object, and how many entries it has.
+    """Return the range of the directory in the object, and its number of entries.
 
     Raises:
-        CorruptCheckpointError: no end of a directory is there, or it contradicts itself.
+        CorruptCheckpointError: the end of the directory is missing or inconsistent.
     """
     key, start, stop = window.key, window.start, window.stop
     longest = END.size + FULL16 + LOCATOR.size
@@ -126,7 +126,7 @@ def find_directory(window: Window) -> tuple[int, int, int]:
         tail_start = max(start, stop - longest)
         end = _find_end(window.keep(tail_start), tail_start, stop)
     if end is None:
-        raise corrupt_zip(key, tail_start, stop, "no end of a zip directory is there; the file is cut off or is no zip")
+        raise corrupt_zip(key, tail_start, stop, "no end of a zip directory found; the file is cut off or is not a zip")
     record = END.unpack(window.get(end, end + END.size))
     _, disk, directory_disk, here, count, nbytes, offset, _ = record
     limit = end
@@ -135,14 +135,14 @@ def find_directory(window: Window) -> tuple[int, int, int]:
         _, record_disk, record_offset, disks = LOCATOR.unpack(locator)
         record_start = start + record_offset
         if record_disk or disks > 1 or record_start + END64.size > end - LOCATOR.size:
-            raise corrupt_zip(key, end - LOCATOR.size, end, "the zip64 end is not where its locator says")
+            raise corrupt_zip(key, end - LOCATOR.size, end, "the zip64 end is not at the position in its locator")
         fields = END64.unpack(window.get(record_start, record_start + END64.size))
         magic, _, _, _, disk64, directory_disk64, here64, count64, nbytes64, offset64 = fields
         old = (disk, directory_disk, here, count), (nbytes, offset)
         new = (disk64, directory_disk64, here64, count64), (nbytes64, offset64)
         for olds, news, full in zip(old, new, (FULL16, FULL32), strict=True):
             if magic != b"PK\x06\x06" or any(one not in (full, other) for one, other in zip(olds, news, strict=True)):
-                raise corrupt_zip(key, record_start, end, "the two ends of the zip directory do not agree")
+                raise corrupt_zip(key, record_start, end, "the two ends of the zip directory disagree")
         disk, directory_disk, here, count, nbytes, offset = (*new[0], *new[1])
         limit = record_start
     if disk or directory_disk or here != count:
@@ -160,7 +160,7 @@ def find_directory(window: Window) -> tuple[int, int, int]:
 
 
 def _find_end(tail: bytes, tail_start: int, stop: int) -> int | None:
-    """Where the end record is: the last one whose comment reaches to the end of the zip."""
+    """Find the last end record whose comment extends to the end of the zip."""
     place = len(tail) - END.size
     while (place := tail.rfind(b"PK\x05\x06", 0, place + 4)) >= 0:
         if place + END.size <= len(tail):
@@ -174,10 +174,10 @@ def _find_end(tail: bytes, tail_start: int, stop: int) -> int | None:
 
 
 def read_entries(data: bytes, count: int, window: Window, directory: int) -> list[Entry]:
-    """The entries in the bytes of a directory that begins at `directory`, each compared with the bytes that there are.
+    """Parse the directory that begins at `directory`, and check each entry against the bytes that exist.
 
     Raises:
-        CorruptCheckpointError: one cannot be, or is of a kind that torch never writes.
+        CorruptCheckpointError: an entry is invalid, or of a kind that torch never writes.
     """
     key = window.key
     entries: list[Entry] = []
@@ -210,7 +210,7 @@ def read_entries(data: bytes, count: int, window: Window, directory: int) -> lis
         if compression == STORED and nbytes != size or size > nbytes * MOST_INFLATED:
             raise corrupt_zip(key, header, header, f"{name!r} cannot have {size} bytes, stored in {nbytes}")
         if header + LOCAL_HEADER.size + name_n + nbytes > directory:
-            raise corrupt_zip(key, header, header, f"{name!r} reaches beyond the members of the zip")
+            raise corrupt_zip(key, header, header, f"{name!r} exceeds the members of the zip")
         entries.append(Entry(name, name_bytes, header, nbytes, size, crc, compression, flags))
         place = stop
     if len({entry.name for entry in entries}) != len(entries):
@@ -219,7 +219,7 @@ def read_entries(data: bytes, count: int, window: Window, directory: int) -> lis
 
 
 def _wide(extra: bytes, size: int, nbytes: int, offset: int, disk: int, key: str) -> tuple[int, int, int, int]:
-    """The numbers of an entry, where some are in its zip64 field because they are too large (4.5.3)."""
+    """Return the numbers of an entry. Numbers that are too large for it are in its zip64 field (4.5.3)."""
     place = 0
     while place + 4 <= len(extra):
         field, length = struct.unpack_from("<2H", extra, place)
@@ -238,7 +238,8 @@ def _wide(extra: bytes, size: int, nbytes: int, offset: int, disk: int, key: str
         if disk == FULL16:
             (disk,) = struct.unpack_from("<I", numbers, 8 * sum(wanted))
         break
-    # Without such a field the largest number is itself; what follows compares it with the bytes that there are.
+    # Without such a field the maximum value is taken literally, and later checks compare it with
+    # the bytes that exist.
     return size, nbytes, offset, disk
 
 
@@ -253,7 +254,7 @@ def _name(name_bytes: bytes, flags: int, key: str) -> str:
 
 
 def corrupt_zip(key: str, start: int, stop: int, reason: str) -> CorruptCheckpointError:
-    """The error about bytes `start` to `stop` of an object."""
+    """Return an error about bytes `start` to `stop` of an object."""
     return CorruptCheckpointError(
         f"{key!r} cannot be read as a zip: {reason}. Restore it from a copy, or load another checkpoint",
         key=key,

@@ -1,4 +1,4 @@
-"""The records of a zip file, as its specification numbers them (PKWARE APPNOTE 6.3.10): little endian, signature first."""
+"""Records of zip files, numbered as in PKWARE APPNOTE 6.3.10: little endian, signature first."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ __all__ = [
 ]
 
 LOCAL_HEADER: Final = struct.Struct("<4s5H3I2H")
-"""What stands before the name of a member in front of its bytes (4.3.7)."""
+"""Fixed part of a local header, before the member's name (4.3.7)."""
 DIRECTORY_ENTRY: Final = struct.Struct("<4s6H3I5H2I")
-"""What stands before the name of a member in the directory (4.3.12)."""
+"""Fixed part of a directory entry, before the member's name (4.3.12)."""
 END64: Final = struct.Struct("<4sQ2H2I4Q")
-"""Behind a directory that needs 8 bytes for some number (4.3.14)."""
+"""Zip64 end of directory record, for numbers that need 8 bytes (4.3.14)."""
 LOCATOR: Final = struct.Struct("<4sIQI")
-"""Where `END64` is (4.3.15)."""
+"""Zip64 end of directory locator: the position of `END64` (4.3.15)."""
 END: Final = struct.Struct("<4s4H2IH")
-"""The last record (4.3.16)."""
+"""End of directory record, the last record (4.3.16)."""
 
 STORED: Final = 0
 DEFLATED: Final = 8
 MOST_INFLATED: Final = 1100
-"""Deflate makes at most 1032 times as many bytes (https://zlib.net/zlib_tech.html)."""
+"""Maximum compression ratio; deflate reaches at most 1032 (https://zlib.net/zlib_tech.html)."""
 DESCRIPTOR_FOLLOWS: Final = 1 << 3
-"""The flag that says that sizes and checksum stand behind the bytes of a member (4.4.4)."""
+"""Flag: sizes and checksum follow the content of a member (4.4.4)."""
 FULL16: Final = 0xFFFF
 FULL32: Final = 0xFFFFFFFF
-"""What stands in a field whose number is in one of 8 bytes elsewhere."""
+"""Value of a field whose number is in an 8-byte field elsewhere."""

@@ -1,9 +1,10 @@
-"""Zip directories, read in a few ranges of an object: where the bytes of each member are.
+"""Reader of zip files in a few range requests: locates the bytes of each member.
 
-The format is PKWARE's APPNOTE 6.3.10: local headers (4.3.7) with members behind them, data descriptors behind those
-whose header does not tell their size (4.3.9), the directory (4.3.12), and its end (4.3.14 to 4.3.16). ``torch.save``
-writes members that are not compressed, aligned to 64 bytes by an extra field of the local header, with a data
-descriptor behind each. Every number in a zip is hostile until it is compared with the bytes that there are.
+The format is PKWARE's APPNOTE 6.3.10: local headers (4.3.7) with members after them, data
+descriptors after members whose header has no sizes (4.3.9), the directory (4.3.12), and its end
+(4.3.14 to 4.3.16). ``torch.save`` writes uncompressed members, aligned to 64 bytes by an extra
+field of the local header, each followed by a data descriptor. Every number in a zip is hostile
+until it has been checked against the bytes that exist.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from ckptcore_dcp.zip_records import DEFLATED, DESCRIPTOR_FOLLOWS, LOCAL_HEADER,
 __all__ = ["ZipMember", "most_pickle_bytes", "read_member", "read_zip", "torch_members"]
 
 _ALIGNMENT: Final = 64
-"""To what torch aligns the bytes of members, at least."""
+"""Minimum alignment of member content written by torch."""
 _NEAR_BYTES: Final = 1 << 16
-"""Local headers that are no farther apart are read in one request."""
+"""Local headers at most this far apart are read in one request."""
 
 _MOST_PICKLE_GROWTH: Final = 16
 """Largest growth of a compressed pickle. torch.save does not compress; its pickles zipped again grow about 5 times."""
@@ -36,15 +37,15 @@ class ZipMember:
     """A member of a zip.
 
     Attributes:
-        name: as the directory has it.
-        start: where its bytes begin in the object, in bytes.
-        nbytes: how many bytes it takes in the object.
-        size: how many it has, once inflated.
-        crc: the CRC-32 of those; zero where the writer did not compute it
+        name: name in the directory.
+        start: offset of its content in the object, in bytes.
+        nbytes: stored length.
+        size: length after decompression.
+        crc: CRC-32 of the decompressed content; zero if the writer did not compute it
             (``torch.serialization.set_crc32_options(False)``).
         compression: `STORED` or `DEFLATED`.
-        descriptor: bytes of the data descriptor right behind its bytes: the signature, the CRC-32 and both sizes, 16 or
-            24 bytes. Zero: none is known to be there.
+        descriptor: length of the data descriptor that directly follows: the signature, the CRC-32 and
+            both sizes, 16 or 24 bytes. Zero if none is known.
     """
 
     name: str
@@ -57,14 +58,14 @@ class ZipMember:
 
 
 def read_zip(fetch: Fetch, start: int, stop: int, *, key: str) -> Mapping[str, ZipMember]:
-    """The members of the zip in bytes `start` to `stop` of an object, by name, in the order of its directory.
+    """Return the members of the zip in bytes `start` to `stop` of an object, in the order of its directory.
 
-    Takes one request for a short zip. Of a longer one the end and the directory are read, and where the bytes of
-    members that torch did not write begin, is read of their headers, near ones together.
+    A short zip takes one request. For a longer zip, the end and the directory are read. Local
+    headers of members that torch did not write are read too, neighbouring headers in one request.
 
     Raises:
-        CorruptCheckpointError: it is no zip, or one that is damaged, encrypted, in several parts, or compressed by
-            anything but deflate.
+        CorruptCheckpointError: it is not a zip, or it is damaged, encrypted, split into several parts,
+            or compressed with another method than deflate.
     """
     if not 0 <= start <= stop:
         raise corrupt_zip(key, start, start, f"a zip cannot be in bytes {start} to {stop}")
@@ -76,23 +77,21 @@ def read_zip(fetch: Fetch, start: int, stop: int, *, key: str) -> Mapping[str, Z
 
 
 def read_member(fetch: Fetch, member: ZipMember, *, key: str, limit: int = 1 << 30) -> bytes:
-    """All bytes of a member, inflated and compared with their CRC-32.
+    """Return the content of a member, decompressed and verified with its CRC-32.
 
     Args:
         fetch: reads the object.
-        member: of `read_zip`.
+        member: member from `read_zip`.
         key: the object, for errors.
-        limit: the longest member to read, inflated, in bytes.
+        limit: maximum decompressed length, in bytes.
 
     Raises:
-        CorruptCheckpointError: it is longer than `limit`, or does not inflate to what the directory says.
+        CorruptCheckpointError: it is longer than `limit`, or does not decompress to the stated size.
         ChecksumError: the CRC-32 differs.
     """
     stop = member.start + member.nbytes
     if member.size > limit:
-        raise corrupt_zip(
-            key, member.start, stop, f"{member.name!r} has {member.size} bytes, where at most {limit} are read"
-        )
+        raise corrupt_zip(key, member.start, stop, f"{member.name!r} has {member.size} bytes; at most {limit} are read")
     data = fetch(member.start, stop)
     if len(data) != member.nbytes:
         raise corrupt_zip(
@@ -102,7 +101,7 @@ def read_member(fetch: Fetch, member: ZipMember, *, key: str, limit: int = 1 << 
         data = _inflated(data, member, key)
     if member.crc and (found := isal_zlib.crc32(data)) != member.crc:
         raise ChecksumError(
-            f"{member.name!r} in {key!r} is damaged: expected the CRC-32 {member.crc:08x} that the zip states, found "
+            f"{member.name!r} in {key!r} is damaged: expected the CRC-32 {member.crc:08x} of the zip directory, found "
             f"{found:08x}; restore the file from a copy, or load another checkpoint",
             key=key,
             start=member.start,
@@ -112,19 +111,19 @@ def read_member(fetch: Fetch, member: ZipMember, *, key: str, limit: int = 1 << 
 
 
 def most_pickle_bytes(stored: int) -> int:
-    """Return the limit of the length of a pickle, in bytes, for its stored length.
+    """Return the maximum length of a pickle, in bytes, for its stored length.
 
-    Each byte of a pickle can be an object of 200 bytes. Without a limit, 4 kB of deflate become 4 MB of pickle and 1 GB
-    of objects.
+    Each byte of a pickle can create an object of 200 bytes. Without a limit, 4 kB of deflate data
+    become 4 MB of pickle and 1 GB of objects.
     """
     return max(_ANY_PICKLE, _MOST_PICKLE_GROWTH * stored)
 
 
 def torch_members(members: Mapping[str, ZipMember]) -> Mapping[str, ZipMember]:
-    """The members of a file of torch.save by the names that torch knows them by: ``data.pkl``, ``byteorder``, ``data/0``.
+    """Return the members of a torch.save file by torch's names: ``data.pkl``, ``byteorder``, ``data/0``.
 
-    All of them are in one folder, that of ``data.pkl``; it is called ``archive``, or as the file was. Empty where there
-    is none.
+    All members are in the folder of ``data.pkl``, called ``archive`` or like the file. Returns an
+    empty mapping if there is no such folder.
     """
     folders = [name.removesuffix("data.pkl") for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(folders) != 1:
@@ -138,7 +137,7 @@ def torch_members(members: Mapping[str, ZipMember]) -> Mapping[str, ZipMember]:
 
 
 def _located(entries: Sequence[Entry], window: Window, directory: int) -> Mapping[str, ZipMember]:
-    """The members, once it is known where the bytes of each begin."""
+    """Locate the content of each member."""
     order = sorted(range(len(entries)), key=lambda number: entries[number].header)
     nexts = [0] * len(entries)
     for number, following in zip(order, [*order[1:], None], strict=True):
@@ -182,11 +181,12 @@ def _located(entries: Sequence[Entry], window: Window, directory: int) -> Mappin
 
 
 def _derived(entry: Entry, following: int, zip_start: int) -> int | None:
-    """Where the bytes of a member begin, where that is sure without a look at its local header; else None.
+    """Return where the content of a member begins, if this is certain without its local header, else None.
 
-    What torch writes is known from both sides. Members lie without gaps, so a data descriptor of 16 or 24 bytes ends
-    where the next one begins; and an extra field of 4 bytes and as few more as it takes aligns the bytes to 64 in the
-    zip, or more. A zip of another writer has no such field. To fit, it would have to differ in both by the same.
+    The position of content written by torch follows from both sides. Members have no gaps, so a
+    data descriptor of 16 or 24 bytes ends where the next header begins. An extra field of at least
+    4 bytes aligns the content to 64 bytes or more in the zip. Other writers have no such field; to
+    match by accident, both lengths would have to differ by the same amount.
     """
     if not entry.flags & DESCRIPTOR_FOLLOWS or entry.compression != STORED:
         return None
@@ -196,8 +196,8 @@ def _derived(entry: Entry, following: int, zip_start: int) -> int | None:
         offset = start - zip_start
         if offset <= 0 or offset % _ALIGNMENT:
             continue
-        aligned_to = offset & -offset  # the largest power of two that it is a multiple of
-        # A field of zip64 numbers stands there too, where the size or the offset is large: up to 28 bytes.
+        aligned_to = offset & -offset  # the largest power of two that divides it
+        # The extra fields also have the zip64 numbers of a large size or offset: up to 28 bytes.
         if 0 <= start - least < aligned_to and start - least < (1 << 16) - 4:
             return start
     return None
@@ -212,10 +212,10 @@ def _start_behind_header(data: bytes, data_start: int, entry: Entry, key: str) -
     magic, _, flags, compression, _, _, _, _, _, name_n, extra_n = LOCAL_HEADER.unpack_from(data, place)
     name_bytes = data[place + LOCAL_HEADER.size : place + LOCAL_HEADER.size + len(entry.name_bytes)]
     if magic != b"PK\x03\x04" or name_n != len(entry.name_bytes) or name_bytes != entry.name_bytes:
-        raise corrupt_zip(key, entry.header, _header_stop(entry), f"no header of {entry.name!r} is there")
+        raise corrupt_zip(key, entry.header, _header_stop(entry), f"the local header of {entry.name!r} is missing")
     if compression != entry.compression or flags & ENCRYPTED:
         raise corrupt_zip(
-            key, entry.header, _header_stop(entry), f"the header of {entry.name!r} and the directory do not agree"
+            key, entry.header, _header_stop(entry), f"the header of {entry.name!r} and the directory disagree"
         )
     return _header_stop(entry) + int(extra_n)
 
@@ -233,6 +233,6 @@ def _inflated(data: bytes, member: ZipMember, key: str) -> bytes:
             key,
             member.start,
             member.start + member.nbytes,
-            f"{member.name!r} inflates to {len(inflated)} bytes or more, where {member.size} are stated",
+            f"{member.name!r} inflates to {len(inflated)} bytes or more; the directory states {member.size}",
         )
     return inflated

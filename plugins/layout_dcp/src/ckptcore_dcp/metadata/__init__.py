@@ -1,7 +1,7 @@
-"""The file ``.metadata`` of torch.distributed.checkpoint: which tensors and values there are, and where their parts lie.
+"""The file ``.metadata`` of torch.distributed.checkpoint: its tensors, values and their locations.
 
-It is a pickle of protocol 4 of ``torch.distributed.checkpoint.metadata.Metadata`` (torch 2.13.0, metadata.py and
-filesystem.py)::
+It is a pickle of protocol 4 of ``torch.distributed.checkpoint.metadata.Metadata`` (torch 2.13.0,
+metadata.py and filesystem.py)::
 
     state_dict_metadata  {name: TensorStorageMetadata(properties, size, chunks[ChunkStorageMetadata(offsets, sizes)])
                                 or BytesStorageMetadata()}
@@ -11,17 +11,15 @@ filesystem.py)::
     storage_meta         StorageMeta(checkpoint_id, save_id, load_id, modules), or None
     version              "1.0.0", or None
 
-Classes are known by their names, and those that moved between versions of torch by any of them. What other software
-adds (Megatron-LM: ``mcore_data``) is passed over.
+Classes are recognised by name, in every module that contained them in some version of torch. Data
+that other software adds (Megatron-LM: ``mcore_data``) is ignored.
 
-- `entries`: what it says, as data
+- `entries`: the contents as data, and the names of torch's classes
 - `chunk_rows`: the chunks of all tensors as columns
-- `opcode_rows`: columns to opcodes, all rows at once
-- `classes`: what the classes of torch are called
-- `reading`: out of a pickle that may be hostile
-- `pickled`: from the values of the pickle to entries
-- `fast`: the chunks and places of a large pickle, each in one step
-- `writing`: as torch would
+- `opcode_rows`: encodes columns as pickle opcodes, all rows at once
+- `reading`: decodes a pickle that may be hostile
+- `fast`: decodes the chunks and locations of a large pickle, each in one step
+- `writing`: encodes entries as torch does
 """
 
 from ckptcore_dcp.metadata.chunk_rows import ChunkRows, ChunkTableColumns, joined_chunks

@@ -1,4 +1,4 @@
-"""Chunks of many tensors as columns, and the chunks of one of them as rows of these."""
+"""Chunks of many tensors as columns, and views of the rows of one tensor."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["ChunkRows", "ChunkTableColumns", "joined_chunks"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkTableColumns:
-    """Chunks, a column of int64 for each thing: a million of them need no million objects.
+    """Chunks as int64 columns: a million chunks need no million objects.
 
     Attributes:
-        axes: how many each has.
-        offsets, sizes: a row for each, in elements along each axis, and zeros behind the axes it has.
-        file: the number of its file in `files`.
+        axes: number of axes of each chunk.
+        offsets, sizes: one row per chunk, in elements along each axis, padded with zeros.
+        file: index of the chunk's file in `files`.
         offset, length: of its item, in bytes.
-        files: the files.
-        transforms: of the items that went through some, by row.
+        files: the file names.
+        transforms: transforms of the items that have some, by row.
     """
 
     axes: HostArray
@@ -39,7 +39,7 @@ class ChunkTableColumns:
 
     @classmethod
     def of(cls, chunks: Sequence[DcpChunk]) -> ChunkTableColumns:
-        """The columns of chunks."""
+        """Return the columns of chunks."""
         return cls.of_parts(
             [chunk.offsets for chunk in chunks],
             [chunk.sizes for chunk in chunks],
@@ -50,7 +50,7 @@ class ChunkTableColumns:
     def of_parts(
         cls, offsets: Sequence[tuple[int, ...]], sizes: Sequence[tuple[int, ...]], places: Sequence[DcpPlace]
     ) -> ChunkTableColumns:
-        """The columns of chunks with these offsets, sizes and places."""
+        """Return the columns of chunks with these offsets, sizes and locations."""
         count = len(places)
         axes: HostArray = np.fromiter(map(len, offsets), np.int64, count)
         files: dict[str, int] = {}
@@ -66,7 +66,7 @@ class ChunkTableColumns:
         )
 
     def take(self, rows: HostArray) -> ChunkTableColumns:
-        """Those of some rows, in the order given; a row may be taken several times."""
+        """Return selected rows in the given order. A row may occur several times."""
         transforms: dict[int, tuple[str, ...]] = {}
         if self.transforms:
             for place, row in enumerate(rows.tolist()):
@@ -84,7 +84,7 @@ class ChunkTableColumns:
         )
 
     def chunk(self, row: int) -> DcpChunk:
-        """One of them."""
+        """Return one row as an object."""
         axes = int(self.axes[row])
         return DcpChunk(
             tuple(self.offsets[row, :axes].tolist()),
@@ -97,17 +97,17 @@ class ChunkTableColumns:
 
 
 class ChunkRows(Sequence[DcpChunk]):
-    """Neighbouring rows of columns, as the chunks that they are; each is made when it is asked for.
+    """A range of rows as a sequence of chunks. Chunk objects are created on access.
 
     Attributes:
         columns: the chunks of all tensors.
-        start, stop: which of them.
+        start, stop: the rows.
     """
 
     __slots__ = ("columns", "start", "stop")
 
     def __init__(self, columns: ChunkTableColumns, start: int, stop: int) -> None:
-        """Rows `start` to `stop`, which are there."""
+        """Create a view of existing rows `start` to `stop`."""
         self.columns = columns
         self.start = start
         self.stop = stop
@@ -136,7 +136,7 @@ class ChunkRows(Sequence[DcpChunk]):
 
 
 def joined_chunks(lists: Sequence[Sequence[DcpChunk]]) -> ChunkTableColumns:
-    """The columns of several lists of chunks, one after the other."""
+    """Return the columns of several lists of chunks, concatenated."""
     ranges = [chunks for chunks in lists if isinstance(chunks, ChunkRows)]
     shared = {id(chunks.columns): chunks.columns for chunks in ranges}
     if len(shared) != 1 or len(ranges) != len(lists):
@@ -148,7 +148,7 @@ def joined_chunks(lists: Sequence[Sequence[DcpChunk]]) -> ChunkTableColumns:
 
 
 def _numbers(rows: Sequence[tuple[int, ...]], axes: HostArray) -> HostArray:
-    """A row for each tuple, with zeros behind the axes it has."""
+    """Return one row per tuple, padded with zeros."""
     numbers: HostArray = np.zeros((len(rows), int(axes.max(initial=0))), np.int64)
     within = np.arange(numbers.shape[1]) < axes[:, None]
     numbers[within] = np.fromiter(chain.from_iterable(rows), np.int64, int(axes.sum()))

@@ -1,4 +1,4 @@
-"""Classes of torch in a ``.metadata``: each has one name and, from torch 1.13 on, several modules."""
+"""Classes of torch in ``.metadata``: each has one name and, since torch 1.13, several modules."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _CLASS_MODULES: Final[Mapping[str, Collection[str]]] = {
     ),
     "_StorageInfo": (_FILES, "torch.distributed._shard.checkpoint.filesystem"),
 }
-"""By name of a class: the modules that it was in, from torch 1.13 on."""
+"""Modules that contained each class, since torch 1.13."""
 
 
 def class_of_torch(function: Global) -> str:
-    """The name of the class of a ``.metadata`` that a pickle names; nothing where it is another one."""
+    """Return the name of the ``.metadata`` class that a global refers to, or "" for other globals."""
     return function.name if function.module in _CLASS_MODULES.get(function.name, ()) else ""

@@ -1,4 +1,4 @@
-"""Entries of a ``.metadata``: tensors with their chunks, and values."""
+"""Entries of ``.metadata``: tensors with their chunks, and values."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from typing import TypeAlias
 __all__ = ["DcpChunk", "DcpMetadata", "DcpPath", "DcpPlace", "DcpTensor", "DcpValue"]
 
 DcpPath: TypeAlias = tuple[str | int, ...]
-"""The keys that lead to an entry: a str key of a mapping, an int index of a list."""
+"""The keys that lead to an entry: str for a key of a mapping, int for an index of a list."""
 DcpPlace: TypeAlias = tuple[str, int, int, tuple[str, ...]]
 """The relative path, offset, length and transforms of a `DcpChunk` or `DcpValue`."""
 
 
 @dataclass(frozen=True, slots=True)
 class DcpChunk:
-    """A box of a tensor, and the item that holds its elements.
+    """A box of a tensor, and the item with its elements.
 
     Attributes:
-        offsets: where it begins in the tensor, in elements along each axis.
-        sizes: elements along each axis.
+        offsets: start of the box, in elements along each axis.
+        sizes: shape of the box.
         relative_path: the file.
-        offset: where the item begins in the file, in bytes.
-        length: how long the item is in the file, in bytes.
-        transforms: what was done to the item, in the order in which a reader undoes it (``stream.zstd/1``).
+        offset: offset of the item in the file, in bytes.
+        length: length of the item in the file, in bytes.
+        transforms: transforms of the item, in the order in which a reader reverses them
+            (``stream.zstd/1``).
     """
 
     offsets: tuple[int, ...]
@@ -40,10 +41,10 @@ class DcpTensor:
     """A tensor.
 
     Attributes:
-        dtype: of torch, as `ckptcore_dcp.dtypes.known_dtype` names it.
+        dtype: torch dtype, as named by `ckptcore_dcp.dtypes.known_dtype`.
         shape: elements along each axis.
-        chunks: its parts; none twice.
-        requires_grad: whether it was trained.
+        chunks: its chunks, without duplicates.
+        requires_grad: torch's ``requires_grad``.
     """
 
     dtype: str
@@ -54,7 +55,7 @@ class DcpTensor:
 
 @dataclass(frozen=True, slots=True)
 class DcpValue:
-    """A value that is no tensor; its item is what ``torch.save`` writes of it. The attributes are those of a `DcpChunk`."""
+    """A value that is not a tensor, stored as an item of ``torch.save``. Attributes as in `DcpChunk`."""
 
     relative_path: str
     offset: int
@@ -64,13 +65,13 @@ class DcpValue:
 
 @dataclass(frozen=True, slots=True)
 class DcpMetadata:
-    """What ``.metadata`` says.
+    """The contents of ``.metadata``.
 
     Attributes:
         tensors, values: by name; no name is in both.
-        paths: by name, the keys that it was joined from; None where nothing is said of that. Some may be missing.
-        save_id: of the save that wrote it, or None.
-        checkpoint_id: the location it was written to, or None.
+        paths: keys of each name. None if the file has no paths. Some names may be missing.
+        save_id: id of the save that wrote it, or None.
+        checkpoint_id: location it was written to, or None.
     """
 
     tensors: Mapping[str, DcpTensor]
@@ -81,7 +82,7 @@ class DcpMetadata:
 
     @property
     def names(self) -> Sequence[str]:
-        """All names, in the order of the paths; those without a path behind them."""
+        """All names, in the order of `paths`, followed by names without a path."""
         known = [name for name in self.paths or () if name in self.tensors or name in self.values]
         listed = set(known)
         return [*known, *[name for name in (*self.tensors, *self.values) if name not in listed]]

@@ -1,12 +1,13 @@
-"""Fast reading of the objects that fill a large ``.metadata``, each by one regular expression.
+"""Fast reader of the objects that fill a large ``.metadata``: one regular expression per object.
 
-torch's pickler writes chunks (`ChunkStorageMetadata`), their places (`MetadataIndex` and `_StorageInfo`) and tensors of
-one chunk (`TensorStorageMetadata`) with the same opcodes every time, once the pickle has named the classes and
-attributes. An object of that form becomes a `Compact` value in one step instead of some thirty. An expression contains
-whole opcodes only, so where it matches, the machine would read the same bytes in the same way.
+Once the pickle has named classes and attributes, torch's pickler writes chunks
+(`ChunkStorageMetadata`), their locations (`MetadataIndex` and `_StorageInfo`) and tensors of one
+chunk (`TensorStorageMetadata`) with the same opcodes every time. Such an object becomes a `Compact`
+value in one step instead of about thirty. An expression contains whole opcodes only, so a match
+reads the same bytes in the same way as the machine.
 
-A `Compact` value has no entries in the memo, and only `PickledMetadata` can use it. A pickle that uses the objects in
-another way is refused, and read again without this module (see `read_metadata`).
+A `Compact` value adds no entries to the memo, and only `PickledMetadata` can use it. A pickle that
+uses the objects differently is rejected and read again without this module (see `read_metadata`).
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ _REFERENCE: Final = rb"(h.|j.{4})"
 _NUMBER: Final = rb"(?:K.|M..|J.{4}|\x8a(?:\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8}))"
 """BININT1, BININT2, BININT, LONG1."""
 _TEXT: Final = rb"(?:(h.|j.{4})|\x8c(.)([^\x94]{0,255})\x94)"
-"""A reference to a text, or SHORT_BINUNICODE: the length in bytes, and the text up to MEMOIZE."""
+"""A reference to a text, or SHORT_BINUNICODE: length in bytes, and the text up to MEMOIZE."""
 _SIZE: Final = _REFERENCE + rb"(\)|(?:\(%b{4,16}t|%b{1,3}[\x85-\x87])\x94)\x85\x94R\x94" % (_NUMBER, _NUMBER)
-"""A call of ``torch.Size``: the reference to it, and the tuple of its numbers."""
+"""A call of ``torch.Size``: a reference to the class, and the tuple of numbers."""
 _NEW: Final = rb"\)\x81\x94}\x94\("
 """EMPTY_TUPLE, NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK: an object whose attributes follow."""
 _NEXT: Final = b"(?:" + _REFERENCE + b"(?=" + _NEW + b"))?"
 """The class of the next object."""
 _BOX: Final = _NEW + _REFERENCE + _SIZE + _REFERENCE + _SIZE + b"ub"
 _PROPERTIES: Final = rb"(?:%b\)\x81\x94\(((?:h.|j.{4}|\x88|\x89){3,8})t\x94b|%b)" % (_REFERENCE, _REFERENCE)
-"""New `TensorProperties` whose state is a tuple of values seen before and booleans, or a reference to some."""
+"""New `TensorProperties` whose state is a tuple of references and booleans, or a reference to existing ones."""
 
 
 def _compiled(*parts: bytes) -> re.Pattern[bytes]:
@@ -53,12 +54,12 @@ _PLACE: Final = _compiled(
 )
 _MARK: Final = 0x28
 _TUPLE0: Final = 0x84
-"""The opcode of a tuple of one to three items, less their number."""
+"""The opcode of a tuple of one to three items, minus their number."""
 _BOOLEANS: Final = {b"\x88": True, b"\x89": False}
 _UNSET: Final = tuple([[UNSET] * count for count in range(16)])
 
 _SIZE_CLASS: Final = Global("torch", "Size")
-# No value of a pickle is equal to these.
+# No value of a pickle equals these.
 _CHUNK_CLASS: Final = object()
 _PLACE_CLASS: Final = object()
 _PROPERTIES_CLASS: Final = object()
@@ -78,15 +79,16 @@ class FastObjects:
     """Reads objects of one pickle. One thread."""
 
     def __init__(self, data: bytes, check_size: Callable[[tuple[int, ...]], object]) -> None:
-        """`check_size` raises an error for a tuple that is not the size of a tensor."""
+        """`check_size` raises an error for a tuple that is not a valid tensor size."""
         self._data = data
         self._check_size = check_size
         self._sizes: dict[bytes, tuple[int, ...]] = {}
-        # The references that were looked up last, by the first value they are to. The memo only grows, so they stay
-        # right.
+        # The references looked up last, by the first value expected. They stay valid because the
+        # memo only grows.
         self._checked: dict[object, tuple[bytes, ...]] = {}
         self._properties: dict[tuple[bytes, bytes], tuple[Global, tuple[Value, ...]]] = {}
-        # By identity of the class in the pickle, which is held, so that no other gets its identity.
+        # By identity of the class. The tuple holds a reference, so that no other object gets this
+        # identity.
         self._readers: dict[int, tuple[Global, _Read | None]] = {}
         self._reader_of: Mapping[str, _Read] = {
             "ChunkStorageMetadata": self._chunks,
@@ -95,7 +97,7 @@ class FastObjects:
         }
 
     def read(self, function: Global, position: int, memo: list[Any]) -> tuple[list[Any], int] | None:
-        """Read objects that follow one another. See `ObjectReader`."""
+        """Read consecutive objects. See `ObjectReader`."""
         known = self._readers.get(id(function))
         if known is None:
             known = self._readers[id(function)] = (function, self._reader_of.get(class_of_torch(function)))
@@ -106,7 +108,7 @@ class FastObjects:
         return (values, stop) if values else None
 
     def _chunks(self, function: Global, position: int, memo: list[Any]) -> tuple[list[Any], int]:
-        """Chunks of a tensor; how many entries of the memo each makes follows from its axes."""
+        """Read chunks of a tensor. The number of memo entries of each chunk follows from its axes."""
         values: list[Any] = []
         stop, of_class, known, checked = position, b"", self._sizes.get, self._checked.get(_OF_CHUNK[0])
         while (match := _CHUNK.match(self._data, position)) is not None:
@@ -131,7 +133,7 @@ class FastObjects:
         return values, stop
 
     def _places(self, function: Global, position: int, memo: list[Any]) -> tuple[list[Any], int]:
-        """Places of chunks; a text that one of them names goes into the memo, others refer to it."""
+        """Read locations of chunks. A text that one of them defines enters the memo; later ones refer to it."""
         values: list[Any] = []
         stop, of_class, known, checked = position, b"", self._sizes.get, self._checked.get(_OF_PLACE[0])
         while (match := _PLACE.match(self._data, position)) is not None:
@@ -164,7 +166,7 @@ class FastObjects:
         return values, stop
 
     def _tensor(self, function: Global, position: int, memo: list[Any]) -> tuple[list[Any], int]:
-        """A tensor of one chunk; the name of the next tensor follows it, so it is read alone."""
+        """Read a tensor of one chunk. The name of the next tensor follows, so only one is read."""
         match = _TENSOR.match(self._data, position)
         if match is None:
             return [], position
@@ -189,7 +191,7 @@ class FastObjects:
         return [Compact(("TensorStorageMetadata", properties, size, offsets, sizes))], match.end()
 
     def _new_properties(self, reference: bytes, items: bytes, memo: list[Any]) -> Call | None:
-        """The properties of a tensor, which are a class and the items of a tuple."""
+        """Return new tensor properties: a class, and the items of a tuple."""
         known = self._properties.get((reference, items))
         if known is None:
             if not self._are((reference,), (_PROPERTIES_CLASS,), memo):
@@ -201,7 +203,7 @@ class FastObjects:
         return Call(known[0], (), known[1], new=True)
 
     def _are(self, references: tuple[bytes, ...], expected: tuple[object, ...], memo: list[Any]) -> bool:
-        """True if the references are to these values."""
+        """Return whether the references point to the expected values."""
         for reference, value in zip(references, expected, strict=True):
             found = _entry(reference, memo)
             if type(found) is Global:
@@ -212,7 +214,7 @@ class FastObjects:
         return True
 
     def _size(self, numbers: bytes) -> tuple[int, ...] | None:
-        """The numbers of a tuple; None if the opcodes do not make one."""
+        """Return the numbers of a tuple, or None if the opcodes do not form one."""
         known = self._sizes.get(numbers)
         if known is not None:
             return known
@@ -225,19 +227,19 @@ class FastObjects:
 
 
 def _entry(reference: bytes, memo: list[Any]) -> Any:
-    """The entry of the memo that an opcode refers to."""
+    """Return the memo entry that an opcode refers to."""
     place = int.from_bytes(reference[1:], "little")
     return memo[place] if place < len(memo) else UNSET
 
 
 def _text(reference: bytes | None, match: re.Match[bytes], group: int, memo: list[Any]) -> str | None:
-    """The text that an object refers to or names; None if it is not read here."""
+    """Return the text that an object defines or refers to; None if it must be read by the machine."""
     if reference is not None:
         found = _entry(reference, memo)
         return found if type(found) is str else None
     length, named = match.group(group, group + 1)
     if length[0] != len(named):
-        return None  # it contains the byte that ends it
+        return None  # the text contains the terminating byte
     try:
         return named.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
@@ -245,7 +247,7 @@ def _text(reference: bytes | None, match: re.Match[bytes], group: int, memo: lis
 
 
 def _number(opcodes: bytes) -> int:
-    """The number that an opcode and its argument make."""
+    """Return the number encoded by an opcode and its argument."""
     code = opcodes[0]
     if code == 0x4B:  # BININT1
         return opcodes[1]

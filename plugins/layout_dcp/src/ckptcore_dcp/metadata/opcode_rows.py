@@ -1,8 +1,9 @@
-"""Opcodes of many rows at once: each row of a table is the same opcodes around other numbers.
+"""Encoder of many similar rows of pickle opcodes at once.
 
-A row is a template: opcodes that stand in all of them, and columns of numbers in between. All rows are laid out as a
-matrix of bytes in which every field has the room of its longest, and a mask says which of them count; the bytes under
-it, row after row, are the pickle. Numbers are encoded as `pickle` does it, in 2, 3, 5 or 10 bytes.
+A row is a template: constant opcodes with columns of numbers between them. All rows form a matrix
+of bytes in which each field has the width of its longest value. A mask selects the bytes in use;
+these bytes, row after row, are the pickle. Numbers are encoded as `pickle` does, in 2, 3, 5 or 10
+bytes.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from ckptcore.model import HostArray
 __all__ = ["Field", "bytes_field", "number_field", "reference_field", "rows_of_fields", "size_fields"]
 
 _BLOCK_ROWS: Final = 1 << 13
-"""Rows that are laid out at a time: the matrix of so many stays in the cache."""
+"""Rows encoded at a time, so that their matrix stays in the cache."""
 _MOST_BY_OPCODE: Final = 4
-"""From so many items on a tuple has a mark."""
+"""From this number of items, a tuple uses MARK."""
 _TUPLES: Final = np.frombuffer(b")\x85\x86\x87", np.uint8)
 
 
@@ -29,8 +30,8 @@ class Field:
     """A part of every row.
 
     Attributes:
-        data: bytes, as many for each row; one row where all have the same.
-        nbytes: how many of them count, for each row, from the first on; None: all of them.
+        data: bytes, of equal width for each row; a single row if all rows are equal.
+        nbytes: number of leading bytes in use, per row; None: all.
     """
 
     data: HostArray
@@ -38,12 +39,12 @@ class Field:
 
 
 def bytes_field(data: bytes) -> Field:
-    """The same bytes in every row."""
+    """Return a field with the same bytes in every row."""
     return Field(np.frombuffer(data, np.uint8)[None, :])
 
 
 def number_field(numbers: HostArray, present: HostArray | None = None) -> Field:
-    """A number in each row, int64; none where it is not present."""
+    """Return an int64 number per row; no bytes in rows where `present` is false."""
     width = np.full(len(numbers), 10, np.int64)
     width[(-(1 << 31) <= numbers) & (numbers < 1 << 31)] = 5
     width[(numbers >= 0) & (numbers < 1 << 16)] = 3
@@ -63,7 +64,7 @@ def number_field(numbers: HostArray, present: HostArray | None = None) -> Field:
 
 
 def reference_field(numbers: HostArray) -> Field:
-    """A reference to an entry of the memo in each row, by its number."""
+    """Return a reference to a memo entry per row, by its number."""
     raw = np.ascontiguousarray(numbers, "<u4").view(np.uint8).reshape(-1, 4)
     long = numbers >= 1 << 8
     data = np.zeros((len(numbers), 5), np.uint8)
@@ -73,12 +74,12 @@ def reference_field(numbers: HostArray) -> Field:
 
 
 def size_fields(axes: HostArray, numbers: HostArray, made_by: bytes) -> Sequence[Field]:
-    """A ``torch.Size`` in each row.
+    """Return the fields of a ``torch.Size`` per row.
 
     Args:
-        axes: how many axes each has.
-        numbers: a row for each; those behind its axes do not count.
-        made_by: the opcodes of its class.
+        axes: number of axes per row.
+        numbers: extents per row; extents beyond the row's axes are ignored.
+        made_by: opcodes of the class.
     """
     marked = axes >= _MOST_BY_OPCODE
     fields = [bytes_field(made_by)]
@@ -90,7 +91,7 @@ def size_fields(axes: HostArray, numbers: HostArray, made_by: bytes) -> Sequence
 
 
 def rows_of_fields(fields: Sequence[Field], count: int) -> tuple[bytes, HostArray]:
-    """The bytes of all rows, one after the other, and where each begins in them; one more than there are rows."""
+    """Return the bytes of all rows, concatenated, and the offset of each row plus the end of the last."""
     lengths = np.zeros(count, np.int64)
     for field in fields:
         lengths += field.data.shape[1] if field.nbytes is None else field.nbytes

@@ -1,4 +1,4 @@
-"""Reading a ``.metadata``: from the inert values of its pickle to entries."""
+"""Converts the inert values of the pickle in ``.metadata`` to entries."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ckptcore_dcp.pickles import Call, Compact, Global, Value, brief
 __all__ = ["PickledMetadata"]
 
 _Places: TypeAlias = dict[tuple[str, tuple[int, ...] | None], DcpPlace]
-"""By name and offsets of a part."""
+"""Byte ranges of items by name and offsets of a chunk; None for a value."""
 
 _MOST: Final = 1 << 62
 _MOST_AXES: Final = 64
 _PATH_DEPTH: Final = 48
-"""In keys. A value may have 150 containers more, and the core stops at 200."""
+"""In keys. A value may add 150 containers, and the core's limit is 200."""
 _SIZE: Final = Global("torch", "Size")
 _TEXT: Final = frozenset({str})
 
 
 @dataclass(slots=True)
 class _Chunks:
-    """Chunks of all tensors, one after the other."""
+    """Chunks of all tensors, concatenated."""
 
     offsets: list[tuple[int, ...]] = field(default_factory=list)
     sizes: list[tuple[int, ...]] = field(default_factory=list)
@@ -37,14 +37,14 @@ class _Chunks:
 
 @dataclass(slots=True)
 class PickledMetadata:
-    """One pass over the pickle of a file.
+    """Converts one pickle. Methods raise `CorruptCheckpointError` for anything unexpected.
 
     Attributes:
-        key: the file.
-        left: how many chunks and transforms may still come: a pickle can name one list of them any number of times, and
-            one that torch wrote has many bytes for each.
-        classes: by ``id()`` of a `Global` of the pickle, the name of the class of torch that it is, or nothing.
-        size_class: the `Global` of the pickle that is ``torch.Size``, once one was seen.
+        key: the file, for errors.
+        left: remaining number of chunks and transforms. A small pickle can refer to one list many
+            times, but torch writes many bytes for each chunk.
+        classes: name of the torch class, or "", by ``id()`` of a `Global` of the pickle.
+        size_class: the `Global` for ``torch.Size`` of this pickle, once seen.
     """
 
     key: str
@@ -53,7 +53,7 @@ class PickledMetadata:
     size_class: Value = None
 
     def metadata(self, value: Value) -> DcpMetadata:
-        """What the pickle of a ``.metadata`` says.
+        """Convert the value of the pickle.
 
         Raises:
             CorruptCheckpointError: it is not what torch.distributed.checkpoint writes.
@@ -72,8 +72,7 @@ class PickledMetadata:
                 place = places.get((name, None))
                 if place is None:
                     self.refuse(
-                        f"nothing says where the value {name!r} is stored; its save was not finished. Load another "
-                        "checkpoint"
+                        f"no file is listed for the value {name!r}; its save was not finished. Load another checkpoint"
                     )
                 values[name] = DcpValue(*place)
             else:
@@ -91,12 +90,12 @@ class PickledMetadata:
         return DcpMetadata(found, values, paths, save_id, checkpoint_id)
 
     def places(self, found: Value) -> _Places:
-        """Where each part lies."""
+        """Return the byte ranges of all items."""
         listed = self.mapping(found, "storage_data")
         return {(name, offset): place for name, offset, place in self.each_place(listed)}
 
     def each_place(self, listed: Mapping[Any, Value]) -> Iterator[tuple[str, tuple[int, ...] | None, DcpPlace]]:
-        """The name of the entry that a part is of, where it begins in that, and where it lies."""
+        """Yield the name, the offsets (None for a value) and the byte range of each item."""
         paths: dict[str, str] = {}
         for index, info in listed.items():
             if index.__class__ is Compact and index[0] == "MetadataIndex":
@@ -106,7 +105,7 @@ class PickledMetadata:
                 name, offset = at.get("fqn"), at.get("offset")
                 offset = None if offset is None else self.size(offset)
             if type(name) is not str:
-                self.refuse(f"a part of {brief(name)} is listed, which is no name")
+                self.refuse(f"storage_data has {brief(name)} where a name is expected")
             if info.__class__ is Compact and info[0] == "_StorageInfo":
                 _, path, start, length = info
                 transforms = None
@@ -115,7 +114,7 @@ class PickledMetadata:
                 path, start, length = state.get("relative_path"), state.get("offset"), state.get("length")
                 transforms = state.get("transform_descriptors")
             if type(path) is not str:
-                self.refuse(f"the file of {name!r} is {brief(path)}")
+                self.refuse(f"the file name of {name!r} is {brief(path)}")
             yield (
                 name,
                 offset,
@@ -128,7 +127,7 @@ class PickledMetadata:
             )
 
     def tensor_of(self, name: str, entry: Value) -> tuple[str, bool, tuple[int, ...], list[Value]]:
-        """The dtype of a tensor, whether it was trained, its shape, and its chunks as they are listed."""
+        """Return dtype, requires_grad and shape of a tensor, and its chunks as listed."""
         listed: Value
         if entry.__class__ is Compact and entry[0] == "TensorStorageMetadata":
             _, properties, size, offsets, sizes = entry
@@ -140,14 +139,14 @@ class PickledMetadata:
         shape = self.size(size)
         spec, _ = spec_and_kind(dtype, shape)
         if not spec.is_possible:
-            self.refuse(f"the tensor {name!r} is {spec}, for which no memory has addresses")
+            self.refuse(f"the tensor {name!r} is {spec}: it is too large, no memory has addresses for it")
         if type(listed) is not list:
             self.refuse(f"the chunks of {name!r} are {brief(listed)}")
         self.take(len(listed))
         return dtype, requires_grad, shape, listed
 
     def box(self, chunk: Value) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The offsets and sizes of a chunk."""
+        """Return the offsets and sizes of a chunk."""
         if chunk.__class__ is Compact and chunk[0] == "ChunkStorageMetadata":
             _, offsets, sizes = chunk
             return offsets, sizes
@@ -155,7 +154,7 @@ class PickledMetadata:
         return self.size(state.get("offsets")), self.size(state.get("sizes"))
 
     def tensor(self, name: str, entry: Value, places: _Places, chunks: _Chunks) -> tuple[str, tuple[int, ...], bool]:
-        """The dtype and shape of a tensor, and whether it was trained; add those of its chunks that have a place."""
+        """Return dtype, shape and requires_grad of a tensor. Add its chunks that have a location."""
         dtype, requires_grad, shape, listed = self.tensor_of(name, entry)
         boxes: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
         for chunk in listed:
@@ -163,7 +162,7 @@ class PickledMetadata:
             if not len(offsets) == len(sizes) == len(shape) or not all(
                 map(int.__le__, map(int.__add__, offsets, sizes), shape)
             ):
-                self.refuse(f"a chunk of {sizes} at {offsets} lies outside of the tensor {name!r} of {shape}")
+                self.refuse(f"a chunk of {sizes} at {offsets} exceeds the tensor {name!r} of {shape}")
             place = places.get((name, offsets))
             if place is None and len(listed) == 1:
                 place = places.get((name, None))
@@ -175,10 +174,10 @@ class PickledMetadata:
         return dtype, shape, requires_grad
 
     def properties(self, name: str, found: Value) -> tuple[str, bool]:
-        """The dtype of a tensor and whether it was trained."""
+        """Return dtype and requires_grad of a tensor."""
         if not self.is_a(found, "TensorProperties"):
             self.refuse(f"the properties of {name!r} are {brief(found)}")
-        state = found.state  # type: ignore[union-attr]  # a call, as just seen
+        state = found.state  # type: ignore[union-attr]  # a Call, see `is_a`
         match state:
             case (dtype, _, bool() as requires_grad, *_):
                 pass
@@ -197,7 +196,7 @@ class PickledMetadata:
         return known, requires_grad
 
     def storage_meta(self, found: Value) -> tuple[str | None, str | None]:
-        """The save id and the location; what is written of either in a form that is not known counts as nothing."""
+        """Return the save id and the location. Unknown forms count as None."""
         if not self.is_a(found, "StorageMeta"):
             return None, None
         state = self.state_of(found, "StorageMeta")
@@ -209,7 +208,7 @@ class PickledMetadata:
         return save_id if type(save_id) is str else None, location if type(location) is str else None
 
     def paths(self, found: Value) -> dict[str, DcpPath] | None:
-        """The paths of a planner that keeps such; another planner keeps what it likes."""
+        """Return the paths if the planner data contains paths, else None. Planners may store other data."""
         if type(found) is not dict:
             return None
         paths: dict[str, DcpPath] = {}
@@ -220,11 +219,11 @@ class PickledMetadata:
                 type(step) is str or (type(step) is int and 0 <= step < _MOST) for step in path
             ):
                 return None
-            paths[name] = path  # type: ignore[assignment]  # as just seen
+            paths[name] = path  # type: ignore[assignment]  # checked above
         return paths
 
     def plain_path(self, path: str) -> str:
-        """A path that leads nowhere but below the directory of the checkpoint."""
+        """Validate that a path stays below the directory of the checkpoint."""
         parts = path.split("/")
         plain = all(part not in ("", ".", "..") for part in parts) and not any(letter in path for letter in "\\\0")
         if not plain or path[1:2] == ":" or not path.isprintable():
@@ -232,7 +231,7 @@ class PickledMetadata:
         return path
 
     def size(self, found: Value) -> tuple[int, ...]:
-        """A ``torch.Size``, or another sequence of counts."""
+        """Return a ``torch.Size``, or another sequence of counts, as a tuple."""
         numbers: Any = found
         if isinstance(found, Call) and (found.function is self.size_class or found.function == _SIZE):
             self.size_class = found.function
@@ -245,26 +244,26 @@ class PickledMetadata:
         return tuple(numbers)
 
     def count(self, found: Value, what: str) -> int:
-        """A number of bytes."""
+        """Return a number of bytes."""
         if type(found) is not int or not 0 <= found < _MOST:
             self.refuse(f"{what} is {brief(found)}; expected a number of bytes")
         return found
 
     def texts(self, found: Value) -> tuple[str, ...]:
-        """The names of transforms."""
-        if type(found) not in (list, tuple) or not _are_texts(found):  # type: ignore[arg-type]  # a sequence, as just seen
+        """Return the names of transforms."""
+        if type(found) not in (list, tuple) or not _are_texts(found):  # type: ignore[arg-type]  # a sequence, see above
             self.refuse(f"the transforms of an item are {brief(found)}")
         self.take(len(found))  # type: ignore[arg-type]  # as above
         return tuple(found)  # type: ignore[arg-type]  # texts, as just seen
 
     def mapping(self, found: Value, what: str) -> dict[Any, Value]:
-        """A dict, and nothing else."""
+        """Return a value if it is a dict."""
         if type(found) is not dict:
             self.refuse(f"{what} is {brief(found)}; expected a dict")
         return found
 
     def is_a(self, found: Value, name: str) -> bool:
-        """Whether a value is an object of the class of torch with this name."""
+        """Return whether a value is an object of the torch class with this name."""
         if found.__class__ is not Call:
             return False
         function = found.function
@@ -272,24 +271,25 @@ class PickledMetadata:
         if known is None:
             if not isinstance(function, Global):
                 return False
-            # The pickle names a class once and refers to it for each object. What it holds stays, and so does its id.
+            # The pickle names a class once and refers to it from each object, so its `Global` and
+            # id persist.
             known = self.classes[id(function)] = class_of_torch(function)
         return known == name
 
     def state_of(self, found: Value, name: str) -> Mapping[Any, Value]:
-        """The attributes of an object of a class of torch."""
-        if not self.is_a(found, name) or type(found.state) is not dict:  # type: ignore[union-attr]  # a call, as just seen
+        """Return the attributes of an object of a torch class."""
+        if not self.is_a(found, name) or type(found.state) is not dict:  # type: ignore[union-attr]  # a Call, see `is_a`
             self.refuse(f"expected a {name} of torch.distributed.checkpoint, found {brief(found)}")
-        return found.state  # type: ignore[union-attr]  # as just seen
+        return found.state  # type: ignore[union-attr]  # checked above
 
     def take(self, count: int) -> None:
-        """Count parts against those that the file has bytes for."""
+        """Count chunks and transforms against the size of the file."""
         self.left -= count
         if self.left < 0:
             self.refuse("it lists more parts than it has bytes")
 
     def refuse(self, reason: str) -> NoReturn:
-        """Say that the file cannot be read.
+        """Raise an error for this file.
 
         Raises:
             CorruptCheckpointError: always.

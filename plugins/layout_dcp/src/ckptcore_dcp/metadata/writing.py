@@ -1,4 +1,4 @@
-"""Writing a ``.metadata``, with the opcodes that torch's pickler would choose."""
+"""Writer of ``.metadata``, with the opcodes that torch's pickler would choose."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _SMALL: Final = tuple([b"K" + bytes([number]) for number in range(256)])
 
 
 def write_metadata(metadata: DcpMetadata) -> bytes:
-    """The bytes of a ``.metadata`` that torch loads as if it had written it.
+    """Return the bytes of a ``.metadata`` that torch reads like its own.
 
-    Chunks are written as rows of opcodes, all at once: the texts of tensors take longer than them. Texts and classes
-    stand once and are referred to; nothing else that torch gives a number needs one. It is one frame: reading it moves
-    all of it into memory anyway.
+    Chunks are written as rows of opcodes, all at once. Texts and classes are written once and then
+    referred to; other objects do not enter the memo. The pickle is a single frame, because readers
+    load it into memory as a whole anyway.
     """
     pickle = _Pickle()
     out = pickle.out
@@ -58,7 +58,7 @@ def write_metadata(metadata: DcpMetadata) -> bytes:
             continue
         head = heads.get((tensor.dtype, tensor.requires_grad))
         if head is None:
-            # What a second one of its kind begins with only refers to what this one names.
+            # The second tensor of a kind only refers to what the first one defines.
             out.append(_head(tensor, pickle))
             head = heads[tensor.dtype, tensor.requires_grad] = _head(tensor, pickle)
         else:
@@ -66,7 +66,7 @@ def write_metadata(metadata: DcpMetadata) -> bytes:
         out += (pickle.sizes[tensor.shape], pickle["chunks"], b"](")
         stop = start + next(counted)
         if start < stop and not rows:
-            # The first one names the classes and attributes that all others refer to.
+            # The first chunk defines the classes and attributes that all others refer to.
             first = columns.chunk(0)
             out += (pickle[_CHUNK], _BEGIN, pickle["offsets"], pickle.sizes[first.offsets])
             out += (pickle["sizes"], pickle.sizes[first.sizes], _SET)
@@ -92,7 +92,7 @@ def write_metadata(metadata: DcpMetadata) -> bytes:
 
 
 def _head(tensor: DcpTensor, pickle: _Pickle) -> bytes:
-    """The opcodes of a tensor up to its shape, which are the same for all of a dtype but for what the first one names."""
+    """Return the opcodes of a tensor up to its shape. Equal for all tensors of a dtype except the first."""
     parts = [pickle[_METADATA, "TensorStorageMetadata"], _BEGIN, pickle["properties"]]
     parts += [pickle[_METADATA, "TensorProperties"], b")\x81(", pickle["torch", tensor.dtype]]
     parts += [pickle.called(("torch.serialization", "_get_layout"), "torch.strided")]
@@ -101,7 +101,7 @@ def _head(tensor: DcpTensor, pickle: _Pickle) -> bytes:
 
 
 def _chunk_rows(columns: ChunkTableColumns, pickle: _Pickle) -> tuple[bytes, list[int]]:
-    """The opcodes of every chunk, and where each of them begins."""
+    """Return the opcodes of all chunks, and the offset of each."""
     made_by = pickle["torch", "Size"]
     fields = [
         bytes_field(pickle[_CHUNK] + _BEGIN + pickle["offsets"]),
@@ -115,7 +115,11 @@ def _chunk_rows(columns: ChunkTableColumns, pickle: _Pickle) -> tuple[bytes, lis
 
 
 def _write_places(names: Sequence[int], counts: HostArray, columns: ChunkTableColumns, pickle: _Pickle) -> None:
-    """Where each chunk is. Those that name a file first, or have transforms, are written one by one; all between them at once."""
+    """Write the location of each chunk.
+
+    Locations that name a file first, or have transforms, are written one by one; the others at
+    once.
+    """
     out = pickle.out
     count = int(counts.sum())
     if not count:
@@ -178,13 +182,14 @@ def _write_place(place: DcpChunk | DcpValue, pickle: _Pickle) -> None:
 
 
 class _Pickle(dict[str | tuple[str, str], bytes]):
-    """The opcodes of texts and of classes, by module and name; they have to be written in the order they are asked for in.
+    """Opcodes of texts and classes; must be written in the order of lookups.
 
-    The first time those that make one and give it a number, then those that refer to it.
+    The first lookup returns opcodes that create the text or class and add it to the memo. Later
+    lookups return a reference.
 
     Attributes:
-        out: what is written so far.
-        sizes: the opcodes of a ``torch.Size``.
+        out: the opcodes written so far.
+        sizes: opcodes of ``torch.Size`` values.
     """
 
     def __init__(self) -> None:
@@ -205,7 +210,7 @@ class _Pickle(dict[str | tuple[str, str], bytes]):
         return b"\x8c%c%b\x94" % (nbytes, data) if nbytes < 256 else b"X%b%b\x94" % (nbytes.to_bytes(4, "little"), data)
 
     def called(self, function: tuple[str, str], argument: str | int) -> bytes:
-        """The opcodes of what a function makes of a text or a number."""
+        """Return the opcodes of a function called with a text or a number."""
         known = self._made.get(function)
         if known is not None:
             return known
@@ -214,11 +219,11 @@ class _Pickle(dict[str | tuple[str, str], bytes]):
         return opcodes
 
     def optional(self, text: str | None) -> bytes:
-        """The opcodes of a text or None."""
+        """Return the opcodes of a text or None."""
         return b"N" if text is None else self[text]
 
     def number(self, text: str) -> int:
-        """The number of a text that was written already."""
+        """Return the memo number of a text that was written before."""
         return int.from_bytes(self[text][1:], "little")
 
     def _next(self) -> bytes:
@@ -228,7 +233,7 @@ class _Pickle(dict[str | tuple[str, str], bytes]):
 
 
 class _Sizes(dict[tuple[int, ...], bytes]):
-    """The opcodes of a ``torch.Size``."""
+    """Opcodes of ``torch.Size`` values by size."""
 
     def __init__(self, pickle: _Pickle) -> None:
         self._pickle = pickle
@@ -243,7 +248,7 @@ class _Sizes(dict[tuple[int, ...], bytes]):
 
 
 def _number(number: int) -> bytes:
-    """The opcodes of an int."""
+    """Return the opcodes of an int."""
     if 0 <= number < 256:
         return _SMALL[number]
     if 0 <= number < 1 << 16:
@@ -254,5 +259,5 @@ def _number(number: int) -> bytes:
 
 
 def _reference(number: int) -> bytes:
-    """The opcodes of what the memo has under a number."""
+    """Return the opcodes of a reference to a memo entry."""
     return b"h" + bytes([number]) if number < 256 else b"j" + number.to_bytes(4, "little")

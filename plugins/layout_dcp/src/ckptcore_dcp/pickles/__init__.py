@@ -1,17 +1,14 @@
-"""Pickles as data: a machine that builds inert values from one, and an encoder that writes one.
+"""Pickles as data: a machine that reads them as inert values, and an encoder.
 
-No object of a pickle is ever imported or called. What a class or a function would have made stands as a `Call` that
-says what was asked for, and whoever reads it decides what that means.
+No object of a pickle is imported or called. The result of a class or function becomes a `Call` that
+records the function and its arguments; the caller decides what it means.
 
-- `values`: what a pickle can hold, and how to look at it without a recursion that the file chooses
-- `machine`: opcodes of the protocols 0 to 5 to a value
-- `literals`: the opcodes that hold a value in their own bytes
-- `keys`: which values may be keys of a dict, and what it may cost to hash them
-- `builtin_calls`: what the calls of a few builtins make
-- `refusals`: errors about a pickle that say where in it
-- `encoder`: a value to the opcodes of the protocols 2 and 4
-- `plain_opcodes`: the opcodes of None, booleans and numbers
-- `work`: what the encoder has yet to write
+- `values`: the values of a pickle, errors about pickles, and bounded walks over values
+- `machine`: decodes the opcodes of protocols 0 to 5
+- `literals`: opcodes that contain a value
+- `keys`: limits the cost of hashing dict keys
+- `known_calls`: results of a few known functions
+- `encoder`: encodes values with protocols 2 and 4
 """
 
 from ckptcore_dcp.pickles.builtin_calls import builtin_value

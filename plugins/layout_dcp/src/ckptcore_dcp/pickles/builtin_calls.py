@@ -1,6 +1,6 @@
-"""Calls of a few builtins, by which older protocols hold values that have no opcode of their own.
+"""Calls of a few builtins, with which older protocols represent values that have no opcode.
 
-``Lib/pickle.py`` and ``Objects/setobject.c`` of CPython tell what is called with what.
+The functions and arguments are those of ``Lib/pickle.py`` and ``Objects/setobject.c`` of CPython.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from ckptcore_dcp.pickles.values import Call, Global, Value
 __all__ = ["builtin_value"]
 
 _ENCODE: Final = Global("_codecs", "encode")
-"""How the protocols 0 to 2 hold bytes: as a text of the same code points."""
+"""Protocols 0 to 2 store bytes as text with the same code points."""
 _BUILTINS: Final = ("builtins", "__builtin__")
-"""What Python 3 and Python 2 call the module; pickles of the protocols 0 to 2 have the latter."""
+"""Name of the module in Python 3 and Python 2. Pickles of protocols 0 to 2 have the latter."""
 
 
 def builtin_value(call: Call) -> Value:
-    """What a call of a few builtins makes, or the call itself if it is none of these. No class of a file is asked.
+    """Return the result of a call of certain builtins, or the call itself. No class named by the file is used.
 
-    bytes (which the protocols 0 to 2 hold as ``_codecs.encode(text, "latin1")``), set, frozenset and complex; a
-    bytearray is given as bytes. Items of sets are given as they are, except bytes. A set of what must not be hashed
-    stays a call.
+    The builtins are bytes (``_codecs.encode(text, "latin1")`` in protocols 0 to 2), set, frozenset
+    and complex. A bytearray becomes bytes. Items of sets stay as they are, except bytes. A set
+    whose items must not be hashed stays a call.
     """
     function, arguments = call.function, call.arguments
     if (
@@ -67,21 +67,21 @@ def builtin_value(call: Call) -> Value:
 
 
 def _encoded(call: Call) -> Value:
-    """The bytes that a text and the name of the codec latin-1 stand for, or the call itself."""
+    """Return the bytes of a text encoded with latin-1, or the call itself."""
     match call.arguments:
         case (str() as text, "latin1" | "latin-1"):
             try:
                 return text.encode("latin-1")
-            except UnicodeEncodeError:  # no writer does this; the call stays what it is
+            except UnicodeEncodeError:  # no writer does this; leave the call as it is
                 return call
     return call
 
 
 def _set(items: Sequence[Value]) -> set[Value] | None:
-    """A set of the items, or None if it would not be cheap to hash them."""
+    """Return a set of the items, or None if hashing them is not cheap."""
     plain = [_encoded(item) if isinstance(item, Call) and item.function == _ENCODE else item for item in items]
     try:
         KeyCheck("").check(plain, plain, 0)
-    except CorruptCheckpointError:  # the caller knows the call, and decides what becomes of it
+    except CorruptCheckpointError:  # the caller keeps the call
         return None
     return set(plain)

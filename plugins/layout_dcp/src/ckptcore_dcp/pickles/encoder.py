@@ -1,8 +1,9 @@
-"""The encoder: a value to a pickle of protocol 2 or 4, the same bytes for the same value in every process.
+"""Encodes a value as a pickle of protocol 2 or 4. The same value gives the same bytes in every process.
 
-Opcodes are those that ``Lib/pickletools.py`` of CPython tells. Of protocol 2 only those are used that ``torch.load``
-takes with ``weights_only=True``; `pickle.dumps` writes the same bytes for plain values whose equal texts are one
-object. The work stands on a list and not on the stack of the interpreter, so no value is nested too deep.
+The opcodes are described in ``Lib/pickletools.py`` of CPython. Protocol 2 output uses only opcodes
+that ``torch.load`` accepts with ``weights_only=True``. `pickle.dumps` writes the same bytes for
+plain values whose equal texts are one object. The encoder uses a work list instead of recursion, so
+the nesting depth is not limited.
 """
 
 from __future__ import annotations
@@ -18,46 +19,46 @@ from ckptcore_dcp.pickles.work import Made, Raw, Work, in_order, is_flat
 __all__ = ["write_pickle"]
 
 _BATCH: Final = 1000
-"""How many items one APPENDS or SETITEMS adds: `pickle` does the same, and readers' stacks stay small."""
+"""Items per APPENDS or SETITEMS. `pickle` uses the same number; it limits the stack of readers."""
 _FRAME: Final = 64 * 1024
-"""From how many bytes on a frame of protocol 4 ends."""
+"""Size from which a frame of protocol 4 ends, in bytes."""
 _SMALLEST_FRAME: Final = 4
 _TUPLES: Final = (b")", b"\x85", b"\x86", b"\x87")
 """EMPTY_TUPLE, TUPLE1, TUPLE2 and TUPLE3."""
 
 
 def write_pickle(value: Value, *, protocol: int) -> bytes:
-    """The pickle of a value, of protocol 2 (what ``torch.save`` writes) or 4 (``.metadata``).
+    """Return the pickle of a value, with protocol 2 (as ``torch.save``) or 4 (as ``.metadata``).
 
-    A list, dict, tuple, set or `Call` that stands in several places is written once and is one object again for who
-    reads it; texts, bytes and globals are shared where they are equal. Sets of texts, of bytes or of numbers are
-    written in order, other sets in that of their iteration. A `bytearray` is a `Call`, as `read_pickle` gives it.
+    A list, dict, tuple, set or `Call` that occurs several times is written once, and is one object
+    again after reading. Equal texts, bytes and globals are shared. Sets of texts, of bytes or of
+    numbers are written in sorted order, other sets in iteration order. A `bytearray` is a `Call`,
+    as in the results of `read_pickle`.
 
     Raises:
-        UnsupportedLeafError: if the value holds something else than a `Value`, or a tuple or `Call` that is made of
-            itself.
-        ValueError: if it is another protocol.
+        UnsupportedLeafError: the value contains something other than a `Value`, or a tuple or `Call`
+            that contains itself.
+        ValueError: the protocol is not supported.
     """
     if protocol not in (2, 4):
-        raise ValueError(f"pickles of the protocols 2 and 4 can be written, and protocol {protocol} was asked for")
+        raise ValueError(f"cannot write a pickle of protocol {protocol}; expected 2 or 4")
     if protocol == 2 and value.__class__ in PLAIN_OPCODES:
-        return (
-            b"\x80\x02" + PLAIN_OPCODES[value.__class__](value) + b"."
-        )  # all there is to it, and most values are such
+        # Fast path for most values.
+        return b"\x80\x02" + PLAIN_OPCODES[value.__class__](value) + b"."
     return _Encoder(protocol).encode(value)
 
 
 class _Encoder:
-    """One pickle being written. One thread; the value must not change meanwhile."""
+    """Writes one pickle. One thread; the value must not change meanwhile."""
 
     def __init__(self, protocol: int) -> None:
         self._protocol = protocol
         self._parts: list[bytes] = []
         self._done: list[bytes] = []
-        self._memo: dict[object, int] = {}  # id() of containers and calls; (type, value) of what is shared by equality
+        self._memo: dict[object, int] = {}  # by id() of containers and calls; by (type, value) of other values
         self._open: dict[int, int] = {}
         self._todo: list[Any] = []
-        self._kept: list[object] = []  # made here and in the memo by id(), which nothing else may get
+        self._kept: list[object] = []  # objects created here whose id() is in the memo; keeps the ids unique
         self._writers: dict[type, Callable[[Any], None]] = {
             str: self._text,
             int: self._plain,
@@ -96,8 +97,8 @@ class _Encoder:
                 if writer is None:
                     raise UnsupportedLeafError(
                         f"a value of {kind.__module__}.{kind.__qualname__} cannot be written to a pickle of data; "
-                        "expected None, bool, int, float, complex, str, bytes, list, tuple, dict, set or what "
-                        "stands for a class of torch; convert it first"
+                        "expected None, bool, int, float, complex, str, bytes, list, tuple, dict, set or the "
+                        "description of a torch object; convert it first"
                     )
                 writer(item)
             count += 1
@@ -110,9 +111,9 @@ class _Encoder:
         return b"\x80\x04" + b"".join(self._done)
 
     def _end_frame(self, least: int) -> None:
-        """Put what was written into a frame, if it has this many bytes."""
+        """End a frame if it has at least `least` bytes."""
         body = b"".join(self._parts)
-        self._parts.clear()  # the list stays the same: `encode` holds it
+        self._parts.clear()  # keep the same list, because `encode` has a reference to it
         if len(body) < least:
             self._parts.append(body)
             return
@@ -121,7 +122,7 @@ class _Encoder:
         self._done.append(body)
 
     def _recall(self, name: object) -> bool:
-        """Write a reference to what the memo has under this name; False if it has nothing."""
+        """Write a reference to a memo entry. Return False if there is none."""
         index = self._memo.get(name)
         if index is None:
             return False
@@ -136,15 +137,15 @@ class _Encoder:
             self._parts.append(b"q%c" % index if index < 256 else b"r" + index.to_bytes(4, "little"))
 
     def _enter(self, value: Any) -> None:
-        """Note that the parts of a value come before itself, and refuse one that is a part of itself.
+        """Record that the parts of a value are being written, and reject a value that contains itself.
 
-        One that comes to itself through a list, dict or call that is made before it ends well: that is in the memo by
-        then.
+        A cycle through a list, dict or call is allowed: that object is in the memo before its items
+        are written.
         """
         size = len(self._memo)
         if self._open.get(id(value)) == size:
             raise UnsupportedLeafError(
-                f"a {brief(value)} is made of itself, and no pickle can hold it; make it of something else"
+                f"a {brief(value)} is made of itself, which no pickle can represent; remove the cycle"
             )
         self._open[id(value)] = size
 
@@ -152,11 +153,11 @@ class _Encoder:
         value = made.value
         self._open.pop(id(value), None)
         index = self._memo.get(id(value))
-        if index is not None:  # one of its parts held it and made it
+        if index is not None:  # one of its parts contains the value, and wrote it
             self._parts.append(made.discard)
             self._recall(id(value))
             if value.__class__ is Call:
-                del self._todo[-1]  # its items and state are there too
+                del self._todo[-1]  # its items and state were written too
             return
         self._parts.append(made.opcodes)
         self._memoize(id(value))
@@ -185,7 +186,7 @@ class _Encoder:
             else:
                 self._parts.append(self._counted(b"B", b"\x8e", value))
             self._memoize(name)
-        else:  # also of none, for which Python calls ``bytes``: that torch refuses where it loads weights only
+        else:  # empty bytes too: Python would call ``bytes``, which torch rejects with weights_only=True
             self._reduce(name, Global("_codecs", "encode"), (value.decode("latin-1"), "latin1"))
 
     def _counted(self, opcode: bytes, long_opcode: bytes, body: bytes) -> bytes:
@@ -203,10 +204,10 @@ class _Encoder:
         self._reduce(None, Global(module, "complex"), (value.real, value.imag))
 
     def _reduce(self, name: object, function: Global, arguments: tuple[Value, ...]) -> None:
-        """Write a call that makes a value which has no opcode, from arguments that are no containers.
+        """Write a call that builds a value without an opcode, from arguments that are not containers.
 
         Args:
-            name: of the value in the memo; None for what is written anew at each place.
+            name: name of the value in the memo; None to write it again at each use.
         """
         if name is not None and self._recall(name):
             return
@@ -218,9 +219,7 @@ class _Encoder:
         if arguments:
             self._parts.append(b"\x86" if len(arguments) == 2 else b"\x85")
             if name is not None:
-                self._memoize(
-                    (tuple, name)
-                )  # nobody refers to it; pickle does so too, and the bytes are to be the same
+                self._memoize((tuple, name))  # never used; `pickle` does the same, and the bytes must be equal
         self._parts.append(b"R")
         if name is not None:
             self._memoize(name)
@@ -236,7 +235,7 @@ class _Encoder:
         else:
             if "\n" in value.module or "\n" in value.name:
                 raise UnsupportedLeafError(
-                    f"{brief(value)!r} has a line break, and no pickle of protocol 2 can name it; rename it"
+                    f"{brief(value)!r} contains a line break, which pickles of protocol 2 cannot represent; rename it"
                 )
             self._parts.append(f"c{value.module}\n{value.name}\n".encode())
         self._memoize(name)
@@ -252,7 +251,7 @@ class _Encoder:
         if self._recall(id(value)):
             return
         count = len(value)
-        if is_flat(value):  # no work list for these: most tuples are shapes
+        if is_flat(value):  # fast path without the work list: most tuples are shapes
             if count > 3:
                 self._parts.append(b"(")
             for each in value:
@@ -338,7 +337,7 @@ class _Encoder:
         if value.keywords:
             if not value.new or self._protocol < 4:
                 raise UnsupportedLeafError(
-                    f"a {brief(value)} has keywords, which only NEWOBJ_EX of protocol 4 can hold; give them as "
+                    f"a {brief(value)} has keywords, which only NEWOBJ_EX of protocol 4 supports; pass them as "
                     "arguments"
                 )
             todo.append(Made(value, b"\x92", b"000"))
@@ -355,7 +354,7 @@ class _Encoder:
         self._todo.extend(work)
 
     def _batches(self, items: Iterable[Any], one: bytes, many: bytes) -> list[Any]:
-        """The work of adding items, or pairs of them, to what is on the reader's stack."""
+        """Return the work that adds items, or pairs, to the container on the reader's stack."""
         rows: Sequence[Any] = list(items)
         if not rows:
             return []

@@ -1,8 +1,9 @@
-"""Which values may be keys of a dict or items of a set, and what it may cost to hash them.
+"""Rules for keys of dicts and items of sets, which limit the cost of hashing them.
 
-A file chooses its keys. Python hashes a tuple by recursion, and a shared one as often as it stands inside itself;
-integers, floats and tuples can be chosen such that thousands have one hash, which makes a dict of them quadratic. Both
-are bounded here. Strings and bytes are safe: Python hashes them with a secret.
+A hostile file chooses its keys. Python hashes tuples recursively, and a shared tuple once per
+occurrence. Thousands of integers, floats or tuples can be chosen with one hash, which makes
+building a dict quadratic. Both costs are limited here. Strings and bytes are safe, because Python
+hashes them with a secret.
 """
 
 from __future__ import annotations
@@ -17,32 +18,33 @@ from ckptcore_dcp.pickles.values import Call, Compact, Global, Persistent, brief
 __all__ = ["PLAIN_KEYS", "KeyCheck"]
 
 PLAIN_KEYS: Final = frozenset({str, bytes, bool, type(None), Call, Compact, Global})
-"""Types whose hashes a file cannot choose; a `Call` or a `Compact` is hashed by identity."""
+"""Types whose hashes a file cannot choose. A `Call` or a `Compact` is hashed by identity."""
 
 _ALIKE: Final = 64
-"""How many keys of one dict may have one hash."""
+"""Maximum number of keys with the same hash in one dict."""
 _PARTS: Final = 100
-"""How many values a key may be made of."""
+"""Maximum number of values that make up a key."""
 _LARGE: Final = sys.hash_info.modulus
-"""From this on integers have hashes of smaller ones."""
+"""Larger integers share their hashes with smaller ones."""
 
 
 class KeyCheck:
-    """What is known of the hashes in the dicts and sets of one pickle. One thread."""
+    """Counts equal hashes in the dicts and sets of one pickle. One thread."""
 
     def __init__(self, key: str) -> None:
         self._key = key
-        # By identity of the container, which is held, so that no other gets its identity.
+        # By identity. The tuple holds a reference to the container, so that no other object gets
+        # this identity.
         self._seen: dict[int, tuple[object, dict[int, int]]] = {}
 
     def check(self, container: object, keys: Iterable[Any], position: int) -> None:
-        """See that all the keys can go into the dict or set at a bounded cost.
+        """Check that the keys can be added to the dict or set at limited cost.
 
         Args:
-            position: in the pickle, in bytes, for the error.
+            position: offset in the pickle, in bytes, for the error.
 
         Raises:
-            CorruptCheckpointError: if one is no key, or is too large, or too many have one hash.
+            CorruptCheckpointError: a key is unhashable or too large, or too many keys have one hash.
         """
         for each in keys:
             kind = type(each)
@@ -58,7 +60,8 @@ class KeyCheck:
     def _check_parts(self, value: Any, position: int) -> None:
         level = [value]
         count = 1
-        # Each round goes one deeper, and adds a part at least: so the depth is bounded by the number of parts.
+        # Each round goes one level deeper and adds at least one part, so the number of parts limits
+        # the depth.
         while level:
             inner: list[Any] = []
             for each in level:
@@ -74,7 +77,7 @@ class KeyCheck:
                     count += 1
                     inner.append(each.id)
                 elif kind not in PLAIN_KEYS and kind is not int and kind is not float:
-                    raise malformed(self._key, position, f"a {brief(each)} is a key of a dict or set and cannot be one")
+                    raise malformed(self._key, position, f"a {brief(each)} cannot be a key of a dict or set")
                 if count > _PARTS:
                     raise malformed(self._key, position, f"a key of a dict or set is made of more than {_PARTS} values")
             level = inner

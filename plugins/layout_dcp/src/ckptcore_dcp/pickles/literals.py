@@ -1,9 +1,9 @@
-"""The opcodes that hold a value in their own bytes: numbers, texts and bytes of the protocols 0 to 5.
+"""Opcodes that contain a value: numbers, texts and bytes of protocols 0 to 5.
 
-What each means is told by ``Lib/pickletools.py`` of CPython. Each reader takes the bytes, where the opcode's argument
-begins and the object's key, and gives the value and where the argument ends. No length is believed before it is
-compared with the bytes that are there, and numbers have a bound of their own: to turn long decimal text into a number
-takes quadratic time.
+They are described in ``Lib/pickletools.py`` of CPython. Each reader takes the data, the offset of
+the opcode's argument and the object's key, and returns the value and the end of the argument.
+Lengths are checked against the data before use. Numbers have a maximum length, because parsing long
+decimal text takes quadratic time.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ __all__ = ["LITERALS", "Literal", "line"]
 Literal: TypeAlias = Callable[[bytes, int, str], tuple[Value, int]]
 
 _MAX_INTEGER: Final = 1024
-"""The most bytes of an integer."""
+"""Maximum length of an integer, in bytes."""
 _MAX_DIGITS: Final = 2500
-"""The most characters of a number that is written as text: what an integer of `_MAX_INTEGER` bytes needs."""
+"""Maximum length of a number written as text, in characters: enough for `_MAX_INTEGER` bytes."""
 _INTEGER: Final = re.compile(rb"[+-]?[0-9]+")
 _FLOAT: Final = re.compile(rb"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?|[+-]?(inf|nan)")
 _ESCAPE: Final = re.compile(rb"\\(x[0-9a-fA-F]{2}|[\\'\"nrtabfv]|[0-7]{1,3}|)")
@@ -35,10 +35,10 @@ _DOUBLE: Final = Struct(">d")
 
 
 def line(data: bytes, position: int, key: str) -> tuple[bytes, int]:
-    """The bytes from ``position`` to the next newline, and where what follows it begins.
+    """Return the bytes from ``position`` to the next newline, and the offset after it.
 
     Raises:
-        CorruptCheckpointError: if there is none.
+        CorruptCheckpointError: there is no newline.
     """
     end = data.find(b"\n", position)
     if end < 0:
@@ -47,7 +47,7 @@ def line(data: bytes, position: int, key: str) -> tuple[bytes, int]:
 
 
 def _counted(size: int, *, signed: bool = False) -> Callable[[bytes, int, str], tuple[bytes, int]]:
-    """A reader of bytes whose number stands before them, in ``size`` bytes."""
+    """Return a reader of bytes that follow their length, which takes ``size`` bytes."""
 
     def read(data: bytes, position: int, key: str) -> tuple[bytes, int]:
         start = position + size
@@ -79,13 +79,13 @@ def _text(size: int) -> Literal:
 
 def _unicode(found: bytes, position: int, key: str) -> str:
     try:
-        return found.decode("utf-8", "surrogatepass")  # so does pickle: file names can have lone surrogates
+        return found.decode("utf-8", "surrogatepass")  # like `pickle`: file names can have lone surrogates
     except UnicodeDecodeError as error:
         raise malformed(key, position, f"a text that is not UTF-8 ({error.reason})") from error
 
 
 def _python2_text(found: bytes) -> str | bytes:
-    """A ``str`` of Python 2: text where it can be, as torch takes it, and bytes otherwise."""
+    """Decode a ``str`` of Python 2: text if possible, as torch does, else bytes."""
     try:
         return found.decode("utf-8")
     except UnicodeDecodeError:
@@ -113,7 +113,7 @@ def _quoted_string(data: bytes, position: int, key: str) -> tuple[Value, int]:
         if code in _PLAIN_ESCAPES:
             return _PLAIN_ESCAPES[code]
         if not code:
-            raise malformed(key, position, "a string with a backslash that means nothing")
+            raise malformed(key, position, "a string with an invalid escape")
         return bytes([int(code[1:], 16) if code[0] == ord("x") else int(code, 8) & 0xFF])
 
     return _python2_text(_ESCAPE.sub(plain, found[1:-1])), end
@@ -124,11 +124,11 @@ def _raw_unicode(data: bytes, position: int, key: str) -> tuple[Value, int]:
     try:
         return found.decode("raw-unicode-escape"), end
     except UnicodeDecodeError as error:
-        raise malformed(key, position, f"a text with an escape that means nothing ({error.reason})") from error
+        raise malformed(key, position, f"a text with an invalid escape ({error.reason})") from error
 
 
 def _byte_array(data: bytes, position: int, key: str) -> tuple[Value, int]:
-    # A call, as the protocols before 5 have it.
+    # A call, as in protocols before 5.
     found, end = _counted(8)(data, position, key)
     return Call(Global("builtins", "bytearray"), (found,)), end
 
@@ -169,7 +169,7 @@ def _number_line(data: bytes, position: int, key: str) -> tuple[bytes, int]:
 
 def _decimal(data: bytes, position: int, key: str) -> tuple[Value, int]:
     found, end = _number_line(data, position, key)
-    if found == b"00":  # a bool of the protocols 0 and 1
+    if found == b"00":  # a bool of protocols 0 and 1
         return False, end
     if found == b"01":
         return True, end
@@ -183,14 +183,14 @@ def _decimal_long(data: bytes, position: int, key: str) -> tuple[Value, int]:
 
 def _decimal_value(found: bytes, position: int, key: str) -> int:
     if not _INTEGER.fullmatch(found):
-        raise malformed(key, position, "an integer that is none")
+        raise malformed(key, position, "an invalid integer")
     return int(found)
 
 
 def _decimal_float(data: bytes, position: int, key: str) -> tuple[Value, int]:
     found, end = _number_line(data, position, key)
     if not _FLOAT.fullmatch(found):
-        raise malformed(key, position, "a number that is none")
+        raise malformed(key, position, "an invalid number")
     return float(found), end
 
 
@@ -236,4 +236,4 @@ LITERALS: Final[Mapping[int, Literal]] = {
     0x89: _constant(False),  # NEWFALSE
     ord(")"): _constant(()),  # EMPTY_TUPLE
 }
-"""By opcode."""
+"""Readers by opcode."""

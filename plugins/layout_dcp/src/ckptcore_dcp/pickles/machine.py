@@ -1,10 +1,11 @@
-"""The machine that reads a pickle as data: it imports nothing and calls nothing.
+"""The machine that reads a pickle as data. It imports nothing and calls nothing.
 
-A pickle is a program for a stack machine; its opcodes are told by ``Lib/pickletools.py`` of CPython. Those of the
-protocols 0 to 5 that data needs are carried out here. GLOBAL leaves a `Global`, and REDUCE, NEWOBJ and BUILD leave a
-`Call`. INST, OBJ, the extension registry and buffers outside the pickle are refused: no checkpoint has them.
+A pickle is a program for a stack machine, described in ``Lib/pickletools.py`` of CPython. The
+machine executes the opcodes of protocols 0 to 5 that data needs. GLOBAL pushes a `Global`; REDUCE,
+NEWOBJ and BUILD produce a `Call`. INST, OBJ, the extension registry and out-of-band buffers are
+rejected: no checkpoint has them.
 
-It works in a loop, without recursion, in memory bounded by a multiple of the pickle's bytes.
+The machine is a loop without recursion. Its memory is limited to a multiple of the pickle's size.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ __all__ = ["UNSET", "ObjectReader", "read_pickle"]
 
 
 class _Unset:
-    """An entry of the memo that was not put, or a part of a `Compact` value."""
+    """A memo entry that was not put, or a part of a `Compact` value."""
 
     __slots__ = ()
 
 
 UNSET: Final = _Unset()
 ObjectReader: TypeAlias = Callable[[Global, int, list[Any]], tuple[list[Any], int] | None]
-"""Reads an object in one step, and adds to the memo as many entries as its opcodes put; None: the machine reads it.
+"""Reads objects in one step and adds the memo entries that their opcodes put; None: use the machine.
 
-It gets the class of the object, where EMPTY_TUPLE, NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK begin in the pickle, and
-the memo, in which no entry was ever replaced. It returns the object and where it ends. Entries of the memo for which it
-has no value are `UNSET`: a pickle that refers to one is refused.
+Receives the class of the object, the offset of EMPTY_TUPLE, NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE,
+MARK in the pickle, and the memo, in which no entry was ever replaced. Returns the objects and the
+offset after them. Memo entries without a value are `UNSET`; a pickle that refers to one is
+rejected.
 """
 _REFUSED: Final = {
     ord("i"): "INST",
@@ -47,7 +49,9 @@ _REFUSED: Final = {
 _HIGHEST_PROTOCOL: Final = 5
 _LITERALS: Final = tuple([LITERALS.get(code) for code in range(256)])
 _NEW_WITH_DICT: Final = b"\x81\x94}\x94("
-"""NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK: after EMPTY_TUPLE, an object whose attributes follow. Read at one go."""
+"""NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK: after EMPTY_TUPLE, an object whose attributes follow.
+Executed at once.
+"""
 _CALL_WITH_IT: Final = b"\x94\x85\x94R\x94"
 """MEMOIZE, TUPLE1, MEMOIZE, REDUCE, MEMOIZE: after TUPLE2, a call with that tuple: a ``torch.Size`` of two axes."""
 _UINT2: Final = struct.Struct("<H")
@@ -59,19 +63,20 @@ _UINT8: Final = struct.Struct("<Q")
 def read_pickle(
     data: bytes | memoryview, *, key: str, start: int = 0, objects: ObjectReader | None = None
 ) -> tuple[Value, int]:
-    """The value of the pickle that begins at byte ``start``, and where the pickle ends, in bytes.
+    """Read the pickle that begins at byte ``start``. Return its value and the offset after it.
 
-    Several may follow one another. Values that the pickle shares are shared, and may stand inside themselves
-    (`check_walk`). Texts may hold lone surrogates. A text of Python 2 that is not UTF-8 is given as bytes.
+    Several pickles may follow one another. Objects that the pickle shares are shared in the value
+    and may contain themselves. Texts may contain lone surrogates. A Python 2 string that is not
+    UTF-8 becomes bytes.
 
     Args:
-        data: what the pickle lies in; a memoryview is copied from ``start`` on.
-        key: the object that the bytes are of, for errors.
-        objects: reads objects of ``data`` in one step, where it can; ``data`` is bytes.
+        data: the data; a memoryview is copied from ``start`` on.
+        key: the object that contains the data, for errors.
+        objects: reads common objects of ``data`` in one step; requires bytes.
 
     Raises:
-        CorruptCheckpointError: if it is not a pickle of data, or is larger in some number than any is that torch
-            writes. Its ``stop`` is beyond ``data`` where the pickle goes on after what was given.
+        CorruptCheckpointError: it is not a pickle of data, or exceeds a limit that torch's files never
+            reach. Its ``stop`` is beyond ``data`` if the pickle is truncated.
     """
     if not 0 <= start <= len(data):
         raise cut_short(key, len(data), start)
@@ -82,11 +87,12 @@ def read_pickle(
 
 
 def _run(data: bytes, position: int, key: str, objects: ObjectReader | None) -> tuple[Value, int]:
-    # One loop with local variables only, and the opcodes that are frequent in a `.metadata` first: it has some 65 per
-    # chunk. Values are Any here: what is on the stack is known only once it is looked at.
+    # One loop with local variables, with the frequent opcodes of `.metadata` first: it has about 65
+    # opcodes per chunk.
+    # Values are Any, because the types on the stack are known only after a check.
     begin = position
     stack: list[Any] = []
-    outer: list[list[Any]] = []  # a stack per MARK, so that no opcode reaches below a mark
+    outer: list[list[Any]] = []  # one stack per MARK, so that no opcode reaches below a mark
     memo: list[Any] = []
     keys = KeyCheck(key)
     literals = _LITERALS
@@ -193,7 +199,9 @@ def _run(data: bytes, position: int, key: str, objects: ObjectReader | None) -> 
                             if name.__class__ is not str and name.__class__ not in plain_keys:
                                 keys.check(target, (name,), position)
                             target[name] = value
-                        if data[position] == 0x62 and len(stack) > 1:  # BUILD, of what the dict is the state of
+                        if (
+                            data[position] == 0x62 and len(stack) > 1
+                        ):  # BUILD: the dict is the state of the object below
                             item = stack[-2]
                             if item.__class__ is Call and item.state is None:
                                 position += 1
@@ -212,7 +220,7 @@ def _run(data: bytes, position: int, key: str, objects: ObjectReader | None) -> 
                 elif code == 0x71:  # q: BINPUT
                     _put(memo, data[position], stack[-1], position - begin, key)
                     position += 1
-                    objects = None  # it expects a memo that only grows
+                    objects = None  # it requires a memo that only grows
                 elif code == 0x72:  # r: LONG_BINPUT
                     _put(memo, uint4(data, position)[0], stack[-1], position - begin, key)
                     position += 4
@@ -320,7 +328,7 @@ def _run(data: bytes, position: int, key: str, objects: ObjectReader | None) -> 
                 stack = outer.pop()
                 target = stack[-1]
                 if target.__class__ is not set:
-                    raise malformed(key, position, f"items for a {brief(target)}, which is no set")
+                    raise malformed(key, position, f"items for a {brief(target)}, which is not a set")
                 keys.check(target, items, position)
                 target.update(items)
             elif code == 0x91:  # FROZENSET
@@ -331,10 +339,10 @@ def _run(data: bytes, position: int, key: str, objects: ObjectReader | None) -> 
             elif code == 0x80:  # PROTO
                 if data[position] > _HIGHEST_PROTOCOL:
                     raise malformed(
-                        key, position, f"it is of protocol {data[position]}, and those to {_HIGHEST_PROTOCOL} are read"
+                        key, position, f"it has protocol {data[position]}; the highest supported is {_HIGHEST_PROTOCOL}"
                     )
                 position += 1
-            elif code == 0x95:  # FRAME: how many bytes a reader may fetch at once; they are all here
+            elif code == 0x95:  # FRAME: number of bytes a reader may prefetch; all of them are in memory
                 (length,) = _UINT8.unpack_from(data, position)
                 position += 8
                 if length > len(data) - position:
@@ -342,24 +350,22 @@ def _run(data: bytes, position: int, key: str, objects: ObjectReader | None) -> 
             else:
                 raise _refusal(key, position - 1, code)
     except (IndexError, struct.error) as error:
-        # Looked for here and not before each opcode, which would make reading slower by a half.
+        # Detected here and not before each opcode, which would make reading 50 % slower.
         if position >= len(data) or isinstance(error, struct.error):
             raise cut_short(key, position, max(position, len(data)) + 1) from error
-        raise malformed(key, position, "it uses a value, a mark or a memo entry that is not there") from error
+        raise malformed(key, position, "it uses a value, a mark or a memo entry that does not exist") from error
     except UnicodeDecodeError as error:
         raise malformed(key, position, f"a text that is not UTF-8 ({error.reason})") from error
 
 
 def _refusal(key: str, position: int, code: int) -> Exception:
     if code in _REFUSED:
-        return malformed(
-            key, position, f"the opcode {_REFUSED[code]}, which no checkpoint needs and is not carried out"
-        )
+        return malformed(key, position, f"the opcode {_REFUSED[code]}, which no checkpoint needs, is not supported")
     return malformed(key, position, f"{code:#04x} is not an opcode")
 
 
 def _put(memo: list[Any], index: int, value: Any, read: int, key: str) -> None:
-    """Set an entry of the memo. Writers count up, so an index is below the number of bytes that were read."""
+    """Set a memo entry. Writers count up, so an index is at most the number of bytes read."""
     if index == len(memo):
         memo.append(value)
     elif index < len(memo):
@@ -373,7 +379,7 @@ def _put(memo: list[Any], index: int, value: Any, read: int, key: str) -> None:
 
 def _index(text: bytes, key: str, position: int) -> int:
     if not (text.isdigit() and len(text) <= 10):
-        raise malformed(key, position, "a memo entry whose number is none")
+        raise malformed(key, position, "a memo entry with an invalid number")
     return int(text)
 
 
@@ -386,12 +392,12 @@ def _append(target: Any, items: Any, key: str, position: int) -> None:
             appended = target.appended = []
         appended.extend(items)
     else:
-        raise malformed(key, position, f"items for a {brief(target)}, which is no list")
+        raise malformed(key, position, f"items for a {brief(target)}, which is not a list")
 
 
 def _set_pairs(target: Any, pairs: Any, key: str, position: int) -> None:
     if target.__class__ is not Call:
-        raise malformed(key, position, f"keys and values for a {brief(target)}, which is no dict")
+        raise malformed(key, position, f"keys and values for a {brief(target)}, which is not a dict")
     found = target.pairs
     if not isinstance(found, list):
         found = target.pairs = []

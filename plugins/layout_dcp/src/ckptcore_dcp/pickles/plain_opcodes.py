@@ -1,4 +1,4 @@
-"""The opcodes of None, booleans and numbers: what the encoder writes without its memo and its work list."""
+"""The opcodes of None, booleans and numbers, which use neither the memo nor the work list."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _integer(value: int) -> bytes:
         return b"J" + value.to_bytes(4, "little", signed=True)
     size = (value.bit_length() >> 3) + 1
     body = value.to_bytes(size, "little", signed=True)
-    if size > 1 and body[-1] == 0xFF and body[-2] & 0x80:  # -2**(8 * n - 1) needs a byte less
+    if size > 1 and body[-1] == 0xFF and body[-2] & 0x80:  # -2**(8 * n - 1) needs one byte less
         body = body[:-1]
     if len(body) > 255:
         raise UnsupportedLeafError(
@@ -49,4 +49,4 @@ PLAIN_OPCODES: Final[Mapping[type, Callable[[Any], bytes]]] = {
     bool: _bool,
     type(None): _none,
 }
-"""The opcodes of values that need neither the memo nor the work list."""
+"""Encoders of values that use neither the memo nor the work list."""

@@ -1,9 +1,9 @@
-"""What a pickle can hold: plain values, and inert records of what it would have imported and called.
+"""Values of a pickle: plain values, and inert records of what it would have imported and called.
 
-A pickle says with a few bytes that one object stands in many places, or inside itself. So a small file can hold a value
-that a walk never gets to the end of, and one nested deeper than any stack. Reading makes such values in bounded memory;
-whoever walks them calls `check_walk` first, or goes no further than the places that it knows.
-``repr`` of a list or tuple walks too: messages show a value with `brief`.
+With a few bytes a pickle can make one object occur in many places, or inside itself. So a small
+file can describe a value on which a naive recursion never ends or overflows the stack. Reading such
+values takes limited memory; code that walks them must limit its own visits and depth. ``repr`` of a
+list or tuple walks too, so messages show values with `brief`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Value: TypeAlias = (
 
 _NO_KEYWORDS: Final[Mapping[str, Value]] = MappingProxyType({})
 _SHOWN: Final = 80
-"""How much of a text `brief` shows, in characters."""
+"""Maximum length of a text in `brief`, in characters."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Global:
-    """The name of a class or function. It is never imported; names may have dots in them, or be of nothing at all."""
+    """The name of a class or function. It is never imported; it may contain dots, or not exist."""
 
     module: str
     name: str
@@ -40,18 +40,18 @@ class Global:
 
 @dataclass(slots=True, eq=False, repr=False, init=False)
 class Call:
-    """What a pickle would have called, and what it would have done to the result. Nothing is called.
+    """A function call in a pickle, and changes to its result. Nothing is called.
 
-    Two are equal only where they are one object, as keys of a dict too: what the object would have said is not known.
+    Equality is identity, for dict keys too, because the equality of the real object is unknown.
 
     Attributes:
         function: a `Global`, or the `Call` whose result would have been called.
-        arguments: of the call.
-        state: what BUILD would have given to ``__setstate__`` or ``__dict__``, or None.
-        appended: what would have been appended to it, in order.
-        pairs: keys and values that would have been set in it, in order; the keys need not be hashable.
-        keywords: of the call; NEWOBJ_EX alone has some.
-        new: whether ``function.__new__`` would have been called (NEWOBJ, NEWOBJ_EX) instead of ``function`` (REDUCE).
+        arguments: positional arguments.
+        state: argument of BUILD, for ``__setstate__`` or ``__dict__``, or None.
+        appended: items that would have been appended, in order.
+        pairs: keys and values that would have been set, in order; keys need not be hashable.
+        keywords: keyword arguments; only NEWOBJ_EX has them.
+        new: True for ``function.__new__`` (NEWOBJ, NEWOBJ_EX), False for ``function`` (REDUCE).
     """
 
     function: Value
@@ -72,8 +72,8 @@ class Call:
         keywords: Mapping[str, Value] = _NO_KEYWORDS,
         new: bool = False,
     ) -> None:
-        # Written out, because a `.metadata` makes millions of these: most have neither items nor keywords, and share
-        # the empty ones.
+        # A plain `__init__` is faster: `.metadata` creates millions of calls. Most share the empty
+        # items and keywords.
         self.function = function
         self.arguments = arguments
         self.state = state
@@ -88,7 +88,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Persistent:
-    """A reference to what lies outside the pickle: torch's are ``("storage", type, key, device, elements)``."""
+    """A reference to data outside the pickle. torch uses ``("storage", type, key, device, elements)``."""
 
     id: Value
 
@@ -97,9 +97,9 @@ class Persistent:
 
 
 class Compact(tuple[Any, ...]):
-    """An object that an `ObjectReader` read in one step: the name of its class, then what it is made of.
+    """An object that an `ObjectReader` read in one step: the name of its class, then its parts.
 
-    Like an object, it is equal only to itself: a file cannot choose its hash.
+    Equality is identity, so a file cannot choose its hash.
     """
 
     __slots__ = ()
@@ -109,9 +109,9 @@ class Compact(tuple[Any, ...]):
 
 
 def brief(value: Value) -> str:
-    """A text of at most some 200 characters that says what a value is, for messages.
+    """Describe a value for messages, in about 200 characters at most.
 
-    It does not go into what the value contains.
+    Does not visit nested values.
     """
     if isinstance(value, Global):
         return f"{_cut(value.module)}.{_cut(value.name)}"
@@ -134,7 +134,7 @@ def _shown(value: Value) -> str:
     if isinstance(value, bytes):
         return repr(value) if len(value) <= _SHOWN else f"{value[:_SHOWN]!r}..."
     if isinstance(value, int) and value.bit_length() > 4 * _SHOWN:
-        return f"an integer of {value.bit_length()} bits"  # str() of a long one is quadratic, and refused by Python
+        return f"an integer of {value.bit_length()} bits"  # str() of a long integer is quadratic, and limited by Python
     return repr(value)
 
 
@@ -147,17 +147,18 @@ def _kind(value: Value) -> str:
 
 
 def check_walk(value: Value, *, key: str, visits: int, depth: int) -> None:
-    """Refuse a value that a recursive walk could not get to the end of.
+    """Reject a value that is too large or too deep for a recursive walk.
 
-    A value that stands in several places counts at each of them, as a walk would meet it.
+    A value that occurs several times counts each time, as in a walk. Takes at most about ``visits``
+    steps.
 
     Args:
         key: the object it was read from, for the error.
-        visits: the most values a walk may meet.
-        depth: the most values that may stand one inside the other.
+        visits: maximum number of values.
+        depth: maximum nesting depth.
 
     Raises:
-        CorruptCheckpointError: if there are more; in at most about ``visits`` steps.
+        CorruptCheckpointError: a limit is exceeded.
     """
     level: list[Value] = [value]
     met = 0
@@ -185,7 +186,7 @@ def check_walk(value: Value, *, key: str, visits: int, depth: int) -> None:
 
 
 def _add_parts(parts: list[Value], value: Value) -> None:
-    """Add what stands directly in a value."""
+    """Add the values that a value directly contains."""
     match value:
         case list() | tuple() | set() | frozenset():
             parts.extend(value)

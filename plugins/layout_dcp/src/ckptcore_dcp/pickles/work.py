@@ -1,4 +1,4 @@
-"""What the encoder has yet to write: its work list stands in for the stack of the interpreter."""
+"""Entries of the encoder's work list, which replaces recursion."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ckptcore_dcp.pickles.values import Global, Value
 __all__ = ["Made", "Raw", "Work", "in_order", "is_flat"]
 
 _FLAT: Final = frozenset({int, str, bool, float, type(None), bytes, Global})
-"""Types that are written without looking further."""
+"""Types that are written without the work list."""
 
 
 class Raw:
-    """Opcodes that come after what was put on the work list later."""
+    """Opcodes to write."""
 
     __slots__ = ("opcodes",)
 
@@ -23,7 +23,7 @@ class Raw:
 
 
 class Work:
-    """Several pieces of work, which are left out together if their object is there already."""
+    """Several steps, skipped together if their object was already written."""
 
     __slots__ = ("pieces",)
 
@@ -32,7 +32,7 @@ class Work:
 
 
 class Made:
-    """The point at which a tuple, frozenset or call is on the reader's stack, but for what made it."""
+    """Creates a tuple, frozenset or call from the parts on the reader's stack."""
 
     __slots__ = ("discard", "opcodes", "value")
 
@@ -40,11 +40,11 @@ class Made:
         self.value = value
         self.opcodes = opcodes
         self.discard = discard
-        """What takes the parts from the reader's stack again, if the value has come to be made by one of them."""
+        """Opcodes that remove the parts from the reader's stack, if one of them already created the value."""
 
 
 def is_flat(value: tuple[Value, ...]) -> bool:
-    """Whether a tuple holds numbers, texts and the like only, or tuples of these."""
+    """Return whether a tuple contains only numbers, texts and the like, or tuples of these."""
     for each in value:
         if each.__class__ not in _FLAT and (each.__class__ is not tuple or not _FLAT.issuperset(map(type, each))):
             return False
@@ -52,7 +52,7 @@ def is_flat(value: tuple[Value, ...]) -> bool:
 
 
 def in_order(items: Iterable[Value]) -> list[Value]:
-    """The items of a set, in an order that is the same in each process where they are of one plain kind."""
+    """Return the items of a set, in an order that is equal in all processes if they have one plain type."""
     found: list[Any] = list(items)
     kinds = set(map(type, found))
     if len(kinds) == 1 and kinds <= {str, bytes, int, float, bool} or kinds <= {int, float, bool}:

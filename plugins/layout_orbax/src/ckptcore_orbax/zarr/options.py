@@ -91,9 +91,7 @@ class Form:
 
 
 def check_chunk_bytes(chunk_bytes: int | None) -> None:
-    """Raises:
-    ValueError
-    """
+    """Raises: ValueError"""
     if chunk_bytes is not None and (type(chunk_bytes) is not int or chunk_bytes < 0):
         raise ValueError(f"chunk_bytes={chunk_bytes!r}: expected a number of bytes, 0 or None for no limit")
 
