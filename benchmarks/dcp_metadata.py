@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ckptcore_dcp.chunk_index import index_of
+from ckptcore_dcp.chunk_index import dcp_index
 from ckptcore_dcp.layouts import DcpLayout
 from ckptcore_dcp.metadata import read_metadata
-from ckptcore_dcp.metadata.reading import read_plainly
+from ckptcore_dcp.metadata.reading import read_opcodes
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -91,10 +91,10 @@ def _cases(directory: Path, tensors: int, chunks: int) -> Sequence[Case]:
         Case(
             f"dcp: read metadata, {count}",
             [
-                Contender("ckptcore, the table of its root", lambda: index_of(tree, state)),
+                Contender("ckptcore, the table of its root", lambda: dcp_index(tree, state)),
                 Contender("pickle.load of torch's", lambda: pickle.loads(theirs), target=10.0),
                 Contender("ckptcore, torch's .metadata", lambda: read_metadata(theirs, key=".metadata")),
-                Contender("ckptcore, torch's opcode by opcode", lambda: read_plainly(theirs, key=".metadata")),
+                Contender("ckptcore, torch's opcode by opcode", lambda: read_opcodes(theirs, key=".metadata")),
             ],
         ),
         Case(

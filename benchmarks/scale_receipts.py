@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 from ckptcore_dcp.layouts import DcpLayout
-from ckptcore_dcp.writing import file_of
+from ckptcore_dcp.writing import data_file_name
 
 from benchmarks.scale_job import SimulatedJob
 from ckptcore.model import (
@@ -137,7 +137,7 @@ class JobReceipts:
             "elements": (offset + 384).tolist(),
             "box": bounds.tolist(),
         }
-        return state, [(file_of(rank, spread=spread), int(whole.sum()))] if len(leaves) else []
+        return state, [(data_file_name(rank, spread=spread), int(whole.sum()))] if len(leaves) else []
 
     def _chunk_columns(self, leaves: HostArray, held: Sequence[Box]) -> tuple[list[int], list[int], list[int]]:
         """Return the leaf, number and bytes of each chunk."""

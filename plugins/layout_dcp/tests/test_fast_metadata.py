@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 from ckptcore_dcp.metadata import DcpMetadata, read_metadata
-from ckptcore_dcp.metadata.fast import FastObjects
-from ckptcore_dcp.metadata.pickled import PickledMetadata
-from ckptcore_dcp.metadata.reading import read_fast, read_plainly
+from ckptcore_dcp.metadata.fast import FastObjectReader
+from ckptcore_dcp.metadata.reading import MetadataDecoder, read_fast, read_opcodes
 from ckptcore_dcp.pickles import Global, read_pickle
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -63,12 +62,12 @@ def _tensors(
 
 
 def _plain(data: bytes) -> DcpMetadata:
-    return read_plainly(data, key=".metadata")
+    return read_opcodes(data, key=".metadata")
 
 
 def _fast(data: bytes) -> tuple[DcpMetadata, int]:
     """What is read fast, without a second reading; and how many objects are."""
-    reader = FastObjects(data, PickledMetadata(".metadata", len(data)).size)
+    reader = FastObjectReader(data, MetadataDecoder(".metadata", len(data)).size)
     objects = 0
 
     def read(function: Global, position: int, memo: list[Any]) -> tuple[list[Any], int] | None:

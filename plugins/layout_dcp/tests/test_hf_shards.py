@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from ckptcore_dcp.chunk_index import index_of
+from ckptcore_dcp.chunk_index import dcp_index
 from ckptcore_dcp.inspecting import inspect_dcp
 from ckptcore_testing import ThreadJob
 
@@ -27,7 +27,7 @@ def expect_shards(path: Path, expected: Mapping[str, torch.Tensor]) -> None:
     """Whether a directory has these tensors, and no others."""
     found = inspect_dcp(Directory(path), None)
     assert found is not None
-    table = index_of(found.tree, json.loads(json.dumps(found.state)))
+    table = dcp_index(found.tree, json.loads(json.dumps(found.state)))
     assert set(map(str, found.tree.paths)) == {str((name,)) for name in expected}
     for leaf, (name,) in enumerate(found.tree.paths):
         record = found.tree.leaves[leaf]

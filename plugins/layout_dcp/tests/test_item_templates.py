@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ckptcore_dcp.item_templates import KnownTemplates
+from ckptcore_dcp.item_templates import TemplateCache
 from ckptcore_dcp.zips import ZipMember, read_member, read_zip, torch_members
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -42,8 +42,8 @@ def _general(item: bytes, name: str) -> bytes | None:
 _READ = ("byteorder",)
 
 
-def _templates(item: bytes, name: str) -> KnownTemplates[None, str]:
-    known: KnownTemplates[None, str] = KnownTemplates()
+def _templates(item: bytes, name: str) -> TemplateCache[None, str]:
+    known: TemplateCache[None, str] = TemplateCache()
     known.learn(None, memoryview(item), 0, _members(item), name, "first")
     return known
 

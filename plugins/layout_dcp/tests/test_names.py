@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ckptcore_dcp.names import StoredNames, fqns, tree_of_names
+from ckptcore_dcp.names import TreeEntries, tree_entries, tree_of_names
 from ckptcore_dcp.pickles import write_pickle
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,7 +48,7 @@ def _tree(value: object) -> TreeMetadata:
     return TreeMetadata(visit(value), tuple(leaves))
 
 
-def _values(names: StoredNames) -> dict[str, Any]:
+def _values(names: TreeEntries) -> dict[str, Any]:
     """What is pickled, as torch's own unpickler makes it."""
     return {value.name: pickle.loads(write_pickle(value.value, protocol=2)) for value in names.values}
 
@@ -85,7 +85,7 @@ def test_names_and_values_are_those_of_torch(state: dict[str, Any]) -> None:
         flat, paths = flatten_state_dict(state)
     except ValueError:  # torch refuses names that collide
         return
-    names = fqns(_tree(state))
+    names = tree_entries(_tree(state))
     assert list(names.paths.items()) == list(paths.items())
     assert {array.name for array in names.arrays} == {name for name, value in flat.items() if value is _TENSOR}
     expected = {name: value for name, value in flat.items() if value is not _TENSOR}
@@ -96,7 +96,7 @@ def test_names_and_values_are_those_of_torch(state: dict[str, Any]) -> None:
 @given(st.dictionaries(st.text("ab", min_size=1, max_size=2), _TREES, max_size=4))
 def test_leaves_are_all_listed_once(state: dict[str, Any]) -> None:
     tree = _tree(state)
-    names = fqns(tree)
+    names = tree_entries(tree)
     leaves = [array.leaf for array in names.arrays] + [leaf for value in names.values for leaf in value.leaves]
     assert sorted(leaves) == list(range(len(tree.leaves)))
     assert all(isinstance(tree.leaves[array.leaf], ArrayRecord) for array in names.arrays)
@@ -121,7 +121,7 @@ def test_the_tree_comes_back_as_torch_brings_it_back(state: dict[str, Any]) -> N
 
 
 def test_tuples_with_arrays_are_taken_apart() -> None:
-    names = fqns(_tree({"a": (_TENSOR, 3, ({"b": _TENSOR}, [1, 2])), "c": [(1, _TENSOR)]}))
+    names = tree_entries(_tree({"a": (_TENSOR, 3, ({"b": _TENSOR}, [1, 2])), "c": [(1, _TENSOR)]}))
     assert dict(names.paths) == {
         "a.0": ("a", 0),
         "a.1": ("a", 1),
@@ -138,13 +138,13 @@ def test_objects_are_mappings() -> None:
     tree = TreeMetadata(
         Node("dict", ("o", "t"), (node, Node("tuple", (0,), (node,)))), (_ARRAY, *[ValueRecord("int", 1)] * 3)
     )
-    names = fqns(tree)
+    names = tree_entries(tree)
     assert dict(names.paths) == {"o.mu": ("o", "mu"), "o.nu": ("o", "nu"), "t": ("t",)}
     assert _values(names) == {"o.nu": 1, "t": ({"mu": 1, "nu": 1},)}
 
 
 def test_names_that_collide_are_escaped() -> None:
-    names = fqns(_tree({"a.b": _TENSOR, "a": {"b": 1}, "x": {1: _TENSOR, "1": _TENSOR}}))
+    names = tree_entries(_tree({"a.b": _TENSOR, "a": {"b": 1}, "x": {1: _TENSOR, "1": _TENSOR}}))
     assert len(names.paths) == 4 and names.paths["a.b"] == ("a", "b")
     assert all(name == ".".join(map(str, path)) for name, path in names.paths.items())
     assert [names.paths[array.name] for array in names.arrays] == [("a\\.b",), ("x", "1"), ("x.'1'",)]
@@ -153,19 +153,19 @@ def test_names_that_collide_are_escaped() -> None:
 def test_a_field_and_a_key_of_one_name_in_a_value_are_refused() -> None:
     node = Node("tuple", (0,), (Node("object", (Attribute("a"), "a"), (LEAF, LEAF)),))
     with pytest.raises(NameCollisionError, match="a field and a key of one name"):
-        fqns(TreeMetadata(Node("dict", ("t",), (node,)), (ValueRecord("int", 1),) * 2))
+        tree_entries(TreeMetadata(Node("dict", ("t",), (node,)), (ValueRecord("int", 1),) * 2))
 
 
 def test_trees_that_are_no_dict_get_names_too() -> None:
-    assert dict(fqns(_tree([_TENSOR, (1, 2)])).paths) == {"0": ("0",), "1": ("1",)}
-    assert dict(fqns(_tree(_TENSOR)).paths) == {"array": ("array",)}
-    assert dict(fqns(_tree(3)).paths) == {"value": ("value",)}
-    assert dict(fqns(_tree({})).paths) == {}
+    assert dict(tree_entries(_tree([_TENSOR, (1, 2)])).paths) == {"0": ("0",), "1": ("1",)}
+    assert dict(tree_entries(_tree(_TENSOR)).paths) == {"array": ("array",)}
+    assert dict(tree_entries(_tree(3)).paths) == {"value": ("value",)}
+    assert dict(tree_entries(_tree({})).paths) == {}
 
 
 def test_tied_arrays_are_listed_under_each_name() -> None:
     tree = TreeMetadata(Node("dict", ("a", "b"), (LEAF, LEAF)), (_ARRAY, _ARRAY), {1: 0})
-    assert [(array.leaf, array.name) for array in fqns(tree).arrays] == [(0, "a"), (1, "b")]
+    assert [(array.leaf, array.name) for array in tree_entries(tree).arrays] == [(0, "a"), (1, "b")]
 
 
 @pytest.mark.parametrize(
@@ -173,12 +173,12 @@ def test_tied_arrays_are_listed_under_each_name() -> None:
 )
 def test_records_that_are_no_values_are_refused(record: ValueRecord) -> None:
     with pytest.raises(CorruptCheckpointError, match="cannot be read"):
-        fqns(TreeMetadata(Node("dict", ("a",), (LEAF,)), (record,)))
+        tree_entries(TreeMetadata(Node("dict", ("a",), (LEAF,)), (record,)))
 
 
 def test_records_of_other_plugins_stay_json() -> None:
     tree = TreeMetadata(Node("dict", ("a",), (LEAF,)), (ValueRecord("torch.thing", {"b": [1, None]}),))
-    assert _values(fqns(tree)) == {"a": {"b": [1, None]}}
+    assert _values(tree_entries(tree)) == {"a": {"b": [1, None]}}
 
 
 def test_paths_that_contradict_each_other_leave_names() -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pickle
 
 import numpy as np
-from ckptcore_dcp.metadata import ChunkRows, ChunkTableColumns, DcpChunk, DcpMetadata, DcpTensor, write_metadata
+from ckptcore_dcp.metadata import ChunkRows, DcpChunk, DcpChunkColumns, DcpMetadata, DcpTensor, write_metadata
 from ckptcore_dcp.metadata.opcode_rows import (
     bytes_field,
+    encode_rows,
     number_field,
     reference_field,
-    rows_of_fields,
     size_fields,
 )
 from ckptcore_dcp.pickles import Call, Global, read_pickle
@@ -26,7 +26,7 @@ _SIZES = st.lists(st.integers(0, 1 << 40) | st.integers(0, 300), max_size=6).map
 
 @given(st.lists(_NUMBERS, min_size=1))
 def test_numbers(numbers: list[int]) -> None:
-    rows, begins = rows_of_fields(
+    rows, begins = encode_rows(
         [bytes_field(b"\x80\x04"), number_field(np.array(numbers, np.int64)), bytes_field(b".")], len(numbers)
     )
     assert [pickle.loads(rows[begins[row] : begins[row + 1]]) for row in range(len(numbers))] == numbers
@@ -37,21 +37,21 @@ def test_sizes(sizes: list[tuple[int, ...]]) -> None:
     most = max(map(len, sizes))
     padded = np.array([(*size, *[7] * (most - len(size))) for size in sizes], np.int64).reshape(len(sizes), most)
     fields = size_fields(np.array([len(size) for size in sizes]), padded, b"\x80\x04ctorch\nSize\n")
-    rows, begins = rows_of_fields([*fields, bytes_field(b".")], len(sizes))
+    rows, begins = encode_rows([*fields, bytes_field(b".")], len(sizes))
     for row, size in enumerate(sizes):
         made, _ = read_pickle(rows[begins[row] : begins[row + 1]], key="row")
         assert isinstance(made, Call) and made.function == Global("torch", "Size") and made.arguments == (size,)
 
 
 def test_references() -> None:
-    rows, begins = rows_of_fields([reference_field(np.array([0, 255, 256, 1 << 20]))], 4)
+    rows, begins = encode_rows([reference_field(np.array([0, 255, 256, 1 << 20]))], 4)
     assert rows == b"h\0h\xffj\0\1\0\0j\0\0\x10\0"
     assert begins.tolist() == [0, 2, 4, 9, 14]
 
 
 def test_more_rows_than_are_laid_out_at_a_time() -> None:
     numbers = np.arange(20_000)
-    rows, begins = rows_of_fields([number_field(numbers)], len(numbers))
+    rows, begins = encode_rows([number_field(numbers)], len(numbers))
     assert pickle.loads(b"\x80\x04](" + rows + b"e.") == numbers.tolist() and begins[-1] == len(rows)
 
 
@@ -74,7 +74,7 @@ def test_columns_and_single_chunks_make_the_same_file(data: st.DataObject) -> No
         tensors[name] = DcpTensor(
             data.draw(st.sampled_from(["float32", "int8"])), (1 << 20,) * axes, chunks, data.draw(st.booleans())
         )
-    columns = ChunkTableColumns.of([chunk for tensor in tensors.values() for chunk in tensor.chunks])
+    columns = DcpChunkColumns.of([chunk for tensor in tensors.values() for chunk in tensor.chunks])
     rows: dict[str, DcpTensor] = {}
     start = 0
     for name, tensor in tensors.items():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ckptcore_dcp.whole_reads import is_read_whole
+from ckptcore_dcp.storages import should_read_whole
 from ckptcore_testing import FaultPlan
 
 import ckptcore
@@ -113,6 +113,6 @@ def test_what_is_read_whole_is_compared(
 )
 def test_which_parts_are_as_good_as_all(wanted: list[Box], *, whole: bool) -> None:
     """Columns of rows of 8 KB are; of rows of a MB that are far apart no part is."""
-    assert is_read_whole(wanted, Box((0, 0), (100, 1000)), 8) == whole
+    assert should_read_whole(wanted, Box((0, 0), (100, 1000)), 8) == whole
     if wanted == [Box((0, 0), (100, 1))]:
-        assert not is_read_whole(wanted, Box((0, 0), (100, 1000)), 1000)
+        assert not should_read_whole(wanted, Box((0, 0), (100, 1000)), 1000)

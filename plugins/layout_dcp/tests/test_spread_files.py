@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from ckptcore_dcp.layouts import DcpLayout
-from ckptcore_dcp.writing import file_of
+from ckptcore_dcp.writing import data_file_name
 from ckptcore_testing import ThreadJob
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
@@ -51,7 +51,7 @@ def saved(location: Path, layout: DcpLayout) -> list[str]:
 def test_everybody_reads_files_that_are_spread(tmp_path: Path, spread_from: int) -> None:
     location = tmp_path / "c"
     files = saved(location, DcpLayout(spread_from=spread_from))
-    assert files == sorted(file_of(rank, spread=True) for rank in range(RANKS))
+    assert files == sorted(data_file_name(rank, spread=True) for rank in range(RANKS))
     assert all("/" in file for file in files)
     expected = np.arange(24, dtype=np.float32).reshape(6, 4)
     assert np.array_equal(ckptcore.load(location)["w"], expected)
@@ -80,6 +80,6 @@ def test_the_option_goes_with_the_layout() -> None:
 
 
 def test_thousands_of_files_are_spread_evenly() -> None:
-    count = Counter(file_of(rank, spread=True).partition("/")[0] for rank in range(8192))
+    count = Counter(data_file_name(rank, spread=True).partition("/")[0] for rank in range(8192))
     assert len(count) == 256
     assert max(count.values()) < 64

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from ckptcore_dcp.directories import files_of_ranks
+from ckptcore_dcp.directories import find_rank_files
 from ckptcore_dcp.layouts import DcpLayout
 from ckptcore_testing.layout_stores import DirectoryReadStore
 
@@ -202,17 +202,17 @@ def test_files_beside_one_checkpoint_change_nothing(titan_run: Path) -> None:
 
 
 def test_files_of_ranks_are_one_mapping_if_all_are_there() -> None:
-    assert files_of_ranks(["a_rank10.pt", *(f"a_rank{rank}.pt" for rank in range(10))]) == [
+    assert find_rank_files(["a_rank10.pt", *(f"a_rank{rank}.pt" for rank in range(10))]) == [
         f"a_rank{rank}.pt" for rank in range(11)
     ]
-    assert files_of_ranks(["rank_0.pt", "other.pt"]) is None
-    assert files_of_ranks(["a_rank_0.pt", "b_rank_1.pt"]) is None
-    assert files_of_ranks(["rank_00.pt"]) is None
-    assert files_of_ranks([]) is None
+    assert find_rank_files(["rank_0.pt", "other.pt"]) is None
+    assert find_rank_files(["a_rank_0.pt", "b_rank_1.pt"]) is None
+    assert find_rank_files(["rank_00.pt"]) is None
+    assert find_rank_files([]) is None
     with pytest.raises(CorruptCheckpointError, match="up to 2 .rank_2.pt., and none of rank 1"):
-        files_of_ranks(["rank_0.pt", "rank_2.pt"])
+        find_rank_files(["rank_0.pt", "rank_2.pt"])
     with pytest.raises(CorruptCheckpointError, match="none of rank 0"):
-        files_of_ranks(["rank_999999999.pt"])
+        find_rank_files(["rank_999999999.pt"])
 
 
 def test_a_directory_of_many_names_is_not_listed(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ckptcore_dcp.pickled_trees import leaf_record, tree_of
 from ckptcore_dcp.pickles import Call, Global, Persistent, Value, read_pickle
 from ckptcore_dcp.stored_tensors import StoredTensor, check_bounds, stored_tensor
-from ckptcore_dcp.tensors import leaf_record, tree_of
 from ckptcore_dcp.zips import read_member, read_zip, torch_members
 
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ckptcore_dcp.zip_records import DEFLATED, STORED
+from ckptcore_dcp.zip_directories import DEFLATED, STORED
 from ckptcore_dcp.zips import ZipMember, read_member, read_zip, torch_members
 from torch.utils.serialization import config
 

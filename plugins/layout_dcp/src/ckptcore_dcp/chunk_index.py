@@ -9,22 +9,22 @@ from ckptcore.errors import CheckpointError, CorruptCheckpointError, Unsupported
 from ckptcore.model import JSON, ArrayRecord, Box, Chunk, HostArray, ReadItem, TreeMetadata, format_path
 from ckptcore.planning import ChunkTable, natural_column
 from ckptcore.protocols import ChunkIndex, ReadStore
-from ckptcore_dcp.item_reading import ItemTargets, StoredItem, read_items
-from ckptcore_dcp.storages import PlaceColumns, places_of, read_places
+from ckptcore_dcp.item_reading import ItemRead, StoredItem, read_items
+from ckptcore_dcp.storages import LocationColumns, decode_locations, read_arrays
 
-__all__ = ["ItemIndex", "PlaceIndex", "index_of", "state_with_places"]
+__all__ = ["ItemIndex", "StorageIndex", "add_locations", "dcp_index"]
 
-_PLACES: Final = "places"
+_LOCATIONS: Final = "places"
 
 
-def state_with_places(chunks: JSON, places: PlaceColumns) -> JSON:
+def add_locations(chunks: JSON, locations: LocationColumns) -> JSON:
     """Add the locations of arrays inside values, such as a tuple of tensors that is stored as one item."""
     state: Any = chunks
-    encoded: Any = places.to_json()
-    return {**state, _PLACES: encoded} if encoded["arrays"] else state
+    encoded: Any = locations.to_json()
+    return {**state, _LOCATIONS: encoded} if encoded["arrays"] else state
 
 
-def index_of(tree: TreeMetadata, state: JSON) -> ChunkIndex:
+def dcp_index(tree: TreeMetadata, state: JSON) -> ChunkIndex:
     """Return the index of a `dcp` checkpoint. Its chunks are elements, or torch.save items around them.
 
     Raises:
@@ -38,21 +38,21 @@ def index_of(tree: TreeMetadata, state: JSON) -> ChunkIndex:
     return ChunkTable(tree, state)
 
 
-class PlaceIndex(ChunkIndex):
+class StorageIndex(ChunkIndex):
     """Arrays in the storages of torch.save files: compressed, or with any strides. A `NativeReader`."""
 
     def __init__(self, tree: TreeMetadata, state: JSON) -> None:
-        """Read the JSON of `PlaceColumns`, which may be hostile.
+        """Read the JSON of `LocationColumns`, which may be hostile.
 
         Raises:
             CorruptCheckpointError: it does not fit the tree.
             UnsupportedLeafError: a view expands a few bytes to too many elements.
         """
-        self._places = places_of(tree, state)
+        self._locations = decode_locations(tree, state)
 
     def __contains__(self, leaf: int) -> bool:
         """Return whether the location of an array is known."""
-        return leaf in self._places
+        return leaf in self._locations
 
     def boxes(self, leaf: int, box: Box) -> Iterable[Chunk]:
         """See `ChunkIndex.boxes`. The chunk grid is unknown."""
@@ -60,8 +60,8 @@ class PlaceIndex(ChunkIndex):
 
     def extents(self, leaf: int) -> Iterator[tuple[str, int, int]]:
         """See `ChunkIndex.extents`. Includes the bytes between the elements of a strided view."""
-        if (place := self._places.get(leaf)) is not None:
-            yield place.key, *place.extent
+        if (location := self._locations.get(leaf)) is not None:
+            yield location.key, *location.extent
 
     def reads(self, leaf: int, store: ReadStore) -> bool:
         """See `NativeReader.reads`."""
@@ -69,7 +69,7 @@ class PlaceIndex(ChunkIndex):
 
     def read(self, items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
         """See `NativeReader.read`. Reads only the requested elements of tensors in C order."""
-        return read_places(items, buffers, store, self._places)
+        return read_arrays(items, buffers, store, self._locations)
 
 
 class ItemIndex(ChunkTable):
@@ -96,8 +96,10 @@ class ItemIndex(ChunkTable):
             raise CorruptCheckpointError(
                 f"the root is corrupt: the state of the layout dcp has no valid table of items: {error!r}"
             ) from error
-        places = columns.get(_PLACES)
-        self._in_values = PlaceIndex(tree, {"files": [], "storages": [], "arrays": []} if places is None else places)
+        locations = columns.get(_LOCATIONS)
+        self._in_values = StorageIndex(
+            tree, {"files": [], "storages": [], "arrays": []} if locations is None else locations
+        )
 
     def items(self, leaf: int, box: Box | None = None) -> list[StoredItem]:
         """Return the items of an array, or those that intersect a box."""
@@ -143,7 +145,7 @@ class ItemIndex(ChunkTable):
 
     def read(self, items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
         """See `NativeReader.read`."""
-        wanted: dict[tuple[int, str, int, Box], ItemTargets] = {}
+        wanted: dict[tuple[int, str, int, Box], ItemRead] = {}
         in_values: list[int] = []
         for number, (item, buffer) in enumerate(zip(items, buffers, strict=True)):
             if item.leaf in self._in_values:
@@ -153,10 +155,10 @@ class ItemIndex(ChunkTable):
             for stored in self.items(item.leaf, item.box):
                 # The box is part of the key, because a hostile state can list two chunks at one
                 # offset.
-                place = item.leaf, stored.key, stored.offset, stored.box
-                found = wanted.get(place)
+                location = item.leaf, stored.key, stored.offset, stored.box
+                found = wanted.get(location)
                 if found is None:
-                    found = wanted[place] = ItemTargets(item.leaf, stored)
+                    found = wanted[location] = ItemRead(item.leaf, stored)
                 found.targets.append((number, item.box, buffer))
         yield from read_items(self._tree, list(wanted.values()), store)
         if in_values:

@@ -18,7 +18,7 @@ import ckptcore
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, UncommittedCheckpointError
 from ckptcore.protocols import InspectedComposite, MemberKind, ReadStore
 
-__all__ = ["WRITER", "files_of_ranks", "inspect_step_directory", "is_file_of_torch", "names_of_dcp"]
+__all__ = ["WRITER", "find_dcp_files", "find_rank_files", "inspect_step_directory", "is_torch_file"]
 
 WRITER: Final = "torch.distributed.checkpoint"
 
@@ -28,13 +28,13 @@ _FILE: Final = re.compile(r"__[0-9]+_[0-9]+\.distcp", re.ASCII)
 _TORCH: Final = (".pt", ".pth", ".bin")
 _SAFETENSORS: Final = ".safetensors"
 _RANKED: Final = re.compile(r"(.*rank[_-]?)(0|[1-9][0-9]{0,8})(\D*\.(?:pt|pth|bin))", re.ASCII)
-_MOST_NAMES: Final = 256
+_MAX_NAMES: Final = 256
 """Directories with more entries are not step directories, and are not listed."""
 _ZIP: Final = b"PK\x03\x04"
 _PICKLE: Final = b"\x80"
 
 
-def names_of_dcp(names: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+def find_dcp_files(names: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """Return the metadata files in a directory, ordered by rank, and the data files."""
     files = [name for name in names if _FILE.fullmatch(name)]
     if _METADATA in names:
@@ -53,7 +53,7 @@ def inspect_step_directory(store: ReadStore) -> InspectedComposite | None:
     """
     names = store.list_names("")
     directories = [name[:-1] for name in names if name.endswith("/") and not name.startswith(".")]
-    if not directories or len(names) > _MOST_NAMES or any(names_of_dcp(names)):
+    if not directories or len(names) > _MAX_NAMES or any(find_dcp_files(names)):
         return None
     steps = ckptcore.step_names.StepNames()
     if any(steps.parse(name) is not None for name in directories):
@@ -62,7 +62,7 @@ def inspect_step_directory(store: ReadStore) -> InspectedComposite | None:
     checkpoints: list[str] = []
     for name in directories:
         inside = store.list_names(f"{name}/")
-        found, files = names_of_dcp(inside)
+        found, files = find_dcp_files(inside)
         if files and not found:
             raise UncommittedCheckpointError(
                 f"there are files of torch.distributed.checkpoint in {name} ({files[0]}), and no {_METADATA} says "
@@ -75,12 +75,12 @@ def inspect_step_directory(store: ReadStore) -> InspectedComposite | None:
     if not checkpoints:
         return None
     for name in names:
-        if name.endswith(_TORCH) and is_file_of_torch(store, name):
+        if name.endswith(_TORCH) and is_torch_file(store, name):
             members[name] = "tree"
     return InspectedComposite(members, WRITER)
 
 
-def is_file_of_torch(store: ReadStore, key: str) -> bool:
+def is_torch_file(store: ReadStore, key: str) -> bool:
     """Return whether a file begins like one written by torch.save."""
     try:
         head = store.get(key, 0, len(_ZIP))
@@ -89,7 +89,7 @@ def is_file_of_torch(store: ReadStore, key: str) -> bool:
     return head == _ZIP or head[:1] == _PICKLE
 
 
-def files_of_ranks(names: Sequence[str]) -> Sequence[str] | None:
+def find_rank_files(names: Sequence[str]) -> Sequence[str] | None:
     """Return the names ordered by rank if the directory contains only one file per process, else None.
 
     Raises:

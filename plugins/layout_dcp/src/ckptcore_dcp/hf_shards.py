@@ -24,9 +24,9 @@ __all__ = ["inspect_shards"]
 
 _SHARD: Final = re.compile(r"shard-[0-9]+-model-[0-9]+-of-[0-9]+\.safetensors", re.ASCII)
 _INFO: Final = "DCP_SHARDING_INFO"
-_MOST_HEADER_BYTES: Final = 100_000_000
+_MAX_HEADER_BYTES: Final = 100_000_000
 """Limit of the safetensors library."""
-_MOST: Final = 1 << 62
+_MAX_COUNT: Final = 1 << 62
 _DTYPES: Final = {
     "BOOL": "bool",
     "I8": "int8",
@@ -55,7 +55,7 @@ _PAIRS: Final = "F4"
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _ShardBox:
     """A box of a tensor in a file, and the offset of its elements, in bytes."""
 
     name: str
@@ -73,9 +73,9 @@ def inspect_shards(store: ReadStore, names: Sequence[str]) -> Inspection | None:
         UnsupportedLeafError: a tensor has a dtype that no array has.
     """
     files = [name for name in names if _SHARD.fullmatch(name)]
-    by_name: dict[str, list[_Part]] = {}
+    by_name: dict[str, list[_ShardBox]] = {}
     for key in files:
-        parts = _read_parts(store, key)
+        parts = _read_boxes(store, key)
         if parts is None:
             return None
         for part in parts:
@@ -96,7 +96,7 @@ def inspect_shards(store: ReadStore, names: Sequence[str]) -> Inspection | None:
             raise CorruptCheckpointError(
                 f"the tensor {name!r} is {spec}: it is too large, no memory has addresses for it", key=first.key
             )
-        boxes: dict[Box, _Part] = {}
+        boxes: dict[Box, _ShardBox] = {}
         for part in parts:
             if part.box.size:
                 boxes.setdefault(part.box, part)  # replicas: each process writes all boxes that it has
@@ -111,11 +111,11 @@ def inspect_shards(store: ReadStore, names: Sequence[str]) -> Inspection | None:
     )
 
 
-def _read_parts(store: ReadStore, key: str) -> Sequence[_Part] | None:
+def _read_boxes(store: ReadStore, key: str) -> Sequence[_ShardBox] | None:
     """Return the boxes in a file, or None if its header has no sharding info."""
     file_bytes = store.size(key)
     header_bytes = int.from_bytes(store.get(key, 0, 8), "little")
-    if not 2 <= header_bytes <= min(_MOST_HEADER_BYTES, file_bytes - 8):
+    if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, file_bytes - 8):
         raise CorruptCheckpointError(
             f"{key} is not a safetensors file, or is cut off: it has {file_bytes} bytes, and its header should have "
             f"{header_bytes}",
@@ -126,7 +126,7 @@ def _read_parts(store: ReadStore, key: str) -> Sequence[_Part] | None:
     if not isinstance(metadata, dict) or not isinstance(metadata.get(_INFO), str):
         return None
     info = _parse(metadata[_INFO].encode("utf-8", "surrogatepass"), key)
-    parts = [_part(name, described, info, key, 8 + header_bytes, file_bytes) for name, described in header.items()]
+    parts = [_shard_box(name, described, info, key, 8 + header_bytes, file_bytes) for name, described in header.items()]
     position = 8 + header_bytes
     for part in sorted(parts, key=lambda part: (part.offset, part.box.size)):
         if part.offset != position:
@@ -138,14 +138,14 @@ def _read_parts(store: ReadStore, key: str) -> Sequence[_Part] | None:
     return parts
 
 
-def _part(name: str, described: Any, info: Any, key: str, start: int, file_bytes: int) -> _Part:
+def _shard_box(name: str, described: Any, info: Any, key: str, start: int, file_bytes: int) -> _ShardBox:
     try:
         dtype, shape, (first, last) = described["dtype"], described["shape"], described["data_offsets"]
         offsets = info[name]["saved_offsets"]
         if not (isinstance(shape, list) and isinstance(offsets, list) and len(shape) == len(offsets) <= 64):
             raise ValueError("shape and offsets have different numbers of axes")
         for number in (*shape, *offsets, first, last):
-            if type(number) is not int or not 0 <= number < _MOST:
+            if type(number) is not int or not 0 <= number < _MAX_COUNT:
                 raise ValueError(f"{str(number)[:40]} is not a valid count")
     except (TypeError, KeyError, ValueError) as error:
         raise CorruptCheckpointError(f"the header of {key} does not describe {name!r}: {error!r}", key=key) from error
@@ -169,7 +169,7 @@ def _part(name: str, described: Any, info: Any, key: str, start: int, file_bytes
             key=key,
         )
     stop = tuple([offset + extent for offset, extent in zip(offsets, shape, strict=True)])
-    return _Part(name, _DTYPES[dtype], Box(tuple(offsets), stop), key, start + first)
+    return _ShardBox(name, _DTYPES[dtype], Box(tuple(offsets), stop), key, start + first)
 
 
 def _parse(data: bytes, key: str) -> dict[str, Any]:

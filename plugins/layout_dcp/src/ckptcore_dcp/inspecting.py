@@ -19,22 +19,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+import numpy as np
+
 from ckptcore.errors import CorruptCheckpointError, UncommittedCheckpointError
-from ckptcore.model import LEAF, ArrayRecord, LeafRecord, Skeleton, TreeMetadata
+from ckptcore.model import JSON, LEAF, ArrayRecord, HostArray, LeafRecord, Skeleton, TreeMetadata
 from ckptcore.protocols import Inspection, ReadStore
-from ckptcore_dcp.chunk_index import state_with_places
-from ckptcore_dcp.directories import WRITER, names_of_dcp
+from ckptcore_dcp.chunk_index import add_locations
+from ckptcore_dcp.directories import WRITER, find_dcp_files
 from ckptcore_dcp.dtypes import spec_and_kind
 from ckptcore_dcp.hf_shards import inspect_shards
-from ckptcore_dcp.inspected_chunks import InspectedChunks
-from ckptcore_dcp.metadata import DcpChunk, DcpMetadata, DcpPath, DcpTensor, DcpValue, read_metadata
+from ckptcore_dcp.metadata import DcpChunk, DcpMetadata, DcpPath, DcpTensor, DcpValue, join_chunks, read_metadata
 from ckptcore_dcp.names import tree_of_names
-from ckptcore_dcp.storages import PlaceColumns, storage_of
+from ckptcore_dcp.pickled_trees import leaf_record
+from ckptcore_dcp.storages import LocationColumns, storage_of_tensor
 from ckptcore_dcp.stored_tensors import StoredTensor
-from ckptcore_dcp.tensors import leaf_record
-from ckptcore_dcp.values import ReadValue, read_values
+from ckptcore_dcp.values import DecodedValue, read_values
 
-__all__ = ["inspect_dcp"]
+__all__ = ["InspectedChunks", "inspect_dcp"]
 
 _METADATA: Final = ".metadata"
 _PICKLE: Final = b"\x80"
@@ -54,7 +55,7 @@ def inspect_dcp(store: ReadStore, entry: str | None) -> Inspection | None:
     if entry is not None and entry != _METADATA:
         return None
     names = store.list_names("")
-    found, files = names_of_dcp(names)
+    found, files = find_dcp_files(names)
     if not found:
         if files:
             raise UncommittedCheckpointError(
@@ -68,11 +69,11 @@ def inspect_dcp(store: ReadStore, entry: str | None) -> Inspection | None:
         if data[:1] != _PICKLE and not files:
             return None  # other software uses this file name too
         parts.append(read_metadata(data, key=key))
-    metadata = parts[0] if len(parts) == 1 else _united(parts, found)
+    metadata = parts[0] if len(parts) == 1 else _merge_ranks(parts, found)
     return _inspection(metadata, read_values(metadata.values, store))
 
 
-def _united(parts: Sequence[DcpMetadata], keys: Sequence[str]) -> DcpMetadata:
+def _merge_ranks(parts: Sequence[DcpMetadata], keys: Sequence[str]) -> DcpMetadata:
     """Merge the metadata of processes that saved without communicating."""
     tensors: dict[str, DcpTensor] = {}
     chunks: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], DcpChunk]] = {}
@@ -105,12 +106,12 @@ def _united(parts: Sequence[DcpMetadata], keys: Sequence[str]) -> DcpMetadata:
     return DcpMetadata(united, values, known_paths, parts[0].save_id, parts[0].checkpoint_id)
 
 
-def _inspection(metadata: DcpMetadata, values: Mapping[str, ReadValue]) -> Inspection:
+def _inspection(metadata: DcpMetadata, values: Mapping[str, DecodedValue]) -> Inspection:
     entries: dict[str, Skeleton] = {
         name: LEAF if name in metadata.tensors else values[name].skeleton for name in metadata.names
     }
     skeleton, order = tree_of_names(entries, metadata.paths)
-    places = PlaceColumns()
+    locations = LocationColumns()
     leaves: list[LeafRecord] = []
     tensors: dict[int, DcpTensor] = {}
     for name in order:
@@ -122,13 +123,60 @@ def _inspection(metadata: DcpMetadata, values: Mapping[str, ReadValue]) -> Inspe
         value = values[name]
         for leaf in value.leaves:
             if isinstance(leaf, StoredTensor) and value.storages is not None:
-                storage = storage_of(leaf, value.storages, key=value.key, path=name)
-                places.add(len(leaves), leaf, storage)
+                storage = storage_of_tensor(leaf, value.storages, key=value.key, path=name)
+                locations.add(len(leaves), leaf, storage)
             leaves.append(leaf_record(leaf))
     chunks = InspectedChunks(list(tensors), list(tensors.values()))
     for number, (leaf_number, tensor) in enumerate(tensors.items()):
         cuts = chunks.cuts(number, tensor.shape)
         if cuts is not None:
             leaves[leaf_number] = ArrayRecord(*spec_and_kind(tensor.dtype, tensor.shape), cuts=cuts)
-    tree = TreeMetadata(skeleton, tuple(leaves), places.aliases)
-    return Inspection(tree, state_with_places(chunks.to_json(), places), WRITER)
+    tree = TreeMetadata(skeleton, tuple(leaves), locations.aliases)
+    return Inspection(tree, add_locations(chunks.to_json(), locations), WRITER)
+
+
+class InspectedChunks:
+    """Chunks of each tensor. Skips empty chunks, which a process may write if it holds no part of a tensor."""
+
+    def __init__(self, leaves: Sequence[int], tensors: Sequence[DcpTensor]) -> None:
+        """Collect the chunks of tensors. `leaves` has the leaf number of each tensor, in the order of leaves."""
+        counts = np.array([len(tensor.chunks) for tensor in tensors], np.int64)
+        found = join_chunks([tensor.chunks for tensor in tensors if len(tensor.chunks)])
+        within = np.arange(found.sizes.shape[1]) < found.axes[:, None]
+        (rows,) = np.nonzero(((found.sizes > 0) | ~within).all(axis=1))
+        owner: HostArray = np.repeat(np.arange(len(tensors)), counts)
+        if len(rows) < len(found.axes):
+            found, within, owner = found.take(rows), within[rows], owner[rows]
+        self._columns = found
+        self._within = within
+        self._leaf: HostArray = np.array(leaves, np.int64)[owner]
+        self._bounds: Sequence[int] = np.searchsorted(owner, np.arange(len(tensors) + 1)).tolist()
+        self._starts: Sequence[Sequence[int]] = found.offsets.T.tolist()
+        self._stops: Sequence[Sequence[int]] = (found.offsets + found.sizes).T.tolist()
+
+    def cuts(self, number: int, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...] | None:
+        """Return the grid cuts of a tensor with this shape, or None if it is one chunk. See `cuts_of`."""
+        first, last = self._bounds[number], self._bounds[number + 1]
+        if last - first < 2:
+            return None
+        cuts: list[tuple[int, ...]] = []
+        for axis, extent in enumerate(shape):
+            bounds = {*self._starts[axis][first:last], *self._stops[axis][first:last]}
+            cuts.append(tuple(sorted(bounds.difference((0, extent)))))
+        return tuple(cuts) if any(cuts) else None
+
+    def to_json(self) -> JSON:
+        """Return the state that `ckptcore_dcp.chunk_index.dcp_index` reads."""
+        found = self._columns
+        used, file = np.unique(found.file, return_inverse=True)
+        both = np.concatenate([self._within, self._within], axis=1)
+        return {
+            "content": "items",
+            "files": [found.files[number] for number in used.tolist()],
+            "leaf": self._leaf.tolist(),
+            "file": file.tolist(),
+            "offset": found.offset.tolist(),
+            "nbytes": found.length.tolist(),
+            "box": np.concatenate([found.offsets, found.offsets + found.sizes], axis=1)[both].tolist(),
+            "transforms": {str(row): list(names) for row, names in found.transforms.items()},
+        }

@@ -16,27 +16,25 @@ from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import ArrayRecord, ArraySpec, Box, ChunkRead, HostArray, TreeMetadata, format_path
 from ckptcore.protocols import ReadStore
 from ckptcore_dcp.dtypes import physical_spec
-from ckptcore_dcp.item_templates import KnownTemplates
+from ckptcore_dcp.item_templates import TemplateCache
 from ckptcore_dcp.pickles import read_pickle
-from ckptcore_dcp.storages import Place, StoredBytes, gathered_box, inflated
+from ckptcore_dcp.storages import ArrayLocation, StoredBytes, read_box, read_storage, should_read_whole
 from ckptcore_dcp.stored_tensors import check_bounds, stored_tensor
-from ckptcore_dcp.transforms import undone
-from ckptcore_dcp.whole_reads import is_read_whole
-from ckptcore_dcp.zip_directories import Fetch
-from ckptcore_dcp.zip_records import STORED
-from ckptcore_dcp.zips import ZipMember, most_pickle_bytes, read_member, read_zip, torch_members
+from ckptcore_dcp.transforms import undo_transforms
+from ckptcore_dcp.zip_directories import STORED, Fetch
+from ckptcore_dcp.zips import ZipMember, max_pickle_bytes, read_member, read_zip, torch_members
 
-__all__ = ["ItemTargets", "StoredItem", "read_items"]
+__all__ = ["ItemRead", "StoredItem", "read_items"]
 
-_Templates: TypeAlias = KnownTemplates[ArraySpec, Place]
+_Templates: TypeAlias = TemplateCache[ArraySpec, ArrayLocation]
 
 _SMALL_BYTES: Final = 1 << 18
 """Items up to this size are read whole, together with their neighbours."""
 _WINDOW_BYTES: Final = 4 << 20
 _GAP_BYTES: Final = 1 << 14
-_MOST_GROWTH: Final = 4
+_MAX_GROWTH: Final = 4
 """Maximum ratio of a decompressed item to its elements: the tensor may be a view of a larger storage."""
-_MOST_AROUND: Final = 1 << 20
+_EXTRA_BYTES: Final = 1 << 20
 """Additional bytes allowed for a decompressed item."""
 
 
@@ -60,7 +58,7 @@ class StoredItem:
 
 
 @dataclass(slots=True)
-class ItemTargets:
+class ItemRead:
     """An item, and the destinations of its elements.
 
     Attributes:
@@ -74,7 +72,7 @@ class ItemTargets:
     targets: list[tuple[int, Box, HostArray]] = field(default_factory=list)
 
 
-def read_items(tree: TreeMetadata, wanted: Sequence[ItemTargets], store: ReadStore) -> Iterator[int]:
+def read_items(tree: TreeMetadata, wanted: Sequence[ItemRead], store: ReadStore) -> Iterator[int]:
     """Fill the destinations. Yield the number of each once all of its chunks are read and verified.
 
     Items are verified as far as their format has checksums.
@@ -83,72 +81,72 @@ def read_items(tree: TreeMetadata, wanted: Sequence[ItemTargets], store: ReadSto
         CorruptCheckpointError: an item does not match its checkpoint, or its checksum is wrong.
         UnsupportedLeafError: it is a tensor that no array can represent.
     """
-    left: dict[int, int] = {}
+    remaining: dict[int, int] = {}
     for found in wanted:
         for number, _, _ in found.targets:
-            left[number] = left.get(number, 0) + 1
-    tiles: list[ChunkRead] = []
+            remaining[number] = remaining.get(number, 0) + 1
+    chunks: list[ChunkRead] = []
     for found in wanted:
         if not _is_small(found):
-            with _about(found.chunk):
-                tile = _read_large(tree, found, store)
-            if tile is None:
-                yield from _finished(found, left)
+            with _error_range(found.chunk):
+                chunk = _read_large(tree, found, store)
+            if chunk is None:
+                yield from _completed(found, remaining)
             else:
-                tiles.append(tile)
-    templates: _Templates = KnownTemplates()
-    for window in _windows([found for found in wanted if _is_small(found)]):
-        data = _window_bytes(window, store)
-        for found in window:
-            start = found.chunk.offset - window[0].chunk.offset
-            with _about(found.chunk):
+                chunks.append(chunk)
+    templates: _Templates = TemplateCache()
+    for group in _read_groups([found for found in wanted if _is_small(found)]):
+        data = _group_bytes(group, store)
+        for found in group:
+            start = found.chunk.offset - group[0].chunk.offset
+            with _error_range(found.chunk):
                 _copy(tree, found, data[start : start + found.chunk.nbytes], templates)
-            yield from _finished(found, left)
-    in_tiles: dict[int, int] = {}
-    for tile in tiles:
-        for number, _, _ in tile.targets:
-            in_tiles[number] = in_tiles.get(number, 0) + 1
-    for number in store.read_chunks(tiles):
-        left[number] -= in_tiles[number]
-        if not left[number]:
+            yield from _completed(found, remaining)
+    counts: dict[int, int] = {}
+    for chunk in chunks:
+        for number, _, _ in chunk.targets:
+            counts[number] = counts.get(number, 0) + 1
+    for number in store.read_chunks(chunks):
+        remaining[number] -= counts[number]
+        if not remaining[number]:
             yield number
 
 
-def _is_small(found: ItemTargets) -> bool:
+def _is_small(found: ItemRead) -> bool:
     return found.chunk.nbytes <= _SMALL_BYTES or bool(found.chunk.transforms)
 
 
-def _finished(found: ItemTargets, left: dict[int, int]) -> Iterator[int]:
+def _completed(found: ItemRead, remaining: dict[int, int]) -> Iterator[int]:
     for number, _, _ in found.targets:
-        left[number] -= 1
-        if not left[number]:
+        remaining[number] -= 1
+        if not remaining[number]:
             yield number
 
 
-def _windows(small: Sequence[ItemTargets]) -> Iterator[Sequence[ItemTargets]]:
+def _read_groups(small: Sequence[ItemRead]) -> Iterator[Sequence[ItemRead]]:
     """Group items that one request reads."""
-    window: list[ItemTargets] = []
+    group: list[ItemRead] = []
     stop = 0
     for found in sorted(small, key=lambda found: (found.chunk.key, found.chunk.offset)):
         chunk = found.chunk
         end = chunk.offset + chunk.nbytes
-        if window:
-            near = window[0].chunk.key == chunk.key and chunk.offset - stop <= _GAP_BYTES
-            if not near or end - window[0].chunk.offset > _WINDOW_BYTES:
-                yield window
-                window, stop = [], 0
+        if group:
+            near = group[0].chunk.key == chunk.key and chunk.offset - stop <= _GAP_BYTES
+            if not near or end - group[0].chunk.offset > _WINDOW_BYTES:
+                yield group
+                group, stop = [], 0
         stop = max(stop, end)
-        window.append(found)
-    if window:
-        yield window
+        group.append(found)
+    if group:
+        yield group
 
 
-def _window_bytes(window: Sequence[ItemTargets], store: ReadStore) -> memoryview:
-    key, start = window[0].chunk.key, window[0].chunk.offset
-    stop = max(found.chunk.offset + found.chunk.nbytes for found in window)
+def _group_bytes(group: Sequence[ItemRead], store: ReadStore) -> memoryview:
+    key, start = group[0].chunk.key, group[0].chunk.offset
+    stop = max(found.chunk.offset + found.chunk.nbytes for found in group)
     # Do not allocate memory for a stated length: only bytes that exist are requested.
-    there = stop if stop - start <= _WINDOW_BYTES else min(stop, store.size(key))
-    data = store.get(key, start, there) if start < there else b""
+    end_of_read = stop if stop - start <= _WINDOW_BYTES else min(stop, store.size(key))
+    data = store.get(key, start, end_of_read) if start < end_of_read else b""
     if len(data) != stop - start:
         raise CorruptCheckpointError(
             f"{key!r} is truncated: it ends after {start + len(data)} bytes; expected items up to byte {stop}; restore "
@@ -161,7 +159,7 @@ def _window_bytes(window: Sequence[ItemTargets], store: ReadStore) -> memoryview
 
 
 @contextmanager
-def _about(chunk: StoredItem) -> Iterator[None]:
+def _error_range(chunk: StoredItem) -> Iterator[None]:
     """Attach the byte range of an item to errors, whose own range may be relative to the item."""
     try:
         yield
@@ -170,14 +168,14 @@ def _about(chunk: StoredItem) -> Iterator[None]:
         raise type(error)(str(error), key=chunk.key, start=chunk.offset, stop=stop) from error
 
 
-def _copy(tree: TreeMetadata, found: ItemTargets, stored: memoryview, templates: _Templates) -> None:
+def _copy(tree: TreeMetadata, found: ItemRead, stored: memoryview, templates: _Templates) -> None:
     """Fill the destinations from an item in memory."""
     chunk = found.chunk
     origin = chunk.offset
     if chunk.transforms:
-        limit = _MOST_GROWTH * _chunk_spec(tree, found).nbytes + _MOST_AROUND
+        limit = _MAX_GROWTH * _chunk_spec(tree, found).nbytes + _EXTRA_BYTES
         path = format_path(tree.paths[found.leaf])
-        stored = memoryview(undone(stored, chunk.transforms, what=path, key=chunk.key, limit=limit))
+        stored = memoryview(undo_transforms(stored, chunk.transforms, what=path, key=chunk.key, limit=limit))
         origin = 0
 
     expected = _chunk_spec(tree, found)
@@ -189,33 +187,33 @@ def _copy(tree: TreeMetadata, found: ItemTargets, stored: memoryview, templates:
     def fetch(start: int, stop: int) -> bytes:
         return bytes(stored[max(start - origin, 0) : max(stop - origin, 0)])
 
-    place, members = _place(tree, found, fetch, origin, origin + len(stored))
-    _fill(found, place, inflated(place.storage, fetch))
-    templates.learn(expected, stored, origin, members, f"data/{place.tensor.storage}", place)
+    location, members = _locate(tree, found, fetch, origin, origin + len(stored))
+    _fill(found, location, read_storage(location.storage, fetch))
+    templates.add(expected, stored, origin, members, f"data/{location.tensor.storage}", location)
 
 
-def _read_large(tree: TreeMetadata, found: ItemTargets, store: ReadStore) -> ChunkRead | None:
+def _read_large(tree: TreeMetadata, found: ItemRead, store: ReadStore) -> ChunkRead | None:
     """Return the chunk to read, or None if the elements are not in C order and were copied already."""
     chunk = found.chunk
 
     def fetch(start: int, stop: int) -> bytes:
         return store.get(chunk.key, start, stop)
 
-    place, _ = _place(tree, found, fetch, chunk.offset, chunk.offset + chunk.nbytes)
-    storage, tensor = place.storage, place.tensor
-    if place.is_tile and not storage.big_endian:
+    location, _ = _locate(tree, found, fetch, chunk.offset, chunk.offset + chunk.nbytes)
+    storage, tensor = location.storage, location.tensor
+    if location.is_contiguous and not storage.big_endian:
         itemsize = found.targets[0][2].itemsize
         alone = tensor.offset == 0 and tensor.spec.nbytes == storage.nbytes
-        whole = alone and is_read_whole([box for _, box, _ in found.targets], chunk.box, itemsize)
+        whole = alone and should_read_whole([box for _, box, _ in found.targets], chunk.box, itemsize)
         checksum = storage.checksum if whole else None
-        return ChunkRead(chunk.key, place.extent[0], chunk.box, itemsize, tuple(found.targets), checksum)
-    _fill(found, place, None if storage.compression == STORED else inflated(storage, fetch), store)
+        return ChunkRead(chunk.key, location.extent[0], chunk.box, itemsize, tuple(found.targets), checksum)
+    _fill(found, location, None if storage.compression == STORED else read_storage(storage, fetch), store)
     return None
 
 
-def _place(
-    tree: TreeMetadata, found: ItemTargets, fetch: Fetch, start: int, stop: int
-) -> tuple[Place, Mapping[str, ZipMember]]:
+def _locate(
+    tree: TreeMetadata, found: ItemRead, fetch: Fetch, start: int, stop: int
+) -> tuple[ArrayLocation, Mapping[str, ZipMember]]:
     """Locate the elements of an item and validate them against the checkpoint. Also return the members."""
     key, path = found.chunk.key, format_path(tree.paths[found.leaf])
     members = torch_members(read_zip(fetch, start, stop, key=key))
@@ -243,10 +241,10 @@ def _place(
     check_bounds(tensor, member.size, key=key, path=path)
     order = members.get("byteorder")
     big_endian = order is not None and read_member(fetch, order, key=key) == b"big"
-    return Place(tensor, StoredBytes.of_member(key, member, big_endian=big_endian)), members
+    return ArrayLocation(tensor, StoredBytes.of_member(key, member, big_endian=big_endian)), members
 
 
-def _fill(found: ItemTargets, place: Place, whole: bytes | None, store: ReadStore | None = None) -> None:
+def _fill(found: ItemRead, location: ArrayLocation, whole: bytes | None, store: ReadStore | None = None) -> None:
     """Fill the destinations from all bytes of a storage, or from the store, one slab at a time."""
     chunk = found.chunk
     for _, box, target in found.targets:
@@ -256,14 +254,14 @@ def _fill(found: ItemTargets, place: Place, whole: bytes | None, store: ReadStor
         origin = chunk.box.start
         start = tuple([low - zero for low, zero in zip(common.start, origin, strict=True)])
         stop = tuple([high - zero for high, zero in zip(common.stop, origin, strict=True)])
-        extra = place.tensor.shape[len(start) :]  # bytes of an element whose dtype torch lacks
-        part = gathered_box(place, Box((*start, *[0] * len(extra)), (*stop, *extra)), whole, store)
+        extra = location.tensor.shape[len(start) :]  # bytes of an element whose dtype torch lacks
+        part = read_box(location, Box((*start, *[0] * len(extra)), (*stop, *extra)), whole, store)
         if part.dtype != target.dtype:
             part = part.reshape(-1).view(target.dtype).reshape(common.shape)
         target[common.within(box)] = part
 
 
-def _chunk_spec(tree: TreeMetadata, found: ItemTargets) -> ArraySpec:
+def _chunk_spec(tree: TreeMetadata, found: ItemRead) -> ArraySpec:
     record = tree.leaves[found.leaf]
     assert isinstance(record, ArrayRecord)  # a plan contains arrays only
     return physical_spec(ArraySpec(found.chunk.box.shape, record.spec.dtype))

@@ -16,11 +16,10 @@ from typing import Final, Generic, TypeVar
 
 from isal import isal_zlib
 
-from ckptcore_dcp.zip_directories import Window, find_directory
-from ckptcore_dcp.zip_records import DIRECTORY_ENTRY, STORED
+from ckptcore_dcp.zip_directories import DIRECTORY_ENTRY, STORED, ZipBytes, find_directory
 from ckptcore_dcp.zips import ZipMember
 
-__all__ = ["ItemTemplate", "KnownTemplates"]
+__all__ = ["ItemTemplate", "TemplateCache"]
 
 Kind = TypeVar("Kind")
 Read = TypeVar("Read")
@@ -29,11 +28,11 @@ _UNREAD: Final = ".data/serialization_id"
 """A member that differs in every item: a hash of the saved data (``torch/serialization.py``)."""
 _ENTRY_CRC: Final = 16
 """Offset of the CRC-32 in a directory entry, in bytes."""
-_MOST_BYTES: Final = 1 << 16
+_MAX_BYTES: Final = 1 << 16
 """Maximum size of a template."""
-_MOST_TEMPLATES: Final = 256
+_MAX_TEMPLATES: Final = 256
 """Maximum number of templates per load."""
-_MOST_OF_A_LENGTH: Final = 8
+_MAX_PER_LENGTH: Final = 8
 """Maximum number of templates per kind and length. Padding gives items with different pickles equal lengths."""
 
 
@@ -67,7 +66,7 @@ class ItemTemplate:
         return content
 
 
-class KnownTemplates(Generic[Kind, Read]):
+class TemplateCache(Generic[Kind, Read]):
     """Templates of one load, by kind and length of the item. One thread.
 
     Stores the parsed result of the first item with each template.
@@ -76,7 +75,7 @@ class KnownTemplates(Generic[Kind, Read]):
     def __init__(self) -> None:
         """Create an empty cache."""
         self._known: dict[tuple[Kind, int], list[tuple[ItemTemplate, Read]]] = {}
-        self._left = _MOST_TEMPLATES
+        self._remaining = _MAX_TEMPLATES
 
     def match(self, kind: Kind, item: memoryview) -> tuple[memoryview, Read] | None:
         """Return the content of an item that matches a template, and the template's result; None without a match."""
@@ -86,7 +85,7 @@ class KnownTemplates(Generic[Kind, Read]):
                 return content, read
         return None
 
-    def learn(
+    def add(
         self, kind: Kind, item: memoryview, start: int, members: Mapping[str, ZipMember], differs: str, read: Read
     ) -> None:
         """Add an item that was read by the general reader as a template.
@@ -99,15 +98,15 @@ class KnownTemplates(Generic[Kind, Read]):
             differs: name of the variable member.
             read: the parsed result.
         """
-        if len(item) > _MOST_BYTES or not self._left:
+        if len(item) > _MAX_BYTES or not self._remaining:
             return
         known = self._known.setdefault((kind, len(item)), [])
-        if len(known) >= _MOST_OF_A_LENGTH:
+        if len(known) >= _MAX_PER_LENGTH:
             return
         template = _template(bytes(item), start, members, differs)
         if template is not None:
             known.append((template, read))
-            self._left -= 1
+            self._remaining -= 1
 
 
 def _template(item: bytes, start: int, members: Mapping[str, ZipMember], differs: str) -> ItemTemplate | None:
@@ -142,11 +141,11 @@ def _template(item: bytes, start: int, members: Mapping[str, ZipMember], differs
 
 def _entries(item: bytes) -> Mapping[str, int]:
     """Return the offset of the directory entry of each member. The directory was validated before."""
-    place, stop, _ = find_directory(Window(lambda start, stop: item[start:stop], 0, len(item), "item"))
+    position, stop, _ = find_directory(ZipBytes(lambda start, stop: item[start:stop], 0, len(item), "item"))
     found: dict[str, int] = {}
-    while place < stop:
-        fields = DIRECTORY_ENTRY.unpack_from(item, place)
-        name = place + DIRECTORY_ENTRY.size
-        found[item[name : name + fields[10]].decode("utf-8", "replace")] = place
-        place = name + sum(fields[10:13])
+    while position < stop:
+        fields = DIRECTORY_ENTRY.unpack_from(item, position)
+        name = position + DIRECTORY_ENTRY.size
+        found[item[name : name + fields[10]].decode("utf-8", "replace")] = position
+        position = name + sum(fields[10:13])
     return found

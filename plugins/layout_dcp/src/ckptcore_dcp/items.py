@@ -18,10 +18,10 @@ from typing import Final
 from isal import isal_zlib
 
 from ckptcore.model import PLAIN_ARRAY, ArraySpec
-from ckptcore_dcp.descriptor_sums import DescriptorSum
 from ckptcore_dcp.dtypes import STORAGES, torch_dtype
 from ckptcore_dcp.pickles import Call, Global, Persistent, Value, write_pickle
-from ckptcore_dcp.zip_records import DESCRIPTOR_FOLLOWS, DIRECTORY_ENTRY, END, END64, FULL32, LOCAL_HEADER, LOCATOR
+from ckptcore_dcp.zip_directories import DESCRIPTOR_FOLLOWS, DIRECTORY_ENTRY, END, END64, FULL32, LOCAL_HEADER, LOCATOR
+from ckptcore_dcp.zips import DescriptorChecksum
 
 __all__ = ["TensorItem", "tensor_item", "value_item"]
 
@@ -58,7 +58,7 @@ class TensorItem:
     """
 
     head: bytes
-    tail: DescriptorSum
+    tail: DescriptorChecksum
 
 
 def tensor_item(spec: ArraySpec, position: int, kind: str = PLAIN_ARRAY) -> TensorItem:
@@ -80,7 +80,7 @@ def _tensor_item(spec: ArraySpec, dtype: str, alignment: int, phase: int) -> Ten
     Cached: layers repeat, so a model needs few distinct items, and small items do not depend on
     their position.
     """
-    members, front = _front(write_pickle(_tensor(spec, dtype), protocol=2))
+    members, front = _first_members(write_pickle(_tensor(spec, dtype), protocol=2))
     nbytes = spec.nbytes
     name = _FOLDER + b"data/0"
     unpadded = len(front) + LOCAL_HEADER.size + len(name) + 4
@@ -103,10 +103,10 @@ def _tensor_item(spec: ArraySpec, dtype: str, alignment: int, phase: int) -> Ten
     head = b"".join([front, header, name, struct.pack("<2H", _PADDING_ID, padding), b"Z" * padding])
     sizes = struct.pack("<2Q" if large else "<2I", nbytes, nbytes)
     directory = len(head) + nbytes + 8 + len(sizes)
-    before, after = _central(name, nbytes, start, DESCRIPTOR_FOLLOWS)
+    before, after = _directory_entry(name, nbytes, start, DESCRIPTOR_FOLLOWS)
     entries = b"".join([_whole_entry(member) for member in members])
     end = _end(len(members) + 1, len(entries) + len(before) + 4 + len(after), directory)
-    return TensorItem(head, DescriptorSum((b"PK\x07\x08", sizes + entries + before, after + end)))
+    return TensorItem(head, DescriptorChecksum((b"PK\x07\x08", sizes + entries + before, after + end)))
 
 
 def value_item(value: Value) -> bytes:
@@ -119,7 +119,7 @@ def value_item(value: Value) -> bytes:
 
 def _template(nbytes: int) -> tuple[bytes, bytes, bytes, bytes]:
     """Split an item with a pickle of `nbytes` bytes around its checksum, pickle and second checksum."""
-    members, front = _front(bytes(nbytes))
+    members, front = _first_members(bytes(nbytes))
     entries = b"".join([_whole_entry(member) for member in members])
     whole = front + entries + _end(len(members), len(entries), len(front))
     start = LOCAL_HEADER.size + len(members[0].name)
@@ -131,7 +131,7 @@ _item_template: Final = lru_cache(maxsize=1024)(_template)
 
 
 @dataclass(frozen=True, slots=True)
-class _Member:
+class _ItemMember:
     """A zip member with known content.
 
     Attributes:
@@ -146,13 +146,13 @@ class _Member:
     crc: int
 
 
-def _front(pickle: bytes) -> tuple[Sequence[_Member], bytes]:
+def _first_members(pickle: bytes) -> tuple[Sequence[_ItemMember], bytes]:
     """Return the first members of an item, and its bytes up to their end."""
-    found: list[_Member] = []
+    found: list[_ItemMember] = []
     front = bytearray()
     for short, data in ((b"data.pkl", pickle), *_CONSTANTS):
         name = _FOLDER + short
-        member = _Member(name, len(front), len(data), isal_zlib.crc32(data))
+        member = _ItemMember(name, len(front), len(data), isal_zlib.crc32(data))
         found.append(member)
         front += LOCAL_HEADER.pack(
             b"PK\x03\x04", _VERSION, 0, 0, 0, _DATE, member.crc, len(data), len(data), len(name), 0
@@ -181,12 +181,12 @@ def _tensor(spec: ArraySpec, dtype: str) -> Value:
     return Call(Global("torch._utils", "_rebuild_tensor_v3"), arguments)
 
 
-def _whole_entry(member: _Member) -> bytes:
-    before, after = _central(member.name, member.nbytes, member.start, 0)
+def _whole_entry(member: _ItemMember) -> bytes:
+    before, after = _directory_entry(member.name, member.nbytes, member.start, 0)
     return before + member.crc.to_bytes(4, "little") + after
 
 
-def _central(name: bytes, nbytes: int, start: int, flags: int) -> tuple[bytes, bytes]:
+def _directory_entry(name: bytes, nbytes: int, start: int, flags: int) -> tuple[bytes, bytes]:
     """Return the parts of a directory entry before and after its checksum. Headers begin below 4 GiB."""
     large = nbytes >= FULL32
     extra = struct.pack("<2H2Q", 1, 16, nbytes, nbytes) if large else b""

@@ -18,14 +18,13 @@ from ckptcore.protocols import (
     Snapshot,
     WriteStore,
 )
-from ckptcore_dcp.chunk_index import index_of
+from ckptcore_dcp.chunk_index import dcp_index
 from ckptcore_dcp.directories import inspect_step_directory
 from ckptcore_dcp.dtypes import physical_spec, torch_dtype
 from ckptcore_dcp.inspecting import inspect_dcp
 from ckptcore_dcp.metadata import ChunkRows, DcpMetadata, DcpTensor, DcpValue, write_metadata
-from ckptcore_dcp.names import KnownNames, StoredNames
-from ckptcore_dcp.writing import file_of, write_items, write_values
-from ckptcore_dcp.written_columns import WrittenColumns
+from ckptcore_dcp.names import EntryCache, TreeEntries
+from ckptcore_dcp.writing import MergedItems, data_file_name, write_items, write_values
 
 __all__ = ["DcpLayout"]
 
@@ -52,7 +51,7 @@ class DcpLayout(Layout):
     capabilities = LayoutCapabilities(any_replica_writes=True, sessions=True)
 
     spread_from: int | None = _MANY_PROCESSES
-    _names: KnownNames = field(default_factory=KnownNames, init=False, repr=False, compare=False)
+    _names: EntryCache = field(default_factory=EntryCache, init=False, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[type[DcpLayout], tuple[int | None]]:
         """Pickle the options only. The cache of names is not copied."""
@@ -80,7 +79,7 @@ class DcpLayout(Layout):
         state: dict[str, JSON] = (
             {"spread": spread} if plan.session is None else {"spread": spread, "session": plan.session}
         )
-        return {**state, **write_items(snapshot, values, store, file_of(plan.rank, spread=spread)).to_json()}
+        return {**state, **write_items(snapshot, values, store, data_file_name(plan.rank, spread=spread)).to_json()}
 
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
         """Write ``.metadata`` and return the table of elements.
@@ -90,9 +89,9 @@ class DcpLayout(Layout):
         names = self._names.of(tree)
         parts = [(_file(receipt), receipt.state) for receipt in receipts]
         if names.values and any("session" in state for _, state in parts):  # type: ignore[operator]  # see `write`
-            file = file_of(max(receipt.rank for receipt in receipts) + 1, spread=False)
+            file = data_file_name(max(receipt.rank for receipt in receipts) + 1, spread=False)
             parts.append((file, write_values(names.values, store, file).to_json()))
-        written = WrittenColumns(tree, parts)
+        written = MergedItems(tree, parts)
         if len(written.values) != len(names.values):
             raise PluginError(f"the leader was to store {len(names.values)} values and reported {len(written.values)}")
         values = {stored.name: value for stored, value in zip(names.values, written.values, strict=True)}
@@ -106,7 +105,7 @@ class DcpLayout(Layout):
 
     def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
         """Return the chunk table: byte ranges of elements, or items written by other software."""
-        return index_of(tree, state)
+        return dcp_index(tree, state)
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
         """Recognise a directory with ``.metadata``, or safetensors shards written by torch.distributed.checkpoint."""
@@ -119,7 +118,7 @@ class DcpLayout(Layout):
 
 def _file(receipt: Receipt) -> str:
     state: Any = receipt.state
-    return file_of(receipt.rank, spread=state["spread"])
+    return data_file_name(receipt.rank, spread=state["spread"])
 
 
 def _record(tree: TreeMetadata, leaf: int) -> ArrayRecord:
@@ -129,7 +128,7 @@ def _record(tree: TreeMetadata, leaf: int) -> ArrayRecord:
 
 
 def _metadata(
-    tree: TreeMetadata, names: StoredNames, chunks: Mapping[int, ChunkRows], values: Mapping[str, DcpValue]
+    tree: TreeMetadata, names: TreeEntries, chunks: Mapping[int, ChunkRows], values: Mapping[str, DcpValue]
 ) -> DcpMetadata:
     tensors = {}
     for stored in names.arrays:

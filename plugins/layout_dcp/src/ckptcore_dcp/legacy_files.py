@@ -24,7 +24,7 @@ _MAGIC: Final = 0x1950A86A20F9469CFC6C
 _VERSION: Final = 1001
 _COUNT_BYTES: Final = 8
 _FIRST_BYTES: Final = 1 << 18
-_MOST_PICKLE_BYTES: Final = 1 << 28
+_MAX_PICKLE_BYTES: Final = 1 << 28
 
 
 def is_legacy(head: bytes) -> bool:
@@ -94,9 +94,9 @@ def _read_pickles(fetch: Fetch, size: int, key: str) -> tuple[list[Value], int]:
                     raise _corrupt(key, 0, position, "the magic number is missing")
         except CorruptCheckpointError:
             # Truncated or damaged: try with more bytes while there are some.
-            if length >= min(size, _MOST_PICKLE_BYTES) or (values and values[0] != _MAGIC):
+            if length >= min(size, _MAX_PICKLE_BYTES) or (values and values[0] != _MAGIC):
                 raise
-            length = min(4 * length, size, _MOST_PICKLE_BYTES)
+            length = min(4 * length, size, _MAX_PICKLE_BYTES)
             continue
         return values, position
 
@@ -131,8 +131,8 @@ def _storage_sizes(value: Value, key: str) -> Mapping[str, tuple[int, int]]:
 
 def _corrupt(key: str, start: int, stop: int, reason: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        f"{key!r} cannot be read as a torch.save file of the format before torch 1.6: {reason}. Restore it from a copy, or "
-        "load another checkpoint",
+        f"{key!r} cannot be read as a torch.save file of the format before torch 1.6: {reason}. Restore it from a "
+        "copy, or load another checkpoint",
         key=key,
         start=start,
         stop=max(start, stop),

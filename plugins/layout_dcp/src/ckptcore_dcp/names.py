@@ -36,13 +36,13 @@ from ckptcore.planning import leaf_names
 from ckptcore_dcp.metadata import DcpPath
 from ckptcore_dcp.pickles import Call, Global, Value
 
-__all__ = ["KnownNames", "StoredArray", "StoredNames", "StoredValue", "fqns", "tree_of_names"]
+__all__ = ["ArrayEntry", "EntryCache", "TreeEntries", "ValueEntry", "tree_entries", "tree_of_names"]
 
 _ORDERED: Final = Global("collections", "OrderedDict")
 
 
 @dataclass(frozen=True, slots=True)
-class StoredArray:
+class ArrayEntry:
     """An array of a tree, as an entry.
 
     Attributes:
@@ -57,12 +57,12 @@ class StoredArray:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredValue:
+class ValueEntry:
     """A value of a tree without arrays, as an entry. It may be a whole container.
 
     Attributes:
         leaves: numbers of its leaves; empty for an empty container.
-        name, path: see `StoredArray`.
+        name, path: see `ArrayEntry`.
         value: argument for `write_pickle`.
     """
 
@@ -73,7 +73,7 @@ class StoredValue:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredNames:
+class TreeEntries:
     """The entries of a tree.
 
     Attributes:
@@ -81,12 +81,12 @@ class StoredNames:
         paths: path of every entry by name, in the order of the tree.
     """
 
-    arrays: tuple[StoredArray, ...]
-    values: tuple[StoredValue, ...]
+    arrays: tuple[ArrayEntry, ...]
+    values: tuple[ValueEntry, ...]
     paths: Mapping[str, DcpPath]
 
 
-def fqns(tree: TreeMetadata) -> StoredNames:
+def tree_entries(tree: TreeMetadata) -> TreeEntries:
     """Return the entries that torch would create for a tree.
 
     Entries that would share a name are escaped (see `ckptcore.planning.leaf_names`). The escaped
@@ -97,41 +97,41 @@ def fqns(tree: TreeMetadata) -> StoredNames:
             within a value collide.
         CorruptCheckpointError: a value of the tree cannot be decoded.
     """
-    walk = _Walk(tree)
+    walk = _Flattener(tree)
     walk.visit(tree.skeleton, ())
     root = "array" if isinstance(tree.skeleton, Node) or isinstance(tree.leaves[0], ArrayRecord) else "value"
     names = leaf_names({number: entry.keys for number, entry in enumerate(walk.entries)}, root=root)
-    arrays: list[StoredArray] = []
-    values: list[StoredValue] = []
+    arrays: list[ArrayEntry] = []
+    values: list[ValueEntry] = []
     paths: dict[str, DcpPath] = {}
     for number, entry in enumerate(walk.entries):
         name = names[number]
         path = entry.path if entry.path and name == ".".join(map(str, entry.path)) else (name,)
         paths[name] = path
         if entry.is_array:
-            arrays.append(StoredArray(entry.leaves.start, name, path))
+            arrays.append(ArrayEntry(entry.leaves.start, name, path))
         else:
-            values.append(StoredValue(entry.leaves, name, path, entry.value))
-    return StoredNames(tuple(arrays), tuple(values), paths)
+            values.append(ValueEntry(entry.leaves, name, path, entry.value))
+    return TreeEntries(tuple(arrays), tuple(values), paths)
 
 
-class KnownNames:
+class EntryCache:
     """Caches the entries of the last tree, because a save needs them several times. Thread-safe."""
 
     def __init__(self) -> None:
         """Create an empty cache."""
-        self._last: tuple[TreeMetadata, StoredNames] | None = None
+        self._last: tuple[TreeMetadata, TreeEntries] | None = None
 
-    def of(self, tree: TreeMetadata) -> StoredNames:
-        """See `fqns`."""
+    def of(self, tree: TreeMetadata) -> TreeEntries:
+        """See `tree_entries`."""
         last = self._last
         if last is None or last[0] is not tree:
-            last = self._last = (tree, fqns(tree))
+            last = self._last = (tree, tree_entries(tree))
         return last[1]
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _UnnamedEntry:
     """An entry before names are assigned.
 
     Attributes:
@@ -149,7 +149,7 @@ class _Entry:
     value: Value = None
 
 
-class _Walk:
+class _Flattener:
     """One pass over a tree.
 
     Attributes:
@@ -161,7 +161,7 @@ class _Walk:
         self._next = 0
         self._counts: dict[int, int] = {}
         self._arrays_before = [0, *accumulate(isinstance(record, ArrayRecord) for record in tree.leaves)]
-        self.entries: list[_Entry] = []
+        self.entries: list[_UnnamedEntry] = []
 
     def _count(self, node: Node) -> int:
         """Number of leaves of a container. Cached, because each enclosing container needs it."""
@@ -173,7 +173,7 @@ class _Walk:
 
     def visit(self, node: Skeleton, keys: TreePath, path: DcpPath = ()) -> None:
         """Add the entries of a subtree."""
-        if isinstance(node, Node) and (not keys or self._is_taken_apart(node)):
+        if isinstance(node, Node) and (not keys or self._is_flattened(node)):
             sequence = _is_sequence(node) and keys  # a torch state dict is never a list
             for key, child in zip(node.keys, node.children, strict=True):
                 step = key if sequence and isinstance(key, int) else str(key)
@@ -184,9 +184,9 @@ class _Walk:
         value = None if is_array else self._value(node, keys)
         if is_array:
             self._next += 1
-        self.entries.append(_Entry(keys, path, range(first, self._next), is_array, value))
+        self.entries.append(_UnnamedEntry(keys, path, range(first, self._next), is_array, value))
 
-    def _is_taken_apart(self, node: Node) -> bool:
+    def _is_flattened(self, node: Node) -> bool:
         """Return whether torch flattens a container whose leaves come next."""
         arrays = self._arrays_before[self._next + self._count(node)] - self._arrays_before[self._next]
         return not _is_sequence(node) or arrays > 0 or _has_mapping(node)
@@ -197,18 +197,18 @@ class _Walk:
             record = self._leaves[self._next]
             assert isinstance(record, ValueRecord)  # containers with arrays are flattened
             self._next += 1
-            return _python_value(record, keys)
+            return _decode_value(record, keys)
         children = [self._value(child, (*keys, key)) for key, child in zip(node.keys, node.children, strict=True)]
         if _is_sequence(node):
             return tuple(children) if node.kind == "tuple" else children
         names = [key if isinstance(key, int | str) else key.name for key in node.keys]
-        made: dict[Value, Value] = dict(zip(names, children, strict=True))
-        if len(made) != len(names):
+        items: dict[Value, Value] = dict(zip(names, children, strict=True))
+        if len(items) != len(names):
             raise NameCollisionError(
                 f"{format_path(keys)} has a field and a key of one name, and is stored as one dict; rename one. "
                 "Nothing was written"
             )
-        return Call(_ORDERED, (), pairs=tuple(made.items())) if node.kind == "OrderedDict" else made
+        return Call(_ORDERED, (), pairs=tuple(items.items())) if node.kind == "OrderedDict" else items
 
 
 def _is_sequence(node: Node) -> bool:
@@ -226,7 +226,7 @@ def _has_mapping(node: Node) -> bool:
     return any(isinstance(child, Node) and (not _is_sequence(child) or _has_mapping(child)) for child in node.children)
 
 
-def _python_value(record: ValueRecord, keys: TreePath) -> Value:
+def _decode_value(record: ValueRecord, keys: TreePath) -> Value:
     """Decode a value of the core's encoding. JSON encoded by other plugins is pickled as JSON."""
     value = record.value
     try:
@@ -286,20 +286,20 @@ def tree_of_names(
         paths: the keys that lead to each entry. An entry without a path uses its name as the only key.
     """
     if paths is not None:
-        root = _Branch()
+        root = _OpenContainer()
         if all(root.add(paths.get(name, (name,)), name) for name in entries):
             order: list[str] = []
             return root.skeleton(entries, order), order
     return Node("dict", tuple(entries), tuple(entries.values())), list(entries)
 
 
-class _Branch:
+class _OpenContainer:
     """A container under construction: children by key, each a branch or the name of an entry."""
 
     __slots__ = ("_children",)
 
     def __init__(self) -> None:
-        self._children: dict[str | int, _Branch | str] = {}
+        self._children: dict[str | int, _OpenContainer | str] = {}
 
     def add(self, path: DcpPath, name: str) -> bool:
         """Insert an entry. Return False if its key is taken, or if a container would mix key types."""
@@ -309,8 +309,8 @@ class _Branch:
             if child is None:
                 if not branch._fits(step):
                     return False
-                child = branch._children[step] = _Branch()
-            elif child.__class__ is not _Branch:
+                child = branch._children[step] = _OpenContainer()
+            elif child.__class__ is not _OpenContainer:
                 return False
             branch = child
         if path[-1] in branch._children or not branch._fits(path[-1]):
@@ -329,7 +329,7 @@ class _Branch:
         children: list[Skeleton] = []
         for key in keys:
             child = self._children[key]
-            if isinstance(child, _Branch):
+            if isinstance(child, _OpenContainer):
                 children.append(child.skeleton(entries, order))
             else:
                 order.append(child)

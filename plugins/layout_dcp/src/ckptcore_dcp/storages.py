@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -12,28 +12,26 @@ import numpy as np
 from ckptcore.errors import CheckpointError, CorruptCheckpointError
 from ckptcore.model import JSON, ArrayRecord, Box, ChunkRead, HostArray, ReadItem, TreeMetadata, format_path
 from ckptcore.protocols import ReadStore
-from ckptcore_dcp.descriptor_sums import DescriptorSum
 from ckptcore_dcp.stored_tensors import StoredTensor, check_bounds
-from ckptcore_dcp.whole_reads import is_read_whole
-from ckptcore_dcp.zip_directories import Fetch
-from ckptcore_dcp.zip_records import DEFLATED, MOST_INFLATED, STORED
-from ckptcore_dcp.zips import ZipMember, read_member
+from ckptcore_dcp.zip_directories import DEFLATED, MAX_INFLATE_RATIO, STORED, Fetch
+from ckptcore_dcp.zips import DescriptorChecksum, ZipMember, read_member
 
 __all__ = [
-    "Place",
-    "PlaceColumns",
+    "ArrayLocation",
+    "LocationColumns",
     "StoredBytes",
-    "gathered_box",
-    "inflated",
-    "places_of",
-    "read_places",
-    "storage_of",
-    "storages_of",
+    "decode_locations",
+    "read_arrays",
+    "read_box",
+    "read_storage",
+    "should_read_whole",
+    "storage_of_tensor",
+    "zip_storages",
 ]
 
 _SLAB_BYTES: Final = 1 << 26
 """Elements that are not in C order are gathered in reads of at most this size."""
-_MOST: Final = 1 << 62
+_MAX_COUNT: Final = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +75,15 @@ class StoredBytes:
         return self.start + self.nbytes
 
     @property
-    def checksum(self) -> DescriptorSum | None:
+    def checksum(self) -> DescriptorChecksum | None:
         """The checksum that directly follows the storage, or None."""
         if not self.crc or self.compression != STORED or self.descriptor not in (16, 24):
             return None
         sizes = struct.pack("<2I" if self.descriptor == 16 else "<2Q", self.nbytes, self.size)
-        return DescriptorSum((b"PK\x07\x08", sizes))
+        return DescriptorChecksum((b"PK\x07\x08", sizes))
 
 
-def storages_of(members: Mapping[str, ZipMember], fetch: Fetch, *, key: str) -> Mapping[str, StoredBytes]:
+def zip_storages(members: Mapping[str, ZipMember], fetch: Fetch, *, key: str) -> Mapping[str, StoredBytes]:
     """Return the storages in a zip of torch.save, by key.
 
     Args:
@@ -106,7 +104,7 @@ def storages_of(members: Mapping[str, ZipMember], fetch: Fetch, *, key: str) -> 
     }
 
 
-def storage_of(tensor: StoredTensor, storages: Mapping[str, StoredBytes], *, key: str, path: str) -> StoredBytes:
+def storage_of_tensor(tensor: StoredTensor, storages: Mapping[str, StoredBytes], *, key: str, path: str) -> StoredBytes:
     """Return the storage of a tensor.
 
     Args:
@@ -133,7 +131,7 @@ def storage_of(tensor: StoredTensor, storages: Mapping[str, StoredBytes], *, key
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ArrayLocation:
     """Location of the elements of an array.
 
     Attributes:
@@ -150,8 +148,8 @@ class Place:
         return self.storage.key
 
     @property
-    def is_tile(self) -> bool:
-        """Whether the object contains the elements uncompressed and in C order."""
+    def is_contiguous(self) -> bool:
+        """True if the object contains the elements uncompressed and in C order."""
         return self.storage.compression == STORED and self.tensor.is_contiguous
 
     @property
@@ -163,7 +161,7 @@ class Place:
         return start, start + self.tensor.span * self.tensor.itemsize
 
 
-class PlaceColumns:
+class LocationColumns:
     """Collects the locations of arrays as columns.
 
     Attributes:
@@ -173,7 +171,7 @@ class PlaceColumns:
     def __init__(self) -> None:
         """Create an empty collection."""
         self.aliases: dict[int, int] = {}
-        self._first: dict[Place, int] = {}
+        self._first: dict[ArrayLocation, int] = {}
         self._files: dict[str, int] = {}
         self._storages: dict[StoredBytes, int] = {}
         self._rows: list[JSON] = []
@@ -182,7 +180,7 @@ class PlaceColumns:
         """Add an array."""
         # Tensors that share all of their elements are tied, even if their requires_grad differs.
         plain = replace(tensor, requires_grad=False, storage_bytes=0)
-        original = self._first.setdefault(Place(plain, storage), leaf)
+        original = self._first.setdefault(ArrayLocation(plain, storage), leaf)
         if original != leaf and 0 not in tensor.shape:
             self.aliases[leaf] = original
             return
@@ -191,7 +189,7 @@ class PlaceColumns:
         self._rows.append([leaf, number, tensor.offset, None if tensor.is_contiguous else list(tensor.strides)])
 
     def to_json(self) -> JSON:
-        """Return the state that `places_of` reads."""
+        """Return the state that `decode_locations` reads."""
         return {
             "files": list(self._files),
             "storages": [
@@ -211,7 +209,7 @@ class PlaceColumns:
         }
 
 
-def places_of(tree: TreeMetadata, state: JSON) -> Mapping[int, Place]:
+def decode_locations(tree: TreeMetadata, state: JSON) -> Mapping[int, ArrayLocation]:
     """Return the location of each array, by leaf. The state may be hostile.
 
     Raises:
@@ -230,9 +228,9 @@ def places_of(tree: TreeMetadata, state: JSON) -> Mapping[int, Place]:
             storages.append(StoredBytes(key, start, nbytes, size, crc, descriptor, compression, big == 1))
             if compression not in (STORED, DEFLATED):
                 raise ValueError("a compression is not known")
-            if size > nbytes * MOST_INFLATED or (compression == STORED and size != nbytes):
+            if size > nbytes * MAX_INFLATE_RATIO or (compression == STORED and size != nbytes):
                 raise ValueError("a storage has two sizes")
-        found: dict[int, Place] = {}
+        found: dict[int, ArrayLocation] = {}
         for leaf, number, offset, strides in columns["arrays"]:
             record = tree.leaves[_natural(leaf)]
             if not isinstance(record, ArrayRecord):
@@ -243,7 +241,7 @@ def places_of(tree: TreeMetadata, state: JSON) -> Mapping[int, Place]:
             tensor = StoredTensor("", record.spec.dtype, record.spec.shape, steps, _natural(offset), record.kind)
             storage = storages[_natural(number)]
             check_bounds(tensor, storage.size, key=storage.key, path=format_path(tree.paths[leaf]))
-            found[leaf] = Place(tensor, storage)
+            found[leaf] = ArrayLocation(tensor, storage)
         return found
     except CheckpointError:
         raise
@@ -252,7 +250,7 @@ def places_of(tree: TreeMetadata, state: JSON) -> Mapping[int, Place]:
 
 
 def _natural(found: Any) -> int:
-    if type(found) is not int or not 0 <= found < _MOST:
+    if type(found) is not int or not 0 <= found < _MAX_COUNT:
         raise TypeError("a whole number from 0 on is expected")
     raise TypeError("a non-negative integer is expected")
 
@@ -266,8 +264,8 @@ def _c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def read_places(
-    items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore, places: Mapping[int, Place]
+def read_arrays(
+    items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore, locations: Mapping[int, ArrayLocation]
 ) -> Iterator[int]:
     """Fill ``buffers[i]`` with the box of ``items[i]``. Yields `i` when it is complete.
 
@@ -278,43 +276,45 @@ def read_places(
     Raises:
         CorruptCheckpointError: bytes are missing or wrong.
     """
-    tiles: dict[int, list[int]] = {}
+    contiguous: dict[int, list[int]] = {}
     gathered: dict[StoredBytes, list[int]] = {}
     for number, item in enumerate(items):
-        place = places.get(item.leaf)
-        if place is None:
+        location = locations.get(item.leaf)
+        if location is None:
             raise CorruptCheckpointError(f"the checkpoint does not locate the array of leaf {item.leaf}")
         if not item.box.size:
             yield number
-        elif place.is_tile:
-            tiles.setdefault(item.leaf, []).append(number)
+        elif location.is_contiguous:
+            contiguous.setdefault(item.leaf, []).append(number)
         else:
-            gathered.setdefault(place.storage, []).append(number)
-    summed: set[tuple[str, int]] = set()
+            gathered.setdefault(location.storage, []).append(number)
+    verified: set[tuple[str, int]] = set()
     reads: list[ChunkRead] = []
-    for leaf, numbers in tiles.items():
+    for leaf, numbers in contiguous.items():
         targets = tuple([(number, items[number].box, buffers[number]) for number in numbers])
-        reads.append(_tile(places[leaf], targets, summed))
+        reads.append(_chunk_read(locations[leaf], targets, verified))
     for number in store.read_chunks(reads):
-        if places[items[number].leaf].storage.big_endian:
+        if locations[items[number].leaf].storage.big_endian:
             _swap(buffers[number])
         yield number
     for storage, numbers in gathered.items():
-        whole = inflated(storage, _fetching(store, storage.key)) if storage.compression != STORED else None
+        whole = read_storage(storage, _store_fetch(store, storage.key)) if storage.compression != STORED else None
         for number in numbers:
             item = items[number]
-            _gather(places[item.leaf], item.box, buffers[number], store, whole)
+            _gather(locations[item.leaf], item.box, buffers[number], store, whole)
             if storage.big_endian:
                 _swap(buffers[number])
             yield number
 
 
-def _fetching(store: ReadStore, key: str) -> Fetch:
+def _store_fetch(store: ReadStore, key: str) -> Fetch:
     return lambda start, stop: store.get(key, start, stop)
 
 
-def _tile(place: Place, targets: tuple[tuple[int, Box, HostArray], ...], summed: set[tuple[str, int]]) -> ChunkRead:
-    tensor, storage = place.tensor, place.storage
+def _chunk_read(
+    location: ArrayLocation, targets: tuple[tuple[int, Box, HostArray], ...], verified: set[tuple[str, int]]
+) -> ChunkRead:
+    tensor, storage = location.tensor, location.storage
     spec = tensor.spec
     checksum = None
     # The checksum covers the whole storage, so it is verified only if all bytes are read, and only
@@ -322,15 +322,15 @@ def _tile(place: Place, targets: tuple[tuple[int, Box, HostArray], ...], summed:
     if (
         tensor.offset == 0
         and spec.nbytes == storage.nbytes
-        and is_read_whole([box for _, box, _ in targets], Box.whole(spec.shape), tensor.itemsize)
-        and (storage.key, storage.start) not in summed
+        and should_read_whole([box for _, box, _ in targets], Box.whole(spec.shape), tensor.itemsize)
+        and (storage.key, storage.start) not in verified
     ):
         checksum = storage.checksum
-        summed.add((storage.key, storage.start))
-    return ChunkRead(storage.key, place.extent[0], Box.whole(spec.shape), tensor.itemsize, targets, checksum)
+        verified.add((storage.key, storage.start))
+    return ChunkRead(storage.key, location.extent[0], Box.whole(spec.shape), tensor.itemsize, targets, checksum)
 
 
-def inflated(storage: StoredBytes, fetch: Fetch) -> bytes:
+def read_storage(storage: StoredBytes, fetch: Fetch) -> bytes:
     """Return all bytes of a storage, decompressed and verified.
 
     Raises:
@@ -340,7 +340,7 @@ def inflated(storage: StoredBytes, fetch: Fetch) -> bytes:
     return read_member(fetch, member, key=storage.key, limit=storage.size)
 
 
-def gathered_box(place: Place, box: Box, whole: bytes | None, store: ReadStore | None) -> HostArray:
+def read_box(location: ArrayLocation, box: Box, whole: bytes | None, store: ReadStore | None) -> HostArray:
     """Read a box of an array with any strides.
 
     Args:
@@ -352,16 +352,16 @@ def gathered_box(place: Place, box: Box, whole: bytes | None, store: ReadStore |
     Raises:
         CorruptCheckpointError: bytes are missing.
     """
-    buffer: HostArray = np.empty(box.shape, place.tensor.spec.numpy_dtype)
-    _gather(place, box, buffer, store, whole)
-    if place.storage.big_endian:
+    buffer: HostArray = np.empty(box.shape, location.tensor.spec.numpy_dtype)
+    _gather(location, box, buffer, store, whole)
+    if location.storage.big_endian:
         _swap(buffer)
     return buffer
 
 
-def _gather(place: Place, box: Box, buffer: HostArray, store: ReadStore | None, whole: bytes | None) -> None:
+def _gather(location: ArrayLocation, box: Box, buffer: HostArray, store: ReadStore | None, whole: bytes | None) -> None:
     """Fill a buffer with a box of a strided array, in the stored byte order."""
-    tensor, storage = place.tensor, place.storage
+    tensor, storage = location.tensor, location.storage
     itemsize, strides = tensor.itemsize, tensor.strides
     step_bytes = tuple([stride * itemsize for stride in strides])
     for slab in _slabs(box, strides, itemsize) if whole is None else (box,):
@@ -418,3 +418,33 @@ def _swap(buffer: HostArray) -> None:
     width = buffer.dtype.itemsize // (2 if buffer.dtype.kind == "c" else 1)
     # View as integers: NumPy cannot byte-swap ml_dtypes elements.
     buffer.reshape(-1).view(f"u{width}").byteswap(inplace=True)
+
+
+_GAP_BYTES: Final = 1 << 16
+"""Smaller gaps between requested elements are read too. This is cheaper on disks and slower storages."""
+
+
+def should_read_whole(wanted: Iterable[Box], whole: Box, itemsize: int) -> bool:
+    """Return whether to read all elements: if that adds at most a tenth to the bytes read.
+
+    Common after resharding: a process often needs half of what another process saved.
+
+    Args:
+        wanted: requested boxes; may reach beyond the tensor.
+        whole: box of the tensor, whose elements are in C order.
+        itemsize: bytes per element.
+    """
+    read = sum([_read_bytes(common, whole, itemsize) for box in wanted if (common := box.intersect(whole)) is not None])
+    return 11 * read >= 10 * whole.size * itemsize
+
+
+def _read_bytes(box: Box, whole: Box, itemsize: int) -> int:
+    """Return the bytes read for a box of a tensor, small gaps included."""
+    # Per step along an axis: bytes read, bytes from first to last, and distance to the next step.
+    read = span = stride = itemsize
+    for extent, outer in zip(reversed(box.shape), reversed(whole.shape), strict=True):
+        gap = stride - span
+        read = extent * read + ((extent - 1) * gap if gap <= _GAP_BYTES else 0)
+        span += (extent - 1) * stride
+        stride *= outer
+    return read

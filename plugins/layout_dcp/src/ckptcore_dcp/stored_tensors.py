@@ -14,11 +14,11 @@ from ckptcore_dcp.pickles import Call, Global, Persistent, Value, brief
 
 __all__ = ["StoredTensor", "check_bounds", "storage_size", "stored_tensor"]
 
-_MOST_AXES: Final = 64
-_MOST: Final = 1 << 62
-_MOST_REPEATED: Final = 64
+_MAX_AXES: Final = 64
+_MAX_COUNT: Final = 1 << 62
+_MAX_REPETITION: Final = 64
 """Maximum ratio of the size of an array to its storage, for views that repeat elements."""
-_REPEATED_ALWAYS: Final = 1 << 26
+_ALWAYS_ALLOWED_BYTES: Final = 1 << 26
 """Size that such a view may always have, in bytes."""
 
 _TENSOR_TYPES: Final = frozenset(
@@ -35,7 +35,7 @@ _REMEDIES: Final[Mapping[str, str]] = {
     "_rebuild_qtensor": "a quantized tensor: save tensor.int_repr() with its scale and zero point, "
     "or tensor.dequantize()",
     "_rebuild_nested_tensor": "a nested tensor: save the tensors of tensor.unbind()",
-    "_rebuild_meta_tensor_no_storage": "a tensor on the meta device, which has no elements: materialize it before saving",
+    "_rebuild_meta_tensor_no_storage": "a tensor on the meta device, which has no elements: materialize it first",
     "_rebuild_wrapper_subclass": "an instance of a tensor subclass: save the plain tensors it contains "
     "(DTensor.full_tensor())",
     "_rebuild_device_tensor_from_numpy": "a tensor of a device that torch saves as a NumPy array: save tensor.cpu()",
@@ -86,7 +86,7 @@ class StoredTensor:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the elements are in C order without gaps."""
+        """True if the elements are in C order without gaps."""
         if 0 in self.shape:
             return True
         step = 1
@@ -171,7 +171,7 @@ def check_bounds(tensor: StoredTensor, nbytes: int, *, key: str, path: str) -> N
     spec = tensor.spec
     if not spec.is_possible:
         raise _corrupt(key, path, f"{spec} is not a possible array")
-    if spec.nbytes > max(_REPEATED_ALWAYS, _MOST_REPEATED * nbytes):
+    if spec.nbytes > max(_ALWAYS_ALLOWED_BYTES, _MAX_REPETITION * nbytes):
         raise _unsupported(
             path,
             f"a view (expand) of {spec.nbytes} bytes over a storage of {nbytes}: save the tensor that it is a view of",
@@ -210,12 +210,12 @@ def _rebuilt(name: str, arguments: tuple[Value, ...], grad: bool, key: str, path
         flags = arguments[6]
     if isinstance(flags, dict) and any(flags.get(bit) for bit in ("conj", "neg")):
         raise _unsupported(path, "a conjugated or negated view: save tensor.resolve_conj().resolve_neg()")
-    if len(shape) != len(strides) or len(shape) > _MOST_AXES:
+    if len(shape) != len(strides) or len(shape) > _MAX_AXES:
         raise _corrupt(key, path, f"a tensor of {len(shape)} axes has {len(strides)} strides")
     itemsize = ArraySpec((), dtype).numpy_dtype.itemsize
-    if type(offset) is not int or not 0 <= offset < _MOST or shift % itemsize:
+    if type(offset) is not int or not 0 <= offset < _MAX_COUNT or shift % itemsize:
         raise _corrupt(key, path, f"a tensor cannot begin at element {str(offset)[:40]} of its storage")
-    if math.prod(max(extent, 1) for extent in shape) >= _MOST:
+    if math.prod(max(extent, 1) for extent in shape) >= _MAX_COUNT:
         raise _corrupt(key, path, "a tensor has more elements than memory can address")
     return StoredTensor(
         storage_key, dtype, shape, strides, offset + shift // itemsize, kind, storage_bytes, grad or requires_grad
@@ -247,8 +247,8 @@ def _storage(value: Persistent, key: str, path: str) -> tuple[str, str, int, int
         )
     kind, storage_key, count = parts[1], parts[2], parts[4]
     if isinstance(storage_key, int) and not isinstance(storage_key, bool):
-        storage_key = str(storage_key) if 0 <= storage_key < _MOST else ""
-    if not isinstance(storage_key, str) or not storage_key or type(count) is not int or not 0 <= count < _MOST:
+        storage_key = str(storage_key) if 0 <= storage_key < _MAX_COUNT else ""
+    if not isinstance(storage_key, str) or not storage_key or type(count) is not int or not 0 <= count < _MAX_COUNT:
         raise _corrupt(key, path, "the key or the length of a storage is missing")
     if not isinstance(kind, Global) or not (kind.module == "torch" or kind.module.startswith("torch.")):
         raise _corrupt(key, path, "the type of a storage is missing")
@@ -291,7 +291,7 @@ def _numbers(value: Value, key: str, path: str) -> tuple[int, ...]:
 
 
 def _natural(value: Value, key: str, path: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MOST:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MAX_COUNT:
         raise _corrupt(key, path, f"expected a non-negative integer, found {brief(value)}")
     return value
 

@@ -16,14 +16,14 @@ from typing import Any, Final
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, UnsupportedLeafError
 from ckptcore.model import JSON, LEAF, Node, Receipt, Skeleton, TreeMetadata, format_path
 from ckptcore.protocols import ChunkIndex, Inspection, Layout, ReadStore, Snapshot, WriteStore
-from ckptcore_dcp.chunk_index import PlaceIndex
-from ckptcore_dcp.directories import files_of_ranks
+from ckptcore_dcp.chunk_index import StorageIndex
+from ckptcore_dcp.directories import find_rank_files
 from ckptcore_dcp.legacy_files import is_legacy, read_legacy
+from ckptcore_dcp.pickled_trees import Leaf, leaf_record, tree_of
 from ckptcore_dcp.pickles import read_pickle
-from ckptcore_dcp.storages import PlaceColumns, StoredBytes, storage_of, storages_of
+from ckptcore_dcp.storages import LocationColumns, StoredBytes, storage_of_tensor, zip_storages
 from ckptcore_dcp.stored_tensors import StoredTensor
-from ckptcore_dcp.tensors import Leaf, leaf_record, tree_of
-from ckptcore_dcp.zips import most_pickle_bytes, read_member, read_zip, torch_members
+from ckptcore_dcp.zips import max_pickle_bytes, read_member, read_zip, torch_members
 
 __all__ = ["TorchLayout"]
 
@@ -35,7 +35,7 @@ _PREFERRED: Final = (
     "adapter_model.bin",
 )
 """File names that transformers, diffusers and PEFT look for if there is no safetensors file."""
-_MOST_INDEX_BYTES: Final = 1 << 28
+_MAX_INDEX_BYTES: Final = 1 << 28
 _HEAD_BYTES: Final = 64
 
 
@@ -74,7 +74,7 @@ class TorchLayout(Layout):
 
     def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
         """Return the index of arrays in storages."""
-        return PlaceIndex(tree, state)
+        return StorageIndex(tree, state)
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
         """Recognise a file of torch.save with any name, an index of several files, or a directory.
@@ -89,12 +89,12 @@ class TorchLayout(Layout):
         for name in (*_PREFERRED, *(indexes if len(indexes) == 1 else ())):
             if name in names:
                 return _inspect_index(store, name) if name.endswith(_INDEX) else _inspect_file(store, name)
-        ranked = files_of_ranks(names)
+        ranked = find_rank_files(names)
         return None if ranked is None else _inspect_files(store, ranked)
 
 
 @dataclass(frozen=True, slots=True)
-class _Content:
+class _TorchFile:
     """The contents of a file.
 
     Attributes:
@@ -120,7 +120,7 @@ def _inspect_file(store: ReadStore, key: str) -> Inspection | None:
 
 def _inspect_files(store: ReadStore, keys: Sequence[str]) -> Inspection | None:
     """Inspect several files as one mapping from their names. Return None if one is not a torch.save file."""
-    contents: list[_Content] = []
+    contents: list[_TorchFile] = []
     for key in keys:
         content = _read_file(store, key)
         if content is None:
@@ -130,19 +130,19 @@ def _inspect_files(store: ReadStore, keys: Sequence[str]) -> Inspection | None:
     return _inspection(skeleton, list(zip(keys, contents, strict=True)))
 
 
-def _inspection(skeleton: Skeleton, files: Sequence[tuple[str, _Content]]) -> Inspection:
+def _inspection(skeleton: Skeleton, files: Sequence[tuple[str, _TorchFile]]) -> Inspection:
     """Return a tree with the leaves of these files, concatenated."""
     leaves = [leaf for _, content in files for leaf in content.leaves]
     sources = [(key, content) for key, content in files for _ in content.leaves]
-    columns = PlaceColumns()
+    columns = LocationColumns()
     tree = TreeMetadata(skeleton, tuple([leaf_record(leaf) for leaf in leaves]))
     for number, (path, leaf, (key, content)) in enumerate(zip(tree.paths, leaves, sources, strict=True)):
         if isinstance(leaf, StoredTensor):
-            columns.add(number, leaf, storage_of(leaf, content.storages, key=key, path=format_path(path)))
+            columns.add(number, leaf, storage_of_tensor(leaf, content.storages, key=key, path=format_path(path)))
     return Inspection(replace(tree, aliases=columns.aliases), columns.to_json(), "torch.save")
 
 
-def _read_file(store: ReadStore, key: str) -> _Content | None:
+def _read_file(store: ReadStore, key: str) -> _TorchFile | None:
     """Return the contents of a file, or None if it is not a torch.save file."""
 
     def fetch(start: int, stop: int) -> bytes:
@@ -154,14 +154,14 @@ def _read_file(store: ReadStore, key: str) -> _Content | None:
         if "data.pkl" not in members:
             return None  # another kind of zip, such as arrays of NumPy
         member = members["data.pkl"]
-        pickle = read_member(fetch, member, key=key, limit=most_pickle_bytes(member.nbytes))
+        pickle = read_member(fetch, member, key=key, limit=max_pickle_bytes(member.nbytes))
         value, _ = read_pickle(pickle, key=key)
         skeleton, leaves = tree_of(value, key=key, limit=len(pickle) + (1 << 16))
-        return _Content(skeleton, leaves, storages_of(members, fetch, key=key))
+        return _TorchFile(skeleton, leaves, zip_storages(members, fetch, key=key))
     if is_legacy(head):
         value, legacy, pickle_bytes = read_legacy(fetch, store.size(key), key=key)
         skeleton, leaves = tree_of(value, key=key, limit=pickle_bytes + (1 << 16))
-        return _Content(skeleton, leaves, legacy)
+        return _TorchFile(skeleton, leaves, legacy)
     return None
 
 
@@ -170,7 +170,7 @@ def _inspect_index(store: ReadStore, key: str) -> Inspection:
     directory = key.rpartition("/")[0]
     names: list[str] = []
     leaves: list[Leaf] = []
-    columns = PlaceColumns()
+    columns = LocationColumns()
     by_file: dict[str, list[str]] = {}
     for name, file in weight_map.items():
         if not file or "/" in file or "\\" in file or "\0" in file or file in (".", ".."):
@@ -181,12 +181,14 @@ def _inspect_index(store: ReadStore, key: str) -> Inspection:
             content = _read_file(store, file)
         except ObjectNotFoundError as error:
             raise CorruptCheckpointError(f"{key} lists a file that is missing: {error}", key=key) from error
-        tensors = _top_tensors(content) if content is not None else {}
+        tensors = _outermost_tensors(content) if content is not None else {}
         if content is None or (missing := [name for name in listed if name not in tensors]):
             what = "is not a file of torch.save" if content is None else f"has no tensor {missing[0]!r}"
             raise CorruptCheckpointError(f"{file} {what}, but {key} lists it", key=file)
         for name in listed:
-            columns.add(len(leaves), tensors[name], storage_of(tensors[name], content.storages, key=file, path=name))
+            columns.add(
+                len(leaves), tensors[name], storage_of_tensor(tensors[name], content.storages, key=file, path=name)
+            )
             names.append(name)
             leaves.append(tensors[name])
     skeleton = Node("dict", tuple(names), (LEAF,) * len(names))
@@ -194,7 +196,7 @@ def _inspect_index(store: ReadStore, key: str) -> Inspection:
     return Inspection(tree, columns.to_json(), "torch.save")
 
 
-def _top_tensors(content: _Content) -> Mapping[str, StoredTensor]:
+def _outermost_tensors(content: _TorchFile) -> Mapping[str, StoredTensor]:
     """Return the tensors in the outermost mapping of a file, by name."""
     if not isinstance(content.skeleton, Node) or content.skeleton.kind not in ("dict", "OrderedDict"):
         return {}
@@ -207,7 +209,7 @@ def _top_tensors(content: _Content) -> Mapping[str, StoredTensor]:
 
 
 def _read_weight_map(store: ReadStore, key: str) -> Mapping[str, str]:
-    if store.size(key) > _MOST_INDEX_BYTES:
+    if store.size(key) > _MAX_INDEX_BYTES:
         raise CorruptCheckpointError(f"{key} is too long for an index of torch.save files", key=key)
     try:
         index: Any = json.loads(store.get(key))

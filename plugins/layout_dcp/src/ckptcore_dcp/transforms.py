@@ -12,12 +12,12 @@ import zstandard
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 
-__all__ = ["undone"]
+__all__ = ["undo_transforms"]
 
 _KNOWN: Final = "stream.zstd/1"
 
 
-def undone(item: bytes | memoryview, transforms: Sequence[str], *, what: str, key: str, limit: int) -> bytes:
+def undo_transforms(item: bytes | memoryview, transforms: Sequence[str], *, what: str, key: str, limit: int) -> bytes:
     """Return an item as torch.save wrote it.
 
     Args:
@@ -34,8 +34,8 @@ def undone(item: bytes | memoryview, transforms: Sequence[str], *, what: str, ke
     for transform in transforms:
         if transform != _KNOWN:
             raise UnsupportedLeafError(
-                f"{what} was stored with the transform {transform[:80]!r}, which only the software that wrote it knows; "
-                f"expected no transform, or {_KNOWN!r}; load it with that software and save it again without the transform"
+                f"{what} was stored with the transform {transform[:80]!r}, known only to the software that wrote it; "
+                f"expected no transform, or {_KNOWN!r}; load it with that software and save it without the transform"
             )
         pieces: list[bytes] = []
         left = limit

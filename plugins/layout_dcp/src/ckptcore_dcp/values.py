@@ -9,32 +9,32 @@ from typing import Final, TypeAlias
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.model import Skeleton
 from ckptcore.protocols import ReadStore
-from ckptcore_dcp.item_templates import KnownTemplates
+from ckptcore_dcp.item_templates import TemplateCache
 from ckptcore_dcp.metadata import DcpValue
+from ckptcore_dcp.pickled_trees import Leaf, tree_of
 from ckptcore_dcp.pickles import read_pickle
-from ckptcore_dcp.storages import StoredBytes, storages_of
+from ckptcore_dcp.storages import StoredBytes, zip_storages
 from ckptcore_dcp.stored_tensors import StoredTensor
-from ckptcore_dcp.tensors import Leaf, tree_of
-from ckptcore_dcp.transforms import undone
+from ckptcore_dcp.transforms import undo_transforms
 from ckptcore_dcp.zip_directories import Fetch
-from ckptcore_dcp.zips import most_pickle_bytes, read_member, read_zip, torch_members
+from ckptcore_dcp.zips import max_pickle_bytes, read_member, read_zip, torch_members
 
-__all__ = ["ReadValue", "read_values"]
+__all__ = ["DecodedValue", "read_values"]
 
-_Templates: TypeAlias = KnownTemplates[None, None]
+_Templates: TypeAlias = TemplateCache[None, None]
 
 _NEAR_BYTES: Final = 1 << 16
 """Items at most this far apart are read in one request."""
 _WINDOW_BYTES: Final = 8 << 20
 """Maximum size of one request, unless a single item is longer."""
-_MOST_GROWTH: Final = 256
+_MAX_GROWTH: Final = 256
 """Maximum growth of an item when it is decompressed."""
-_GROWTH_ALWAYS: Final = 1 << 26
+_ALWAYS_ALLOWED_BYTES: Final = 1 << 26
 """Size that a decompressed item may always have, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
-class ReadValue:
+class DecodedValue:
     """A value that was read.
 
     Attributes:
@@ -51,30 +51,30 @@ class ReadValue:
     storages: Mapping[str, StoredBytes] | None
 
 
-def read_values(values: Mapping[str, DcpValue], store: ReadStore) -> Mapping[str, ReadValue]:
+def read_values(values: Mapping[str, DcpValue], store: ReadStore) -> Mapping[str, DecodedValue]:
     """Read values. Neighbouring items share a request. No code in them is executed.
 
     Raises:
         CorruptCheckpointError: an item is not in the format of ``torch.save``, or two items overlap.
         UnsupportedLeafError: an unknown transform was applied to an item.
     """
-    found: dict[str, ReadValue] = {}
-    templates: _Templates = KnownTemplates()
-    for window in _windows(values):
-        path = values[window[0]].relative_path
-        start = values[window[0]].offset
-        stop = values[window[-1]].offset + values[window[-1]].length
+    found: dict[str, DecodedValue] = {}
+    templates: _Templates = TemplateCache()
+    for group in _read_groups(values):
+        path = values[group[0]].relative_path
+        start = values[group[0]].offset
+        stop = values[group[-1]].offset + values[group[-1]].length
         try:
             # Do not allocate memory for a stated length: only bytes that exist are requested.
             most = start + _WINDOW_BYTES if stop - start <= _WINDOW_BYTES else store.size(path)
             data = store.get(path, start, min(stop, most))
         except ObjectNotFoundError as error:
             raise CorruptCheckpointError(
-                f"the file {path!r} is missing: the value {window[0]!r} is not there: {error}; restore it from a "
+                f"the file {path!r} is missing: the value {group[0]!r} is not there: {error}; restore it from a "
                 "copy, or load another checkpoint",
                 key=path,
             ) from error
-        for name in window:
+        for name in group:
             value = values[name]
             first = value.offset - start
             item = data[first : first + value.length]
@@ -90,38 +90,38 @@ def read_values(values: Mapping[str, DcpValue], store: ReadStore) -> Mapping[str
     return found
 
 
-def _windows(values: Mapping[str, DcpValue]) -> Iterator[Sequence[str]]:
+def _read_groups(values: Mapping[str, DcpValue]) -> Iterator[Sequence[str]]:
     """Group the names of values that one request reads."""
     order = sorted(values, key=lambda name: (values[name].relative_path, values[name].offset))
-    window: list[str] = []
+    group: list[str] = []
     for name in order:
         value = values[name]
-        if window:
-            first, last = values[window[0]], values[window[-1]]
+        if group:
+            first, last = values[group[0]], values[group[-1]]
             room = value.offset - last.offset - last.length
             same = value.relative_path == last.relative_path
             if same and room < 0:
                 # Limit expansion: a small file could list one large item as a thousand values.
                 raise CorruptCheckpointError(
-                    f"the values {window[-1]!r} and {name!r} overlap in {value.relative_path!r}",
+                    f"the values {group[-1]!r} and {name!r} overlap in {value.relative_path!r}",
                     key=value.relative_path,
                 )
             if not same or room > _NEAR_BYTES or value.offset + value.length - first.offset > _WINDOW_BYTES:
-                yield window
-                window = []
-        window.append(name)
-    if window:
-        yield window
+                yield group
+                group = []
+        group.append(name)
+    if group:
+        yield group
 
 
-def _value(name: str, value: DcpValue, item: bytes, templates: _Templates) -> ReadValue:
+def _value(name: str, value: DcpValue, item: bytes, templates: _Templates) -> DecodedValue:
     key, start = value.relative_path, value.offset
     if value.transforms:
-        limit = max(_GROWTH_ALWAYS, _MOST_GROWTH * len(item))
-        item = undone(item, value.transforms, what=f"the value {name!r}", key=key, limit=limit)
+        limit = max(_ALWAYS_ALLOWED_BYTES, _MAX_GROWTH * len(item))
+        item = undo_transforms(item, value.transforms, what=f"the value {name!r}", key=key, limit=limit)
         start = 0
 
-    limit = most_pickle_bytes(value.length)
+    limit = max_pickle_bytes(value.length)
     known = templates.match(None, memoryview(item))
     if known is None or len(known[0]) > limit:
         pickle = _pickle(name, key, item, start, templates, limit)
@@ -131,24 +131,24 @@ def _value(name: str, value: DcpValue, item: bytes, templates: _Templates) -> Re
     skeleton, leaves = tree_of(read, key=key, limit=len(pickle) + 1024)
     storages: Mapping[str, StoredBytes] | None = None
     if not value.transforms and any(isinstance(leaf, StoredTensor) for leaf in leaves):
-        fetch = _fetching(item, start)
-        storages = storages_of(torch_members(read_zip(fetch, start, start + len(item), key=key)), fetch, key=key)
-    return ReadValue(skeleton, leaves, key, storages)
+        fetch = _item_fetch(item, start)
+        storages = zip_storages(torch_members(read_zip(fetch, start, start + len(item), key=key)), fetch, key=key)
+    return DecodedValue(skeleton, leaves, key, storages)
 
 
-def _fetching(item: bytes, start: int) -> Fetch:
+def _item_fetch(item: bytes, start: int) -> Fetch:
     """Return a function that reads an item in memory by its offsets in the object."""
     return lambda first, last: item[max(first - start, 0) : max(last - start, 0)]
 
 
 def _pickle(name: str, key: str, item: bytes, start: int, templates: _Templates, limit: int) -> bytes:
     """Return the verified pickle of an item that begins at `start`; at most `limit` bytes."""
-    fetch = _fetching(item, start)
+    fetch = _item_fetch(item, start)
     members = torch_members(read_zip(fetch, start, start + len(item), key=key))
     if "data.pkl" not in members:
         raise CorruptCheckpointError(
             f"the value {name!r} in {key!r} was not written by torch.save: it has no data.pkl", key=key
         )
     pickle = read_member(fetch, members["data.pkl"], key=key, limit=limit)
-    templates.learn(None, memoryview(item), start, members, "data.pkl", None)
+    templates.add(None, memoryview(item), start, members, "data.pkl", None)
     return pickle

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
+
+import numpy as np
 
 from ckptcore.model import (
     JSON,
@@ -18,13 +20,15 @@ from ckptcore.model import (
     ChecksumSegment,
     HostArray,
     Segment,
+    TreeMetadata,
 )
 from ckptcore.protocols import Snapshot, WriteStore
 from ckptcore_dcp.dtypes import physical_box, physical_spec
 from ckptcore_dcp.items import tensor_item, value_item
-from ckptcore_dcp.names import StoredValue
+from ckptcore_dcp.metadata import ChunkRows, DcpChunkColumns, DcpValue
+from ckptcore_dcp.names import ValueEntry
 
-__all__ = ["WrittenItems", "file_of", "write_items", "write_values"]
+__all__ = ["MergedItems", "WrittenItems", "data_file_name", "write_items", "write_values"]
 
 _ALIGNMENT: Final = 64
 """Alignment of items in the file, in bytes. Keeps the alignment of torch within an item."""
@@ -66,7 +70,7 @@ class WrittenItems:
         }
 
 
-def file_of(rank: int, *, spread: bool) -> str:
+def data_file_name(rank: int, *, spread: bool) -> str:
     """Return the file name of a process, as torch names its first file.
 
     With `spread`, the file is in one of 256 directories named by a hash. Object stores limit
@@ -78,7 +82,7 @@ def file_of(rank: int, *, spread: bool) -> str:
     return f"{hashlib.blake2b(name.encode(), digest_size=1).hexdigest()}/{name}" if spread else name
 
 
-def write_items(snapshot: Snapshot, values: Sequence[StoredValue], store: WriteStore, file: str) -> WrittenItems:
+def write_items(snapshot: Snapshot, values: Sequence[ValueEntry], store: WriteStore, file: str) -> WrittenItems:
     """Write the boxes of this process, and `values`, to its file. Writes no file if there are none."""
     written = WrittenItems()
     segments = list(_segments(snapshot, values, written))
@@ -87,14 +91,14 @@ def write_items(snapshot: Snapshot, values: Sequence[StoredValue], store: WriteS
     return written
 
 
-def write_values(values: Sequence[StoredValue], store: WriteStore, file: str) -> WrittenItems:
+def write_values(values: Sequence[ValueEntry], store: WriteStore, file: str) -> WrittenItems:
     """Write values to a file of their own."""
     written = WrittenItems()
     store.write(file, list(_segments(None, values, written)))
     return written
 
 
-def _segments(snapshot: Snapshot | None, values: Sequence[StoredValue], written: WrittenItems) -> Iterator[Segment]:
+def _segments(snapshot: Snapshot | None, values: Sequence[ValueEntry], written: WrittenItems) -> Iterator[Segment]:
     """Yield the segments of the file.
 
     All bytes between the elements of two items form one segment, and so do many small values.
@@ -168,3 +172,89 @@ class _ItemBoxes:
                 return
             self._arrays = None
         self._snapshot.release(self._number)
+
+
+class MergedItems:
+    """The items of all processes, ordered by process. Runs no Python code per item.
+
+    Attributes:
+        values: byte ranges of the items of values, in the order of the values.
+    """
+
+    def __init__(self, tree: TreeMetadata, parts: Sequence[tuple[str, JSON]]) -> None:
+        """Merge the file name and the JSON of `WrittenItems` of each process."""
+        states: list[tuple[str, Any]] = list(parts)
+        self._tree = tree
+        self._files = [file for file, _ in states]
+        self.values: Sequence[DcpValue] = [
+            DcpValue(file, offset, nbytes)
+            for file, state in states
+            for offset, nbytes in zip(state["value_offset"], state["value_nbytes"], strict=True)
+        ]
+        counts = [len(state["leaf"]) for _, state in states]
+        self._leaf = _joined(states, "leaf")
+        self._file: HostArray = np.repeat(np.arange(len(states)), counts)
+        self._offset = _joined(states, "offset")
+        self._nbytes = _joined(states, "nbytes")
+        self._elements = _joined(states, "elements")
+        self._box = _joined(states, "box")
+
+    def to_json(self) -> JSON:
+        """Return the table of elements that `ckptcore_dcp.chunk_index.dcp_index` reads."""
+        used, file = np.unique(self._file, return_inverse=True)
+        return {
+            "content": "elements",
+            "files": [self._files[number] for number in used.tolist()],
+            "leaf": self._leaf.tolist(),
+            "file": file.tolist(),
+            "offset": self._elements.tolist(),
+            "box": self._box.tolist(),
+        }
+
+    def chunks(self) -> Mapping[int, ChunkRows]:
+        """Return the chunks of each leaf as torch sees them: with its physical dtype and axes."""
+        leaves = self._tree.leaves
+        logical: HostArray = np.zeros(len(leaves) + 1, np.int64)
+        extra: HostArray = np.zeros(len(leaves) + 1, np.int64)  # bytes per element if torch lacks the dtype
+        for leaf in np.unique(self._leaf).tolist():
+            record = leaves[leaf]
+            assert isinstance(record, ArrayRecord)  # only arrays have boxes
+            logical[leaf] = len(record.spec.shape)
+            physical = physical_spec(record.spec)
+            if len(physical.shape) > len(record.spec.shape):
+                extra[leaf] = physical.shape[-1]
+        order: HostArray = np.argsort(self._leaf, kind="stable")
+        leaf_of = self._leaf[order]
+        widths = 2 * logical[self._leaf]
+        begins = (np.cumsum(widths) - widths)[order]
+        axes = logical[leaf_of]
+        bytes_of = extra[leaf_of]
+        most = int((axes + (bytes_of > 0)).max(initial=0))
+        offsets: HostArray = np.zeros((len(order), most), np.int64)
+        sizes: HostArray = np.zeros((len(order), most), np.int64)
+        for axis in range(most):
+            (rows,) = np.nonzero(axes > axis)
+            start = self._box[begins[rows] + axis]
+            offsets[rows, axis] = start
+            sizes[rows, axis] = self._box[begins[rows] + axes[rows] + axis] - start
+        (rows,) = np.nonzero(bytes_of)
+        sizes[rows, axes[rows]] = bytes_of[rows]
+        columns = DcpChunkColumns(
+            axes + (bytes_of > 0),
+            offsets,
+            sizes,
+            self._file[order],
+            self._offset[order],
+            self._nbytes[order],
+            self._files,
+        )
+        found, starts = np.unique(leaf_of, return_index=True)
+        stops = [*starts.tolist(), len(order)][1:]
+        return {
+            leaf: ChunkRows(columns, start, stop)
+            for leaf, start, stop in zip(found.tolist(), starts.tolist(), stops, strict=True)
+        }
+
+
+def _joined(states: Sequence[tuple[str, Any]], name: str) -> HostArray:
+    return np.concatenate([np.zeros(0, np.int64), *[np.array(state[name], np.int64) for _, state in states]])

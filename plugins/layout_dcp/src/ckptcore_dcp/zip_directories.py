@@ -1,4 +1,4 @@
-"""The directory of a zip: its end, its entries, and cached reads of its bytes."""
+"""Records of zip files, and the directory of a zip: its end, its entries, and cached reads of its bytes."""
 
 from __future__ import annotations
 
@@ -7,28 +7,49 @@ from collections.abc import Callable
 from typing import Final, NamedTuple, TypeAlias
 
 from ckptcore.errors import CorruptCheckpointError
-from ckptcore_dcp.zip_records import (
-    DEFLATED,
-    DIRECTORY_ENTRY,
-    END,
-    END64,
-    FULL16,
-    FULL32,
-    LOCAL_HEADER,
-    LOCATOR,
-    MOST_INFLATED,
-    STORED,
-)
 
 __all__ = [
+    "DEFLATED",
+    "DESCRIPTOR_FOLLOWS",
+    "DIRECTORY_ENTRY",
     "ENCRYPTED",
-    "Entry",
+    "END",
+    "END64",
+    "FULL16",
+    "FULL32",
+    "LOCAL_HEADER",
+    "LOCATOR",
+    "MAX_INFLATE_RATIO",
+    "STORED",
+    "DirectoryEntry",
     "Fetch",
-    "Window",
+    "ZipBytes",
     "corrupt_zip",
     "find_directory",
     "read_entries",
 ]
+
+LOCAL_HEADER: Final = struct.Struct("<4s5H3I2H")
+"""Fixed part of a local header, before the member's name (4.3.7)."""
+DIRECTORY_ENTRY: Final = struct.Struct("<4s6H3I5H2I")
+"""Fixed part of a directory entry, before the member's name (4.3.12)."""
+END64: Final = struct.Struct("<4sQ2H2I4Q")
+"""Zip64 end of directory record, for numbers that need 8 bytes (4.3.14)."""
+LOCATOR: Final = struct.Struct("<4sIQI")
+"""Zip64 end of directory locator: the position of `END64` (4.3.15)."""
+END: Final = struct.Struct("<4s4H2IH")
+"""End of directory record, the last record (4.3.16)."""
+
+STORED: Final = 0
+DEFLATED: Final = 8
+MAX_INFLATE_RATIO: Final = 1100
+"""Maximum compression ratio; deflate reaches at most 1032 (https://zlib.net/zlib_tech.html)."""
+DESCRIPTOR_FOLLOWS: Final = 1 << 3
+"""Flag: sizes and checksum follow the content of a member (4.4.4)."""
+FULL16: Final = 0xFFFF
+FULL32: Final = 0xFFFFFFFF
+"""Value of a field whose number is in an 8-byte field elsewhere."""
+
 
 Fetch: TypeAlias = Callable[[int, int], bytes]
 """Returns bytes `start` to `stop` of an object, or fewer at its end."""
@@ -41,11 +62,11 @@ _SMALL_BYTES: Final = 1 << 15
 """A zip up to this length is read in one request."""
 _TAIL_BYTES: Final = 1 << 14
 """Size of the first read at the end of a longer zip."""
-_MOST_DIRECTORY_BYTES: Final = 1 << 28
+_MAX_DIRECTORY_BYTES: Final = 1 << 28
 """Maximum length of a directory, enough for two million members."""
 
 
-class Entry(NamedTuple):
+class DirectoryEntry(NamedTuple):
     """An entry of the directory.
 
     Attributes:
@@ -66,7 +87,7 @@ class Entry(NamedTuple):
     flags: int
 
 
-class Window:
+class ZipBytes:
     """The bytes of a zip. Caches one range of them.
 
     Attributes:
@@ -90,9 +111,9 @@ class Window:
         Raises:
             CorruptCheckpointError: the object is shorter.
         """
-        held = self._data_start
-        if held <= start and stop <= held + len(self._data):
-            return self._data[start - held : stop - held]
+        cached = self._data_start
+        if cached <= start and stop <= cached + len(self._data):
+            return self._data[start - cached : stop - cached]
         data = self._fetch(start, stop)
         if len(data) != stop - start:
             raise corrupt_zip(
@@ -108,11 +129,11 @@ class Window:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the whole zip is cached."""
+        """True if the whole zip is cached."""
         return self._data_start == self.start
 
 
-def find_directory(window: Window) -> tuple[int, int, int]:
+def find_directory(window: ZipBytes) -> tuple[int, int, int]:
     """Return the range of the directory in the object, and its number of entries.
 
     Raises:
@@ -152,52 +173,52 @@ def find_directory(window: Window) -> tuple[int, int, int]:
         raise corrupt_zip(
             key, end, stop, f"{count} entries in {nbytes} bytes at {offset} cannot be the directory; the zip is damaged"
         )
-    if nbytes > _MOST_DIRECTORY_BYTES:
+    if nbytes > _MAX_DIRECTORY_BYTES:
         raise corrupt_zip(
-            key, end, stop, f"a directory of {nbytes} bytes, where at most {_MOST_DIRECTORY_BYTES} are read"
+            key, end, stop, f"a directory of {nbytes} bytes, where at most {_MAX_DIRECTORY_BYTES} are read"
         )
     return directory, directory + nbytes, count
 
 
 def _find_end(tail: bytes, tail_start: int, stop: int) -> int | None:
     """Find the last end record whose comment extends to the end of the zip."""
-    place = len(tail) - END.size
-    while (place := tail.rfind(b"PK\x05\x06", 0, place + 4)) >= 0:
-        if place + END.size <= len(tail):
-            (comment,) = struct.unpack_from("<H", tail, place + END.size - 2)
-            if tail_start + place + END.size + comment == stop:
-                return tail_start + place
-        place -= 1
-        if place < 0:
+    position = len(tail) - END.size
+    while (position := tail.rfind(b"PK\x05\x06", 0, position + 4)) >= 0:
+        if position + END.size <= len(tail):
+            (comment,) = struct.unpack_from("<H", tail, position + END.size - 2)
+            if tail_start + position + END.size + comment == stop:
+                return tail_start + position
+        position -= 1
+        if position < 0:
             break
     return None
 
 
-def read_entries(data: bytes, count: int, window: Window, directory: int) -> list[Entry]:
+def read_entries(data: bytes, count: int, window: ZipBytes, directory: int) -> list[DirectoryEntry]:
     """Parse the directory that begins at `directory`, and check each entry against the bytes that exist.
 
     Raises:
         CorruptCheckpointError: an entry is invalid, or of a kind that torch never writes.
     """
     key = window.key
-    entries: list[Entry] = []
-    place = 0
+    entries: list[DirectoryEntry] = []
+    position = 0
     for _ in range(count):
-        if place + DIRECTORY_ENTRY.size > len(data):
-            raise corrupt_zip(key, directory + place, directory + len(data), "the zip directory is cut off")
-        fields = DIRECTORY_ENTRY.unpack_from(data, place)
+        if position + DIRECTORY_ENTRY.size > len(data):
+            raise corrupt_zip(key, directory + position, directory + len(data), "the zip directory is cut off")
+        fields = DIRECTORY_ENTRY.unpack_from(data, position)
         magic, _, _, flags, compression, _, _, crc, nbytes, size, name_n, extra_n, comment_n, disk, _, _, offset = (
             fields
         )
-        name_start = place + DIRECTORY_ENTRY.size
+        name_start = position + DIRECTORY_ENTRY.size
         extra_start = name_start + name_n
         stop = extra_start + extra_n + comment_n
         if magic != b"PK\x01\x02" or stop > len(data):
-            raise corrupt_zip(key, directory + place, directory + len(data), "the zip directory is damaged")
+            raise corrupt_zip(key, directory + position, directory + len(data), "the zip directory is damaged")
         name_bytes = data[name_start:extra_start]
         if FULL32 in (nbytes, size, offset) or disk == FULL16:
             extra = data[extra_start : extra_start + extra_n]
-            size, nbytes, offset, disk = _wide(extra, size, nbytes, offset, disk, key)
+            size, nbytes, offset, disk = _zip64_numbers(extra, size, nbytes, offset, disk, key)
         name = _name(name_bytes, flags, key)
         header = window.start + offset
         if flags & ENCRYPTED or disk or compression not in (STORED, DEFLATED):
@@ -207,33 +228,33 @@ def read_entries(data: bytes, count: int, window: Window, directory: int) -> lis
                 header,
                 f"{name!r} is encrypted, in another part, or of compression {compression}; unpack it first",
             )
-        if compression == STORED and nbytes != size or size > nbytes * MOST_INFLATED:
+        if compression == STORED and nbytes != size or size > nbytes * MAX_INFLATE_RATIO:
             raise corrupt_zip(key, header, header, f"{name!r} cannot have {size} bytes, stored in {nbytes}")
         if header + LOCAL_HEADER.size + name_n + nbytes > directory:
             raise corrupt_zip(key, header, header, f"{name!r} exceeds the members of the zip")
-        entries.append(Entry(name, name_bytes, header, nbytes, size, crc, compression, flags))
-        place = stop
+        entries.append(DirectoryEntry(name, name_bytes, header, nbytes, size, crc, compression, flags))
+        position = stop
     if len({entry.name for entry in entries}) != len(entries):
         raise corrupt_zip(key, directory, directory + len(data), "two members of the zip have one name")
     return entries
 
 
-def _wide(extra: bytes, size: int, nbytes: int, offset: int, disk: int, key: str) -> tuple[int, int, int, int]:
+def _zip64_numbers(extra: bytes, size: int, nbytes: int, offset: int, disk: int, key: str) -> tuple[int, int, int, int]:
     """Return the numbers of an entry. Numbers that are too large for it are in its zip64 field (4.5.3)."""
-    place = 0
-    while place + 4 <= len(extra):
-        field, length = struct.unpack_from("<2H", extra, place)
-        place += 4
+    position = 0
+    while position + 4 <= len(extra):
+        field, length = struct.unpack_from("<2H", extra, position)
+        position += 4
         if field != _ZIP64_FIELD:
-            place += length
+            position += length
             continue
-        numbers = extra[place : place + length]
+        numbers = extra[position : position + length]
         wanted = [size == FULL32, nbytes == FULL32, offset == FULL32]
         if len(numbers) != length or length < 8 * sum(wanted) + 4 * (disk == FULL16):
             break
-        wide = iter(struct.unpack_from(f"<{sum(wanted)}Q", numbers))
+        numbers64 = iter(struct.unpack_from(f"<{sum(wanted)}Q", numbers))
         size, nbytes, offset = (
-            next(wide) if large else old for large, old in zip(wanted, (size, nbytes, offset), strict=True)
+            next(numbers64) if large else old for large, old in zip(wanted, (size, nbytes, offset), strict=True)
         )
         if disk == FULL16:
             (disk,) = struct.unpack_from("<I", numbers, 8 * sum(wanted))

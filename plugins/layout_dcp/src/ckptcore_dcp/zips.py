@@ -11,25 +11,36 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from isal import isal_zlib
 
 from ckptcore.errors import ChecksumError
-from ckptcore_dcp.zip_directories import ENCRYPTED, Entry, Fetch, Window, corrupt_zip, find_directory, read_entries
-from ckptcore_dcp.zip_records import DEFLATED, DESCRIPTOR_FOLLOWS, LOCAL_HEADER, STORED
+from ckptcore_dcp.zip_directories import (
+    DEFLATED,
+    DESCRIPTOR_FOLLOWS,
+    ENCRYPTED,
+    LOCAL_HEADER,
+    STORED,
+    DirectoryEntry,
+    Fetch,
+    ZipBytes,
+    corrupt_zip,
+    find_directory,
+    read_entries,
+)
 
-__all__ = ["ZipMember", "most_pickle_bytes", "read_member", "read_zip", "torch_members"]
+__all__ = ["DescriptorChecksum", "ZipMember", "max_pickle_bytes", "read_member", "read_zip", "torch_members"]
 
 _ALIGNMENT: Final = 64
 """Minimum alignment of member content written by torch."""
 _NEAR_BYTES: Final = 1 << 16
 """Local headers at most this far apart are read in one request."""
 
-_MOST_PICKLE_GROWTH: Final = 16
+_MAX_PICKLE_GROWTH: Final = 16
 """Largest growth of a compressed pickle. torch.save does not compress; its pickles zipped again grow about 5 times."""
-_ANY_PICKLE: Final = 1 << 12
+_ALWAYS_ALLOWED_BYTES: Final = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +80,7 @@ def read_zip(fetch: Fetch, start: int, stop: int, *, key: str) -> Mapping[str, Z
     """
     if not 0 <= start <= stop:
         raise corrupt_zip(key, start, start, f"a zip cannot be in bytes {start} to {stop}")
-    window = Window(fetch, start, stop, key)
+    window = ZipBytes(fetch, start, stop, key)
     directory, directory_stop, count = find_directory(window)
     data = window.get(directory, directory_stop)
     entries = read_entries(data, count, window, directory)
@@ -110,13 +121,13 @@ def read_member(fetch: Fetch, member: ZipMember, *, key: str, limit: int = 1 << 
     return data
 
 
-def most_pickle_bytes(stored: int) -> int:
+def max_pickle_bytes(stored: int) -> int:
     """Return the maximum length of a pickle, in bytes, for its stored length.
 
     Each byte of a pickle can create an object of 200 bytes. Without a limit, 4 kB of deflate data
     become 4 MB of pickle and 1 GB of objects.
     """
-    return max(_ANY_PICKLE, _MOST_PICKLE_GROWTH * stored)
+    return max(_ALWAYS_ALLOWED_BYTES, _MAX_PICKLE_GROWTH * stored)
 
 
 def torch_members(members: Mapping[str, ZipMember]) -> Mapping[str, ZipMember]:
@@ -136,7 +147,7 @@ def torch_members(members: Mapping[str, ZipMember]) -> Mapping[str, ZipMember]:
     }
 
 
-def _located(entries: Sequence[Entry], window: Window, directory: int) -> Mapping[str, ZipMember]:
+def _located(entries: Sequence[DirectoryEntry], window: ZipBytes, directory: int) -> Mapping[str, ZipMember]:
     """Locate the content of each member."""
     order = sorted(range(len(entries)), key=lambda number: entries[number].header)
     nexts = [0] * len(entries)
@@ -150,18 +161,18 @@ def _located(entries: Sequence[Entry], window: Window, directory: int) -> Mappin
         for number, entry in enumerate(entries):
             if (derived := _derived(entry, nexts[number], window.start)) is not None:
                 starts[number] = derived
-    asked = [number for number in order if number not in starts]
+    unknown = [number for number in order if number not in starts]
     first = 0
-    while first < len(asked):
+    while first < len(unknown):
         last = first
         while (
-            last + 1 < len(asked)
-            and _header_stop(entries[asked[last + 1]]) - _header_stop(entries[asked[last]]) <= _NEAR_BYTES
+            last + 1 < len(unknown)
+            and _header_stop(entries[unknown[last + 1]]) - _header_stop(entries[unknown[last]]) <= _NEAR_BYTES
         ):
-            if _header_stop(entries[asked[last + 1]]) - entries[asked[first]].header > 1 << 22:
+            if _header_stop(entries[unknown[last + 1]]) - entries[unknown[first]].header > 1 << 22:
                 break
             last += 1
-        group = asked[first : last + 1]
+        group = unknown[first : last + 1]
         group_start = entries[group[0]].header
         data = window.get(group_start, _header_stop(entries[group[-1]]))
         for number in group:
@@ -180,7 +191,7 @@ def _located(entries: Sequence[Entry], window: Window, directory: int) -> Mappin
     return members
 
 
-def _derived(entry: Entry, following: int, zip_start: int) -> int | None:
+def _derived(entry: DirectoryEntry, following: int, zip_start: int) -> int | None:
     """Return where the content of a member begins, if this is certain without its local header, else None.
 
     The position of content written by torch follows from both sides. Members have no gaps, so a
@@ -203,14 +214,14 @@ def _derived(entry: Entry, following: int, zip_start: int) -> int | None:
     return None
 
 
-def _header_stop(entry: Entry) -> int:
+def _header_stop(entry: DirectoryEntry) -> int:
     return entry.header + LOCAL_HEADER.size + len(entry.name_bytes)
 
 
-def _start_behind_header(data: bytes, data_start: int, entry: Entry, key: str) -> int:
-    place = entry.header - data_start
-    magic, _, flags, compression, _, _, _, _, _, name_n, extra_n = LOCAL_HEADER.unpack_from(data, place)
-    name_bytes = data[place + LOCAL_HEADER.size : place + LOCAL_HEADER.size + len(entry.name_bytes)]
+def _start_behind_header(data: bytes, data_start: int, entry: DirectoryEntry, key: str) -> int:
+    position = entry.header - data_start
+    magic, _, flags, compression, _, _, _, _, _, name_n, extra_n = LOCAL_HEADER.unpack_from(data, position)
+    name_bytes = data[position + LOCAL_HEADER.size : position + LOCAL_HEADER.size + len(entry.name_bytes)]
     if magic != b"PK\x03\x04" or name_n != len(entry.name_bytes) or name_bytes != entry.name_bytes:
         raise corrupt_zip(key, entry.header, _header_stop(entry), f"the local header of {entry.name!r} is missing")
     if compression != entry.compression or flags & ENCRYPTED:
@@ -223,16 +234,50 @@ def _start_behind_header(data: bytes, data_start: int, entry: Entry, key: str) -
 def _inflated(data: bytes, member: ZipMember, key: str) -> bytes:
     inflater = zlib.decompressobj(-zlib.MAX_WBITS)
     try:
-        inflated = inflater.decompress(data, member.size + 1)
+        read_storage = inflater.decompress(data, member.size + 1)
     except zlib.error as error:
         raise corrupt_zip(
             key, member.start, member.start + member.nbytes, f"{member.name!r} does not inflate: {error}"
         ) from error
-    if len(inflated) != member.size or not inflater.eof or inflater.unused_data:
+    if len(read_storage) != member.size or not inflater.eof or inflater.unused_data:
         raise corrupt_zip(
             key,
             member.start,
             member.start + member.nbytes,
-            f"{member.name!r} inflates to {len(inflated)} bytes or more; the directory states {member.size}",
+            f"{member.name!r} inflates to {len(read_storage)} bytes or more; the directory states {member.size}",
         )
-    return inflated
+    return read_storage
+
+
+@dataclass(frozen=True, slots=True)
+class DescriptorChecksum:
+    """Bytes after a zip member that contain its CRC-32: the data descriptor, or the rest of the zip. Thread-safe.
+
+    Attributes:
+        parts: the bytes between which the checksum is inserted, little endian. The checksum occurs
+            ``len(parts) - 1`` times.
+        nbytes: total length, with the checksums.
+    """
+
+    parts: tuple[bytes, ...]
+    nbytes: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", sum(map(len, self.parts)) + 4 * (len(self.parts) - 1))
+
+    @property
+    def name(self) -> str:
+        """The name "CRC-32"."""
+        return "CRC-32"
+
+    def of(self, data: memoryview) -> int:
+        """Return the CRC-32 of zip and zlib."""
+        return isal_zlib.crc32(data)
+
+    def join(self, first: int, second: int, second_bytes: int) -> int:
+        """Return the CRC-32 of two consecutive byte ranges."""
+        return isal_zlib.crc32_combine(first, second, second_bytes)
+
+    def encode(self, value: int) -> bytes:
+        """Return the parts joined by the checksum."""
+        return value.to_bytes(4, "little").join(self.parts)

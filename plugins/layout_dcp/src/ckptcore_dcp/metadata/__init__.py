@@ -22,20 +22,20 @@ that other software adds (Megatron-LM: ``mcore_data``) is ignored.
 - `writing`: encodes entries as torch does
 """
 
-from ckptcore_dcp.metadata.chunk_rows import ChunkRows, ChunkTableColumns, joined_chunks
+from ckptcore_dcp.metadata.chunk_rows import ChunkRows, DcpChunkColumns, join_chunks
 from ckptcore_dcp.metadata.entries import DcpChunk, DcpMetadata, DcpPath, DcpTensor, DcpValue
 from ckptcore_dcp.metadata.reading import read_metadata
 from ckptcore_dcp.metadata.writing import write_metadata
 
 __all__ = [
     "ChunkRows",
-    "ChunkTableColumns",
     "DcpChunk",
+    "DcpChunkColumns",
     "DcpMetadata",
     "DcpPath",
     "DcpTensor",
     "DcpValue",
-    "joined_chunks",
+    "join_chunks",
     "read_metadata",
     "write_metadata",
 ]

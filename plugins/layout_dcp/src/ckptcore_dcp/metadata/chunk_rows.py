@@ -10,13 +10,13 @@ from typing import overload
 import numpy as np
 
 from ckptcore.model import HostArray
-from ckptcore_dcp.metadata.entries import DcpChunk, DcpPlace
+from ckptcore_dcp.metadata.entries import DcpChunk, ItemRange
 
-__all__ = ["ChunkRows", "ChunkTableColumns", "joined_chunks"]
+__all__ = ["ChunkRows", "DcpChunkColumns", "join_chunks"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ChunkTableColumns:
+class DcpChunkColumns:
     """Chunks as int64 columns: a million chunks need no million objects.
 
     Attributes:
@@ -38,41 +38,41 @@ class ChunkTableColumns:
     transforms: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, chunks: Sequence[DcpChunk]) -> ChunkTableColumns:
+    def of(cls, chunks: Sequence[DcpChunk]) -> DcpChunkColumns:
         """Return the columns of chunks."""
-        return cls.of_parts(
+        return cls.from_parts(
             [chunk.offsets for chunk in chunks],
             [chunk.sizes for chunk in chunks],
             [(chunk.relative_path, chunk.offset, chunk.length, chunk.transforms) for chunk in chunks],
         )
 
     @classmethod
-    def of_parts(
-        cls, offsets: Sequence[tuple[int, ...]], sizes: Sequence[tuple[int, ...]], places: Sequence[DcpPlace]
-    ) -> ChunkTableColumns:
+    def from_parts(
+        cls, offsets: Sequence[tuple[int, ...]], sizes: Sequence[tuple[int, ...]], item_ranges: Sequence[ItemRange]
+    ) -> DcpChunkColumns:
         """Return the columns of chunks with these offsets, sizes and locations."""
-        count = len(places)
+        count = len(item_ranges)
         axes: HostArray = np.fromiter(map(len, offsets), np.int64, count)
         files: dict[str, int] = {}
         return cls(
             axes,
             _numbers(offsets, axes),
             _numbers(sizes, axes),
-            np.fromiter([files.setdefault(path, len(files)) for path, _, _, _ in places], np.int64, count),
-            np.fromiter([offset for _, offset, _, _ in places], np.int64, count),
-            np.fromiter([length for _, _, length, _ in places], np.int64, count),
+            np.fromiter([files.setdefault(path, len(files)) for path, _, _, _ in item_ranges], np.int64, count),
+            np.fromiter([offset for _, offset, _, _ in item_ranges], np.int64, count),
+            np.fromiter([length for _, _, length, _ in item_ranges], np.int64, count),
             list(files),
-            {row: transforms for row, (_, _, _, transforms) in enumerate(places) if transforms},
+            {row: transforms for row, (_, _, _, transforms) in enumerate(item_ranges) if transforms},
         )
 
-    def take(self, rows: HostArray) -> ChunkTableColumns:
+    def take(self, rows: HostArray) -> DcpChunkColumns:
         """Return selected rows in the given order. A row may occur several times."""
         transforms: dict[int, tuple[str, ...]] = {}
         if self.transforms:
             for place, row in enumerate(rows.tolist()):
                 if row in self.transforms:
                     transforms[place] = self.transforms[row]
-        return ChunkTableColumns(
+        return DcpChunkColumns(
             self.axes[rows],
             self.offsets[rows],
             self.sizes[rows],
@@ -106,7 +106,7 @@ class ChunkRows(Sequence[DcpChunk]):
 
     __slots__ = ("columns", "start", "stop")
 
-    def __init__(self, columns: ChunkTableColumns, start: int, stop: int) -> None:
+    def __init__(self, columns: DcpChunkColumns, start: int, stop: int) -> None:
         """Create a view of existing rows `start` to `stop`."""
         self.columns = columns
         self.start = start
@@ -135,12 +135,12 @@ class ChunkRows(Sequence[DcpChunk]):
         return hash(tuple(self))
 
 
-def joined_chunks(lists: Sequence[Sequence[DcpChunk]]) -> ChunkTableColumns:
+def join_chunks(lists: Sequence[Sequence[DcpChunk]]) -> DcpChunkColumns:
     """Return the columns of several lists of chunks, concatenated."""
     ranges = [chunks for chunks in lists if isinstance(chunks, ChunkRows)]
     shared = {id(chunks.columns): chunks.columns for chunks in ranges}
     if len(shared) != 1 or len(ranges) != len(lists):
-        return ChunkTableColumns.of([chunk for chunks in lists for chunk in chunks])
+        return DcpChunkColumns.of([chunk for chunks in lists for chunk in chunks])
     starts = np.array([rows.start for rows in ranges], np.int64)
     counts = np.array([rows.stop - rows.start for rows in ranges], np.int64)
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

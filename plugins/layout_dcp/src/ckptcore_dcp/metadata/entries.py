@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
-__all__ = ["DcpChunk", "DcpMetadata", "DcpPath", "DcpPlace", "DcpTensor", "DcpValue"]
+from ckptcore_dcp.pickles import Global
+
+__all__ = ["DcpChunk", "DcpMetadata", "DcpPath", "DcpTensor", "DcpValue", "ItemRange", "torch_class_name"]
 
 DcpPath: TypeAlias = tuple[str | int, ...]
 """The keys that lead to an entry: str for a key of a mapping, int for an index of a list."""
-DcpPlace: TypeAlias = tuple[str, int, int, tuple[str, ...]]
+ItemRange: TypeAlias = tuple[str, int, int, tuple[str, ...]]
 """The relative path, offset, length and transforms of a `DcpChunk` or `DcpValue`."""
 
 
@@ -86,3 +88,29 @@ class DcpMetadata:
         known = [name for name in self.paths or () if name in self.tensors or name in self.values]
         listed = set(known)
         return [*known, *[name for name in (*self.tensors, *self.values) if name not in listed]]
+
+
+_METADATA: Final = "torch.distributed.checkpoint.metadata"
+_FILES: Final = "torch.distributed.checkpoint.filesystem"
+_CLASS_MODULES: Final[Mapping[str, Collection[str]]] = {
+    **dict.fromkeys(
+        ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "MetadataIndex", "StorageMeta"),
+        (_METADATA, "torch.distributed._shard.checkpoint.metadata"),
+    ),
+    **dict.fromkeys(
+        ("ChunkStorageMetadata", "TensorProperties"),
+        (
+            _METADATA,
+            "torch.distributed._shard.checkpoint.metadata",
+            "torch.distributed._shard.sharded_tensor.metadata",
+            "torch.distributed._shard.metadata",
+        ),
+    ),
+    "_StorageInfo": (_FILES, "torch.distributed._shard.checkpoint.filesystem"),
+}
+"""Modules that contained each class, since torch 1.13."""
+
+
+def torch_class_name(function: Global) -> str:
+    """Return the name of the ``.metadata`` class that a global refers to, or "" for other globals."""
+    return function.name if function.module in _CLASS_MODULES.get(function.name, ()) else ""

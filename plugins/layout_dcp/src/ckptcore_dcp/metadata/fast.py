@@ -2,11 +2,11 @@
 
 Once the pickle has named classes and attributes, torch's pickler writes chunks
 (`ChunkStorageMetadata`), their locations (`MetadataIndex` and `_StorageInfo`) and tensors of one
-chunk (`TensorStorageMetadata`) with the same opcodes every time. Such an object becomes a `Compact`
+chunk (`TensorStorageMetadata`) with the same opcodes every time. Such an object becomes a `CompactObject`
 value in one step instead of about thirty. An expression contains whole opcodes only, so a match
 reads the same bytes in the same way as the machine.
 
-A `Compact` value adds no entries to the memo, and only `PickledMetadata` can use it. A pickle that
+A `CompactObject` value adds no entries to the memo, and only `MetadataDecoder` can use it. A pickle that
 uses the objects differently is rejected and read again without this module (see `read_metadata`).
 """
 
@@ -16,10 +16,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias
 
-from ckptcore_dcp.metadata.classes import class_of_torch
-from ckptcore_dcp.pickles import UNSET, Call, Compact, Global, Value
+from ckptcore_dcp.metadata.entries import torch_class_name
+from ckptcore_dcp.pickles import UNSET, Call, CompactObject, Global, Value
 
-__all__ = ["FastObjects"]
+__all__ = ["FastObjectReader"]
 
 _REFERENCE: Final = rb"(h.|j.{4})"
 """BINGET, LONG_BINGET."""
@@ -48,7 +48,7 @@ _CHUNK: Final = _compiled(_BOX, _NEXT)
 _TENSOR: Final = _compiled(
     _NEW, _REFERENCE, _PROPERTIES, _REFERENCE, _SIZE, _REFERENCE, rb"\]\x94", _REFERENCE, _BOX, b"aub"
 )
-_PLACE: Final = _compiled(
+_ITEM_RANGE: Final = _compiled(
     *(_NEW, _REFERENCE, _TEXT, _REFERENCE, b"(?:N|", _NUMBER, b")", _REFERENCE, _SIZE, b"ub"),
     *(_REFERENCE, _NEW, _REFERENCE, _TEXT, (_REFERENCE + b"(" + _NUMBER + b")") * 2, b"ub", _NEXT),
 )
@@ -61,21 +61,30 @@ _UNSET: Final = tuple([[UNSET] * count for count in range(16)])
 _SIZE_CLASS: Final = Global("torch", "Size")
 # No value of a pickle equals these.
 _CHUNK_CLASS: Final = object()
-_PLACE_CLASS: Final = object()
+_STORAGE_INFO_CLASS: Final = object()
 _PROPERTIES_CLASS: Final = object()
 _CLASSES: Final[Mapping[str, object]] = {
     "ChunkStorageMetadata": _CHUNK_CLASS,
-    "_StorageInfo": _PLACE_CLASS,
+    "_StorageInfo": _STORAGE_INFO_CLASS,
     "TensorProperties": _PROPERTIES_CLASS,
 }
-_OF_CHUNK: Final = ("offsets", _SIZE_CLASS, "sizes", _SIZE_CLASS)
-_OF_PLACE: Final = ("fqn", "index", "offset", _SIZE_CLASS, _PLACE_CLASS, "relative_path", "offset", "length")
-_OF_TENSOR: Final = ("properties", "size", _SIZE_CLASS, "chunks", _CHUNK_CLASS, *_OF_CHUNK)
+_CHUNK_VALUES: Final = ("offsets", _SIZE_CLASS, "sizes", _SIZE_CLASS)
+_ITEM_RANGE_VALUES: Final = (
+    "fqn",
+    "index",
+    "offset",
+    _SIZE_CLASS,
+    _STORAGE_INFO_CLASS,
+    "relative_path",
+    "offset",
+    "length",
+)
+_TENSOR_VALUES: Final = ("properties", "size", _SIZE_CLASS, "chunks", _CHUNK_CLASS, *_CHUNK_VALUES)
 
 _Read: TypeAlias = Callable[[Global, int, list[Any]], tuple[list[Any], int]]
 
 
-class FastObjects:
+class FastObjectReader:
     """Reads objects of one pickle. One thread."""
 
     def __init__(self, data: bytes, check_size: Callable[[tuple[int, ...]], object]) -> None:
@@ -92,7 +101,7 @@ class FastObjects:
         self._readers: dict[int, tuple[Global, _Read | None]] = {}
         self._reader_of: Mapping[str, _Read] = {
             "ChunkStorageMetadata": self._chunks,
-            "MetadataIndex": self._places,
+            "MetadataIndex": self._item_ranges,
             "TensorStorageMetadata": self._tensor,
         }
 
@@ -100,7 +109,7 @@ class FastObjects:
         """Read consecutive objects. See `ObjectReader`."""
         known = self._readers.get(id(function))
         if known is None:
-            known = self._readers[id(function)] = (function, self._reader_of.get(class_of_torch(function)))
+            known = self._readers[id(function)] = (function, self._reader_of.get(torch_class_name(function)))
         read = known[1]
         if read is None:
             return None
@@ -110,37 +119,37 @@ class FastObjects:
     def _chunks(self, function: Global, position: int, memo: list[Any]) -> tuple[list[Any], int]:
         """Read chunks of a tensor. The number of memo entries of each chunk follows from its axes."""
         values: list[Any] = []
-        stop, of_class, known, checked = position, b"", self._sizes.get, self._checked.get(_OF_CHUNK[0])
+        stop, of_class, known, checked = position, b"", self._sizes.get, self._checked.get(_CHUNK_VALUES[0])
         while (match := _CHUNK.match(self._data, position)) is not None:
             start, count, following = match.group(3, 6, 7)
             offsets, sizes = known(start) or self._size(start), known(count) or self._size(count)
             references = match.group(1, 2, 4, 5)
             if offsets is None or sizes is None:
                 break
-            if references != checked and not self._are(references, _OF_CHUNK, memo):
+            if references != checked and not self._refer_to(references, _CHUNK_VALUES, memo):
                 break
             checked = references
             memo += _UNSET[6 + bool(offsets) + bool(sizes)]
-            values.append(Compact(("ChunkStorageMetadata", offsets, sizes)))
+            values.append(CompactObject(("ChunkStorageMetadata", offsets, sizes)))
             position = stop = match.end()
             if following is None:
                 break
             stop -= len(following)
             if following != of_class:
-                if not self._are((following,), (function,), memo):
+                if not self._refer_to((following,), (function,), memo):
                     break
                 of_class = following
         return values, stop
 
-    def _places(self, function: Global, position: int, memo: list[Any]) -> tuple[list[Any], int]:
+    def _item_ranges(self, function: Global, position: int, memo: list[Any]) -> tuple[list[Any], int]:
         """Read locations of chunks. A text that one of them defines enters the memo; later ones refer to it."""
         values: list[Any] = []
-        stop, of_class, known, checked = position, b"", self._sizes.get, self._checked.get(_OF_PLACE[0])
-        while (match := _PLACE.match(self._data, position)) is not None:
+        stop, of_class, known, checked = position, b"", self._sizes.get, self._checked.get(_ITEM_RANGE_VALUES[0])
+        while (match := _ITEM_RANGE.match(self._data, position)) is not None:
             name_at, path_at, start, offset, length, following = match.group(2, 11, 8, 15, 17, 18)
             size = known(start) or self._size(start)
             references = match.group(1, 5, 6, 7, 9, 10, 14, 16)
-            if size is None or (references != checked and not self._are(references, _OF_PLACE, memo)):
+            if size is None or (references != checked and not self._refer_to(references, _ITEM_RANGE_VALUES, memo)):
                 break
             checked = references
             name = _text(name_at, match, 3, memo)
@@ -153,14 +162,14 @@ class FastObjects:
             memo += _UNSET[4 + bool(size)]
             if path_at is None:
                 memo.append(path)
-            values.append(Compact(("MetadataIndex", name, size)))
-            values.append(Compact(("_StorageInfo", path, _number(offset), _number(length))))
+            values.append(CompactObject(("MetadataIndex", name, size)))
+            values.append(CompactObject(("_StorageInfo", path, _number(offset), _number(length))))
             position = stop = match.end()
             if following is None:
                 break
             stop -= len(following)
             if following != of_class:
-                if not self._are((following,), (function,), memo):
+                if not self._refer_to((following,), (function,), memo):
                     break
                 of_class = following
         return values, stop
@@ -174,7 +183,7 @@ class FastObjects:
         if size is None or offsets is None or sizes is None:
             return [], position
         references = match.group(1, 5, 6, 8, 9, 10, 11, 13, 14)
-        if references != self._checked.get(_OF_TENSOR[0]) and not self._are(references, _OF_TENSOR, memo):
+        if references != self._checked.get(_TENSOR_VALUES[0]) and not self._refer_to(references, _TENSOR_VALUES, memo):
             return [], position
         of_properties, state, reference = match.group(2, 3, 4)
         if reference is None:
@@ -188,13 +197,13 @@ class FastObjects:
                 return [], position
             memo += _UNSET[2]
         memo += _UNSET[9 + bool(size) + bool(offsets) + bool(sizes)]
-        return [Compact(("TensorStorageMetadata", properties, size, offsets, sizes))], match.end()
+        return [CompactObject(("TensorStorageMetadata", properties, size, offsets, sizes))], match.end()
 
     def _new_properties(self, reference: bytes, items: bytes, memo: list[Any]) -> Call | None:
         """Return new tensor properties: a class, and the items of a tuple."""
         known = self._properties.get((reference, items))
         if known is None:
-            if not self._are((reference,), (_PROPERTIES_CLASS,), memo):
+            if not self._refer_to((reference,), (_PROPERTIES_CLASS,), memo):
                 return None
             state = [_BOOLEANS[item] if item in _BOOLEANS else _entry(item, memo) for item in _ONE_ITEM.findall(items)]
             if UNSET in state:
@@ -202,12 +211,12 @@ class FastObjects:
             known = self._properties[reference, items] = (_entry(reference, memo), tuple(state))
         return Call(known[0], (), known[1], new=True)
 
-    def _are(self, references: tuple[bytes, ...], expected: tuple[object, ...], memo: list[Any]) -> bool:
+    def _refer_to(self, references: tuple[bytes, ...], expected: tuple[object, ...], memo: list[Any]) -> bool:
         """Return whether the references point to the expected values."""
         for reference, value in zip(references, expected, strict=True):
             found = _entry(reference, memo)
             if type(found) is Global:
-                found = _CLASSES.get(class_of_torch(found), found) if value.__class__ is object else found
+                found = _CLASSES.get(torch_class_name(found), found) if value.__class__ is object else found
             if found != value:
                 return False
         self._checked[expected[0]] = references
@@ -228,8 +237,8 @@ class FastObjects:
 
 def _entry(reference: bytes, memo: list[Any]) -> Any:
     """Return the memo entry that an opcode refers to."""
-    place = int.from_bytes(reference[1:], "little")
-    return memo[place] if place < len(memo) else UNSET
+    index = int.from_bytes(reference[1:], "little")
+    return memo[index] if index < len(memo) else UNSET
 
 
 def _text(reference: bytes | None, match: re.Match[bytes], group: int, memo: list[Any]) -> str | None:

@@ -16,17 +16,17 @@ import numpy as np
 
 from ckptcore.model import HostArray
 
-__all__ = ["Field", "bytes_field", "number_field", "reference_field", "rows_of_fields", "size_fields"]
+__all__ = ["OpcodeField", "bytes_field", "encode_rows", "number_field", "reference_field", "size_fields"]
 
 _BLOCK_ROWS: Final = 1 << 13
 """Rows encoded at a time, so that their matrix stays in the cache."""
-_MOST_BY_OPCODE: Final = 4
+_MAX_BY_OPCODE: Final = 4
 """From this number of items, a tuple uses MARK."""
 _TUPLES: Final = np.frombuffer(b")\x85\x86\x87", np.uint8)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Field:
+class OpcodeField:
     """A part of every row.
 
     Attributes:
@@ -38,12 +38,12 @@ class Field:
     nbytes: HostArray | None = None
 
 
-def bytes_field(data: bytes) -> Field:
+def bytes_field(data: bytes) -> OpcodeField:
     """Return a field with the same bytes in every row."""
-    return Field(np.frombuffer(data, np.uint8)[None, :])
+    return OpcodeField(np.frombuffer(data, np.uint8)[None, :])
 
 
-def number_field(numbers: HostArray, present: HostArray | None = None) -> Field:
+def number_field(numbers: HostArray, present: HostArray | None = None) -> OpcodeField:
     """Return an int64 number per row; no bytes in rows where `present` is false."""
     width = np.full(len(numbers), 10, np.int64)
     width[(-(1 << 31) <= numbers) & (numbers < 1 << 31)] = 5
@@ -60,20 +60,20 @@ def number_field(numbers: HostArray, present: HostArray | None = None) -> Field:
         data[:, 1:] = raw[:, : room - 1]
     opcodes = np.array([0, 0, ord("K"), ord("M"), 0, ord("J"), 0, 0, 0, 0, 0x8A], np.uint8)
     data[:, 0] = opcodes[width]
-    return Field(data, width if present is None else np.where(present, width, 0))
+    return OpcodeField(data, width if present is None else np.where(present, width, 0))
 
 
-def reference_field(numbers: HostArray) -> Field:
+def reference_field(numbers: HostArray) -> OpcodeField:
     """Return a reference to a memo entry per row, by its number."""
     raw = np.ascontiguousarray(numbers, "<u4").view(np.uint8).reshape(-1, 4)
     long = numbers >= 1 << 8
     data = np.zeros((len(numbers), 5), np.uint8)
     data[:, 0] = np.where(long, ord("j"), ord("h"))
     data[:, 1:] = raw
-    return Field(data, np.where(long, 5, 2))
+    return OpcodeField(data, np.where(long, 5, 2))
 
 
-def size_fields(axes: HostArray, numbers: HostArray, made_by: bytes) -> Sequence[Field]:
+def size_fields(axes: HostArray, numbers: HostArray, class_opcodes: bytes) -> Sequence[OpcodeField]:
     """Return the fields of a ``torch.Size`` per row.
 
     Args:
@@ -81,16 +81,16 @@ def size_fields(axes: HostArray, numbers: HostArray, made_by: bytes) -> Sequence
         numbers: extents per row; extents beyond the row's axes are ignored.
         made_by: opcodes of the class.
     """
-    marked = axes >= _MOST_BY_OPCODE
-    fields = [bytes_field(made_by)]
+    marked = axes >= _MAX_BY_OPCODE
+    fields = [bytes_field(class_opcodes)]
     if marked.any():
-        fields.append(Field(np.full((len(axes), 1), ord("("), np.uint8), marked.astype(np.int64)))
+        fields.append(OpcodeField(np.full((len(axes), 1), ord("("), np.uint8), marked.astype(np.int64)))
     fields += [number_field(numbers[:, axis], axes > axis) for axis in range(numbers.shape[1])]
-    closing = np.where(marked, np.uint8(ord("t")), _TUPLES[np.minimum(axes, _MOST_BY_OPCODE - 1)])
-    return [*fields, Field(closing[:, None]), bytes_field(b"\x85R")]
+    closing = np.where(marked, np.uint8(ord("t")), _TUPLES[np.minimum(axes, _MAX_BY_OPCODE - 1)])
+    return [*fields, OpcodeField(closing[:, None]), bytes_field(b"\x85R")]
 
 
-def rows_of_fields(fields: Sequence[Field], count: int) -> tuple[bytes, HostArray]:
+def encode_rows(fields: Sequence[OpcodeField], count: int) -> tuple[bytes, HostArray]:
     """Return the bytes of all rows, concatenated, and the offset of each row plus the end of the last."""
     lengths = np.zeros(count, np.int64)
     for field in fields:

@@ -1,14 +1,306 @@
-"""Reader of ``.metadata``."""
+"""Reader of ``.metadata``: converts the inert values of its pickle to entries."""
 
 from __future__ import annotations
 
-from ckptcore.errors import CheckpointError, CorruptCheckpointError
-from ckptcore_dcp.metadata.entries import DcpMetadata
-from ckptcore_dcp.metadata.fast import FastObjects
-from ckptcore_dcp.metadata.pickled import PickledMetadata
-from ckptcore_dcp.pickles import ObjectReader, read_pickle
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NoReturn, TypeAlias
 
-__all__ = ["read_fast", "read_metadata", "read_plainly"]
+from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
+from ckptcore_dcp.dtypes import known_dtype, spec_and_kind
+from ckptcore_dcp.metadata.chunk_rows import ChunkRows, DcpChunkColumns
+from ckptcore_dcp.metadata.entries import DcpMetadata, DcpPath, DcpTensor, DcpValue, ItemRange, torch_class_name
+from ckptcore_dcp.metadata.fast import FastObjectReader
+from ckptcore_dcp.pickles import Call, CompactObject, Global, ObjectReader, Value, brief, read_pickle
+
+__all__ = ["MetadataDecoder", "read_fast", "read_metadata", "read_opcodes"]
+
+_ItemRanges: TypeAlias = dict[tuple[str, tuple[int, ...] | None], ItemRange]
+"""Byte ranges of items by name and offsets of a chunk; None for a value."""
+
+_MAX_COUNT: Final = 1 << 62
+_MAX_AXES: Final = 64
+_PATH_DEPTH: Final = 48
+"""In keys. A value may add 150 containers, and the core's limit is 200."""
+_SIZE: Final = Global("torch", "Size")
+_TEXT: Final = frozenset({str})
+
+
+@dataclass(slots=True)
+class _ListedChunks:
+    """Chunks of all tensors, concatenated."""
+
+    offsets: list[tuple[int, ...]] = field(default_factory=list)
+    sizes: list[tuple[int, ...]] = field(default_factory=list)
+    item_ranges: list[ItemRange] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class MetadataDecoder:
+    """Converts one pickle. Methods raise `CorruptCheckpointError` for anything unexpected.
+
+    Attributes:
+        key: the file, for errors.
+        remaining: remaining number of chunks and transforms. A small pickle can refer to one list many
+            times, but torch writes many bytes for each chunk.
+        classes: name of the torch class, or "", by ``id()`` of a `Global` of the pickle.
+        size_class: the `Global` for ``torch.Size`` of this pickle, once seen.
+    """
+
+    key: str
+    remaining: int
+    classes: dict[int, str] = field(default_factory=dict)
+    size_class: Value = None
+
+    def metadata(self, value: Value) -> DcpMetadata:
+        """Convert the value of the pickle.
+
+        Raises:
+            CorruptCheckpointError: it is not what torch.distributed.checkpoint writes.
+            UnsupportedLeafError: a tensor has a dtype that no array has.
+        """
+        state = self.attributes_of(value, "Metadata")
+        item_ranges = self.item_ranges(state.get("storage_data"))
+        tensors: dict[str, tuple[str, tuple[int, ...], bool]] = {}
+        bounds = [0]
+        chunks = _ListedChunks()
+        values: dict[str, DcpValue] = {}
+        for name, entry in self.mapping(state.get("state_dict_metadata"), "state_dict_metadata").items():
+            if type(name) is not str:
+                self.fail(f"the name of an entry is {brief(name)}")
+            if self.is_instance(entry, "BytesStorageMetadata"):
+                item_range = item_ranges.get((name, None))
+                if item_range is None:
+                    self.fail(
+                        f"no file is listed for the value {name!r}; its save was not finished. Load another checkpoint"
+                    )
+                values[name] = DcpValue(*item_range)
+            else:
+                tensors[name] = self.tensor(name, entry, item_ranges, chunks)
+                bounds.append(len(chunks.item_ranges))
+        save_id, checkpoint_id = self.storage_meta(state.get("storage_meta"))
+        paths = self.paths(state.get("planner_data"))
+        columns = DcpChunkColumns.from_parts(chunks.offsets, chunks.sizes, chunks.item_ranges)
+        found = {
+            name: DcpTensor(dtype, shape, ChunkRows(columns, start, stop), requires_grad)
+            for (name, (dtype, shape, requires_grad)), start, stop in zip(
+                tensors.items(), bounds, bounds[1:], strict=False
+            )
+        }
+        return DcpMetadata(found, values, paths, save_id, checkpoint_id)
+
+    def item_ranges(self, found: Value) -> _ItemRanges:
+        """Return the byte ranges of all items."""
+        listed = self.mapping(found, "storage_data")
+        return {(name, offset): item_range for name, offset, item_range in self.iter_item_ranges(listed)}
+
+    def iter_item_ranges(self, listed: Mapping[Any, Value]) -> Iterator[tuple[str, tuple[int, ...] | None, ItemRange]]:
+        """Yield the name, the offsets (None for a value) and the byte range of each item."""
+        paths: dict[str, str] = {}
+        for index, info in listed.items():
+            if index.__class__ is CompactObject and index[0] == "MetadataIndex":
+                _, name, offset = index
+            else:
+                at = self.attributes_of(index, "MetadataIndex")
+                name, offset = at.get("fqn"), at.get("offset")
+                offset = None if offset is None else self.size(offset)
+            if type(name) is not str:
+                self.fail(f"storage_data has {brief(name)} where a name is expected")
+            if info.__class__ is CompactObject and info[0] == "_StorageInfo":
+                _, path, start, length = info
+                transforms = None
+            else:
+                state = self.attributes_of(info, "_StorageInfo")
+                path, start, length = state.get("relative_path"), state.get("offset"), state.get("length")
+                transforms = state.get("transform_descriptors")
+            if type(path) is not str:
+                self.fail(f"the file name of {name!r} is {brief(path)}")
+            yield (
+                name,
+                offset,
+                (
+                    paths.get(path) or paths.setdefault(path, self.plain_path(path)),
+                    self.count(start, "the offset of an item"),
+                    self.count(length, "the length of an item"),
+                    () if transforms is None else self.texts(transforms),
+                ),
+            )
+
+    def tensor_header(self, name: str, entry: Value) -> tuple[str, bool, tuple[int, ...], list[Value]]:
+        """Return dtype, requires_grad and shape of a tensor, and its chunks as listed."""
+        listed: Value
+        if entry.__class__ is CompactObject and entry[0] == "TensorStorageMetadata":
+            _, properties, size, offsets, sizes = entry
+            listed = [CompactObject(("ChunkStorageMetadata", offsets, sizes))]
+        else:
+            state = self.attributes_of(entry, "TensorStorageMetadata")
+            properties, size, listed = state.get("properties"), state.get("size"), state.get("chunks")
+        dtype, requires_grad = self.properties(name, properties)
+        shape = self.size(size)
+        spec, _ = spec_and_kind(dtype, shape)
+        if not spec.is_possible:
+            self.fail(f"the tensor {name!r} is {spec}: it is too large, no memory has addresses for it")
+        if type(listed) is not list:
+            self.fail(f"the chunks of {name!r} are {brief(listed)}")
+        self.count_parts(len(listed))
+        return dtype, requires_grad, shape, listed
+
+    def box(self, chunk: Value) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the offsets and sizes of a chunk."""
+        if chunk.__class__ is CompactObject and chunk[0] == "ChunkStorageMetadata":
+            _, offsets, sizes = chunk
+            return offsets, sizes
+        state = self.attributes_of(chunk, "ChunkStorageMetadata")
+        return self.size(state.get("offsets")), self.size(state.get("sizes"))
+
+    def tensor(
+        self, name: str, entry: Value, item_ranges: _ItemRanges, chunks: _ListedChunks
+    ) -> tuple[str, tuple[int, ...], bool]:
+        """Return dtype, shape and requires_grad of a tensor. Add its chunks that have a location."""
+        dtype, requires_grad, shape, listed = self.tensor_header(name, entry)
+        boxes: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+        for chunk in listed:
+            offsets, sizes = self.box(chunk)
+            if not len(offsets) == len(sizes) == len(shape) or not all(
+                map(int.__le__, map(int.__add__, offsets, sizes), shape)
+            ):
+                self.fail(f"a chunk of {sizes} at {offsets} exceeds the tensor {name!r} of {shape}")
+            item_range = item_ranges.get((name, offsets))
+            if item_range is None and len(listed) == 1:
+                item_range = item_ranges.get((name, None))
+            if item_range is not None and (offsets, sizes) not in boxes:
+                boxes.add((offsets, sizes))
+                chunks.offsets.append(offsets)
+                chunks.sizes.append(sizes)
+                chunks.item_ranges.append(item_range)
+        return dtype, shape, requires_grad
+
+    def properties(self, name: str, found: Value) -> tuple[str, bool]:
+        """Return dtype and requires_grad of a tensor."""
+        if not self.is_instance(found, "TensorProperties"):
+            self.fail(f"the properties of {name!r} are {brief(found)}")
+        state = found.state  # type: ignore[union-attr]  # a Call, see `is_instance`
+        match state:
+            case (dtype, _, bool() as requires_grad, *_):
+                pass
+            case {"dtype": dtype, **rest}:
+                requires_grad = rest.get("requires_grad") is True
+            case _:
+                self.fail(f"the properties of {name!r} are {brief(state)}")
+        if not isinstance(dtype, Global) or dtype.module != "torch":
+            self.fail(f"the dtype of {name!r} is {brief(dtype)}")
+        known = known_dtype(dtype.name)
+        if known is None:
+            raise UnsupportedLeafError(
+                f"the tensor {name!r} has the dtype torch.{dtype.name[:40]}, which no array of NumPy has; "
+                "load it with torch, and save it as another dtype"
+            )
+        return known, requires_grad
+
+    def storage_meta(self, found: Value) -> tuple[str | None, str | None]:
+        """Return the save id and the location. Unknown forms count as None."""
+        if not self.is_instance(found, "StorageMeta"):
+            return None, None
+        state = self.attributes_of(found, "StorageMeta")
+        save_id, location = state.get("save_id"), state.get("checkpoint_id")
+        if isinstance(location, Call) and isinstance(location.function, Global):
+            parts = location.arguments
+            known = location.function.module.partition(".")[0] == "pathlib"
+            location = "/".join(parts).replace("//", "/", 1) if known and _are_texts(parts) else None  # type: ignore[arg-type]  # texts, as just seen
+        return save_id if type(save_id) is str else None, location if type(location) is str else None
+
+    def paths(self, found: Value) -> dict[str, DcpPath] | None:
+        """Return the paths if the planner data contains paths, else None. Planners may store other data."""
+        if type(found) is not dict:
+            return None
+        paths: dict[str, DcpPath] = {}
+        for name, path in found.items():
+            if type(name) is not str or type(path) is not tuple or not 0 < len(path) <= _PATH_DEPTH:
+                return None
+            if not _TEXT.issuperset(map(type, path)) and not all(
+                type(step) is str or (type(step) is int and 0 <= step < _MAX_COUNT) for step in path
+            ):
+                return None
+            paths[name] = path  # type: ignore[assignment]  # checked above
+        return paths
+
+    def plain_path(self, path: str) -> str:
+        """Validate that a path stays below the directory of the checkpoint."""
+        parts = path.split("/")
+        plain = all(part not in ("", ".", "..") for part in parts) and not any(letter in path for letter in "\\\0")
+        if not plain or path[1:2] == ":" or not path.isprintable():
+            self.fail(f"the file {path[:200]!r} is not one below the directory of the checkpoint")
+        return path
+
+    def size(self, found: Value) -> tuple[int, ...]:
+        """Return a ``torch.Size``, or another sequence of counts, as a tuple."""
+        numbers: Any = found
+        if isinstance(found, Call) and (found.function is self.size_class or found.function == _SIZE):
+            self.size_class = found.function
+            numbers = found.arguments[0] if len(found.arguments) == 1 else () if not found.arguments else None
+        if type(numbers) not in (tuple, list) or len(numbers) > _MAX_AXES:
+            self.fail(f"expected a torch.Size, found {brief(found)}")
+        for number in numbers:
+            if number.__class__ is not int or not 0 <= number < _MAX_COUNT:
+                self.fail(f"a torch.Size has {brief(number)} elements along an axis")
+        return tuple(numbers)
+
+    def count(self, found: Value, what: str) -> int:
+        """Return a number of bytes."""
+        if type(found) is not int or not 0 <= found < _MAX_COUNT:
+            self.fail(f"{what} is {brief(found)}; expected a number of bytes")
+        return found
+
+    def texts(self, found: Value) -> tuple[str, ...]:
+        """Return the names of transforms."""
+        if type(found) not in (list, tuple) or not _are_texts(found):  # type: ignore[arg-type]  # a sequence, see above
+            self.fail(f"the transforms of an item are {brief(found)}")
+        self.count_parts(len(found))  # type: ignore[arg-type]  # as above
+        return tuple(found)  # type: ignore[arg-type]  # texts, as just seen
+
+    def mapping(self, found: Value, what: str) -> dict[Any, Value]:
+        """Return a value if it is a dict."""
+        if type(found) is not dict:
+            self.fail(f"{what} is {brief(found)}; expected a dict")
+        return found
+
+    def is_instance(self, found: Value, name: str) -> bool:
+        """Return whether a value is an object of the torch class with this name."""
+        if found.__class__ is not Call:
+            return False
+        function = found.function
+        known = self.classes.get(id(function))
+        if known is None:
+            if not isinstance(function, Global):
+                return False
+            # The pickle names a class once and refers to it from each object, so its `Global` and
+            # id persist.
+            known = self.classes[id(function)] = torch_class_name(function)
+        return known == name
+
+    def attributes_of(self, found: Value, name: str) -> Mapping[Any, Value]:
+        """Return the attributes of an object of a torch class."""
+        if not self.is_instance(found, name) or type(found.state) is not dict:  # type: ignore[union-attr]  # a Call, see `is_instance`
+            self.fail(f"expected a {name} of torch.distributed.checkpoint, found {brief(found)}")
+        return found.state  # type: ignore[union-attr]  # checked above
+
+    def count_parts(self, count: int) -> None:
+        """Count chunks and transforms against the size of the file."""
+        self.remaining -= count
+        if self.remaining < 0:
+            self.fail("it lists more parts than it has bytes")
+
+    def fail(self, reason: str) -> NoReturn:
+        """Raise an error for this file.
+
+        Raises:
+            CorruptCheckpointError: always.
+        """
+        raise CorruptCheckpointError(f"{self.key} cannot be read: {reason}", key=self.key)
+
+
+def _are_texts(found: Sequence[Value]) -> bool:
+    return all(type(text) is str for text in found)
 
 
 def read_metadata(data: bytes, *, key: str) -> DcpMetadata:
@@ -29,21 +321,21 @@ def read_metadata(data: bytes, *, key: str) -> DcpMetadata:
     try:
         return read_fast(data, key=key)
     except CheckpointError:
-        return read_plainly(data, key=key)  # decides whether the file is corrupt, and reports why
+        return read_opcodes(data, key=key)  # decides whether the file is corrupt, and reports why
 
 
 def read_fast(data: bytes, *, key: str) -> DcpMetadata:
-    """Read ``.metadata`` with `FastObjects`. Rejects pickles that use objects differently from torch."""
-    reader = PickledMetadata(key, len(data))
-    return _metadata(data, key, reader, FastObjects(data, reader.size).read)
+    """Read ``.metadata`` with `FastObjectReader`. Rejects pickles that use objects differently from torch."""
+    reader = MetadataDecoder(key, len(data))
+    return _metadata(data, key, reader, FastObjectReader(data, reader.size).read)
 
 
-def read_plainly(data: bytes, *, key: str) -> DcpMetadata:
+def read_opcodes(data: bytes, *, key: str) -> DcpMetadata:
     """Read ``.metadata`` opcode by opcode."""
-    return _metadata(data, key, PickledMetadata(key, len(data)), None)
+    return _metadata(data, key, MetadataDecoder(key, len(data)), None)
 
 
-def _metadata(data: bytes, key: str, reader: PickledMetadata, objects: ObjectReader | None) -> DcpMetadata:
+def _metadata(data: bytes, key: str, reader: MetadataDecoder, objects: ObjectReader | None) -> DcpMetadata:
     value, stop = read_pickle(data, key=key, objects=objects)
     if stop != len(data):
         raise CorruptCheckpointError(f"{key} has {len(data)} bytes, but its pickle ends at byte {stop}", key=key)

@@ -9,13 +9,13 @@ from typing import Final
 import numpy as np
 
 from ckptcore.model import HostArray
-from ckptcore_dcp.metadata.chunk_rows import ChunkTableColumns, joined_chunks
+from ckptcore_dcp.metadata.chunk_rows import DcpChunkColumns, join_chunks
 from ckptcore_dcp.metadata.entries import DcpChunk, DcpMetadata, DcpTensor, DcpValue
 from ckptcore_dcp.metadata.opcode_rows import (
     bytes_field,
+    encode_rows,
     number_field,
     reference_field,
-    rows_of_fields,
     size_fields,
 )
 
@@ -30,7 +30,7 @@ _BEGIN: Final = b")\x81}("
 """EMPTY_TUPLE NEWOBJ EMPTY_DICT MARK: an object whose attributes follow."""
 _SET: Final = b"ub"
 """SETITEMS BUILD: the attributes are complete."""
-_SMALL: Final = tuple([b"K" + bytes([number]) for number in range(256)])
+_SMALL: Final = tuple([b"K" + bytes([memo_number]) for memo_number in range(256)])
 
 
 def write_metadata(metadata: DcpMetadata) -> bytes:
@@ -40,13 +40,13 @@ def write_metadata(metadata: DcpMetadata) -> bytes:
     referred to; other objects do not enter the memo. The pickle is a single frame, because readers
     load it into memory as a whole anyway.
     """
-    pickle = _Pickle()
+    pickle = _OpcodeCache()
     out = pickle.out
     out += [pickle[_METADATA, "Metadata"], _BEGIN, pickle["state_dict_metadata"], b"}("]
     names = metadata.names
     tensors = {name: metadata.tensors[name] for name in names if name in metadata.tensors}
     counts = [len(tensor.chunks) for tensor in tensors.values()]
-    columns = joined_chunks([tensor.chunks for tensor, count in zip(tensors.values(), counts, strict=True) if count])
+    columns = join_chunks([tensor.chunks for tensor, count in zip(tensors.values(), counts, strict=True) if count])
     rows, begins, start = b"", [0], 0
     heads: dict[tuple[str, bool], bytes] = {}
     counted = iter(counts)
@@ -81,8 +81,8 @@ def write_metadata(metadata: DcpMetadata) -> bytes:
     out += [pickle["storage_data"], b"}("]
     for name, value in metadata.values.items():
         out += (pickle[_INDEX], _BEGIN, pickle["fqn"], pickle[name], pickle["index"], b"Nub")
-        _write_place(value, pickle)
-    _write_places([pickle.number(name) for name in tensors], np.array(counts, np.int64), columns, pickle)
+        _write_item_range(value, pickle)
+    _write_item_ranges([pickle.memo_number(name) for name in tensors], np.array(counts, np.int64), columns, pickle)
     out += [b"u", pickle["storage_meta"], pickle[_METADATA, "StorageMeta"], _BEGIN]
     out += [pickle["checkpoint_id"], pickle.optional(metadata.checkpoint_id)]
     out += [pickle["save_id"], pickle.optional(metadata.save_id), pickle["load_id"], b"N", pickle["modules"], b"]ub"]
@@ -91,30 +91,30 @@ def write_metadata(metadata: DcpMetadata) -> bytes:
     return b"\x80\x04\x95" + len(data).to_bytes(8, "little") + data
 
 
-def _head(tensor: DcpTensor, pickle: _Pickle) -> bytes:
+def _head(tensor: DcpTensor, pickle: _OpcodeCache) -> bytes:
     """Return the opcodes of a tensor up to its shape. Equal for all tensors of a dtype except the first."""
     parts = [pickle[_METADATA, "TensorStorageMetadata"], _BEGIN, pickle["properties"]]
     parts += [pickle[_METADATA, "TensorProperties"], b")\x81(", pickle["torch", tensor.dtype]]
-    parts += [pickle.called(("torch.serialization", "_get_layout"), "torch.strided")]
-    parts += [b"\x88" if tensor.requires_grad else b"\x89", pickle.called((_METADATA, "_MEM_FORMAT_ENCODING"), 0)]
+    parts += [pickle.call(("torch.serialization", "_get_layout"), "torch.strided")]
+    parts += [b"\x88" if tensor.requires_grad else b"\x89", pickle.call((_METADATA, "_MEM_FORMAT_ENCODING"), 0)]
     return b"".join([*parts, b"\x89tb", pickle["size"]])
 
 
-def _chunk_rows(columns: ChunkTableColumns, pickle: _Pickle) -> tuple[bytes, list[int]]:
+def _chunk_rows(columns: DcpChunkColumns, pickle: _OpcodeCache) -> tuple[bytes, list[int]]:
     """Return the opcodes of all chunks, and the offset of each."""
-    made_by = pickle["torch", "Size"]
+    class_opcodes = pickle["torch", "Size"]
     fields = [
         bytes_field(pickle[_CHUNK] + _BEGIN + pickle["offsets"]),
-        *size_fields(columns.axes, columns.offsets, made_by),
+        *size_fields(columns.axes, columns.offsets, class_opcodes),
         bytes_field(pickle["sizes"]),
-        *size_fields(columns.axes, columns.sizes, made_by),
+        *size_fields(columns.axes, columns.sizes, class_opcodes),
         bytes_field(_SET),
     ]
-    rows, begins = rows_of_fields(fields, len(columns.axes))
+    rows, begins = encode_rows(fields, len(columns.axes))
     return rows, begins.tolist()
 
 
-def _write_places(names: Sequence[int], counts: HostArray, columns: ChunkTableColumns, pickle: _Pickle) -> None:
+def _write_item_ranges(names: Sequence[int], counts: HostArray, columns: DcpChunkColumns, pickle: _OpcodeCache) -> None:
     """Write the location of each chunk.
 
     Locations that name a file first, or have transforms, are written one by one; the others at
@@ -147,18 +147,18 @@ def _write_places(names: Sequence[int], counts: HostArray, columns: ChunkTableCo
                 number_field(columns.length[run]),
                 bytes_field(_SET),
             ]
-            out.append(rows_of_fields(fields, row - done)[0])
+            out.append(encode_rows(fields, row - done)[0])
         if row == count:
             return
         chunk = columns.chunk(row)
         out += (pickle[_INDEX], _BEGIN, pickle["fqn"], _reference(int(references[row])))
         out += (pickle["index"], _number(int(numbers[row])), pickle["offset"], pickle.sizes[chunk.offsets], _SET)
-        _write_place(chunk, pickle)
-        files[columns.file[row]] = pickle.number(chunk.relative_path)
+        _write_item_range(chunk, pickle)
+        files[columns.file[row]] = pickle.memo_number(chunk.relative_path)
         done = row + 1
 
 
-def _write_paths(metadata: DcpMetadata, pickle: _Pickle) -> None:
+def _write_paths(metadata: DcpMetadata, pickle: _OpcodeCache) -> None:
     if metadata.paths is None:
         pickle.out.append(b"N")
         return
@@ -171,17 +171,17 @@ def _write_paths(metadata: DcpMetadata, pickle: _Pickle) -> None:
     pickle.out.append(b"u")
 
 
-def _write_place(place: DcpChunk | DcpValue, pickle: _Pickle) -> None:
+def _write_item_range(entry: DcpChunk | DcpValue, pickle: _OpcodeCache) -> None:
     out = pickle.out
-    out += (pickle[_INFO], _BEGIN, pickle["relative_path"], pickle[place.relative_path])
-    out += (pickle["offset"], _number(place.offset), pickle["length"], _number(place.length))
-    if place.transforms:
-        names = [pickle[text] for text in place.transforms]
+    out += (pickle[_INFO], _BEGIN, pickle["relative_path"], pickle[entry.relative_path])
+    out += (pickle["offset"], _number(entry.offset), pickle["length"], _number(entry.length))
+    if entry.transforms:
+        names = [pickle[text] for text in entry.transforms]
         out += [pickle["transform_descriptors"], b"](", *names, b"e"]
     out.append(_SET)
 
 
-class _Pickle(dict[str | tuple[str, str], bytes]):
+class _OpcodeCache(dict[str | tuple[str, str], bytes]):
     """Opcodes of texts and classes; must be written in the order of lookups.
 
     The first lookup returns opcodes that create the text or class and add it to the memo. Later
@@ -194,9 +194,9 @@ class _Pickle(dict[str | tuple[str, str], bytes]):
 
     def __init__(self) -> None:
         self.out: list[bytes] = []
-        self.sizes = _Sizes(self)
+        self.sizes = _SizeOpcodes(self)
         self._numbered = 0
-        self._made: dict[tuple[str, str], bytes] = {}
+        self._calls: dict[tuple[str, str], bytes] = {}
 
     def __missing__(self, item: str | tuple[str, str]) -> bytes:
         if isinstance(item, tuple):
@@ -209,33 +209,33 @@ class _Pickle(dict[str | tuple[str, str], bytes]):
         self[item] = self._next()
         return b"\x8c%c%b\x94" % (nbytes, data) if nbytes < 256 else b"X%b%b\x94" % (nbytes.to_bytes(4, "little"), data)
 
-    def called(self, function: tuple[str, str], argument: str | int) -> bytes:
+    def call(self, function: tuple[str, str], argument: str | int) -> bytes:
         """Return the opcodes of a function called with a text or a number."""
-        known = self._made.get(function)
+        known = self._calls.get(function)
         if known is not None:
             return known
         opcodes = self[function] + (_number(argument) if isinstance(argument, int) else self[argument]) + b"\x85R\x94"
-        self._made[function] = self._next()
+        self._calls[function] = self._next()
         return opcodes
 
     def optional(self, text: str | None) -> bytes:
         """Return the opcodes of a text or None."""
         return b"N" if text is None else self[text]
 
-    def number(self, text: str) -> int:
+    def memo_number(self, text: str) -> int:
         """Return the memo number of a text that was written before."""
         return int.from_bytes(self[text][1:], "little")
 
     def _next(self) -> bytes:
-        number = self._numbered
+        memo_number = self._numbered
         self._numbered += 1
-        return _reference(number)
+        return _reference(memo_number)
 
 
-class _Sizes(dict[tuple[int, ...], bytes]):
+class _SizeOpcodes(dict[tuple[int, ...], bytes]):
     """Opcodes of ``torch.Size`` values by size."""
 
-    def __init__(self, pickle: _Pickle) -> None:
+    def __init__(self, pickle: _OpcodeCache) -> None:
         self._pickle = pickle
 
     def __missing__(self, size: tuple[int, ...]) -> bytes:
@@ -247,17 +247,17 @@ class _Sizes(dict[tuple[int, ...], bytes]):
         return made + pair + b"\x85R"
 
 
-def _number(number: int) -> bytes:
+def _number(memo_number: int) -> bytes:
     """Return the opcodes of an int."""
-    if 0 <= number < 256:
-        return _SMALL[number]
-    if 0 <= number < 1 << 16:
-        return b"M" + number.to_bytes(2, "little")
-    if -(1 << 31) <= number < 1 << 31:
-        return b"J" + struct.pack("<i", number)
-    return b"\x8a\x08" + struct.pack("<q", number)
+    if 0 <= memo_number < 256:
+        return _SMALL[memo_number]
+    if 0 <= memo_number < 1 << 16:
+        return b"M" + memo_number.to_bytes(2, "little")
+    if -(1 << 31) <= memo_number < 1 << 31:
+        return b"J" + struct.pack("<i", memo_number)
+    return b"\x8a\x08" + struct.pack("<q", memo_number)
 
 
-def _reference(number: int) -> bytes:
+def _reference(memo_number: int) -> bytes:
     """Return the opcodes of a reference to a memo entry."""
-    return b"h" + bytes([number]) if number < 256 else b"j" + number.to_bytes(4, "little")
+    return b"h" + bytes([memo_number]) if memo_number < 256 else b"j" + memo_number.to_bytes(4, "little")

@@ -3,7 +3,7 @@
 No object of a pickle is imported or called. The result of a class or function becomes a `Call` that
 records the function and its arguments; the caller decides what it means.
 
-- `values`: the values of a pickle, errors about pickles, and bounded walks over values
+- `values`: the values of a pickle, and errors about pickles
 - `machine`: decodes the opcodes of protocols 0 to 5
 - `literals`: opcodes that contain a value
 - `keys`: limits the cost of hashing dict keys
@@ -11,22 +11,22 @@ records the function and its arguments; the caller decides what it means.
 - `encoder`: encodes values with protocols 2 and 4
 """
 
-from ckptcore_dcp.pickles.builtin_calls import builtin_value
 from ckptcore_dcp.pickles.encoder import write_pickle
+from ckptcore_dcp.pickles.known_calls import builtin_value, scalar_value
 from ckptcore_dcp.pickles.machine import UNSET, ObjectReader, read_pickle
-from ckptcore_dcp.pickles.values import Call, Compact, Global, Persistent, Value, brief, check_walk
+from ckptcore_dcp.pickles.values import Call, CompactObject, Global, Persistent, Value, brief
 
 __all__ = [
     "UNSET",
     "Call",
-    "Compact",
+    "CompactObject",
     "Global",
     "ObjectReader",
     "Persistent",
     "Value",
     "brief",
     "builtin_value",
-    "check_walk",
     "read_pickle",
+    "scalar_value",
     "write_pickle",
 ]

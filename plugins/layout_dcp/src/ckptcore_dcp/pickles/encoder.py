@@ -8,15 +8,106 @@ the nesting depth is not limited.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from ckptcore.errors import UnsupportedLeafError
-from ckptcore_dcp.pickles.plain_opcodes import PLAIN_OPCODES
 from ckptcore_dcp.pickles.values import Call, Global, Persistent, Value, brief
-from ckptcore_dcp.pickles.work import Made, Raw, Work, in_order, is_flat
 
 __all__ = ["write_pickle"]
+
+
+def _none(value: None) -> bytes:
+    return b"N"
+
+
+def _bool(value: bool) -> bytes:
+    return b"\x88" if value else b"\x89"
+
+
+def _integer(value: int) -> bytes:
+    if 0 <= value < 256:
+        return b"K%c" % value
+    if 0 <= value < 65536:
+        return b"M" + value.to_bytes(2, "little")
+    if -0x80000000 <= value < 0x80000000:
+        return b"J" + value.to_bytes(4, "little", signed=True)
+    size = (value.bit_length() >> 3) + 1
+    body = value.to_bytes(size, "little", signed=True)
+    if size > 1 and body[-1] == 0xFF and body[-2] & 0x80:  # -2**(8 * n - 1) needs one byte less
+        body = body[:-1]
+    if len(body) > 255:
+        raise UnsupportedLeafError(
+            f"{brief(value)} cannot be written to a pickle that torch reads; expected at most 255 bytes; store it as "
+            "a text"
+        )
+    return b"\x8a%c" % len(body) + body
+
+
+def _float(value: float) -> bytes:
+    return b"G" + struct.pack(">d", value)
+
+
+_PLAIN_OPCODES: Final[Mapping[type, Callable[[Any], bytes]]] = {
+    int: _integer,
+    float: _float,
+    bool: _bool,
+    type(None): _none,
+}
+"""Encoders of values that use neither the memo nor the work list."""
+
+
+_FLAT: Final = frozenset({int, str, bool, float, type(None), bytes, Global})
+"""Types that are written without the work list."""
+
+
+class _Opcodes:
+    """Opcodes to write."""
+
+    __slots__ = ("opcodes",)
+
+    def __init__(self, opcodes: bytes) -> None:
+        self.opcodes = opcodes
+
+
+class _Steps:
+    """Several steps, skipped together if their object was already written."""
+
+    __slots__ = ("pieces",)
+
+    def __init__(self, pieces: list[Any]) -> None:
+        self.pieces = pieces
+
+
+class _Build:
+    """Creates a tuple, frozenset or call from the parts on the reader's stack."""
+
+    __slots__ = ("discard", "opcodes", "value")
+
+    def __init__(self, value: Any, opcodes: bytes, discard: bytes) -> None:
+        self.value = value
+        self.opcodes = opcodes
+        self.discard = discard
+        """Opcodes that remove the parts from the reader's stack, if one of them already created the value."""
+
+
+def _is_flat(value: tuple[Value, ...]) -> bool:
+    """Return whether a tuple contains only numbers, texts and the like, or tuples of these."""
+    for each in value:
+        if each.__class__ not in _FLAT and (each.__class__ is not tuple or not _FLAT.issuperset(map(type, each))):
+            return False
+    return True
+
+
+def _sorted_items(items: Iterable[Value]) -> list[Value]:
+    """Return the items of a set, in an order that is equal in all processes if they have one plain type."""
+    found: list[Any] = list(items)
+    kinds = set(map(type, found))
+    if len(kinds) == 1 and kinds <= {str, bytes, int, float, bool} or kinds <= {int, float, bool}:
+        found.sort()
+    return found
+
 
 _BATCH: Final = 1000
 """Items per APPENDS or SETITEMS. `pickle` uses the same number; it limits the stack of readers."""
@@ -42,9 +133,9 @@ def write_pickle(value: Value, *, protocol: int) -> bytes:
     """
     if protocol not in (2, 4):
         raise ValueError(f"cannot write a pickle of protocol {protocol}; expected 2 or 4")
-    if protocol == 2 and value.__class__ in PLAIN_OPCODES:
+    if protocol == 2 and value.__class__ in _PLAIN_OPCODES:
         # Fast path for most values.
-        return b"\x80\x02" + PLAIN_OPCODES[value.__class__](value) + b"."
+        return b"\x80\x02" + _PLAIN_OPCODES[value.__class__](value) + b"."
     return _Encoder(protocol).encode(value)
 
 
@@ -86,11 +177,11 @@ class _Encoder:
         while todo:
             item = todo.pop()
             kind = item.__class__
-            if kind is Raw:
+            if kind is _Opcodes:
                 parts.append(item.opcodes)
-            elif kind is Made:
+            elif kind is _Build:
                 self._finish(item)
-            elif kind is Work:
+            elif kind is _Steps:
                 self._later(item.pieces)
             else:
                 writer = writers.get(kind)
@@ -149,7 +240,7 @@ class _Encoder:
             )
         self._open[id(value)] = size
 
-    def _finish(self, made: Made) -> None:
+    def _finish(self, made: _Build) -> None:
         value = made.value
         self._open.pop(id(value), None)
         index = self._memo.get(id(value))
@@ -163,7 +254,7 @@ class _Encoder:
         self._memoize(id(value))
 
     def _plain(self, value: Any) -> None:
-        self._parts.append(PLAIN_OPCODES[value.__class__](value))
+        self._parts.append(_PLAIN_OPCODES[value.__class__](value))
 
     def _text(self, value: str) -> None:
         name = (str, value)
@@ -241,7 +332,7 @@ class _Encoder:
         self._memoize(name)
 
     def _persistent(self, value: Persistent) -> None:
-        self._todo.append(Raw(b"Q"))
+        self._todo.append(_Opcodes(b"Q"))
         self._todo.append(value.id)
 
     def _tuple(self, value: tuple[Value, ...]) -> None:
@@ -251,7 +342,7 @@ class _Encoder:
         if self._recall(id(value)):
             return
         count = len(value)
-        if is_flat(value):  # fast path without the work list: most tuples are shapes
+        if _is_flat(value):  # fast path without the work list: most tuples are shapes
             if count > 3:
                 self._parts.append(b"(")
             for each in value:
@@ -261,10 +352,10 @@ class _Encoder:
             return
         self._enter(value)
         if count <= 3:
-            self._todo.append(Made(value, _TUPLES[count], b"0" * count))
+            self._todo.append(_Build(value, _TUPLES[count], b"0" * count))
         else:
             self._parts.append(b"(")
-            self._todo.append(Made(value, b"t", b"1"))
+            self._todo.append(_Build(value, b"t", b"1"))
         self._todo.extend(reversed(value))
 
     def _list(self, value: list[Value]) -> None:
@@ -291,11 +382,11 @@ class _Encoder:
         self._parts.append(b"\x8f")
         self._memoize(id(value))
         work: list[Any] = []
-        items = in_order(value)
+        items = _sorted_items(value)
         for start in range(0, len(items), _BATCH):
-            work.append(Raw(b"("))
+            work.append(_Opcodes(b"("))
             work.extend(items[start : start + _BATCH])
-            work.append(Raw(b"\x90"))
+            work.append(_Opcodes(b"\x90"))
         self._later(work)
 
     def _frozenset(self, value: frozenset[Value]) -> None:
@@ -306,13 +397,13 @@ class _Encoder:
             self._set_call(value, "frozenset")
             return
         self._parts.append(b"(")
-        self._todo.append(Made(value, b"\x91", b"1"))
-        self._todo.extend(reversed(in_order(value)))
+        self._todo.append(_Build(value, b"\x91", b"1"))
+        self._todo.extend(reversed(_sorted_items(value)))
 
     def _set_call(self, value: set[Value] | frozenset[Value], name: str) -> None:
         self._global(Global("__builtin__", name))
         self._parts.append(b"]")
-        self._later([*self._batches(in_order(value), b"a", b"e"), Made(value, b"\x85R", b"00")])
+        self._later([*self._batches(_sorted_items(value), b"a", b"e"), _Build(value, b"\x85R", b"00")])
 
     def _call(self, value: Call) -> None:
         if self._recall(id(value)):
@@ -323,8 +414,8 @@ class _Encoder:
         if value.pairs:
             after += self._batches(value.pairs, b"s", b"u")
         if value.state is not None:
-            after += [value.state, Raw(b"b")]
-        if value.function.__class__ is Global and not value.keywords and is_flat(value.arguments):
+            after += [value.state, _Opcodes(b"b")]
+        if value.function.__class__ is Global and not value.keywords and _is_flat(value.arguments):
             self._writers[Global](value.function)
             self._tuple(value.arguments)
             self._parts.append(b"\x81" if value.new else b"R")
@@ -333,19 +424,19 @@ class _Encoder:
             return
         self._enter(value)
         todo = self._todo
-        todo.append(Work(after))
+        todo.append(_Steps(after))
         if value.keywords:
             if not value.new or self._protocol < 4:
                 raise UnsupportedLeafError(
                     f"a {brief(value)} has keywords, which only NEWOBJ_EX of protocol 4 supports; pass them as "
                     "arguments"
                 )
-            todo.append(Made(value, b"\x92", b"000"))
+            todo.append(_Build(value, b"\x92", b"000"))
             keywords = dict(value.keywords)
             self._kept.append(keywords)
             todo.append(keywords)
         else:
-            todo.append(Made(value, b"\x81" if value.new else b"R", b"00"))
+            todo.append(_Build(value, b"\x81" if value.new else b"R", b"00"))
         todo.append(value.arguments)
         todo.append(value.function)
 
@@ -360,15 +451,15 @@ class _Encoder:
             return []
         flat = many == b"u"
         if len(rows) == 1:
-            return [*(rows[0] if flat else rows), Raw(one)]
+            return [*(rows[0] if flat else rows), _Opcodes(one)]
         work: list[Any] = []
         for start in range(0, len(rows), _BATCH):
             batch = rows[start : start + _BATCH]
-            work.append(Raw(b"("))
+            work.append(_Opcodes(b"("))
             if flat:
                 for pair in batch:
                     work.extend(pair)
             else:
                 work.extend(batch)
-            work.append(Raw(many))
+            work.append(_Opcodes(many))
         return work

@@ -12,17 +12,16 @@ import sys
 from collections.abc import Iterable
 from typing import Any, Final
 
-from ckptcore_dcp.pickles.refusals import malformed
-from ckptcore_dcp.pickles.values import Call, Compact, Global, Persistent, brief
+from ckptcore_dcp.pickles.values import Call, CompactObject, Global, Persistent, brief, malformed
 
 __all__ = ["PLAIN_KEYS", "KeyCheck"]
 
-PLAIN_KEYS: Final = frozenset({str, bytes, bool, type(None), Call, Compact, Global})
-"""Types whose hashes a file cannot choose. A `Call` or a `Compact` is hashed by identity."""
+PLAIN_KEYS: Final = frozenset({str, bytes, bool, type(None), Call, CompactObject, Global})
+"""Types whose hashes a file cannot choose. A `Call` or a `CompactObject` is hashed by identity."""
 
-_ALIKE: Final = 64
+_MAX_EQUAL_HASHES: Final = 64
 """Maximum number of keys with the same hash in one dict."""
-_PARTS: Final = 100
+_MAX_KEY_PARTS: Final = 100
 """Maximum number of values that make up a key."""
 _LARGE: Final = sys.hash_info.modulus
 """Larger integers share their hashes with smaller ones."""
@@ -54,8 +53,10 @@ class KeyCheck:
             counts = self._seen.setdefault(id(container), (container, {}))[1]
             code = hash(each)
             counts[code] = count = counts.get(code, 0) + 1
-            if count > _ALIKE:
-                raise malformed(self._key, position, f"more than {_ALIKE} keys of one dict or set have the same hash")
+            if count > _MAX_EQUAL_HASHES:
+                raise malformed(
+                    self._key, position, f"more than {_MAX_EQUAL_HASHES} keys of one dict or set have the same hash"
+                )
 
     def _check_parts(self, value: Any, position: int) -> None:
         level = [value]
@@ -68,9 +69,9 @@ class KeyCheck:
                 kind = type(each)
                 if kind is tuple or kind is frozenset:
                     count += len(each)
-                    if count > _PARTS:
+                    if count > _MAX_KEY_PARTS:
                         raise malformed(
-                            self._key, position, f"a key of a dict or set is made of more than {_PARTS} values"
+                            self._key, position, f"a key of a dict or set is made of more than {_MAX_KEY_PARTS} values"
                         )
                     inner.extend(each)
                 elif kind is Persistent:
@@ -78,6 +79,8 @@ class KeyCheck:
                     inner.append(each.id)
                 elif kind not in PLAIN_KEYS and kind is not int and kind is not float:
                     raise malformed(self._key, position, f"a {brief(each)} cannot be a key of a dict or set")
-                if count > _PARTS:
-                    raise malformed(self._key, position, f"a key of a dict or set is made of more than {_PARTS} values")
+                if count > _MAX_KEY_PARTS:
+                    raise malformed(
+                        self._key, position, f"a key of a dict or set is made of more than {_MAX_KEY_PARTS} values"
+                    )
             level = inner

@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping
 from struct import Struct
 from typing import Final, TypeAlias
 
-from ckptcore_dcp.pickles.refusals import cut_short, malformed
-from ckptcore_dcp.pickles.values import Call, Global, Value
+from ckptcore_dcp.pickles.values import Call, Global, Value, malformed, truncated
 
 __all__ = ["LITERALS", "Literal", "line"]
 
@@ -42,7 +41,7 @@ def line(data: bytes, position: int, key: str) -> tuple[bytes, int]:
     """
     end = data.find(b"\n", position)
     if end < 0:
-        raise cut_short(key, position, len(data) + 1)
+        raise truncated(key, position, len(data) + 1)
     return data[position:end], end + 1
 
 
@@ -52,12 +51,12 @@ def _counted(size: int, *, signed: bool = False) -> Callable[[bytes, int, str], 
     def read(data: bytes, position: int, key: str) -> tuple[bytes, int]:
         start = position + size
         if start > len(data):
-            raise cut_short(key, position, start)
+            raise truncated(key, position, start)
         length = int.from_bytes(data[position:start], "little", signed=signed)
         if length < 0:
             raise malformed(key, position, f"a length of {length} bytes")
         if length > len(data) - start:
-            raise cut_short(key, start, start + length)
+            raise truncated(key, start, start + length)
         return data[start : start + length], start + length
 
     return read
@@ -137,7 +136,7 @@ def _integer(size: int, *, signed: bool = False) -> Literal:
     def read(data: bytes, position: int, key: str) -> tuple[Value, int]:
         end = position + size
         if end > len(data):
-            raise cut_short(key, position, end)
+            raise truncated(key, position, end)
         return int.from_bytes(data[position:end], "little", signed=signed), end
 
     return read
@@ -147,12 +146,12 @@ def _long(size: int) -> Literal:
     def read(data: bytes, position: int, key: str) -> tuple[Value, int]:
         start = position + size
         if start > len(data):
-            raise cut_short(key, position, start)
+            raise truncated(key, position, start)
         length = int.from_bytes(data[position:start], "little", signed=size == 4)
         if not 0 <= length <= _MAX_INTEGER:
             raise malformed(key, position, f"an integer of {length} bytes; at most {_MAX_INTEGER} are read")
         if length > len(data) - start:
-            raise cut_short(key, start, start + length)
+            raise truncated(key, start, start + length)
         return int.from_bytes(data[start : start + length], "little", signed=True), start + length
 
     return read
@@ -162,7 +161,7 @@ def _number_line(data: bytes, position: int, key: str) -> tuple[bytes, int]:
     end = data.find(b"\n", position, position + _MAX_DIGITS + 1)
     if end < 0:
         if len(data) - position <= _MAX_DIGITS:
-            raise cut_short(key, position, len(data) + 1)
+            raise truncated(key, position, len(data) + 1)
         raise malformed(key, position, f"a number of more than {_MAX_DIGITS} characters")
     return data[position:end].rstrip(b"\r"), end + 1
 
@@ -197,7 +196,7 @@ def _decimal_float(data: bytes, position: int, key: str) -> tuple[Value, int]:
 def _double(data: bytes, position: int, key: str) -> tuple[Value, int]:
     end = position + 8
     if end > len(data):
-        raise cut_short(key, position, end)
+        raise truncated(key, position, end)
     (value,) = _DOUBLE.unpack_from(data, position)
     assert isinstance(value, float)
     return value, end

@@ -16,14 +16,13 @@ from typing import Any, Final, TypeAlias
 
 from ckptcore_dcp.pickles.keys import PLAIN_KEYS, KeyCheck
 from ckptcore_dcp.pickles.literals import LITERALS, line
-from ckptcore_dcp.pickles.refusals import cut_short, malformed
-from ckptcore_dcp.pickles.values import Call, Global, Persistent, Value, brief
+from ckptcore_dcp.pickles.values import Call, Global, Persistent, Value, brief, malformed, truncated
 
 __all__ = ["UNSET", "ObjectReader", "read_pickle"]
 
 
 class _Unset:
-    """A memo entry that was not put, or a part of a `Compact` value."""
+    """A memo entry that was not put, or a part of a `CompactObject` value."""
 
     __slots__ = ()
 
@@ -79,7 +78,7 @@ def read_pickle(
             reach. Its ``stop`` is beyond ``data`` if the pickle is truncated.
     """
     if not 0 <= start <= len(data):
-        raise cut_short(key, len(data), start)
+        raise truncated(key, len(data), start)
     if isinstance(data, memoryview):
         value, end = _run(bytes(data[start:]), 0, key, None)
         return value, start + end
@@ -159,7 +158,7 @@ def _run(data: bytes, position: int, key: str, objects: ObjectReader | None) -> 
                     begins = position + 4
                     position = begins + uint4(data, position)[0]
                     if position > len(data):
-                        raise cut_short(key, begins, position)
+                        raise truncated(key, begins, position)
                     stack.append(data[begins:position].decode("utf-8", "surrogatepass"))
                 elif code == 0x5D:  # ]: EMPTY_LIST
                     stack.append([])
@@ -298,7 +297,7 @@ def _run(data: bytes, position: int, key: str, objects: ObjectReader | None) -> 
                 begins = position + 1
                 position = begins + data[position]
                 if position > len(data):
-                    raise cut_short(key, begins, position)
+                    raise truncated(key, begins, position)
                 item = data[begins:position].decode("utf-8", "surrogatepass")
                 stack.append(item)
                 if data[position] == 0x94:  # MEMOIZE
@@ -346,13 +345,13 @@ def _run(data: bytes, position: int, key: str, objects: ObjectReader | None) -> 
                 (length,) = _UINT8.unpack_from(data, position)
                 position += 8
                 if length > len(data) - position:
-                    raise cut_short(key, position, position + length)
+                    raise truncated(key, position, position + length)
             else:
                 raise _refusal(key, position - 1, code)
     except (IndexError, struct.error) as error:
         # Detected here and not before each opcode, which would make reading 50 % slower.
         if position >= len(data) or isinstance(error, struct.error):
-            raise cut_short(key, position, max(position, len(data)) + 1) from error
+            raise truncated(key, position, max(position, len(data)) + 1) from error
         raise malformed(key, position, "it uses a value, a mark or a memo entry that does not exist") from error
     except UnicodeDecodeError as error:
         raise malformed(key, position, f"a text that is not UTF-8 ({error.reason})") from error

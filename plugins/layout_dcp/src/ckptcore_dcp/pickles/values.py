@@ -15,11 +15,11 @@ from typing import Any, Final, TypeAlias
 
 from ckptcore.errors import CorruptCheckpointError
 
-__all__ = ["Call", "Compact", "Global", "Persistent", "Value", "brief", "check_walk"]
+__all__ = ["Call", "CompactObject", "Global", "Persistent", "Value", "brief", "malformed", "truncated"]
 
 Value: TypeAlias = (
     "None | bool | int | float | complex | str | bytes | list[Value] | tuple[Value, ...] | dict[Value, Value] | "
-    "set[Value] | frozenset[Value] | Global | Call | Compact | Persistent"
+    "set[Value] | frozenset[Value] | Global | Call | CompactObject | Persistent"
 )
 
 _NO_KEYWORDS: Final[Mapping[str, Value]] = MappingProxyType({})
@@ -96,7 +96,7 @@ class Persistent:
         return f"<{brief(self)}>"
 
 
-class Compact(tuple[Any, ...]):
+class CompactObject(tuple[Any, ...]):
     """An object that an `ObjectReader` read in one step: the name of its class, then its parts.
 
     Equality is identity, so a file cannot choose its hash.
@@ -146,60 +146,25 @@ def _kind(value: Value) -> str:
     return type(value).__name__
 
 
-def check_walk(value: Value, *, key: str, visits: int, depth: int) -> None:
-    """Reject a value that is too large or too deep for a recursive walk.
-
-    A value that occurs several times counts each time, as in a walk. Takes at most about ``visits``
-    steps.
-
-    Args:
-        key: the object it was read from, for the error.
-        visits: maximum number of values.
-        depth: maximum nesting depth.
-
-    Raises:
-        CorruptCheckpointError: a limit is exceeded.
-    """
-    level: list[Value] = [value]
-    met = 0
-    for _ in range(depth):
-        inner: list[Value] = []
-        for each in level:
-            met += 1
-            if met + len(inner) > visits:
-                break
-            _add_parts(inner, each)
-        if met + len(inner) > visits:
-            raise CorruptCheckpointError(
-                f"{key} holds a pickle whose value unfolds to more than {visits} values; one that was saved from "
-                "memory shares less; save the checkpoint again",
-                key=key,
-            )
-        if not inner:
-            return
-        level = inner
-    raise CorruptCheckpointError(
-        f"{key} holds a pickle whose values stand more than {depth} deep inside each other; expected a state that "
-        "can be walked; save the checkpoint again",
+def malformed(key: str, position: int, found: str) -> CorruptCheckpointError:
+    """Return the error for invalid content near byte ``position`` of the data."""
+    return CorruptCheckpointError(
+        f"{key} contains a pickle that cannot be read, near byte {position}: {found}; the file is damaged or contains "
+        "something other than data; restore it or save the checkpoint again",
         key=key,
+        start=position,
     )
 
 
-def _add_parts(parts: list[Value], value: Value) -> None:
-    """Add the values that a value directly contains."""
-    match value:
-        case list() | tuple() | set() | frozenset():
-            parts.extend(value)
-        case dict():
-            parts.extend(value.keys())
-            parts.extend(value.values())
-        case Persistent():
-            parts.append(value.id)
-        case Call():
-            parts.append(value.function)
-            parts.extend(value.arguments)
-            parts.append(value.state)
-            parts.extend(value.appended)
-            for pair in value.pairs:
-                parts.extend(pair)
-            parts.extend(value.keywords.values())
+def truncated(key: str, position: int, stop: int) -> CorruptCheckpointError:
+    """Return the error for a pickle that lacks some of bytes ``position`` to ``stop``.
+
+    Its ``stop`` is beyond the data, so a caller that passed only a part of an object can read more.
+    """
+    return CorruptCheckpointError(
+        f"{key} contains a pickle that ends too early: bytes {position} to {stop} are missing; the "
+        "file is cut short or damaged; restore it or save the checkpoint again",
+        key=key,
+        start=position,
+        stop=stop,
+    )

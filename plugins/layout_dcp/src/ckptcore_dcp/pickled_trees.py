@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
@@ -23,8 +22,7 @@ from ckptcore.model import (
     format_path,
 )
 from ckptcore.model.tree import NodeKind
-from ckptcore_dcp.numpy_scalars import scalar_value
-from ckptcore_dcp.pickles import Call, Global, Persistent, Value, brief, builtin_value
+from ckptcore_dcp.pickles import Call, Global, Persistent, Value, brief, builtin_value, scalar_value
 from ckptcore_dcp.stored_tensors import StoredTensor, stored_tensor
 
 __all__ = ["Leaf", "leaf_record", "tree_of"]
@@ -32,7 +30,7 @@ __all__ = ["Leaf", "leaf_record", "tree_of"]
 Leaf: TypeAlias = StoredTensor | None | bool | int | float | complex | str | bytes
 """A leaf of a tree: a tensor, or a value stored in the pickle itself."""
 
-_MOST_DEPTH: Final = 150
+_MAX_DEPTH: Final = 150
 """In containers. The core's limit is 200, and an object adds two or three."""
 _ORDERED: Final = Global("collections", "OrderedDict")
 _MAPS: Final = frozenset([_ORDERED, Global("collections", "defaultdict"), Global("collections", "Counter")])
@@ -58,7 +56,7 @@ def tree_of(value: Value, *, key: str, limit: int = 1 << 20) -> tuple[Skeleton, 
         CorruptCheckpointError: the value is too deep or too large, or has an invalid tensor.
         UnsupportedLeafError: no array can represent one of its tensors.
     """
-    walk = _Walk(key, limit)
+    walk = _TreeBuilder(key, limit)
     skeleton = walk.visit(value, (), 0)
     return skeleton, walk.leaves
 
@@ -70,15 +68,7 @@ def leaf_record(leaf: Leaf) -> LeafRecord:
     return ValueRecord("none" if leaf is None else type(leaf).__name__, _encoded(leaf))
 
 
-@dataclass(slots=True)
-class _Parts:
-    """What an object of a class that is not known is made of, by key."""
-
-    keys: list[Key]
-    values: list[Value]
-
-
-class _Walk:
+class _TreeBuilder:
     """One pass over a value.
 
     Attributes:
@@ -87,16 +77,16 @@ class _Walk:
 
     def __init__(self, key: str, limit: int) -> None:
         self._key = key
-        self._left = limit
+        self._remaining = limit
         self.leaves: list[Leaf] = []
 
     def visit(self, value: Value, path: TreePath, depth: int) -> Skeleton:
         """Return the skeleton of a value at a path, inside `depth` containers."""
-        self._left -= 1
-        if self._left < 0 or depth > _MOST_DEPTH:
+        self._remaining -= 1
+        if self._remaining < 0 or depth > _MAX_DEPTH:
             raise CorruptCheckpointError(
                 f"the pickle in {self._key!r} cannot be read: at {format_path(path)[:200]} it is deeper than "
-                f"{_MOST_DEPTH} containers, or has far more leaves than bytes; it is not a checkpoint",
+                f"{_MAX_DEPTH} containers, or has far more leaves than bytes; it is not a checkpoint",
                 key=self._key,
             )
         if value is None or isinstance(value, bool | int | float | complex | str | bytes):
@@ -112,15 +102,15 @@ class _Walk:
             return self._sequence(sorted(value, key=_order), f"builtins.{type(value).__name__}", path, depth)
         if isinstance(value, Global):
             return self._leaf(_qualified(value))
-        return self._made(value, path, depth)
+        return self._result(value, path, depth)
 
     def _leaf(self, leaf: Leaf) -> Skeleton:
         self.leaves.append(leaf)
         return LEAF
 
-    def _made(self, value: Call | Persistent, path: TreePath, depth: int) -> Skeleton:
+    def _result(self, value: Call | Persistent, path: TreePath, depth: int) -> Skeleton:
         """Return the skeleton of the result of a call, or of the object with a persistent id."""
-        tensor = stored_tensor(value, key=self._key, path=format_path(path)) if _may_be_tensor(value) else None
+        tensor = stored_tensor(value, key=self._key, path=format_path(path)) if _may_describe_tensor(value) else None
         if tensor is not None:
             return self._leaf(tensor)
         if isinstance(value, Persistent):
@@ -169,41 +159,29 @@ class _Walk:
         return Node(kind, tuple(keys), tuple(children), type_name)
 
     def _object(self, call: Call, path: TreePath, depth: int) -> Node:
-        made_of, name = call.arguments, call.function
-        if isinstance(name, Global) and name in _MAKERS and made_of:
-            name, made_of = made_of[0], ()
+        """Return a node for an object of an unknown class."""
+        name, arguments = call.function, call.arguments
+        if isinstance(name, Global) and name in _MAKERS and arguments:
+            name, arguments = arguments[0], ()
         if isinstance(name, Persistent) and isinstance(name.id, tuple) and len(name.id) > 1 and name.id[0] == "module":
             name = name.id[1]
-        parts = _Parts([], [])
-        of_call: dict[str, Value] = {
-            "__arguments__": made_of,
-            "__keywords__": {name: part for name, part in call.keywords.items()},  # a dict of values
+        groups: dict[str, Value] = {
+            "__arguments__": arguments,
+            "__keywords__": {name: value for name, value in call.keywords.items()},  # a dict of values
             "__items__": list(call.appended),
             "__pairs__": list(call.pairs),
         }
-        for label, part in of_call.items():
-            if part:
-                parts.keys.append(Attribute(label))
-                parts.values.append(part)
+        parts = [(label, part) for label, part in groups.items() if part]
         attributes = _attributes(call.state)
-        if attributes is None:
-            parts.keys.append(Attribute("__state__"))
-            parts.values.append(call.state)
-        else:
-            for attribute, part in attributes.items():
-                parts.keys.append(Attribute(attribute))
-                parts.values.append(part)
-        if len(set(parts.keys)) != len(parts.keys):
+        parts += [("__state__", call.state)] if attributes is None else attributes.items()
+        keys = tuple([Attribute(label) for label, _ in parts])
+        if len(set(keys)) != len(keys):
             raise CorruptCheckpointError(f"{format_path(path)} in {self._key!r} has an attribute twice", key=self._key)
-        children = [
-            self.visit(child, (*path, key), depth + 1) for key, child in zip(parts.keys, parts.values, strict=True)
-        ]
-        return Node(
-            "object", tuple(parts.keys), tuple(children), _qualified(name) if isinstance(name, Global) else "object"
-        )
+        children = [self.visit(part, (*path, key), depth + 1) for key, (_, part) in zip(keys, parts, strict=True)]
+        return Node("object", keys, tuple(children), _qualified(name) if isinstance(name, Global) else "object")
 
 
-def _may_be_tensor(value: Value) -> bool:
+def _may_describe_tensor(value: Value) -> bool:
     if isinstance(value, Call):
         return isinstance(value.function, Global) and value.function.module.startswith("torch.")
     return isinstance(value, Persistent)
