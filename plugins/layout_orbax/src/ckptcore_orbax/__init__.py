@@ -1,12 +1,12 @@
-"""The layouts zarr, zarr3 and ocdbt: checkpoints that Orbax reads, and those that Orbax writes.
+"""Layouts `ocdbt`, `zarr3` and `zarr`: checkpoints that Orbax reads, and checkpoints written by Orbax.
 
-Nothing here has to be imported to save and load: ckptcore finds `ckptcore_orbax.plugin` by its entry point, and
-``layout="ocdbt"`` names one. Options other than the default ones are those of a layout object:
+Saving and loading need no import of this package: ckptcore finds `ckptcore_orbax.plugin` by its
+entry point, and ``layout="ocdbt"`` names a layout. To change options, pass a layout object:
 
     OcdbtLayout   one OCDBT database: ``save(location, state, layout=OcdbtLayout(chunk_bytes=16 << 20))``
     Zarr3Layout   zarr v3 arrays, a file for each shard
     ZarrLayout    zarr v2 arrays, a file for each chunk
-    ArrayRule     other options for the arrays that a pattern names
+    ArrayRule     other options for arrays selected by a pattern
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["ArrayRule", "OcdbtLayout", "Zarr3Layout", "ZarrLayout"]
 
 
 def __getattr__(name: str) -> object:
-    # Looking for plugins imports this package; what it needs is imported when a layout is made.
+    # Plugin discovery imports this package, so layouts are imported on first use.
     if name == "ArrayRule":
         from ckptcore_orbax.zarr import options
 

@@ -1,4 +1,4 @@
-"""CRC32C, the checksum of zarr 3's codec ``crc32c``: of bytes, and of two runs of bytes from those of each."""
+"""CRC32C, the checksum of zarr 3's codec ``crc32c``, with concatenation of checksums."""
 
 from __future__ import annotations
 
@@ -13,43 +13,45 @@ from ckptcore.model import Checksum
 __all__ = ["CRC32C", "crc32c_of"]
 
 _POLYNOMIAL: Final = 0x82F63B78
-"""Castagnoli's, bit-reversed as in RFC 3720 appendix B.4: bit 31 stands for x^0, bit 0 for x^31."""
+"""Castagnoli polynomial, bit-reversed as in RFC 3720 appendix B.4: bit 31 is x^0, bit 0 is x^31."""
 
 _NIBBLES: Final = 8
-"""Of 4 bits each, in a checksum of 32."""
+"""4-bit groups in a checksum."""
 
 
 def crc32c_of(data: bytes | bytearray | memoryview) -> int:
-    """The CRC32C of bytes, contiguous in memory and not copied. Any thread."""
+    """Return the CRC32C of contiguous bytes, without a copy. Thread-safe."""
     return int(google_crc32c.value(np.frombuffer(data, np.uint8)))
 
 
 class _Crc32c:
-    """The one object that is `CRC32C`."""
+    """The type of `CRC32C`."""
 
     __slots__ = ()
 
     @property
     def name(self) -> str:
-        """As zarr 3 names the codec."""
+        """Name of the zarr 3 codec."""
         return "crc32c"
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a checksum in a file."""
+        """Size of a checksum in a file."""
         return 4
 
     def of(self, data: memoryview) -> int:
-        """The checksum of bytes that are contiguous in memory. Any thread."""
+        """Return the checksum of contiguous bytes. Thread-safe."""
         return int(google_crc32c.value(np.frombuffer(data, np.uint8)))
 
     def join(self, first: int, second: int, second_bytes: int) -> int:
-        """The checksum of two runs of bytes, one right behind the other, from the checksum of each.
+        """Return the checksum of two consecutive byte ranges from their checksums.
 
         Takes a few microseconds.
         """
-        # What a checksum begins and ends with cancels out, so appending bytes multiplies by x^(8 n), and adds theirs.
-        # Byte by byte of the length, of which there are few: a table is 100 times dearer to make than to use.
+        # The initial and final XOR of a checksum cancel out, so appending n bytes multiplies by
+        # x^(8 n) and adds their checksum.
+        # The length is processed byte by byte: there are few distinct bytes, and building a table
+        # costs 100 times its use.
         shift = 0
         while second_bytes >> shift:
             if part := second_bytes >> shift & 0xFF:
@@ -58,7 +60,7 @@ class _Crc32c:
         return first ^ second
 
     def _appended(self, first: int, nbytes: int) -> int:
-        """The checksum of a run of bytes and so many zeros, but for what it begins and ends with."""
+        """Return the checksum of a byte range followed by zeros, without the initial and final XOR."""
         low, high = first & 0xFFFF, first >> 16
         table = _appending(nbytes)
         return (
@@ -73,7 +75,7 @@ class _Crc32c:
         )
 
     def encode(self, value: int) -> bytes:
-        """A checksum as it stands in a file: little endian, as the zarr 3 codec ``crc32c`` says."""
+        """Return the stored form: little endian, as in the zarr 3 codec ``crc32c``."""
         return value.to_bytes(4, "little")
 
     def __reduce__(self) -> str:
@@ -81,14 +83,14 @@ class _Crc32c:
 
 
 CRC32C: Final[Checksum] = _Crc32c()
-"""The checksum that stands behind each chunk."""
+"""The checksum that follows each chunk."""
 
 
 @lru_cache(maxsize=1024)
 def _appending(nbytes: int) -> tuple[int, ...]:
-    """What appending bytes makes of a checksum: for each of its nibbles, lowest first, a table of 16 products."""
+    """Return the tables for appending bytes: 16 products for each nibble of a checksum, lowest first."""
     factor = _power(nbytes)
-    # The products of the 32 single bits; x^0 is bit 31.
+    # Products of the 32 single bits; x^0 is bit 31.
     bits = [factor] * 32
     for bit in range(30, -1, -1):
         bits[bit] = _times_x(bits[bit + 1])
@@ -102,7 +104,7 @@ def _appending(nbytes: int) -> tuple[int, ...]:
 
 
 def _power(nbytes: int) -> int:
-    """``x ** (8 * nbytes)``, modulo the polynomial."""
+    """Return ``x ** (8 * nbytes)`` modulo the polynomial."""
     power = 1 << 31
     square = 1 << 23
     while nbytes:

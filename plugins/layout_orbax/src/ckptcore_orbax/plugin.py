@@ -1,4 +1,4 @@
-"""The hooks of the plugin. Imports no tensorstore: only arrays that it decodes need it."""
+"""Entry module of the plugin: registers the layouts. tensorstore is imported only for encoded arrays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["ckpt_layouts"]
 
 @hookimpl
 def ckpt_layouts() -> Mapping[str, LayoutFactory]:
-    """Offers the layouts zarr, zarr3 and ocdbt; their modules are imported with the first one that is made."""
+    """Register the layouts `zarr`, `zarr3` and `ocdbt`. Their modules are imported on first use."""
     return {"ocdbt": _ocdbt, "zarr": _zarr, "zarr3": _zarr3}
 
 

@@ -1,10 +1,11 @@
-"""OCDBT, the key-value database of TensorStore: finds the location of each value, and encodes new databases.
+"""OCDBT, the key-value database of TensorStore: locates values, and encodes new databases.
 
-The format: https://google.github.io/tensorstore/kvstore/ocdbt/index.html, and TensorStore's code where it differs from
-that page (`manifest` and `node` say where). This package imports neither `zarr` nor `orbax`, and knows no arrays.
+The format: https://google.github.io/tensorstore/kvstore/ocdbt/index.html, and TensorStore's code
+where it differs from that page (see `manifest` and `node`). This package imports neither `zarr` nor
+`orbax`, and has no concept of arrays.
 
-    frame      what manifests and nodes have in common: magic, length, compression, checksum
-    cursor     a position in the body of one; varints its numbers
+    frame      envelope of manifests and nodes: magic, length, compression, checksum
+    cursor     reads the body of a frame; varints: its numbers
     paths      the table of files in each manifest and node
     manifest   the versions of a database
     node       a node of the B+tree

@@ -1,4 +1,4 @@
-"""Cursor: a position in bytes of a database that may be hostile; each number is bounded before it is used."""
+"""A read position in bytes of a database. Checks each number against a limit before use."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["Cursor", "Place"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where bytes come from, to be told in errors.
+    """A byte range, described for errors.
 
     Attributes:
-        noun: what they are: ``manifest``, ``B+tree node``.
+        noun: the kind of object: ``manifest``, ``B+tree node``.
         key: the object.
-        start, stop: the half-open range, in bytes of the object.
+        start, stop: half-open byte range in the object.
     """
 
     noun: str
@@ -29,7 +29,7 @@ class Place:
     stop: int
 
     def damaged(self, what: str) -> CorruptCheckpointError:
-        """The error that says what is wrong."""
+        """Return an error that describes the damage."""
         return CorruptCheckpointError(
             f"the OCDBT {self.noun} at bytes {self.start} to {self.stop} of {self.key} is damaged: {what}; "
             "restore the checkpoint from a copy, or load another one",
@@ -40,7 +40,7 @@ class Place:
 
 
 class Cursor:
-    """Takes bytes one after the other. Every method raises CorruptCheckpointError where they end too early. One thread."""
+    """Reads bytes in sequence. Methods raise CorruptCheckpointError if the data ends too early. One thread."""
 
     __slots__ = ("_array", "_data", "_position", "place")
 
@@ -52,41 +52,41 @@ class Cursor:
 
     @property
     def remaining(self) -> int:
-        """Bytes that are left."""
+        """Number of bytes left."""
         return len(self._data) - self._position
 
     def take(self, nbytes: int, what: str) -> bytes:
-        """The next bytes."""
+        """Return the next bytes."""
         if nbytes > self.remaining:
-            raise self.place.damaged(f"{what} has {nbytes} bytes where {self.remaining} are left")
+            raise self.place.damaged(f"{what} has {nbytes} bytes, but {self.remaining} are left")
         start = self._position
         self._position += nbytes
         return self._data[start : self._position]
 
     def byte(self, what: str) -> int:
-        """A number of one byte."""
+        """Return a one-byte number."""
         return self.take(1, what)[0]
 
     def varint(self, what: str, most: int) -> int:
-        """A varint, at most so large."""
+        """Return a varint of at most `most`."""
         return int(self.varints(1, what, most)[0])
 
     def count(self, what: str) -> int:
-        """How many entries follow, of a byte or more each."""
+        """Return the number of entries that follow. Each entry has at least one byte."""
         found = int(self.wide_varints(1, what)[0])
         if found > self.remaining:
-            raise self.place.damaged(f"{what} is {found} where {self.remaining} bytes are left")
+            raise self.place.damaged(f"{what} is {found}, but {self.remaining} bytes are left")
         return found
 
     def varints(self, count: int, what: str, most: int) -> npt.NDArray[np.int64]:
-        """A column of varints, each at most so large, below 2**63."""
+        """Return a column of varints, each at most `most`, which is below 2**63."""
         numbers = self.wide_varints(count, what)
         if count and (largest := int(numbers.max())) > most:
             raise self.place.damaged(f"{what} is {largest}, expected at most {most}")
         return numbers.astype(np.int64)
 
     def wide_varints(self, count: int, what: str) -> npt.NDArray[np.uint64]:
-        """A column of varints of up to 64 bits."""
+        """Return a column of varints of up to 64 bits."""
         try:
             numbers, self._position = decode_varints(self._array, self._position, count)
         except ValueError as error:
@@ -94,14 +94,14 @@ class Cursor:
         return numbers
 
     def bytes_column(self, count: int, what: str) -> npt.NDArray[np.uint8]:
-        """A column of numbers of one byte."""
+        """Return a column of one-byte numbers."""
         return np.frombuffer(self.take(count, what), np.uint8)
 
     def fixed64(self, count: int, what: str) -> npt.NDArray[np.uint64]:
-        """A column of numbers of eight bytes, little endian."""
+        """Return a column of 8-byte little-endian numbers."""
         return np.frombuffer(self.take(8 * count, what), "<u8").astype(np.uint64)
 
     def finish(self) -> None:
-        """Refuse bytes that are left."""
+        """Raise an error if bytes are left."""
         if self.remaining:
-            raise self.place.damaged(f"{self.remaining} bytes are left behind its end")
+            raise self.place.damaged(f"{self.remaining} bytes are left after its end")

@@ -1,4 +1,4 @@
-"""Databases: the keys of the newest version, and where their values lie."""
+"""Reads databases: the keys of the newest version, and the locations of their values."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ __all__ = ["Database"]
 _MANIFEST: Final = "manifest.ocdbt"
 _NUMBERED: Final = re.compile(r"manifest\.[0-9a-f]{16}")
 _TRIES: Final = 5
-"""How often the newest numbered manifest is looked for, where a writer removes it between two looks."""
+"""How often to look for the newest numbered manifest if a writer removes it meanwhile."""
 
 _HEAD: Final = 1 << 16
-"""Bytes that are asked for at first: a manifest has some 100, and with the versions of years some 10,000."""
+"""Size of the first read: a manifest has about 100 bytes, or 10,000 with the versions of years."""
 
 _MOST_MANIFEST_BYTES: Final = 1 << 28
 _MOST_NODE_BYTES: Final = 1 << 31
 _CACHE_BYTES: Final = 256 << 20
-"""What the nodes that are kept take in memory; the one read last is always kept."""
+"""Memory limit of the node cache. The last node read is always cached."""
 
 _MOST_VISITS: Final = 64
-"""How often one listing may come to the same node. A tree whose nodes refer to the same few again and again would have more
-keys than can be listed."""
+"""Limit of visits to one node per listing. A tree whose nodes refer to the same few nodes
+repeatedly could have more keys than can be listed.
+"""
 
 
 class Database:
-    """The newest version that a database had when it was opened. Any thread.
+    """The newest version of a database at the time of opening. Thread-safe.
 
-    Nodes are read when they are needed. Whether the file of a value has the bytes that the tree tells is found out when
-    they are read.
+    Nodes are read on demand. The length of a data file is checked only when a value in it is read.
     """
 
     def __init__(self, store: ReadStore, version: Version) -> None:
-        """Of a version; see `open`."""
+        """Create a reader of a version; see `open`."""
         self._store = store
         self._version = version
         self._lock = threading.Lock()
@@ -56,13 +56,13 @@ class Database:
         """Read the manifest.
 
         Args:
-            store: where the database is.
-            directory: the key of its directory in the store, or empty.
+            store: the store with the database.
+            directory: key of its directory in the store, or empty.
 
         Raises:
             ObjectNotFoundError: there is no manifest.
             CorruptCheckpointError: it is damaged.
-            UnsupportedVersionError: it is of a newer format.
+            UnsupportedVersionError: it has a newer format.
         """
         base = f"{directory.removesuffix('/')}/" if directory else ""
         manifest = _read_manifest(store, base, _MANIFEST)
@@ -71,14 +71,14 @@ class Database:
 
     @property
     def num_keys(self) -> int:
-        """How many keys there are."""
+        """Number of keys."""
         return self._version.statistics.num_keys
 
     def get(self, key: bytes) -> Value | None:
-        """Where the value of a key is, or None where there is no such key.
+        """Return the location of the value of a key, or None if the key does not exist.
 
         Raises:
-            CorruptCheckpointError: a node is damaged or not there.
+            CorruptCheckpointError: a node is damaged or missing.
             UnsupportedVersionError, StorageError
         """
         reference = self._version.root
@@ -107,15 +107,14 @@ class Database:
             prefix = low[: len(prefix) + node.prefixes[entry]]
 
     def range(self, start: bytes = b"", stop: bytes | None = None) -> Iterator[tuple[bytes, Value]]:
-        """Keys from `start` on and before `stop`, ascending, and where their values are.
+        """Yield the keys in the half-open range from `start` to `stop`, ascending, with their locations.
 
-        Raises:
-            As `get`, while it is iterated.
+        Raises errors like `get`, during iteration.
         """
         if self._version.root is None:
             return
         visits: Counter[NodeReference] = Counter()
-        # Nodes to come, the next one last: where, what its keys lack, the bounds of its keys.
+        # Nodes to visit, the next one last: location, shared prefix, bounds of the keys.
         todo: list[tuple[NodeReference, bytes, bytes, bytes | None]] = [(self._version.root, b"", b"", None)]
         while todo:
             reference, prefix, low, high = todo.pop()
@@ -130,17 +129,18 @@ class Database:
                 keys = node.keys[first:end]
                 yield from zip(map(prefix.__add__, keys) if prefix else keys, node.values(first, end), strict=True)
                 continue
-            # A key from `start` on may also be below the child before, whose first key is smaller.
+            # The child before `first` can also contain keys from `start` on, although its first key
+            # is smaller.
             for entry in range(end - 1, max(first - 1, 0) - 1, -1):
                 own = prefix + node.keys[entry]
                 after = prefix + node.keys[entry + 1] if entry + 1 < len(node.keys) else high
                 todo.append((node.children[entry], own[: len(prefix) + node.prefixes[entry]], own, after))
 
     def read(self, value: Value) -> bytes:
-        """The bytes of a value.
+        """Return the bytes of a value.
 
         Raises:
-            CorruptCheckpointError: its file is not there, or ends before.
+            CorruptCheckpointError: its file is missing or too short.
             StorageError
         """
         if value.inline is not None:
@@ -155,7 +155,7 @@ class Database:
                 return known[0]
         place = _place(reference)
         if reference.length > _MOST_NODE_BYTES:
-            raise place.damaged(f"it is said to have {reference.length} bytes, expected at most {_MOST_NODE_BYTES}")
+            raise place.damaged(f"its reference states {reference.length} bytes, expected at most {_MOST_NODE_BYTES}")
         node = decode_node(_read(self._store, place), reference, place)
         nbytes = node.memory_bytes
         with self._lock:
@@ -169,17 +169,17 @@ class Database:
 
     @staticmethod
     def _check_between(node: Node, reference: NodeReference, prefix: bytes, low: bytes, high: bytes | None) -> None:
-        """Refuse a node with keys that its parent says are elsewhere: they would be found by `range` and not by `get`."""
+        """Reject keys outside the parent's bounds: `range` would find them and `get` would not."""
         first, last = prefix + node.keys[0], prefix + node.keys[-1]
         if first < low or (high is not None and last >= high):
             raise _place(reference).damaged(
-                f"its keys {first[:80]!r} to {last[:80]!r} are not between those its parent tells, {low[:80]!r} and "
+                f"its keys {first[:80]!r} to {last[:80]!r} are not within the bounds in its parent, {low[:80]!r} and "
                 f"{'the end' if high is None else repr(high[:80])}"
             )
 
 
 def _first_at_least(keys: Sequence[bytes], prefix: bytes, bound: bytes) -> int:
-    """The number of the first key that is `bound` or more, where all begin with `prefix`."""
+    """Return the index of the first key that is at least `bound`. All keys begin with `prefix`."""
     if bound.startswith(prefix):
         return bisect_left(keys, bound[len(prefix) :])
     return 0 if bound < prefix else len(keys)
@@ -194,12 +194,12 @@ def _read(store: ReadStore, place: Place) -> bytes:
         data = store.get(place.key, place.start, place.stop)
     except ObjectNotFoundError as error:
         raise CorruptCheckpointError(
-            f"the OCDBT {place.noun} at bytes {place.start} to {place.stop} of {place.key} cannot be read: there is "
-            "no such object; restore the checkpoint from a copy, or load another one",
+            f"the OCDBT {place.noun} at bytes {place.start} to {place.stop} of {place.key} cannot be read: the object "
+            "is missing; restore the checkpoint from a copy, or load another one",
             key=place.key,
         ) from error
     if len(data) != place.stop - place.start:
-        raise place.damaged(f"the object ends after {len(data)} of its bytes")
+        raise place.damaged(f"the object ends after {len(data)} bytes of it")
     return data
 
 
@@ -229,7 +229,7 @@ def _read_numbered(store: ReadStore, base: str, manifest: Manifest) -> Version:
             raise
         if numbered.newest is None or numbered.uuid != manifest.uuid:
             raise CorruptCheckpointError(
-                f"the OCDBT manifest {base}{newest} is not of the database that {base}{_MANIFEST} describes; "
+                f"the OCDBT manifest {base}{newest} does not belong to the database that {base}{_MANIFEST} describes; "
                 "restore the checkpoint from a copy, or load another one",
                 key=base + newest,
             )

@@ -1,4 +1,4 @@
-"""Databases to be written: from keys and where their values lie to a manifest and the nodes of a tree."""
+"""Encodes new databases: a manifest and the nodes of a tree, from keys and locations of values."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from ckptcore_orbax.ocdbt.varints import encode_varint, encode_varints
 __all__ = ["EncodedDatabase", "encode_database"]
 
 _ENTRY_BYTES: Final = 16
-"""What an entry takes in a node beside its key and an inline value, about."""
+"""Approximate size of an entry in a node, without its key and an inline value."""
 
 _SHARED_BYTES: Final = 512
-"""How far keys are compared to leave out what they share with the one before; sharing less is allowed."""
+"""Keys are compared up to this length to remove shared prefixes; shorter prefixes are valid."""
 
 _COMPARED_BYTES: Final = 1 << 22
-"""Of keys at a time."""
+"""Size of the keys compared at a time, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedDatabase:
-    """A database to be written.
+    """An encoded database.
 
     Attributes:
-        manifest: of the object ``manifest.ocdbt``.
-        nodes: of the object that was named for nodes; empty where there is no key.
+        manifest: content of the object ``manifest.ocdbt``.
+        nodes: content of the object for nodes; empty if there are no keys.
     """
 
     manifest: bytes
@@ -46,21 +46,24 @@ class EncodedDatabase:
 def encode_database(
     entries: Iterable[tuple[bytes, Value]], *, uuid: bytes, node_file: str, created_ns: int, node_bytes: int = 1 << 20
 ) -> EncodedDatabase:
-    """Encode a database of one version.
+    """Encode a database with one version.
 
-    Nodes are not compressed: every reader takes those, and they are encoded and decoded faster. The manifest states
-    what Orbax configures, so that tensorstore can write later versions as Orbax has it.
+    Nodes are not compressed: all readers support this, and encoding and decoding are faster. The
+    manifest states the configuration of Orbax, so that tensorstore writes later versions like
+    Orbax.
 
     Args:
-        entries: keys and where their values are, in any order. Files are relative to the directory of the database.
-        uuid: 16 bytes that no other database has.
-        node_file: where the nodes will be, relative to the directory of the database, such as ``d/<32 hex digits>``.
-        created_ns: now, in nanoseconds since 1970.
-        node_bytes: about how large a node becomes.
+        entries: keys and locations of their values, in any order. Files are relative to the directory
+            of the database.
+        uuid: 16 bytes, unique for each database.
+        node_file: file for the nodes, relative to the directory of the database, such as
+            ``d/<32 hex digits>``.
+        created_ns: current time, in nanoseconds since 1970.
+        node_bytes: approximate size of a node.
 
     Raises:
-        NameCollisionError: two entries have one key.
-        InvalidLocationError: a key or a file that no database can have.
+        NameCollisionError: two entries have the same key.
+        InvalidLocationError: a key or a file name is invalid in a database.
         UnsupportedLeafError: an inline value is too large.
     """
     if len(uuid) != 16 or node_bytes < 1:
@@ -84,14 +87,14 @@ def _check_keys(keys: Sequence[bytes]) -> None:
     longest = max(keys, key=len, default=b"")
     if len(longest) > MOST_KEY_BYTES:
         raise InvalidLocationError(
-            f"the key {longest[:80]!r}... has {len(longest)} bytes, and an OCDBT database takes {MOST_KEY_BYTES}: "
+            f"the key {longest[:80]!r}... has {len(longest)} bytes; OCDBT allows at most {MOST_KEY_BYTES}: "
             "shorten the names of the leaves"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Child:
-    """A node that is encoded: its first and last key, how much of them its keys lack, and where it is."""
+    """An encoded node: its first and last key, the length of its shared prefix, and its location."""
 
     first: bytes
     last: bytes
@@ -102,7 +105,7 @@ class _Child:
 def _encode_tree(
     keys: Sequence[bytes], values: Sequence[Value], file: DataFile, node_bytes: int, nodes: list[bytes]
 ) -> NodeReference:
-    """Append all nodes, children before their parents; the root."""
+    """Append all nodes, children before their parents. Return the root."""
     columns = _Values.of(values)
     offset = 0
 
@@ -153,12 +156,12 @@ class _Values:
     """Values as columns.
 
     Attributes:
-        inlines: the inline ones, None for others.
+        inlines: inline values, None for others.
         lengths: in bytes.
-        inline_bytes: the same where they are inline, otherwise 0.
+        inline_bytes: lengths of inline values, 0 for others.
         paths: all files, sorted.
-        numbers: of the file of each; -1 where it is inline.
-        offsets: in the file.
+        numbers: index of the file in `paths`; -1 for inline values.
+        offsets: offset in the file.
     """
 
     inlines: Sequence[bytes | None]
@@ -182,7 +185,7 @@ class _Values:
             inline = inlines[entry] or b""
             if len(inline) > MOST_INLINE_BYTES:
                 raise UnsupportedLeafError(
-                    f"an inline value has {len(inline)} bytes, and an OCDBT database takes {MOST_INLINE_BYTES}: "
+                    f"an inline value has {len(inline)} bytes; OCDBT allows at most {MOST_INLINE_BYTES}: "
                     "write it to a file"
                 )
             lengths[entry] = len(inline)
@@ -192,18 +195,18 @@ class _Values:
         )
         if wrong.any():
             raise InvalidLocationError(
-                f"no value can be at {values[int(np.argmax(wrong))]}: expected a file and a range of it"
+                f"invalid location of a value: {values[int(np.argmax(wrong))]}; expected a file and a byte range"
             )
         return cls(inlines, lengths, np.where(is_inline, lengths, 0), paths, numbers, offsets)
 
     def statistics(self, start: int, stop: int) -> Statistics:
-        """Of a leaf that has these, but for its own bytes."""
+        """Return the statistics of a leaf with these entries, without the size of the leaf itself."""
         indirect = int(self.lengths[start:stop].sum() - self.inline_bytes[start:stop].sum())
         return Statistics(stop - start, 0, indirect)
 
 
 def _split(sizes: npt.NDArray[np.int64], node_bytes: int, least: int) -> list[tuple[int, int]]:
-    """Runs of entries of about `node_bytes` together, and of `least` entries or more."""
+    """Split entries into ranges of about `node_bytes` bytes with at least `least` entries."""
     ends = np.cumsum(sizes)
     runs: list[tuple[int, int]] = []
     start = 0
@@ -263,7 +266,7 @@ def _encode_interior(children: Sequence[_Child], prefix: int) -> bytes:
 
 
 def _encode_keys(keys: Sequence[bytes], prefix: int) -> tuple[bytes, bytes]:
-    """The lengths of keys that all lack a prefix, and what is left of them."""
+    """Return the encoded lengths of keys without their prefix, and the concatenated suffixes."""
     relative = [key[prefix:] for key in keys] if prefix else keys
     sizes = np.fromiter(map(len, relative), np.int64, len(relative))
     shared = _shared_with_previous(relative, sizes)
@@ -273,7 +276,7 @@ def _encode_keys(keys: Sequence[bytes], prefix: int) -> tuple[bytes, bytes]:
 
 
 def _shared_with_previous(keys: Sequence[bytes], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """How many bytes each key begins with as the one before it does, up to `_SHARED_BYTES`; 0 for the first."""
+    """Return how many bytes each key shares with the previous key, up to `_SHARED_BYTES`; 0 for the first."""
     width = max(1, min(int(sizes.max()), _SHARED_BYTES))
     rows = max(2, _COMPARED_BYTES // width)
     shared = np.zeros(len(keys), np.int64)
@@ -281,14 +284,14 @@ def _shared_with_previous(keys: Sequence[bytes], sizes: npt.NDArray[np.int64]) -
         part = np.array(keys[start : start + rows], f"S{width}").view(np.uint8).reshape(-1, width)
         differ = part[1:] != part[:-1]
         first = np.where(differ.any(axis=1), differ.argmax(axis=1), width)
-        # Shorter keys are filled up with NUL bytes, which are none of theirs.
+        # Shorter keys are padded with NUL bytes, which do not count.
         bounds = np.minimum(sizes[start : start + rows - 1][: len(first)], sizes[start + 1 : start + rows])
         shared[start + 1 : start + 1 + len(first)] = np.minimum(first, bounds)
     return shared
 
 
 def _shared(first: bytes, last: bytes) -> int:
-    """How many bytes two keys begin with alike; all that lie between them begin so too."""
+    """Return the length of the common prefix of two keys. All keys between them share it too."""
     most = min(len(first), len(last))
     if first[:most] == last[:most]:
         return most

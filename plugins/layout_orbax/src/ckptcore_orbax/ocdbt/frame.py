@@ -1,7 +1,7 @@
-"""Frames: what stands around the body of each manifest and node of a database.
+"""Frames: the envelope of each manifest and node of a database.
 
-``magic u32 big endian | length u64 LE, of all | version varint 0 | compression varint | body | crc32c u32 LE of all
-before``.
+``magic u32 big endian | length u64 LE, of all | version varint 0 | compression varint | body |
+crc32c u32 LE of all before``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MANIFEST_MAGIC: Final = bytes.fromhex("0cdb3a2a")
 NODE_MAGIC: Final = bytes.fromhex("0cdb20de")
 
 HEAD_BYTES: Final = 12
-"""Magic and length."""
+"""Length of magic and length field."""
 
 _FOOT_BYTES: Final = 4
 _LEAST_BYTES: Final = HEAD_BYTES + 2 + _FOOT_BYTES
@@ -28,18 +28,19 @@ _LEAST_BYTES: Final = HEAD_BYTES + 2 + _FOOT_BYTES
 _ANY_BODY: Final = 4 << 20
 _MOST_GROWTH: Final = 1000
 _MOST_BODY: Final = (1 << 31) - 1
-"""A body may have `_ANY_BODY` bytes, or `_MOST_GROWTH` times what it has compressed, but never more than this. zstd grows
-bytes up to 30,000 times, keys that resemble each other some 100 times."""
+"""Limit for decompressed bodies: `_ANY_BODY` bytes or `_MOST_GROWTH` times the compressed size, at
+most `_MOST_BODY`. zstd expands by up to 30,000; similar keys compress about 100 times.
+"""
 
 _SLICE: Final = 1024
-"""Bytes of input at a time: a block of zstd has 4 at least and grows to 128 KiB at most, so these to 32 MiB."""
+"""Input bytes per step: a zstd block has at least 4 bytes and expands to at most 128 KiB, so this to 32 MiB."""
 
 
 def stated_bytes(head: bytes, magic: bytes, place: Place) -> int:
-    """The length of a frame that begins with these bytes, `HEAD_BYTES` or more.
+    """Return the length of a frame from its first bytes, `HEAD_BYTES` or more.
 
     Raises:
-        CorruptCheckpointError: it is no such frame.
+        CorruptCheckpointError: the data is not such a frame.
     """
     if len(head) < HEAD_BYTES:
         raise place.damaged(f"it ends after {len(head)} bytes, within the first {HEAD_BYTES}")
@@ -49,7 +50,7 @@ def stated_bytes(head: bytes, magic: bytes, place: Place) -> int:
 
 
 def decode_frame(data: bytes, magic: bytes, place: Place) -> bytes:
-    """The body of a frame, once its checksum is verified.
+    """Return the body of a frame after checking its checksum.
 
     Raises:
         CorruptCheckpointError, UnsupportedVersionError
@@ -71,7 +72,8 @@ def decode_frame(data: bytes, magic: bytes, place: Place) -> bytes:
     version, compression = data[HEAD_BYTES], data[HEAD_BYTES + 1]
     if version != 0:
         raise UnsupportedVersionError(
-            f"{place.key} holds an OCDBT {place.noun} of version {version}, expected 0; load it with a newer ckptcore"
+            f"{place.key} contains an OCDBT {place.noun} of version {version}, expected 0; "
+            "load it with a newer ckptcore"
         )
     body = view[HEAD_BYTES + 2 : -_FOOT_BYTES]
     if compression == 0:
@@ -79,13 +81,13 @@ def decode_frame(data: bytes, magic: bytes, place: Place) -> bytes:
     if compression == 1:
         return _decompress(body, place)
     raise UnsupportedVersionError(
-        f"{place.key} holds an OCDBT {place.noun} of compression {compression}, expected 0 (none) or 1 (zstd); "
+        f"{place.key} contains an OCDBT {place.noun} of compression {compression}, expected 0 (none) or 1 (zstd); "
         "load it with a newer ckptcore"
     )
 
 
 def encode_frame(body: bytes, magic: bytes) -> bytes:
-    """A frame with its body as it is: every reader takes one, whatever compression the database states."""
+    """Return a frame with an uncompressed body. Readers accept it whatever compression the database states."""
     total = len(body) + _LEAST_BYTES
     encoded = b"".join((magic, total.to_bytes(8, "little"), b"\0\0", body))
     return encoded + crc32c_of(encoded).to_bytes(_FOOT_BYTES, "little")
@@ -103,7 +105,7 @@ def _decompress(data: memoryview, place: Place) -> bytes:
         total = 0
         for start in range(0, len(data), _SLICE):
             if decompressor.eof:
-                raise place.damaged("bytes are left behind the end of what was compressed")
+                raise place.damaged("bytes are left after the end of the compressed data")
             piece = decompressor.decompress(data[start : start + _SLICE])
             total += len(piece)
             if total > most:
@@ -112,7 +114,7 @@ def _decompress(data: memoryview, place: Place) -> bytes:
     except zstandard.ZstdError as error:
         raise place.damaged(f"it cannot be decompressed: {error}") from error
     if not decompressor.eof or decompressor.unused_data:
-        raise place.damaged("what was compressed ends elsewhere than the bytes do")
+        raise place.damaged("the compressed data does not end where the frame ends")
     if stated >= 0 and total != stated:
-        raise place.damaged(f"it grows to {total} bytes and states {stated}")
+        raise place.damaged(f"it grows to {total} bytes, but states {stated}")
     return b"".join(pieces)

@@ -1,10 +1,11 @@
 """Manifests: the configuration and the versions of a database.
 
-Body: ``uuid[16] | manifest_kind u8 | max_inline_value_bytes | max_decoded_node_bytes | version_tree_arity_log2 u8 |
-compression | its level i32 LE if it is zstd``; a manifest of kind 0 (single) goes on with the table of files, the
-newest versions and references to nodes with older ones, columns of varints but for heights (u8) and times (u64 LE, ns).
-The documentation has manifest_kind as a varint; tensorstore writes a byte. One of kind 1 (numbered) ends there: the
-newest ``manifest.<16 hex digits>``, itself of kind 0, has the rest.
+Body: ``uuid[16] | manifest_kind u8 | max_inline_value_bytes | max_decoded_node_bytes |
+version_tree_arity_log2 u8 | compression | its level i32 LE if it is zstd``. A manifest of kind 0
+(single) continues with the table of files, the newest versions and references to nodes with older
+versions, as columns of varints, except heights (u8) and times (u64 LE, ns). The documentation has
+manifest_kind as a varint; tensorstore writes a byte. A manifest of kind 1 (numbered) ends there:
+the newest ``manifest.<16 hex digits>``, itself of kind 0, has the rest.
 """
 
 from __future__ import annotations
@@ -27,14 +28,16 @@ _MISSING: Final = 2**64 - 1
 
 _MOST_INLINE: Final = 1 << 20
 _MOST_ARITY_LOG2: Final = 16
-"""As tensorstore bounds them."""
+"""Limits of tensorstore."""
 
 _INLINE_BYTES: Final = 1024
 _NODE_BYTES: Final = 100_000_000
 _ARITY_LOG2: Final = 4
 _ZSTD: Final = b"\1" + bytes(4)
-"""What Orbax configures, so that it opens databases of ours to write into them too: zstd at level 0, which means the default.
-What is written here is not compressed all the same: each manifest and node says for itself whether it is."""
+"""The configuration that Orbax uses, so that Orbax can open and extend our databases: zstd at level
+0, the default level. Nodes written here are uncompressed; each manifest and node states its own
+compression.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +45,10 @@ class Version:
     """A version of a database.
 
     Attributes:
-        generation: versions are numbered from 1 on.
-        root: None where there is no key.
-        statistics: of the whole tree.
-        created_ns: when it was written, in nanoseconds since 1970.
+        generation: versions are numbered from 1.
+        root: None if there are no keys.
+        statistics: statistics of the whole tree.
+        created_ns: time of writing, in nanoseconds since 1970.
     """
 
     generation: int
@@ -59,8 +62,8 @@ class Manifest:
     """A manifest.
 
     Attributes:
-        uuid: of the database, 16 bytes.
-        newest: the newest version, or None where numbered manifests have the versions.
+        uuid: id of the database, 16 bytes.
+        newest: the newest version, or None if numbered manifests contain the versions.
     """
 
     uuid: bytes
@@ -68,11 +71,11 @@ class Manifest:
 
 
 def decode_manifest(data: bytes, directory: str, place: Place) -> Manifest:
-    """Decode a whole manifest.
+    """Decode a manifest.
 
     Args:
-        data: of the object.
-        directory: where the database is: empty, or ending in ``/``.
+        data: content of the object.
+        directory: directory of the database: empty, or ending in ``/``.
         place: for errors.
 
     Raises:
@@ -122,10 +125,10 @@ def _decode_versions(cursor: Cursor, directory: str) -> Version:
     root = None
     if offset == length == _MISSING:
         if file.path or height or statistics != Statistics(0, 0, 0):
-            raise place.damaged(f"its newest tree is empty, and has the height {height} and {statistics.num_keys} keys")
+            raise place.damaged(f"its newest tree is empty, but has the height {height} and {statistics.num_keys} keys")
     else:
         if not file.path or offset > MOST_BYTES or length > MOST_BYTES:
-            raise place.damaged(f"its newest tree is said to lie at byte {offset} of {file.path!r}, in {length} bytes")
+            raise place.damaged(f"its newest tree cannot be at byte {offset} of {file.path!r} with {length} bytes")
         if height > MOST_HEIGHT:
             raise place.damaged(f"its newest tree has the height {height}, expected at most {MOST_HEIGHT}")
         root = NodeReference(file, offset, length, height, statistics)
@@ -133,7 +136,7 @@ def _decode_versions(cursor: Cursor, directory: str) -> Version:
 
 
 def _decode_references(cursor: Cursor, files: int) -> int:
-    """Pass over the references to nodes with older versions; the newest generation among them."""
+    """Skip the references to nodes with older versions. Return the newest generation among them."""
     count = cursor.count("the number of nodes of versions")
     generations = cursor.wide_varints(count, "the generation of a node of versions")
     cursor.varints(count, "the number of a file", files - 1)
@@ -145,7 +148,7 @@ def _decode_references(cursor: Cursor, files: int) -> int:
 
 
 def encode_manifest(uuid: bytes, version: Version) -> bytes:
-    """A single manifest with one version, whose paths are relative to the database."""
+    """Return a single manifest with one version, whose paths are relative to the database."""
     root = version.root
     statistics = version.statistics
     place = (_MISSING, _MISSING) if root is None else (root.offset, root.length)

@@ -1,11 +1,13 @@
-"""Nodes of the B+tree: leaves, that tell where values are, and interior nodes, that tell where other nodes are.
+"""Nodes of the B+tree: leaves locate values, interior nodes locate other nodes.
 
-Body, column-wise: ``height u8 | table of files | n | prefix_len[n-1] | suffix_len[n] | subtree_common_prefix_len[n]
-(interior only) | suffixes``; then of a leaf ``value_len[n] | kind u8[n] (0 inline, 1 indirect) | file_id[] | offset[]
-(both of the indirect ones only) | inline values``, of an interior node ``file_id[n] | offset[n] | length[n] |
-num_keys[n] | tree_bytes[n] | indirect_bytes[n]``. The documentation has the kind of a value as a varint; tensorstore
-writes a byte. Keys ascend strictly, bytewise. They lack what all keys of the subtree share: of a child, that is ``key[:
-what its parent's lack + subtree_common_prefix_len]``, of the root nothing.
+Body, column-wise: ``height u8 | table of files | n | prefix_len[n-1] | suffix_len[n] |
+subtree_common_prefix_len[n] (interior only) | suffixes``. Then in a leaf ``value_len[n] | kind
+u8[n] (0 inline, 1 indirect) | file_id[] | offset[] (both of the indirect ones only) | inline
+values``, and in an interior node ``file_id[n] | offset[n] | length[n] | num_keys[n] | tree_bytes[n]
+| indirect_bytes[n]``. The documentation has the kind of a value as a varint; tensorstore writes a
+byte. Keys ascend strictly, bytewise. The prefix that all keys of a subtree share is not stored: for
+a child, ``key[: length of its parent's prefix + subtree_common_prefix_len]``; for the root,
+nothing.
 """
 
 from __future__ import annotations
@@ -38,36 +40,39 @@ __all__ = [
 ]
 
 MOST_BYTES: Final = (1 << 62) - 1
-"""An offset or length, so that the sum of two is a signed number of 64 bits."""
+"""Limit for offsets and lengths, so that the sum of two is a signed 64-bit number."""
 
 MOST_HEIGHT: Final = 63
-"""A tree whose nodes have two children each has more nodes than there are bytes."""
+"""A tree with two children per node and this height has more nodes than there are bytes."""
 
 MOST_KEY_BYTES: Final = 65535
 MOST_INLINE_BYTES: Final = 1 << 20
-"""As tensorstore has them."""
+"""Limits of tensorstore."""
 
 _ANY_KEYS: Final = 4 << 20
 _MOST_GROWTH: Final = 64
-"""The keys of a node may have `_ANY_KEYS` bytes (Orbax bounds a node at 100 MB), or `_MOST_GROWTH` times what its body has."""
+"""Limit for the keys of a node: `_ANY_KEYS` bytes (Orbax limits a node to 100 MB), or
+`_MOST_GROWTH` times its body.
+"""
 
 _ANY_ENTRIES: Final = 1 << 14
 _MOST_ENTRIES: Final = 16
-"""A node may have `_ANY_ENTRIES` entries, or `_MOST_ENTRIES` for each of its bytes in the file. An entry has 5 bytes
-before compression, and takes 30 times as many in memory."""
+"""Limit for the entries of a node: `_ANY_ENTRIES`, or `_MOST_ENTRIES` per byte in the file. An
+entry has 5 bytes before compression, and takes 30 times as much memory.
+"""
 
 _ENTRY_BYTES: Final = 150
-"""What an entry takes in memory beside its key, in bytes."""
+"""Memory per entry in addition to its key, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Where the value of a key is.
+    """Location of the value of a key.
 
     Attributes:
-        inline: the value itself, where it stands in the tree.
-        file: the key of the object it is in, or empty where it is inline.
-        offset, length: where it is in that object, in bytes; an inline value has its length too.
+        inline: the value itself, if the tree contains it.
+        file: key of the object that contains it; empty if inline.
+        offset, length: byte range in that object; an inline value has a length too.
     """
 
     inline: bytes | None
@@ -78,12 +83,12 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What a subtree states of itself.
+    """Statistics of a subtree, as stored.
 
     Attributes:
-        num_keys: keys in it.
-        tree_bytes: bytes of its nodes.
-        indirect_bytes: bytes of its values that are not inline.
+        num_keys: number of keys.
+        tree_bytes: total size of its nodes.
+        indirect_bytes: total size of its values that are not inline.
     """
 
     num_keys: int
@@ -93,13 +98,13 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True)
 class NodeReference:
-    """Where a node is.
+    """Location of a node.
 
     Attributes:
         file: the object.
-        offset, length: where it is in it, in bytes.
-        height: 0 for a leaf; children have one less than their parent.
-        statistics: of it and all below.
+        offset, length: byte range in the object.
+        height: 0 for a leaf; one less than its parent's.
+        statistics: statistics of its subtree.
     """
 
     file: DataFile
@@ -111,11 +116,11 @@ class NodeReference:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """Keys and where their values are; columns of one length.
+    """Keys and locations of their values, as columns of equal length.
 
     Attributes:
-        keys: ascending; without what all keys here share.
-        inlines, files, offsets, lengths: what `Value` has.
+        keys: ascending; without the prefix that all keys of the leaf share.
+        inlines, files, offsets, lengths: the attributes of `Value`.
     """
 
     keys: Sequence[bytes]
@@ -125,25 +130,25 @@ class Leaf:
     lengths: Sequence[int]
 
     def values(self, start: int, stop: int) -> Iterator[Value]:
-        """Values of the entries `start` to `stop`, made as they are asked for."""
+        """Yield the values of entries `start` to `stop`. Objects are created on demand."""
         part = slice(start, stop)
         return map(Value, self.inlines[part], self.files[part], self.offsets[part], self.lengths[part])
 
     @property
     def memory_bytes(self) -> int:
-        """What it takes, about."""
+        """Approximate memory use, in bytes."""
         inline = sum(map(len, filter(None, self.inlines)))
         return sum(map(len, self.keys)) + inline + _ENTRY_BYTES * len(self.keys)
 
 
 @dataclass(frozen=True, slots=True)
 class Interior:
-    """The first keys of nodes one lower; columns of one length.
+    """First keys of the nodes one level below, as columns of equal length.
 
     Attributes:
-        keys: ascending; each at most the first of the keys below it, and above the last of those before it.
-        prefixes: how many bytes of its key all keys below share and lack.
-        children: where the nodes are.
+        keys: ascending; at most the first key of the child, and above the last key of the previous one.
+        prefixes: number of bytes of the key that all keys of the child share.
+        children: locations of the nodes.
     """
 
     keys: Sequence[bytes]
@@ -152,7 +157,7 @@ class Interior:
 
     @property
     def memory_bytes(self) -> int:
-        """What it takes, about."""
+        """Approximate memory use, in bytes."""
         return sum(map(len, self.keys)) + 3 * _ENTRY_BYTES * len(self.keys)
 
 
@@ -160,7 +165,7 @@ Node: TypeAlias = Leaf | Interior
 
 
 def decode_node(data: bytes, reference: NodeReference, place: Place) -> Node:
-    """Decode a whole node, and hold it to what its parent said of it.
+    """Decode a node, and check it against the reference from its parent.
 
     Raises:
         CorruptCheckpointError, UnsupportedVersionError
@@ -216,10 +221,10 @@ def _decode_leaf(cursor: Cursor, files: Sequence[DataFile], count: int, body_byt
 def _decode_interior(cursor: Cursor, files: Sequence[DataFile], count: int, height: int, body_bytes: int) -> Interior:
     place = cursor.place
     lengths_of_keys = _decode_lengths(cursor, count, body_bytes)
-    prefixes = cursor.varints(count, "what the keys of a child share", MOST_KEY_BYTES).tolist()
+    prefixes = cursor.varints(count, "the shared prefix of a child's keys", MOST_KEY_BYTES).tolist()
     keys = _decode_keys(cursor, *lengths_of_keys)
     if any(map(operator.gt, prefixes, map(len, keys))):
-        raise place.damaged("the keys of a child share more than its first key has")
+        raise place.damaged("the shared prefix of a child's keys is longer than its first key")
     numbers, offsets = _decode_places(cursor, files, count, "a node")
     lengths = cursor.varints(count, "the length of a node", MOST_BYTES).tolist()
     statistics = map(
@@ -238,25 +243,25 @@ def _decode_interior(cursor: Cursor, files: Sequence[DataFile], count: int, heig
 def _decode_places(
     cursor: Cursor, files: Sequence[DataFile], count: int, what: str
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Numbers of files that can be referred to, and offsets."""
+    """Return file numbers and offsets. Checks that the files have paths."""
     numbers = cursor.varints(count, f"the number of the file of {what}", len(files) - 1)
     for number, file in enumerate(files):
         if not file.path and (numbers == number).any():
-            raise cursor.place.damaged(f"{what} is said to lie in a file without a name")
+            raise cursor.place.damaged(f"{what} refers to a file without a name")
     return numbers, cursor.varints(count, f"the offset of {what}", MOST_BYTES)
 
 
 def _decode_lengths(cursor: Cursor, count: int, body_bytes: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """How many bytes each key shares with the one before it, and how many follow."""
+    """Return how many bytes each key shares with the previous key, and how many follow."""
     place = cursor.place
     shared = np.zeros(count, np.int64)
-    shared[1:] = cursor.varints(count - 1, "what a key shares", MOST_KEY_BYTES)
+    shared[1:] = cursor.varints(count - 1, "the shared prefix of a key", MOST_KEY_BYTES)
     suffixes = cursor.varints(count, "the length of a key", MOST_KEY_BYTES)
     lengths = shared + suffixes
     if (longest := int(lengths.max())) > MOST_KEY_BYTES:
         raise place.damaged(f"a key has {longest} bytes, expected at most {MOST_KEY_BYTES}")
     if (shared[1:] > lengths[:-1]).any():
-        raise place.damaged("a key shares more with the one before it than that one has")
+        raise place.damaged("a key shares more with the previous key than that key has")
     most = max(_ANY_KEYS, _MOST_GROWTH * body_bytes)
     if (total := int(lengths.sum())) > most:
         raise place.damaged(f"its keys have {total} bytes, expected at most {most}")

@@ -1,9 +1,9 @@
-"""Paths: the table of files that each manifest and node carries, and what a path in it may be.
+"""The table of files in each manifest and node, and the rules for paths in it.
 
-A file is ``transitive + base + relative``, bytes that are put together without a separator. What a table holds is base
-and relative in one, and how long the base is; the transitive path is the base of the file that the node itself lies in,
-which its parent told, and nothing in a manifest. Orbax's merged databases have the base ``ocdbt.process_0/`` and the
-relative path ``d/<32 hex digits>``.
+The path of a file is ``transitive + base + relative``, concatenated without a separator. A table
+stores base and relative as one string, with the length of the base. The transitive path is the base
+of the file that contains the node, known from its parent; it is empty in a manifest. Databases that
+Orbax merged have the base ``ocdbt.process_0/`` and the relative path ``d/<32 hex digits>``.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from ckptcore_orbax.ocdbt.varints import encode_varint, encode_varints
 __all__ = ["DataFile", "check_path", "decode_files", "encode_files"]
 
 _MOST_PATH_BYTES: Final = 65535
-"""As tensorstore has it."""
+"""Limit of tensorstore."""
 
 _ANY_TABLE: Final = 1 << 20
 _MOST_GROWTH: Final = 64
-"""The paths of a table may have `_ANY_TABLE` bytes, or `_MOST_GROWTH` times what they take where they leave out what they share."""
+"""Limit for the paths of a table: `_ANY_TABLE` bytes, or `_MOST_GROWTH` times their size with
+shared prefixes removed.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +37,8 @@ class DataFile:
     """A file of a database.
 
     Attributes:
-        path: the key of the object in the store, or empty where nothing is referred to.
-        base: what the paths in a node that lies in this file begin with: a beginning of `path`.
+        path: key of the object in the store; empty in a reference to no file.
+        base: transitive path of the nodes in this file: a prefix of `path`.
     """
 
     path: str
@@ -44,7 +46,7 @@ class DataFile:
 
 
 def check_path(path: str) -> str | None:
-    """What is wrong with a path, or None."""
+    """Return a description of what is wrong with a path, or None."""
     if "\0" in path:
         return "a NUL character"
     if not {"", ".", ".."}.isdisjoint(path.split("/")):
@@ -53,20 +55,20 @@ def check_path(path: str) -> str | None:
 
 
 def decode_files(cursor: Cursor, transitive: str) -> list[DataFile]:
-    """Take the table of files.
+    """Read the table of files.
 
     Args:
-        cursor: where it stands.
-        transitive: what every path begins with.
+        cursor: position of the table.
+        transitive: prefix of every path.
 
     Raises:
-        CorruptCheckpointError: also where a path leads out of the store.
+        CorruptCheckpointError: the table is invalid, or a path leaves the store.
     """
     place = cursor.place
     count = cursor.count("the number of files")
     if count == 0:
         return []
-    prefixes = [0, *cursor.varints(count - 1, "what a path shares", _MOST_PATH_BYTES).tolist()]
+    prefixes = [0, *cursor.varints(count - 1, "the shared prefix of a path", _MOST_PATH_BYTES).tolist()]
     suffixes = cursor.varints(count, "the length of a path", _MOST_PATH_BYTES).tolist()
     bases = cursor.varints(count, "the length of a base path", _MOST_PATH_BYTES).tolist()
     table_bytes = sum(suffixes)
@@ -84,7 +86,7 @@ def decode_files(cursor: Cursor, transitive: str) -> list[DataFile]:
         try:
             relative, own_base = path.decode(), path[:base].decode()
         except UnicodeDecodeError as error:
-            raise place.damaged(f"the path of a file is no UTF-8: {path[:200]!r}") from error
+            raise place.damaged(f"the path of a file is not UTF-8: {path[:200]!r}") from error
         if not relative:
             files.append(DataFile("", transitive))
             continue
@@ -98,13 +100,13 @@ def decode_files(cursor: Cursor, transitive: str) -> list[DataFile]:
 
 
 def encode_files(paths: Sequence[str]) -> bytes:
-    """A table of these paths, relative to the database; sorted ones take less.
+    """Return a table of paths relative to the database. Sorted paths take less space.
 
-    The base of each ends before its ``d/<name>``, as in Orbax's databases. In nodes that lie in the base of the
-    database itself.
+    The base of each path ends before its ``d/<name>``, as in Orbax's databases. The nodes are in
+    the base of the database itself.
 
     Raises:
-        InvalidLocationError: a path that no reader would take.
+        InvalidLocationError: a path that no reader would accept.
     """
     if not paths:
         return encode_varint(0)
@@ -132,7 +134,7 @@ def encode_files(paths: Sequence[str]) -> bytes:
 
 
 def _base_length(path: str) -> int:
-    """Characters of the part before ``d/<name>``."""
+    """Return the number of characters before ``d/<name>``."""
     directory = path.rpartition("/")[0]
     if directory == "d" or directory.endswith("/d"):
         return len(directory) - 1

@@ -1,4 +1,4 @@
-"""Varints: unsigned LEB128 numbers of at most 64 bits, a column at a time."""
+"""Varints: unsigned LEB128 numbers of at most 64 bits. Encodes and decodes columns."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import numpy.typing as npt
 __all__ = ["decode_varints", "encode_varint", "encode_varints"]
 
 _MOST_BYTES: Final = 10
-"""Of one number of 64 bits: nine groups of 7 bits, and one bit."""
+"""Maximum length of a 64-bit number: nine groups of 7 bits, and one bit."""
 
 _FEW: Final = 16
-"""Numbers in a column below which a loop takes less time than NumPy."""
+"""Below this number of values, a loop is faster than NumPy."""
 
 
 def decode_varints(data: npt.NDArray[np.uint8], position: int, count: int) -> tuple[npt.NDArray[np.uint64], int]:
-    """Numbers that follow each other, and the position behind them. Numbers may be longer than they need be.
+    """Return `count` consecutive numbers, and the position after them. Accepts padded numbers.
 
-    Takes memory by the bytes that are there, whatever the count.
+    Memory use depends on the available bytes, not on `count`.
 
     Raises:
-        ValueError: the bytes end before, or a number has more than 64 bits.
+        ValueError: the data ends too early, or a number has more than 64 bits.
     """
     if count > len(data) - position:
-        raise ValueError(f"{count} numbers cannot stand in {len(data) - position} bytes")
+        raise ValueError(f"{count} numbers do not fit in {len(data) - position} bytes")
     if count <= _FEW:
         return _decode_few(data, position, count)
     window = data[position : position + count]
     if window.max() < 0x80:
         return window.astype(np.uint64), position + count
-    # The ends of the numbers, first looked for where short ones would end.
+    # Find the ends of the numbers; assume short numbers first.
     for width in (2, 4, _MOST_BYTES):
         window = data[position : position + width * count]
         ends = np.flatnonzero(window < 0x80)[:count]
@@ -45,7 +45,7 @@ def decode_varints(data: npt.NDArray[np.uint8], position: int, count: int) -> tu
     sizes = ends - starts + 1
     longest = int(sizes.max())
     if longest > _MOST_BYTES:
-        raise ValueError(f"a number has {longest} bytes, where at most {_MOST_BYTES} are expected")
+        raise ValueError(f"a number has {longest} bytes; at most {_MOST_BYTES} are expected")
     numbers = (window[starts] & 0x7F).astype(np.uint64)
     for place in range(1, longest):
         longer = np.flatnonzero(sizes > place)
@@ -80,7 +80,7 @@ def _decode_few(data: npt.NDArray[np.uint8], position: int, count: int) -> tuple
 
 
 def encode_varint(number: int) -> bytes:
-    """The bytes of one number, of 64 bits at most."""
+    """Return the encoding of a number of at most 64 bits."""
     groups = bytearray()
     while number >= 0x80:
         groups.append(number & 0x7F | 0x80)
@@ -90,7 +90,7 @@ def encode_varint(number: int) -> bytes:
 
 
 def encode_varints(numbers: npt.NDArray[np.uint64]) -> bytes:
-    """The bytes of numbers, one behind the other, each as short as can be."""
+    """Return the concatenated shortest encodings of numbers."""
     if not len(numbers):
         return b""
     largest = int(numbers.max())

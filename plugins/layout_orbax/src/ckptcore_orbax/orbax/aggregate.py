@@ -1,4 +1,4 @@
-"""The file `checkpoint` of the years before `_METADATA`: a tree in msgpack, small arrays in it, the others beside it."""
+"""The file `checkpoint` used before `_METADATA`: a msgpack tree with small arrays, or references to arrays."""
 
 from __future__ import annotations
 
@@ -19,30 +19,34 @@ __all__ = ["AGGREGATE_FILE", "parse_aggregate", "unpack"]
 AGGREGATE_FILE: Final = "checkpoint"
 
 _PLACEHOLDERS: Final = ("PLACEHOLDER://", "AGGREGATED://")
-"""What a string begins with that stands for an array beside the file; the name of the array follows."""
+"""Prefixes of strings that refer to an array outside the file. The name of the array follows."""
 
 _CHUNKED: Final = "__msgpack_chunked_array__"
-"""A dict with this key is an array too large for one value: ``shape`` and ``chunks``, both dicts with the keys 0, 1, ..."""
+"""Key of a dict that is an array too large for one value: ``shape`` and ``chunks`` are dicts with keys 0, 1, ..."""
 
 _ARRAY, _COMPLEX, _SCALAR, _TUPLE = 1, 2, 3, 4
-"""The extension types of Flax: ``(shape, dtype, bytes)`` in msgpack of its own; ``(real, imaginary)``; as an array; a list."""
+"""Extension types of Flax.
+
+Array: ``(shape, dtype, bytes)`` in nested msgpack; complex: ``(real, imaginary)``; scalar: like an
+array; tuple: a list.
+"""
 
 _MOST_NESTED: Final = 16
-"""How many extension values may be in each other: each takes a good part of the stack."""
+"""Maximum nesting of extension values, each of which takes much stack space."""
 
 
 def parse_aggregate(data: bytes, key: str) -> StoredTree:
-    """The tree in such a file; it may be hostile. Memory is that of the file.
+    """Parse the file, which may be hostile. Takes memory in proportion to the file.
 
     Raises:
         CorruptCheckpointError
-        UnsupportedLeafError: for arrays of a dtype that is not known.
+        UnsupportedLeafError: an array has an unknown dtype.
     """
     return plain_tree(_leaves(unpack(data, key, _Extensions(key)), key, 0), key)
 
 
 def unpack(data: bytes, key: str, extension: Callable[[int, bytes], object]) -> object:
-    """The value that msgpack holds: None, numbers, str, bytes, lists and dicts, and what `extension` makes.
+    """Return a msgpack value: None, numbers, str, bytes, lists and dicts, and results of `extension`.
 
     Raises:
         CorruptCheckpointError
@@ -53,14 +57,14 @@ def unpack(data: bytes, key: str, extension: Callable[[int, bytes], object]) -> 
         raise
     except (ValueError, TypeError, RecursionError, OverflowError, msgpack.UnpackException) as error:
         raise CorruptCheckpointError(
-            f"{key}: expected msgpack, found {len(data)} bytes that are none: {error!r:.200}. "
-            "The file is damaged or was not written to its end",
+            f"{key}: expected msgpack, found {len(data)} bytes that are not msgpack: {error!r:.200}. "
+            "The file is damaged or incomplete",
             key=key,
         ) from error
 
 
 class _Extensions:
-    """Makes the values of extension types."""
+    """Decodes extension types."""
 
     def __init__(self, key: str) -> None:
         self._key = key
@@ -70,7 +74,7 @@ class _Extensions:
         self._depth += 1
         try:
             if self._depth > _MOST_NESTED:
-                raise corrupt(self._key, f"at most {_MOST_NESTED} values in each other", self._depth)
+                raise corrupt(self._key, f"at most {_MOST_NESTED} nested values", self._depth)
             return self._made(code, data)
         finally:
             self._depth -= 1
@@ -99,7 +103,7 @@ def _array(shape: list[Any], dtype: str, elements: bytes, key: str) -> HostArray
 
 
 def _leaves(value: object, key: str, depth: int) -> object:
-    """The same with leaves where arrays are, in the file or beside it."""
+    """Replace arrays, and references to arrays, by leaves."""
     if depth > MAX_DEPTH:
         raise corrupt(key, "a tree", "one that is too deep")
     if isinstance(value, str) and value.startswith(_PLACEHOLDERS):
@@ -131,6 +135,6 @@ def _joined(value: Mapping[str, Any], key: str) -> TreeLeaf:
         raise corrupt(key, f"{extents} elements in chunks", joined.size)
     try:
         whole = joined.reshape(extents)  # type: ignore[arg-type]  # ints, as just seen
-    except ValueError as error:  # there are no elements, and NumPy has no such shape all the same
+    except ValueError as error:  # NumPy does not support this shape, even though it has no elements
         raise corrupt(key, "a shape that arrays have", extents) from error
     return TreeLeaf("", "np.ndarray", embedded=whole, spec=ArraySpec(whole.shape, whole.dtype.name))

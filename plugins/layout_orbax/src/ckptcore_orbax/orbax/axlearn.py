@@ -1,4 +1,4 @@
-"""Steps that AXLearn saved: an index in JSON, a zarr 2 array for each tensor, and the states of iterators."""
+"""Steps saved by AXLearn: a JSON index, a zarr 2 array for each tensor, and the states of iterators."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["AxlearnStep", "find_axlearn"]
 _INDEX: Final = "index"
 _ARRAYS: Final = "gda"
 _ITERATOR: Final = "<class '"
-"""What an entry of the index begins with that stands for the state of an iterator."""
+"""Prefix of index entries for iterators."""
 
 _SHAPE: Final = re.compile(r"\((?:\d{1,18}(?:, \d{1,18})*,?)?\)")
 _STATES: Final = re.compile(r"(python|grain|tf)_(\d{1,9})/")
@@ -27,14 +27,16 @@ _STATES: Final = re.compile(r"(python|grain|tf)_(\d{1,9})/")
 
 @dataclass(frozen=True, slots=True)
 class AxlearnStep:
-    """What a directory ``step_%08d`` holds.
+    """The contents of a directory ``step_%08d``.
 
     Attributes:
-        tree: dicts by the parts of each path, and the number of the step as ``step``. An array's `TreeLeaf.name` is its
-            directory, its `TreeLeaf.spec` what the index says, which the array's own metadata must confirm. The state
-            of an iterator is a tree of values; where several processes saved theirs, a dict of them by number.
-        custom: ``not_readable``: what only TensorFlow reads, by path, with its type. Absent where there is nothing.
-        writer: says so too, so that nobody takes it for loaded.
+        tree: nested dicts by the parts of each path, and the step number as ``step``. The
+            `TreeLeaf.name` of an array is its directory; its `TreeLeaf.spec` comes from the index and
+            is compared with the array's own metadata. The state of an iterator is a tree of values; if
+            several processes saved theirs, a dict of them by process number.
+        custom: ``not_readable``: types of entries that only TensorFlow can read, by path. Absent if
+            there are none.
+        writer: name of the writer, with a note about such entries.
     """
 
     tree: StoredTree
@@ -43,22 +45,23 @@ class AxlearnStep:
 
 
 def find_axlearn(store: ReadStore) -> AxlearnStep | None:
-    """The step of AXLearn in the store's directory, arrays not yet read; None if there is none.
+    """Parse the AXLearn step in the store's directory, without reading arrays. None if there is none.
 
-    Everything in it may be hostile. The index is a list of ``[path, value]``: ``["step", N]`` first; for an array
-    ``{"dtype": "float32", "shape": "(8, 8)"}``; for an iterator the name of its class; anything else is a value itself.
+    Everything may be hostile. The index is a list of ``[path, value]``: ``["step", N]`` first; for
+    an array ``{"dtype": "float32", "shape": "(8, 8)"}``; for an iterator the name of its class; any
+    other value is stored in the index itself.
 
     Raises:
-        CorruptCheckpointError: also where the index ends too early, for which AXLearn takes the step as complete.
-        UncommittedCheckpointError: where arrays are there and no index.
-        UnsupportedLeafError: for a dtype that is not known.
+        CorruptCheckpointError: also for a truncated index, which AXLearn itself accepts as complete.
+        UncommittedCheckpointError: there are arrays but no index.
+        UnsupportedLeafError: a dtype is unknown.
     """
     names = frozenset(store.list_names())
     if f"{_ARRAYS}/" not in names and not (_INDEX in names and any(map(_STATES.fullmatch, names))):
         return None
     if _INDEX not in names:
         raise UncommittedCheckpointError(
-            f"the directory has arrays of AXLearn in {_ARRAYS}/ and no {_INDEX}, which is written last: the save "
+            f"the directory has arrays of AXLearn in {_ARRAYS}/ but no {_INDEX}, which is written last: the save "
             "never ended. Load another step"
         )
     entries = _entries(store.get(_INDEX))
@@ -69,7 +72,7 @@ def find_axlearn(store: ReadStore) -> AxlearnStep | None:
     for path, value in entries:
         found: object
         if path == "step" and type(value) is int and has_step:
-            continue  # the state has a leaf of this name, which is what is loaded
+            continue  # the state has its own leaf "step", which is loaded instead
         if isinstance(value, dict) and {"dtype", "shape"} <= value.keys():
             found = TreeLeaf(f"{_ARRAYS}/{path}", "jax.Array", spec=_spec(value))
         elif not _is_iterator(value):
@@ -82,7 +85,7 @@ def find_axlearn(store: ReadStore) -> AxlearnStep | None:
         _insert(root, path, found)
     writer = "AXLearn"
     if unreadable:
-        writer += f" (not read, because only TensorFlow can: {', '.join(sorted(unreadable))[:200]})"
+        writer += f" (not read, only TensorFlow can: {', '.join(sorted(unreadable))[:200]})"
     return AxlearnStep(plain_tree(root, _INDEX), writer, {"not_readable": unreadable} if unreadable else {})
 
 
@@ -117,7 +120,7 @@ def _spec(value: Mapping[str, JSON]) -> ArraySpec:
 
 
 def _state_files(store: ReadStore, names: frozenset[str], paths: set[str]) -> dict[str, dict[int, str]]:
-    """The files with the states of iterators, by path and process; those of TensorFlow are left out."""
+    """Return the files with iterator states, by path and process number. Skips those of TensorFlow."""
     files: dict[str, dict[int, str]] = {}
     for name in names:
         match = _STATES.fullmatch(name)
@@ -131,19 +134,19 @@ def _state_files(store: ReadStore, names: frozenset[str], paths: set[str]) -> di
 
 
 def _state(store: ReadStore, files: Mapping[int, str]) -> object:
-    """The state of an iterator: of the one process that saved it, or of each."""
+    """Return the iterator state of the only process, or a dict of all processes' states."""
     states = {process: _unpacked(store.get(files[process]), files[process]) for process in sorted(files)}
     return next(iter(states.values())) if len(states) == 1 else states
 
 
 def _unpacked(data: bytes, key: str) -> object:
-    """The state in a file: JSON as older versions wrote it for Grain, msgpack otherwise."""
+    """Decode a state file: JSON, as older versions wrote it for Grain, or msgpack."""
     if key.startswith("grain_"):
         return parse_document(data, key)
 
     def refuse(code: int, _: bytes) -> object:
         raise CorruptCheckpointError(
-            f"{key}: found a value of the extension type {code} of msgpack, which only the software that wrote it can "
+            f"{key}: found a value of the msgpack extension type {code}, which only the software that wrote it can "
             "read; expected numbers, str, bytes, lists and dicts",
             key=key,
         )

@@ -1,4 +1,4 @@
-"""A checkpoint of several items: which members it has, and which of them a plain load means."""
+"""Orbax checkpoints of several items: their members, and the default tree."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ from ckptcore_orbax.orbax.markers import (
     INDICATOR_FILE,
     METADATA_FILE,
     RECORD_FILE,
-    ROOT_METADATA_FILE,
     CheckpointFile,
     parse_checkpoint_file,
-    parse_root_metadata,
 )
 
-__all__ = ["Composite", "find_composite", "find_root_metadata"]
+__all__ = ["Composite", "find_composite"]
 
 _METRICS: Final = "metrics"
 _PREFERRED: Final = ("state", "default", "pytree", "params")
-"""Which of several trees a plain load means: what version 1 saves, what a manager of steps saves, and older names."""
+"""Order in which a plain load chooses a tree: names of version 1, of managers of steps, and older names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +30,13 @@ class Composite:
     """A checkpoint of several items.
 
     Attributes:
-        members: what each is, by its name, which is that of its directory; ``other`` for what only the software that
-            saved it can read. Sorted.
-        sole: the member that a plain load means; None where none is meant.
-        writer: who wrote it.
-        custom: metadata of the user's.
-        metrics: numbers that the user gave with it.
-        created: when the save began, ISO 8601 in UTC, or None.
+        members: kind of each member by its name, which is its directory; ``other`` if only the software
+            that saved it can read it. Sorted.
+        sole: the member that a plain load uses, or None.
+        writer: name of the software that wrote it.
+        custom: the user's metadata.
+        metrics: the user's metrics.
+        created: start time of the save, ISO 8601 in UTC, or None.
     """
 
     members: Mapping[str, ItemKind | Literal["other"]]
@@ -50,10 +48,11 @@ class Composite:
 
 
 def find_composite(store: ReadStore) -> Composite | None:
-    """The items of the checkpoint in the store's directory; None if it is no checkpoint of Orbax or one item itself.
+    """Return the composite in the store's directory; None if it is a single item or not an Orbax checkpoint.
 
-    Everything in it may be hostile. A directory of steps is none. Members whose deletion began are not there any more,
-    as for Orbax. A directory in which nothing of Orbax is, and which no file names, is no member.
+    Everything may be hostile. A directory of steps is not a composite. Members whose deletion has
+    begun are ignored, as in Orbax. Directories without Orbax files that no file names are not
+    members.
 
     Raises:
         CorruptCheckpointError, UncommittedCheckpointError
@@ -75,7 +74,7 @@ def find_composite(store: ReadStore) -> Composite | None:
             continue
         inside = frozenset(store.list_names(name))
         if not marked and (METADATA_FILE in inside or name.isdigit()):
-            return None  # a directory of steps, each a checkpoint
+            return None  # a directory of steps
         kind = item_kind(inside)
         if kind is not None:
             members[name] = kind
@@ -102,23 +101,12 @@ def find_composite(store: ReadStore) -> Composite | None:
     )
 
 
-def find_root_metadata(store: ReadStore) -> Mapping[str, JSON] | None:
-    """The user's metadata of a directory of steps; None where there is none.
-
-    Raises:
-        CorruptCheckpointError
-    """
-    if ROOT_METADATA_FILE.partition("/")[2] not in store.list_names("metadata"):
-        return None
-    return parse_root_metadata(store.get(ROOT_METADATA_FILE), ROOT_METADATA_FILE)
-
-
 def _is_number(value: JSON) -> bool:
     return isinstance(value, float) or (type(value) is int and abs(value) < 1 << 63)
 
 
 def _by_handler(handler: str) -> ItemKind | Literal["other"]:
-    """What an item is that was saved under file names of the user's own."""
+    """Return the kind of an item that was saved under custom file names."""
     name = handler.rpartition(".")[2]
     return "tree" if name in ("PyTreeHandler", "PyTreeCheckpointHandler", "StandardCheckpointHandler") else "other"
 

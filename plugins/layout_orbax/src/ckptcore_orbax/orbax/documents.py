@@ -1,4 +1,4 @@
-"""JSON documents in files that other software wrote: read, and held to what is expected of them."""
+"""JSON documents written by other software: parsing and validation."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ T = TypeVar("T")
 
 
 def parse_document(data: bytes, key: str) -> JSON:
-    """The JSON that a file holds.
+    """Return the JSON document in a file.
 
     Raises:
-        CorruptCheckpointError: if it is none.
+        CorruptCheckpointError: the file is not JSON.
     """
     try:
         document: JSON = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(
-            f"{key}: expected a JSON document, found {len(data)} bytes that are none: {error or 'too deep'}. "
-            "The file is damaged or was not written to its end",
+            f"{key}: expected a JSON document, found {len(data)} bytes that are not JSON: {error or 'too deep'}. "
+            "The file is damaged or incomplete",
             key=key,
         ) from error
     return document
 
 
 def encode_document(document: JSON) -> bytes:
-    """A document as the bytes of a file, in ASCII."""
+    """Return a document as ASCII bytes."""
     return json.dumps(document).encode("ascii")
 
 
 def expect(found: JSON, kind: type[T], key: str, what: str) -> T:
-    """`found` itself, if it is of a type; a bool is no int.
+    """Return `found` if it has this type; a bool does not count as an int.
 
     Raises:
         CorruptCheckpointError
@@ -47,7 +47,7 @@ def expect(found: JSON, kind: type[T], key: str, what: str) -> T:
 
 
 def object_of(found: JSON, key: str, what: str) -> dict[str, JSON]:
-    """`found` itself, if it is a JSON object.
+    """Return `found` if it is a JSON object.
 
     Raises:
         CorruptCheckpointError
@@ -58,7 +58,7 @@ def object_of(found: JSON, key: str, what: str) -> dict[str, JSON]:
 
 
 def text_of(found: JSON, key: str, what: str) -> str:
-    """`found` itself, if it is text that can be in a name: without surrogates that stand alone.
+    """Return `found` if it is text without lone surrogates, which names cannot contain.
 
     Raises:
         CorruptCheckpointError
@@ -70,7 +70,7 @@ def text_of(found: JSON, key: str, what: str) -> str:
 
 
 def extents(found: JSON, key: str, what: str) -> tuple[int, ...]:
-    """The shape of an array.
+    """Return `found` if it is the shape of an array.
 
     Raises:
         CorruptCheckpointError
@@ -82,7 +82,7 @@ def extents(found: JSON, key: str, what: str) -> tuple[int, ...]:
 
 
 def naturals(found: JSON, key: str, what: str) -> tuple[int, ...]:
-    """Whole numbers that are not negative and fit into 63 bits.
+    """Return `found` if it is a list of non-negative integers below 2**63.
 
     Raises:
         CorruptCheckpointError
@@ -95,7 +95,7 @@ def naturals(found: JSON, key: str, what: str) -> tuple[int, ...]:
 
 
 def corrupt(key: str, expected: str, found: object) -> CorruptCheckpointError:
-    """The error to raise for something in a file that is not what is expected."""
+    """Return the error for unexpected content of a file."""
     return CorruptCheckpointError(
         f"{key}: expected {expected}, found {str(found)[:80]!r}. The file is damaged, or something else wrote it",
         key=key,

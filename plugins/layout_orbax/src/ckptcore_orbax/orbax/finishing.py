@@ -1,4 +1,4 @@
-"""Making what processes wrote one whole: the keys of all chunks, and what Orbax reads beside arrays."""
+"""The leader's part of a save: writes the database or array metadata, and the files that Orbax reads."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ __all__ = ["finish_arrays"]
 
 @dataclass(frozen=True, slots=True)
 class _Chunks:
-    """The chunks of one process."""
+    """The chunks of one process, as columns."""
 
     files: Sequence[str]
     leaf: Sequence[int]
@@ -73,10 +73,10 @@ class _Chunks:
 
 
 def finish_arrays(tree: TreeMetadata, receipts: Sequence[Receipt], form: Form, store: WriteStore) -> JSON:
-    """Write the keys of all chunks, the formats of all arrays, and what Orbax reads beside them; the state for the root.
+    """Write chunk keys, array metadata and the files that Orbax reads. Return the state for the root.
 
     Raises:
-        CheckpointError: if processes wrote with different options: no reader could make a whole of that.
+        CheckpointError: processes wrote with different options, so their chunks do not form one array.
     """
     _expect_one_form(receipts, form)
     names = array_names(tree, form)
@@ -122,13 +122,13 @@ def _expect_one_form(receipts: Sequence[Receipt], form: Form) -> None:
         found = receipt.state.get("form") if isinstance(receipt.state, Mapping) else None
         if found != form.agreed:
             raise CheckpointError(
-                f"rank {receipt.rank} wrote arrays in another form than rank 0 states: expected {form.agreed}, found "
+                f"rank {receipt.rank} wrote arrays with other options than rank 0: expected {form.agreed}, found "
                 f"{found or 'another layout'}; give every rank the same layout with the same options"
             )
 
 
 def _small_array(name: str, array: HostArray, form: Form) -> tuple[StoredName, bytes]:
-    """A small value as the array that Orbax has for it, and its only chunk."""
+    """Return a small value as the array that Orbax stores for it, and its only chunk."""
     spec = ArraySpec(array.shape, name_of_dtype(array.dtype))
     chunk = tuple([max(1, extent) for extent in array.shape])
     little = array.astype(array.dtype.newbyteorder("<")).tobytes()
@@ -149,7 +149,7 @@ def _write_database(
     prefix: str,
     store: WriteStore,
 ) -> None:
-    """Merge the chunks of all processes into one database by reference: no element is moved."""
+    """Merge the chunks of all processes into one database by reference, without copying elements."""
     unique = hashlib.blake2b(json.dumps([_save_of(receipt) for receipt in receipts]).encode(), digest_size=16)
     node_file = f"d/{unique.hexdigest()}"
     database = encode_database(
@@ -161,7 +161,7 @@ def _write_database(
 
 
 def _save_of(receipt: Receipt) -> list[JSON]:
-    """What no other receipt of any save has: files do not tell, where a tree has no arrays."""
+    """Return values unique to a receipt. File names are not enough, because a tree may have no arrays."""
     state: Any = receipt.state
     return [state["save_id"], state["name"], receipt.rank]
 
@@ -172,7 +172,7 @@ def _entries(
     chunks: Sequence[_Chunks],
     small: Mapping[int, tuple[StoredName, bytes]],
 ) -> Iterator[tuple[bytes, Value]]:
-    """Every key of the database with its value, in no order."""
+    """Yield every key of the database with its value, unordered."""
     documents: dict[int, bytes] = {}
     shared: dict[int, list[int]] = {}
     for alias, target in tree.aliases.items():
@@ -183,7 +183,8 @@ def _entries(
     for stored, data in small.values():
         if data:
             yield f"{stored.prefix}{stored.form.chunk_key((0,) * len(stored.form.chunk))}".encode(), _inline(data)
-    # Of millions of chunks most are of a few formats: what a key ends in is made once for each of these.
+    # Millions of chunks share few formats, so the last part of a key is computed once per format
+    # and chunk.
     prefixes = {
         leaf: [arrays[name].prefix.encode() for name in (leaf, *shared.get(leaf, ()))]
         for leaf in arrays
@@ -214,7 +215,7 @@ def _write_documents(
     prefix: str,
     store: WriteStore,
 ) -> None:
-    """Write the groups around arrays, the format of every array, and small values, as objects."""
+    """Write zarr groups, the metadata of every array, and small values as objects."""
     described = [*arrays.values(), *(stored for stored, _ in small.values())]
 
     def objects() -> Iterator[tuple[str, bytes]]:
@@ -231,7 +232,7 @@ def _write_documents(
 
 
 def _extents(arrays: Mapping[int, StoredName], chunks: Sequence[_Chunks]) -> Extents:
-    """Where each array lies in each data file, from its first chunk there to its last."""
+    """Return the byte range of each array in each data file, from its first chunk to its last."""
     files: list[str] = []
     spans: dict[tuple[int, int], tuple[int, int]] = {}
     direct = {leaf for leaf, stored in arrays.items() if stored.form.direct}

@@ -1,4 +1,4 @@
-"""Looking into checkpoints of other software: Orbax's of every kind, and AXLearn's."""
+"""Inspection of checkpoints written by other software: all kinds of Orbax checkpoints, and AXLearn's."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ __all__ = ["inspect_composite", "inspect_tree"]
 
 _MANIFEST: Final = "manifest.ocdbt"
 _MOST_CUTS: Final = 4096
-"""Boundaries of chunks along an axis that are told as those of shards; more are those of small read chunks."""
+"""Maximum chunk boundaries per axis that count as shard boundaries; more belong to small read chunks."""
 
 _PARSERS: Final[Mapping[str, Callable[[bytes, str], ArrayFormat]]] = {"zarr.json": parse_zarr3, ".zarray": parse_zarr2}
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A tree whose arrays were not looked at yet.
+    """A tree whose arrays have not been inspected yet.
 
     Attributes:
-        item: it, with what is said of its arrays.
-        tree: the tree.
-        missing: what a chunk that is not there means.
-        custom, metrics, created: of the checkpoint around it.
+        item: the item, with metadata of its arrays.
+        tree: its tree.
+        missing: meaning of a missing chunk.
+        custom, metrics, created: metadata of the enclosing checkpoint.
     """
 
     item: Item
@@ -64,7 +64,7 @@ class _Found:
 
 
 def inspect_composite(store: ReadStore) -> InspectedComposite | None:
-    """A checkpoint of Orbax's of several items, or of one that has a name."""
+    """Recognise an Orbax checkpoint of several items, or of one named item."""
     found = find_composite(store)
     if found is None:
         return None
@@ -75,17 +75,17 @@ def inspect_composite(store: ReadStore) -> InspectedComposite | None:
 
 
 def inspect_tree(store: ReadStore, layout: str, databases: Databases) -> Inspection | None:
-    """The tree that a checkpoint is, or that a plain load of it means; None if there is none of this layout.
+    """Inspect a checkpoint of one tree, or the default tree of a composite. None for other layouts.
 
     Raises:
-        CompositeCheckpointError: if there are several and none is meant.
+        CompositeCheckpointError: there are several trees and none is the default.
         CorruptCheckpointError, UncommittedCheckpointError, UnsupportedLeafError
     """
     composite = find_composite(store)
     if composite is not None and composite.sole is None:
         names = list(composite.members)
         raise CompositeCheckpointError(
-            f"the checkpoint holds several items ({', '.join(names)}), and none is its only tree: use "
+            f"the checkpoint has several items ({', '.join(names)}), and none is its only tree: use "
             "load_checkpointables, or load one by its own location",
             names,
         )
@@ -150,7 +150,7 @@ def _inspection(found: _Found, store: ReadStore, databases: Databases) -> Inspec
         form = arrays[number].form
         if leaf.spec is not None and leaf.spec != form.spec:
             raise CorruptCheckpointError(
-                f"{leaf.name!r} is said to be {leaf.spec}, and is stored as {form.spec}; the checkpoint is damaged: "
+                f"{leaf.name!r} is {leaf.spec} in the tree, but stored as {form.spec}; the checkpoint is damaged: "
                 "load another one"
             )
         records.append(_record(item, leaf, form))
@@ -190,10 +190,10 @@ def _record(item: Item, leaf: TreeLeaf, form: ArrayFormat) -> ArrayRecord:
 
 
 def _stored_arrays(found: _Found, store: ReadStore, databases: Databases) -> Mapping[int, StoredName]:
-    """The name and the format of each leaf that is an array of its own.
+    """Return the name and the format of each leaf that is a stored array.
 
     Raises:
-        CorruptCheckpointError: if one is not there.
+        CorruptCheckpointError: an array is missing.
     """
     item = found.item
     numbers = [number for number, leaf in enumerate(found.tree.leaves) if leaf.value is None and leaf.embedded is None]
@@ -213,8 +213,8 @@ def _stored_arrays(found: _Found, store: ReadStore, databases: Databases) -> Map
         if form is None:
             paths = TreeMetadata(found.tree.skeleton, (ValueRecord("none", None),) * len(found.tree.leaves)).paths
             raise CorruptCheckpointError(
-                f"{format_path(paths[number])} is in the tree, and there is no array {name!r}; the checkpoint is not "
-                "whole: restore it from a copy, or load another one"
+                f"{format_path(paths[number])} is in the tree, but its array {name!r} is missing; the checkpoint is "
+                "incomplete: restore it from a copy, or load another one"
             )
         made[number] = StoredName(name, form)
     return made
@@ -223,7 +223,7 @@ def _stored_arrays(found: _Found, store: ReadStore, databases: Databases) -> Map
 def _in_database(
     names: Sequence[str], documents: Sequence[str], database: Database, store: ReadStore
 ) -> Sequence[ArrayFormat | None]:
-    """The formats of arrays by the first of the documents that is a key of each; all are read at once."""
+    """Return the array formats in a database, from the first document found per array. Reads all at once."""
     found: list[tuple[str, Value] | None] = []
     for name in names:
         keys = [(document, f"{array_prefix(name)}{document}".encode("utf-8", "replace")) for document in documents]
@@ -244,7 +244,7 @@ def _in_database(
         data = next(read) if value.inline is None else value.inline
         if data is None:
             raise CorruptCheckpointError(
-                f"the description of {name!r} is missing: there is no object {value.file!r}; restore the checkpoint "
+                f"the metadata of {name!r} is missing: there is no object {value.file!r}; restore the checkpoint "
                 "from a copy, or load another one",
                 key=value.file,
             )
@@ -253,7 +253,7 @@ def _in_database(
 
 
 def _in_objects(directories: Sequence[str], documents: Sequence[str], store: ReadStore) -> Sequence[ArrayFormat | None]:
-    """The formats of arrays by the first of the documents that is an object in the directory of each."""
+    """Return the array formats in directories, from the first document found per array."""
     forms: list[ArrayFormat | None] = [None] * len(directories)
     for document in documents:
         left = [number for number, form in enumerate(forms) if form is None]
@@ -267,14 +267,14 @@ def _in_objects(directories: Sequence[str], documents: Sequence[str], store: Rea
 def _scalars(
     tree: TreeMetadata, state: ArraysState, numbers: Sequence[int], store: ReadStore, databases: Databases
 ) -> dict[int, ValueRecord]:
-    """The numbers of Python that are stored as arrays: they are read at once."""
+    """Read Python numbers that are stored as arrays."""
     if not numbers:
         return {}
     specs = [state.arrays[number].form.spec for number in numbers]
     for number, spec in zip(numbers, specs, strict=True):
         if spec.shape:
             raise CorruptCheckpointError(
-                f"{format_path(tree.paths[number])} is a number in the tree, and is stored as {spec}; the checkpoint "
+                f"{format_path(tree.paths[number])} is a number in the tree, but stored as {spec}; the checkpoint "
                 "is damaged: load another one"
             )
     buffers = [np.empty((), spec.numpy_dtype) for spec in specs]

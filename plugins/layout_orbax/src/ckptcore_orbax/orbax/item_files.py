@@ -1,4 +1,4 @@
-"""The files beside the arrays of an item: `array_metadatas/process_N`, `_strings.json`, and all of them for a save."""
+"""Metadata files of an item: `array_metadatas/process_N`, `_strings.json`, and all of them for a save."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ __all__ = [
 ]
 
 ARRAY_METADATA: Final = "array_metadatas"
-"""The directory of these files."""
+"""Directory of array metadata files."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArrayMetadata:
-    """What is said of an array.
+    """Metadata of an array.
 
     Attributes:
-        name: of the array.
-        write_shape: elements of what one process writes at once: a shard.
-        chunk_shape: elements of what can be read at once.
-        random_key_impl: the implementation of JAX whose random keys have these elements as data; None: it is an array.
+        name: name of the array.
+        write_shape: shape of what one process writes at once: a shard.
+        chunk_shape: shape of a read chunk.
+        random_key_impl: JAX implementation, if the array is the data of random keys; else None.
     """
 
     name: str
@@ -55,7 +55,7 @@ class ArrayMetadata:
 
 
 def parse_array_metadata(data: bytes, key: str) -> list[ArrayMetadata]:
-    """What such a file says; it may be hostile.
+    """Parse an array metadata file, which may be hostile.
 
     Raises:
         CorruptCheckpointError
@@ -82,7 +82,7 @@ def parse_array_metadata(data: bytes, key: str) -> list[ArrayMetadata]:
 
 
 def encode_array_metadata(arrays: Iterable[ArrayMetadata]) -> bytes:
-    """Such a file."""
+    """Return an array metadata file."""
     return encode_document(
         {
             "array_metadatas": [
@@ -106,10 +106,10 @@ _BAD_ESCAPE: Final = re.compile("~(?![01])")
 
 
 class Strings:
-    """What such a file holds; it may be hostile.
+    """The strings in `_strings.json`, which may be hostile.
 
     Raises:
-        CorruptCheckpointError: also from `text`, if there is no string at the name.
+        CorruptCheckpointError: also from `text`, if the name has no string.
     """
 
     def __init__(self, data: bytes, key: str) -> None:
@@ -117,7 +117,7 @@ class Strings:
         self._document = object_of(parse_document(data, key), key, "the file")
 
     def text(self, name: str) -> str:
-        """The string of a leaf."""
+        """Return the string of a leaf."""
         found: JSON = self._document
         for token in _tokens(name) or ():
             found = found.get(token) if isinstance(found, dict) else None
@@ -127,10 +127,10 @@ class Strings:
 
 
 def encode_strings(strings: Mapping[str, str]) -> bytes:
-    """The file of strings by name.
+    """Return the file of strings by name.
 
-    A name that is no JSON pointer (it has a ``~`` that escapes nothing), or one that goes on with ``/`` from the name
-    of another string, is left out: Orbax finds nothing there.
+    Omits names that Orbax cannot look up: names that are not JSON pointers (with an invalid ``~``
+    escape), and names that extend the name of another string with ``/``.
     """
     document: dict[str, Any] = {}
     addressed = {name: tokens for name in strings if (tokens := _tokens(name)) is not None}
@@ -139,13 +139,13 @@ def encode_strings(strings: Mapping[str, str]) -> bytes:
         for token in tokens[:-1]:
             inner = inner.setdefault(token, {}) if isinstance(inner, dict) else None
         if isinstance(inner, dict):
-            # Readers in other languages refuse a whole file that has surrogates that stand alone.
+            # Readers in other languages reject a file with lone surrogates.
             inner.setdefault(tokens[-1], strings[name].encode("utf-8", "replace").decode())
     return encode_document(document)
 
 
 def _tokens(name: str) -> list[str] | None:
-    """The keys that lead to a string, as RFC 6901 has them; None where the name is no JSON pointer."""
+    """Return the keys that lead to a string (RFC 6901); None if the name is not a JSON pointer."""
     if _BAD_ESCAPE.search(name) or any("\ud800" <= character <= "\udfff" for character in name):
         return None
     return [token.replace("~1", "/").replace("~0", "~") for token in name.split("/")]
@@ -159,17 +159,16 @@ def item_files(
     use_zarr3: bool,
     custom: JSON = None,
 ) -> dict[str, bytes]:
-    """The files beside the arrays of a tree, by their names in the directory of the item.
+    """Return the metadata files of an item, by their names in its directory.
 
-    What Orbax finds by a name is left out where several leaves have that name: it finds nothing, and never another
-    leaf.
+    If several leaves have the same Orbax name, it is omitted from files that Orbax searches by
+    name, so that Orbax never finds the wrong leaf.
 
     Args:
-        tree: what is saved.
-        shapes: of each leaf that is an array, by its number: what one process writes at once, and what can be read at
-            once.
+        tree: the tree to save.
+        shapes: write shape and read chunk shape of each array leaf, by its number.
         use_ocdbt, use_zarr3: how arrays are stored.
-        custom: metadata of the user's for this tree.
+        custom: the user's metadata for this tree.
     """
     names = [orbax_name(path) for path in tree.paths]
     counts = Counter(names)

@@ -1,4 +1,4 @@
-"""What a directory holds that Orbax saved as one item: a tree with arrays, a JSON document, a message of protobuf."""
+"""Items of Orbax in a directory: a tree with arrays, a JSON document, or a protobuf message."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ckptcore_orbax.orbax.values import NONE, value_record
 __all__ = ["TEMPORARY", "Item", "ItemKind", "expect_commit", "find_item", "item_kind", "key_in", "names_in"]
 
 ItemKind = Literal["tree", "json", "proto", "random key"]
-"""What an item is."""
+"""Kind of an item."""
 
 TEMPORARY: Final = ".orbax-checkpoint-tmp"
-"""In the name of a directory whose save is not complete."""
+"""Part of the name of a directory whose save is incomplete."""
 
 _MANIFEST: Final = "manifest.ocdbt"
 _PROCESSES: Final = "ocdbt.process_"
@@ -35,22 +35,22 @@ _RANDOM_KEYS: Final = ("jax_random_key", "np_random_key")
 
 @dataclass(frozen=True)
 class Item:
-    """What a directory holds.
+    """The contents of a directory.
 
     Attributes:
-        kind: what it is.
-        directory: of the arrays, below the store; empty for the store's own.
-        tree: what is known of it; None where only a database is there, which has the names of the arrays
+        kind: kind of item.
+        directory: directory of the arrays in the store; empty for the store's own directory.
+        tree: its tree. None if there is only a database, whose keys give the array names
             (`tree_of_names`).
-        database: whether arrays are in an OCDBT database there; else each is a directory of its own.
-        zarr_format: of the arrays; None where it is not said.
-        missing: what a chunk that is not there means. Before Orbax stored chunks of nothing but the fill value too,
-            those.
-        shardings: notes of arrays of JAX, by name.
-        random_keys: the implementation of the arrays that are data of random keys, by name.
-        custom: metadata of the user's.
-        created: when the save began, ISO 8601 in UTC; None where it is not said here.
-        writer: who wrote it, as far as can be told.
+        database: whether an OCDBT database contains the arrays; otherwise each has a directory.
+        zarr_format: zarr version of the arrays; None if not stated.
+        missing: meaning of a missing chunk. Older versions of Orbax did not store chunks that equal
+            the fill value.
+        shardings: sharding notes of JAX arrays, by name.
+        random_keys: JAX implementation of arrays that are the data of random keys, by name.
+        custom: the user's metadata.
+        created: start time of the save, ISO 8601 in UTC; None if not stated here.
+        writer: software that wrote it, as far as known.
     """
 
     kind: ItemKind
@@ -66,11 +66,11 @@ class Item:
     created: str | None = None
 
     def record(self, leaf: TreeLeaf, spec: ArraySpec) -> ArrayRecord:
-        """The record of an array, as the handler that saved it would make it.
+        """Return the record of an array, as the handler that saved it would create it.
 
         Args:
-            leaf: of the tree.
-            spec: shape and dtype, from the array's own metadata.
+            leaf: leaf of the tree.
+            spec: shape and dtype from the array's own metadata.
         """
         notes: dict[str, JSON] = {}
         impl = self.random_keys.get(leaf.name)
@@ -84,10 +84,10 @@ class Item:
 
 
 def names_in(store: ReadStore, directory: str) -> frozenset[str]:
-    """The names of what is in a directory; those of directories end in ``/``.
+    """Return the names in a directory; names of subdirectories end in ``/``.
 
     Raises:
-        UncommittedCheckpointError: if its name says that the save is not complete, or nothing says on GCS that it is.
+        UncommittedCheckpointError: the directory name marks an incomplete save.
     """
     names = frozenset(store.list_names(directory))
     url = store.address.url if store.address is not None else ""
@@ -100,7 +100,7 @@ def names_in(store: ReadStore, directory: str) -> frozenset[str]:
 
 
 def expect_commit(store: ReadStore, names: frozenset[str]) -> None:
-    """Hold a checkpoint of Orbax on GCS to be complete: there is no rename there, a file says so.
+    """Check the commit marker of an Orbax checkpoint on GCS, where Orbax cannot rename.
 
     Raises:
         UncommittedCheckpointError
@@ -108,23 +108,23 @@ def expect_commit(store: ReadStore, names: frozenset[str]) -> None:
     url = store.address.url if store.address is not None else ""
     if url.startswith(("gs://", "gcs://")) and names and COMMIT_FILE not in names and not _is_within(names):
         raise UncommittedCheckpointError(
-            f"{url} has no {COMMIT_FILE}, with which Orbax says on GCS that a save is complete. Load another step; "
+            f"{url} has no {COMMIT_FILE}, which Orbax writes on GCS when a save is complete. Load another step; "
             f"if it is a copy of a complete checkpoint that lost the file, put an empty {COMMIT_FILE} there"
         )
 
 
 def _is_within(names: frozenset[str]) -> bool:
-    """Whether names are those of a member: version 1 writes the file only into the checkpoint's own directory."""
+    """Return whether names belong to a member: version 1 writes the marker only into the checkpoint's directory."""
     return METADATA_FILE not in names
 
 
 def key_in(directory: str, name: str) -> str:
-    """The key of an object in a directory."""
+    """Return the key of an object in a directory."""
     return f"{directory}/{name}" if directory else name
 
 
 def item_kind(names: frozenset[str]) -> ItemKind | None:
-    """What a directory with these names in it holds, or None."""
+    """Return the kind of item in a directory with these names, or None."""
     if TREE_FILE in names or AGGREGATE_FILE in names or _MANIFEST in names:
         return "tree"
     if any(f"{name}/" in names for name in _RANDOM_KEYS):
@@ -137,13 +137,13 @@ def item_kind(names: frozenset[str]) -> ItemKind | None:
 
 
 def find_item(store: ReadStore, directory: str = "") -> Item | None:
-    """What a directory holds, with its files read but for the arrays; None if it is no item of Orbax.
+    """Return the item in a directory, with its metadata files read; None if there is no Orbax item.
 
-    Everything in it may be hostile.
+    Everything may be hostile.
 
     Args:
-        store: where to look.
-        directory: of the item, below it, without a ``/`` at its end.
+        store: the store.
+        directory: directory of the item in the store, without a trailing ``/``.
 
     Raises:
         CorruptCheckpointError, UnsupportedLeafError, UncommittedCheckpointError
@@ -193,8 +193,8 @@ def _tree_item(store: ReadStore, directory: str, names: frozenset[str]) -> Item:
     database = _MANIFEST in names
     if not database and tree is not None and any(name.startswith(_PROCESSES) for name in names):
         raise UncommittedCheckpointError(
-            f"{directory or 'the directory'} has databases of processes and no {_MANIFEST}: the save that wrote them "
-            "ended before it joined them. Load another step"
+            f"{directory or 'the directory'} has databases of processes but no {_MANIFEST}: the save "
+            "ended before it merged them. Load another step"
         )
     shardings: Mapping[str, Mapping[str, JSON]] = {}
     if SHARDING_FILE in names:
@@ -207,7 +207,7 @@ def _tree_item(store: ReadStore, directory: str, names: frozenset[str]) -> Item:
 
 
 def _add_custom(custom: dict[str, JSON], found: JSON) -> None:
-    """Put the metadata of a tree beside those of the checkpoint."""
+    """Merge the metadata of a tree into that of the checkpoint."""
     if isinstance(found, dict) and not any(name in custom and custom[name] != found[name] for name in found):
         custom.update(found)
     elif found is not None:
@@ -215,7 +215,7 @@ def _add_custom(custom: dict[str, JSON], found: JSON) -> None:
 
 
 def _with_values(tree: StoredTree, aggregate: StoredTree) -> StoredTree:
-    """A tree whose leaves have what an aggregate file says of them, found by the text of their names."""
+    """Complete the leaves of a tree with those of an aggregate file, matched by their paths as text."""
     known = {name: leaf for name, leaf in _by_text(aggregate) if leaf.value is not None or leaf.embedded is not None}
     leaves = [
         replace(known[name], name=leaf.name, value_type=leaf.value_type)
@@ -236,7 +236,7 @@ def _with_strings(store: ReadStore, directory: str, names: frozenset[str], tree:
         return tree
     key = key_in(directory, STRINGS_FILE)
     if STRINGS_FILE not in names:
-        raise CorruptCheckpointError(f"{key} is not there; expected it, because the tree has strings", key=key)
+        raise CorruptCheckpointError(f"{key} is missing, but the tree has strings", key=key)
     strings = Strings(store.get(key), key)
     leaves = [
         replace(leaf, value=value_record(strings.text(leaf.name)))
@@ -248,10 +248,10 @@ def _with_strings(store: ReadStore, directory: str, names: frozenset[str], tree:
 
 
 def _random_keys(store: ReadStore, directory: str, tree: StoredTree | None) -> dict[str, str]:
-    """The implementations of random keys, by the names of their arrays.
+    """Return the implementations of random keys, by array name.
 
-    Every process writes a file about the arrays that it holds, which is all of them as a rule: others than the first
-    are read only where an array is missing.
+    Every process writes a file about its arrays, usually all arrays. Further files are read only if
+    an array is missing in the first.
     """
     missing = {leaf.name for leaf in tree.leaves if leaf.value_type == "jax.Array"} if tree is not None else None
     found: dict[str, str] = {}
@@ -266,8 +266,8 @@ def _random_keys(store: ReadStore, directory: str, tree: StoredTree | None) -> d
                 continue
             if found.setdefault(array.name, array.random_key_impl) != array.random_key_impl:
                 raise CorruptCheckpointError(
-                    f"{key}: {array.name!r} is said to be random keys of {array.random_key_impl!r} and, by another "
-                    f"process, of {found[array.name]!r}; expected one implementation",
+                    f"{key}: {array.name!r} contains random keys of {array.random_key_impl!r}, but another "
+                    f"process states {found[array.name]!r}; expected one implementation",
                     key=key,
                 )
         if missing is not None and not missing:
@@ -276,7 +276,7 @@ def _random_keys(store: ReadStore, directory: str, tree: StoredTree | None) -> d
 
 
 def _random_key(store: ReadStore, directory: str, names: frozenset[str]) -> Item | None:
-    """An item of random keys: an item within it has the array, or the state of NumPy's generator."""
+    """Return an item of random keys: a nested item has the array, or the state of NumPy's generator."""
     name = next(name for name in _RANDOM_KEYS if f"{name}/" in names)
     item = find_item(store, key_in(directory, name))
     if item is None or item.tree is None:
@@ -295,7 +295,7 @@ def _random_key(store: ReadStore, directory: str, names: frozenset[str]) -> Item
 
 
 def _bare_arrays(store: ReadStore, directory: str, names: frozenset[str]) -> Item | None:
-    """A tree of the days before any file described it: nothing but directories with arrays, whose names tell the tree."""
+    """Return a tree without any description: a directory that contains only directories of arrays."""
     ignored = {f"{ARRAY_METADATA}/"}
     directories = sorted(name for name in names - ignored if name.endswith("/"))
     if not directories or not names - set(directories) <= {

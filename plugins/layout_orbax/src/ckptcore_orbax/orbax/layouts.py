@@ -1,4 +1,4 @@
-"""The layouts zarr, zarr3 and ocdbt."""
+"""The layouts `zarr`, `zarr3` and `ocdbt`."""
 
 from __future__ import annotations
 
@@ -34,24 +34,26 @@ from ckptcore_orbax.zarr.writing import forecast_arrays, write_arrays
 __all__ = ["OcdbtLayout", "Zarr3Layout", "ZarrLayout"]
 
 _CHUNK_BYTES: Final = 64 << 20
-"""What a read chunk aims at by default: readers that need a chunk whole need so much memory for it."""
+"""Default target size of a read chunk. Readers that decode whole chunks need this much memory."""
 
 _DATA_FILE_BYTES: Final = 2 << 30
-"""What a data file aims at by default, as in Orbax."""
+"""Default target size of a data file, as in Orbax."""
 
 
 @dataclass(frozen=True, slots=True)
 class _OrbaxLayout(Layout):
-    """What the three layouts share. Any thread.
+    """Common part of the three layouts. Thread-safe.
 
     Attributes:
-        chunk_bytes: what a read chunk aims at, in bytes, by dividing what one process writes of an array; None: not
-            divided.
-        compression: of every read chunk: ``zstd``, ``zstd:3`` (with a level), ``blosc``, or None.
-        rules: other options for the arrays that they name, applied in order.
-        item: the directory of a tree that is the whole checkpoint, which is its name in Orbax: ``state`` is what
-            version 1 of Orbax and its `training.Checkpointer` look for, ``default`` what `CheckpointManager` of version
-            0 does. Empty: none, as the `StandardCheckpointer` and the `PyTreeCheckpointer` of version 0 have it.
+        chunk_bytes: target size of a read chunk, in bytes, by dividing what one process writes of an
+            array. None: do not divide.
+        compression: compression of every read chunk: ``zstd``, ``zstd:3`` (with a level), ``blosc``, or
+            None.
+        rules: other options for arrays selected by patterns, applied in order.
+        item: Orbax item name, which is the directory, for a checkpoint of one tree. ``state`` is what
+            version 1 of Orbax and its `training.Checkpointer` look for, ``default`` what
+            `CheckpointManager` of version 0 looks for. Empty: no directory, as in the
+            `StandardCheckpointer` and the `PyTreeCheckpointer` of version 0.
     """
 
     capabilities = LayoutCapabilities(any_replica_writes=True, sessions=True)
@@ -63,7 +65,7 @@ class _OrbaxLayout(Layout):
     _databases: Databases = field(default_factory=WeakKeyDictionary, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Refuse options that make no sense.
+        """Validate the options.
 
         Raises:
             ValueError
@@ -71,10 +73,10 @@ class _OrbaxLayout(Layout):
         check_chunk_bytes(self.chunk_bytes)
         parse_compression(self.compression)
         if self.item and not self.item.isidentifier():
-            raise ValueError(f"item={self.item!r}: expected the name of a directory, such as 'state', or nothing")
+            raise ValueError(f"item={self.item!r}: expected the name of a directory, such as 'state', or ''")
 
     def __reduce__(self) -> tuple[Callable[[], _OrbaxLayout], tuple[()]]:
-        """Its options; what it remembers of checkpoints that it read stays here."""
+        """Pickle the options only. Cached databases are not copied."""
         options = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
         return functools.partial(type(self), **options), ()
 
@@ -99,7 +101,7 @@ class _OrbaxLayout(Layout):
         )
 
     def check(self, tree: TreeMetadata, size: int) -> None:
-        """Refuse names that collide and arrays that cannot be stored.
+        """Reject names that collide, and arrays that cannot be stored.
 
         Raises:
             NameCollisionError, UnsupportedKeyError, UnsupportedLeafError
@@ -111,72 +113,72 @@ class _OrbaxLayout(Layout):
                 stored_format(record, names[leaf], form, size)
 
     def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
-        """Write this process's chunks.
+        """Write the chunks of this process.
 
         Raises:
-            AtomicityError: if this process holds a part of a chunk only.
+            AtomicityError: this process has only a part of a chunk.
         """
         return write_arrays(snapshot, self._form(), store)
 
     def forecast(self, snapshot: Snapshot, store: WriteStore) -> WriteForecast:
-        """What `write` would hand over; of chunks that are compressed their largest size.
+        """Return the objects that `write` would store. Compressed chunks count with their maximum size.
 
         Raises:
-            AtomicityError: as `write`.
+            AtomicityError: see `write`.
         """
         return forecast_arrays(snapshot, self._form(), store)
 
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
-        """Write what is said of all arrays: their keys and formats, and what Orbax reads beside them."""
+        """Write the metadata of all arrays: keys, formats, and the files that Orbax reads."""
         return finish_arrays(tree, receipts, self._form(), store)
 
     @property
     def session_options(self) -> str:
-        """All that says how arrays are stored."""
+        """All options that determine how arrays are stored."""
         return self._form().agreed
 
     def names_written(self, tree: TreeMetadata) -> Mapping[int, str]:
-        """All, where chunks are objects of their own; the keys of a database come with the rest of it."""
+        """Return the array names if chunks are separate objects. A database is written by `finish`."""
         form = self._form()
         return {} if form.storage == "ocdbt" else array_names(tree, form)
 
     def renumbered(self, state: JSON, leaves: Sequence[int]) -> JSON:
-        """The columns of leaves."""
-        columns: Any = state  # what a hostile one raises the caller knows
+        """Replace the columns of leaf numbers."""
+        columns: Any = state  # the caller handles the errors of a hostile state
         return {**columns, **{name: [leaves[leaf] for leaf in columns[name]] for name in ("leaf", "digested_leaf")}}
 
     def write_metadata_files(self, info: CheckpointInfo, store: WriteStore) -> None:
-        """Write the files by which Orbax and readers of zarr recognise a checkpoint."""
+        """Write the files by which Orbax and zarr readers recognise a checkpoint."""
         write_marker_files(info, self._form(), store)
 
     def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
-        """Return where the read chunks of each array are."""
+        """Return the index of the read chunks of each array."""
         return ZarrIndex(tree, ArraysState.from_json(state, tree), self._databases)
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
-        """A checkpoint of Orbax's, or AXLearn's, with arrays in this layout.
+        """Recognise a checkpoint of Orbax or AXLearn whose arrays have this layout.
 
         Raises:
-            CompositeCheckpointError: if it holds several checkpointables, and none is what is meant by the tree.
+            CompositeCheckpointError: it has several checkpointables, and none is the default tree.
         """
         return None if entry is not None else inspect_tree(store, self.name, self._databases)
 
     def inspect_composite(self, store: ReadStore) -> InspectedComposite | None:
-        """A checkpoint of Orbax's of several checkpointables, of whatever layout they are."""
+        """Recognise an Orbax checkpoint of several checkpointables, in any layout."""
         return inspect_composite(store)
 
 
 @dataclass(frozen=True, slots=True)
 class ZarrLayout(_OrbaxLayout):
-    """Each array a zarr v2 array, each chunk a file: what Orbax v0 writes with ``use_ocdbt=False``.
+    """zarr v2 arrays with a file per chunk, as Orbax v0 writes with ``use_ocdbt=False``.
 
-    Zarr v2 has no checksums: those in the root of the checkpoint are what a load verifies. Tied arrays are stored once
-    for each name.
+    Zarr v2 has no checksums; loading verifies those in the checkpoint root. Tied arrays are stored
+    once per name.
     """
 
     @property
     def name(self) -> str:
-        """zarr"""
+        """The name "zarr"."""
         return "zarr"
 
     def _form(self) -> Form:
@@ -185,17 +187,17 @@ class ZarrLayout(_OrbaxLayout):
 
 @dataclass(frozen=True, slots=True)
 class Zarr3Layout(_OrbaxLayout):
-    """Each array a zarr v3 array, each shard a file. Tied arrays are stored once for each name.
+    """zarr v3 arrays with a file per shard. Tied arrays are stored once per name.
 
     Attributes:
-        checksum: whether each read chunk is stored with its CRC32C, which every reader of zarr v3 verifies.
+        checksum: store the CRC32C of each read chunk, which every zarr v3 reader verifies.
     """
 
     checksum: bool = True
 
     @property
     def name(self) -> str:
-        """zarr3"""
+        """The name "zarr3"."""
         return "zarr3"
 
     def _form(self) -> Form:
@@ -204,12 +206,12 @@ class Zarr3Layout(_OrbaxLayout):
 
 @dataclass(frozen=True, slots=True)
 class OcdbtLayout(_OrbaxLayout):
-    """All arrays in one OCDBT database, with few large files: what Orbax writes by default.
+    """All arrays in one OCDBT database with few large files, the default format of Orbax.
 
     Attributes:
-        checksum: whether each read chunk is stored with its CRC32C, which every reader of zarr v3 verifies.
+        checksum: store the CRC32C of each read chunk, which every zarr v3 reader verifies.
         zarr_format: 3, or 2 as in Orbax v0, which has no checksums.
-        data_file_bytes: what a data file aims at, in bytes.
+        data_file_bytes: target size of a data file, in bytes.
     """
 
     checksum: bool = True
@@ -217,7 +219,7 @@ class OcdbtLayout(_OrbaxLayout):
     data_file_bytes: int = _DATA_FILE_BYTES
 
     def __post_init__(self) -> None:
-        """Refuse options that make no sense.
+        """Validate the options.
 
         Raises:
             ValueError
@@ -230,7 +232,7 @@ class OcdbtLayout(_OrbaxLayout):
 
     @property
     def name(self) -> str:
-        """ocdbt"""
+        """The name "ocdbt"."""
         return "ocdbt"
 
     def _form(self) -> Form:

@@ -1,4 +1,4 @@
-"""The files that make a directory a checkpoint of Orbax, and say what it holds and when it was saved."""
+"""Files that mark a directory as an Orbax checkpoint and describe its contents."""
 
 from __future__ import annotations
 
@@ -20,31 +20,26 @@ __all__ = [
     "METADATA_FILE",
     "PYTREE_HANDLER",
     "RECORD_FILE",
-    "ROOT_METADATA_FILE",
     "CheckpointFile",
     "encode_metrics",
     "marker_files",
     "parse_checkpoint_file",
-    "parse_root_metadata",
     "write_marker_files",
 ]
 
 INDICATOR_FILE: Final = "orbax.checkpoint"
-"""Empty; says that this is a checkpoint of version 1."""
+"""Empty; marks a checkpoint of version 1."""
 
 METADATA_FILE: Final = "_CHECKPOINT_METADATA"
 
 COMMIT_FILE: Final = "commit_success.txt"
-"""Says on object stores that the save is complete; its text means nothing."""
+"""Marks a complete save on object stores; its content is not used."""
 
 RECORD_FILE: Final = "_CHECKPOINT_DELETION"
-"""Names the member whose deletion began: it is not there any more."""
-
-ROOT_METADATA_FILE: Final = "metadata/_ROOT_METADATA"
-"""In a directory of steps: metadata of the user's for all of them."""
+"""Names the member whose deletion has begun, which is ignored."""
 
 PYTREE_HANDLER: Final = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
-"""What Orbax takes a tree with. It is a name in a file: nothing is imported by it."""
+"""Class name of Orbax's handler for trees. It is written as text and never imported."""
 
 _FIELDS: Final = frozenset(
     {
@@ -56,14 +51,14 @@ _FIELDS: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFile:
-    """What `_CHECKPOINT_METADATA` says.
+    """The contents of `_CHECKPOINT_METADATA`.
 
     Attributes:
-        handlers: the class that took each member, by name; a single name where the checkpoint is one tree, lying in
-            this directory itself; None where nothing is said.
-        metrics: the user's, as they are.
-        created: when the save began, ISO 8601 in UTC, or None.
-        custom: metadata of the user's.
+        handlers: handler class of each member, by name; a single name if this directory itself contains
+            one tree; None if not stated.
+        metrics: the user's metrics, unchanged.
+        created: start time of the save, ISO 8601 in UTC, or None.
+        custom: the user's metadata.
     """
 
     handlers: Mapping[str, str] | str | None = None
@@ -73,7 +68,7 @@ class CheckpointFile:
 
 
 def parse_checkpoint_file(data: bytes, key: str) -> CheckpointFile:
-    """What `_CHECKPOINT_METADATA` says; it may be hostile. Orbax leaves an empty one behind at times: it says nothing.
+    """Parse `_CHECKPOINT_METADATA`, which may be hostile. Orbax sometimes leaves an empty file.
 
     Raises:
         CorruptCheckpointError
@@ -96,16 +91,6 @@ def parse_checkpoint_file(data: bytes, key: str) -> CheckpointFile:
     return CheckpointFile(handlers, metrics, None if began is None else _time_of(began, key), custom)
 
 
-def parse_root_metadata(data: bytes, key: str) -> Mapping[str, JSON]:
-    """The metadata of the user's for a directory of steps.
-
-    Raises:
-        CorruptCheckpointError
-    """
-    document = object_of(parse_document(data, key), key, "the file")
-    return object_of(document.get("custom_metadata") or {}, key, "custom_metadata")
-
-
 def marker_files(
     handlers: Mapping[str, str] | str,
     created: str,
@@ -113,15 +98,15 @@ def marker_files(
     custom: Mapping[str, JSON],
     metrics: Mapping[str, float],
 ) -> dict[str, bytes]:
-    """The files that stand in the directory of a checkpoint, by name.
+    """Return the marker files of a checkpoint, by name.
 
     Args:
-        handlers: the handler of each member: `PYTREE_HANDLER` for a tree. A member that is left out is one that Orbax
-            does not know how to load. One name where the checkpoint is a tree that lies in the directory itself, which
-            only version 0 has.
-        created: when the save began, ISO 8601.
-        committed: when it is complete, in nanoseconds since 1970.
-        custom, metrics: the user's.
+        handlers: the handler of each member: `PYTREE_HANDLER` for a tree. Members that Orbax cannot load
+            are omitted. A single name if the directory itself contains the tree, which only version 0
+            supports.
+        created: start time of the save, ISO 8601.
+        committed: completion time, in nanoseconds since 1970.
+        custom, metrics: the user's metadata.
     """
     began = datetime.datetime.fromisoformat(created)
     since = began - datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
@@ -143,7 +128,7 @@ def marker_files(
 
 
 def encode_metrics(metrics: Mapping[str, float]) -> bytes:
-    """The file ``metrics/metrics``, in which Orbax's managers of steps look for them."""
+    """Return the file ``metrics/metrics``, which Orbax's managers of steps read."""
     return encode_document(dict(metrics))
 
 
@@ -156,16 +141,16 @@ def _time_of(nanoseconds: JSON, key: str) -> str:
 
 
 _METRICS: Final = "metrics"
-"""The item in which Orbax's managers of steps look for metrics; a checkpointable of this name comes first."""
+"""Item in which Orbax's managers of steps look for metrics. A checkpointable of this name has priority."""
 
 
 def write_marker_files(info: CheckpointInfo, form: Form, store: WriteStore) -> None:
-    """Write what Orbax and readers of zarr look for in the directory of a checkpoint.
+    """Write the files by which Orbax and zarr readers recognise a checkpoint directory.
 
     Args:
-        info: what the save says about it.
+        info: the checkpoint.
         form: how its arrays are stored.
-        store: at the directory.
+        store: the directory.
     """
     item = form.item
     trees = [name for name, kind in info.members.items() if kind == "tree"] if info.members else [item]
@@ -175,6 +160,6 @@ def write_marker_files(info: CheckpointInfo, form: Form, store: WriteStore) -> N
     for key, data in marker_files(handlers, info.created, time.time_ns(), info.custom, info.metrics).items():
         store.put(key, data)
     key, group = encode_group(form.zarr_format)
-    # A tree in the directory itself has its group already.
+    # A tree in the directory itself already has its group.
     if form.storage == "objects" and (info.members or item) and key not in info.members:
         store.put(key, group)

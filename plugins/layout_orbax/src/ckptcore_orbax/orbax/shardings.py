@@ -1,4 +1,4 @@
-"""The file `_sharding`: how the arrays of JAX were sharded, as notes of records and back."""
+"""The file `_sharding`: shardings of JAX arrays, converted to and from notes of records."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ __all__ = ["SHARDING_FILE", "encode_shardings", "parse_shardings"]
 SHARDING_FILE: Final = "_sharding"
 
 _MOST_COUNTED: Final = 256
-"""Devices that are written out though they are 0, 1, ... in order: Orbax takes as many as it finds where none are."""
+"""Maximum number of devices 0, 1, ... written explicitly. Without a list Orbax uses all devices it finds."""
 
 _TYPE_PREFIX: Final = "AxisType."
-"""What Orbax writes the type of an axis with, as Python prints it."""
+"""Prefix of axis types in Orbax files, as Python prints them."""
 
 _AUTO: Final = "Auto"
-"""The type that axes have where none is noted."""
+"""Default type of an axis."""
 
 
 def parse_shardings(data: bytes, key: str) -> dict[str, Mapping[str, JSON]]:
-    """For each array the sharding as ckptcore-jax notes it; it may be hostile.
+    """Return the sharding of each array as a note of ckptcore-jax. The file may be hostile.
 
     The file is an object from names, in URL-safe base64 of UTF-8, to JSON in a string. The notes:
 
-    - ``{"type": "NamedSharding", "mesh": {axis: size}, "spec": [None | axis | [axes]], "devices": [ids],
-      "axis_types": ["Auto" | "Explicit" | "Manual"]}``, the last two where they are said, the ids in the order of the
-      mesh, and the types only where some are not ``Auto``, which is what they are where nothing is said;
-    - ``{"type": "SingleDeviceSharding", "device": "cpu:0"}``, the device as JAX prints it;
+    - ``{"type": "NamedSharding", "mesh": {axis: size}, "spec": [None | axis | [axes]], "devices":
+      [ids], "axis_types": ["Auto" | "Explicit" | "Manual"]}``. The last two are present if the file
+      states them: the ids in mesh order, and the types if some are not ``Auto``, the default.
+    - ``{"type": "SingleDeviceSharding", "device": "cpu:0"}``, the device as JAX prints it.
     - ``{"type": the name of any other class}``.
 
     Raises:
         CorruptCheckpointError
     """
     shardings: dict[str, Mapping[str, JSON]] = {}
-    seen: dict[str, Mapping[str, JSON]] = {}  # many arrays have one sharding, and a mesh can be large
+    seen: dict[str, Mapping[str, JSON]] = {}  # many arrays share one sharding, and a mesh can be large
     for encoded, content in object_of(parse_document(data, key), key, "the file").items():
         try:
             name = base64.b64decode(encoded.encode("ascii"), altchars=b"-_", validate=True).decode("utf-8")
@@ -63,7 +63,7 @@ def parse_shardings(data: bytes, key: str) -> dict[str, Mapping[str, JSON]]:
 
 
 def encode_shardings(shardings: Mapping[str, JSON]) -> bytes:
-    """The file `_sharding` of arrays with these notes, by name; a sharding that Orbax has no form for is left out."""
+    """Return the file `_sharding` from notes by array name. Omits shardings that Orbax cannot represent."""
     encoded: dict[str, JSON] = {}
     for name, note in shardings.items():
         document = _document(note)
@@ -108,7 +108,7 @@ def _note(said: Mapping[str, JSON], key: str) -> Mapping[str, JSON]:
 
 
 def _devices(mesh: JSON, key: str) -> list[int]:
-    """The ids of devices that stand in lists of lists, in order."""
+    """Return the ids of devices in nested lists, in order."""
     devices: list[int] = []
     pending = [mesh]
     while pending:
@@ -121,7 +121,7 @@ def _devices(mesh: JSON, key: str) -> list[int]:
 
 
 def _document(note: JSON) -> JSON:
-    """What the file says of a sharding that a note describes; None where Orbax has nothing for it, or it is no such note."""
+    """Return Orbax's description of a noted sharding; None for other notes and shardings that Orbax lacks."""
     if not isinstance(note, Mapping):
         return None
     if note.get("type") == "SingleDeviceSharding" and isinstance(note.get("device"), str):
@@ -133,7 +133,7 @@ def _document(note: JSON) -> JSON:
     count = math.prod(sizes)
     document: dict[str, JSON] = {"sharding_type": "NamedSharding", "shape": sizes, "axis_names": list(mesh)}
     if not isinstance(types, Sequence) or len(types) != len(sizes):
-        types = [_AUTO] * len(sizes)  # Orbax writes them out
+        types = [_AUTO] * len(sizes)  # Orbax writes the default too
     document["axis_types"] = [f"{_TYPE_PREFIX}{name}" for name in types]
     document["partition_spec"] = spec
     devices = note.get("devices")

@@ -26,11 +26,12 @@ _ENTRY: Final = "ValueMetadataEntry"
 
 
 def _parse_containers(text: str, key: str) -> dict[tuple[str, ...], Container]:
-    """The tuples and named tuples of a ``value_metadata_tree``, by the way to them.
+    """Return the tuples and named tuples in a ``value_metadata_tree``, by path.
 
-    It is JSON in a string: objects and arrays as they are; ``{"category": "custom", "clazz": "tuple", "entries":
-    [..]}``; ``{"category": "namedtuple", "module": .., "clazz": .., "entries": [{"key": .., "value": ..}, ..]}``; a
-    leaf is ``{"category": "custom", "clazz": "ValueMetadataEntry", ..}``.
+    It is JSON in a string. Objects and arrays are containers; a tuple is ``{"category": "custom",
+    "clazz": "tuple", "entries": [..]}``; a named tuple is ``{"category": "namedtuple", "module":
+    .., "clazz": .., "entries": [{"key": .., "value": ..}, ..]}``; a leaf is ``{"category":
+    "custom", "clazz": "ValueMetadataEntry", ..}``.
 
     Raises:
         CorruptCheckpointError
@@ -40,7 +41,7 @@ def _parse_containers(text: str, key: str) -> dict[tuple[str, ...], Container]:
     while pending:
         path, part = pending.pop()
         if len(path) > MAX_DEPTH:
-            raise corrupt(key, f"at most {MAX_DEPTH} containers in each other", len(path))
+            raise corrupt(key, f"at most {MAX_DEPTH} nested containers", len(path))
         if isinstance(part, list):
             pending.extend([((*path, str(number)), child) for number, child in enumerate(part)])
             continue
@@ -67,7 +68,7 @@ TREE_FILE: Final = "_METADATA"
 
 _SEQUENCE: Final = 1
 _OTHER: Final = 2
-"""The two types of keys: an index; and a key of a mapping or the name of an attribute. Every key is text."""
+"""Types of keys: an index, or a key of a mapping or attribute name. All keys are text."""
 
 _EMPTY: Final = {
     "Dict": Node("dict", (), ()),
@@ -75,20 +76,20 @@ _EMPTY: Final = {
     "Tuple": Node("tuple", (), ()),
     "NamedTuple": Node("object", (), ()),
 }
-"""Containers without children, as their value types."""
+"""Empty containers, by value type."""
 
 
 @dataclass(frozen=True, slots=True)
 class TreeFile:
-    """What `_METADATA` says.
+    """The contents of `_METADATA`.
 
     Attributes:
-        tree: its strings have no value yet.
-        use_ocdbt: whether arrays are in a database; None where it is not said. Orbax looks for the database instead.
-        use_zarr3: whether they are zarr 3, not 2.
-        stores_fill_value: whether chunks of nothing but the fill value are stored too, so that a missing one is an
-            error.
-        custom: what the user of Orbax gave with the tree; None for nothing.
+        tree: the tree; its strings have no value yet.
+        use_ocdbt: whether arrays are in a database. None if not stated; Orbax then looks for one.
+        use_zarr3: whether arrays are zarr 3, not 2.
+        stores_fill_value: whether chunks that equal the fill value are stored too, so that a missing
+            chunk is an error.
+        custom: metadata that the Orbax user stored with the tree, or None.
     """
 
     tree: StoredTree
@@ -99,7 +100,7 @@ class TreeFile:
 
 
 def parse_tree(data: bytes, key: str) -> TreeFile:
-    """What a file `_METADATA` says; it may be hostile.
+    """Parse `_METADATA`, which may be hostile.
 
     Raises:
         CorruptCheckpointError
@@ -150,7 +151,7 @@ def _entry(entry: dict[str, JSON], key: str) -> tuple[tuple[int | str, ...], Tre
 
 
 def orbax_name(path: TreePath) -> str:
-    """The name under which Orbax looks for a leaf: its keys as text, joined by dots."""
+    """Return the name by which Orbax finds a leaf: its keys as text, joined by dots."""
     return ".".join(map(str, path))
 
 
@@ -162,16 +163,17 @@ def encode_tree(
     use_zarr3: bool,
     custom: JSON = None,
 ) -> bytes:
-    """The file `_METADATA` of a tree.
+    """Return the file `_METADATA` of a tree.
 
-    Orbax has no int keys and no names of attributes: both are text there. An empty object is None there, as an empty
-    named tuple of JAX is. Of leaves whose keys are the same as text the first is described.
+    Orbax has no int keys and no attribute names: both become text. An empty object becomes None,
+    like an empty named tuple of JAX. If several leaves have equal keys as text, the first one is
+    described.
 
     Args:
-        tree: what is saved.
-        write_shapes: for leaves that are arrays of JAX the shape of what one process writes at once.
+        tree: the tree to save.
+        write_shapes: shape of what one process writes at once, for leaves that are JAX arrays.
         use_ocdbt, use_zarr3: how arrays are stored.
-        custom: metadata of the user's for this tree.
+        custom: the user's metadata for this tree.
     """
     table: dict[str, JSON] = {}
     leaves = iter(enumerate(tree.leaves))
@@ -196,7 +198,7 @@ def encode_tree(
 def _described(
     part: Skeleton, path: tuple[tuple[str, int], ...], leaves: Iterator[tuple[int, LeafRecord]]
 ) -> Iterator[tuple[tuple[tuple[str, int], ...], int, str]]:
-    """For each leaf and each empty container its keys with their types, its number (-1) and its value type."""
+    """Yield the keys with their types, the number (or -1) and the value type of leaves and empty containers."""
     if not isinstance(part, Node):
         number, record = next(leaves)
         yield path, number, value_type(record)
@@ -205,7 +207,7 @@ def _described(
         kinds = {"list": "List", "tuple": "Tuple", "object": "None"}
         yield path, -1, kinds.get(part.kind, "Dict")
         return
-    # JAX counts the children of an object that names none, and Orbax gives those back as a list.
+    # JAX numbers the children of an object without key names, and Orbax restores them as a list.
     counted = part.kind == "object" and part.keys == tuple(range(len(part.keys)))
     key_type = _SEQUENCE if part.kind in ("list", "tuple") or counted else _OTHER
     for child_key, child in zip(part.keys, part.children, strict=True):

@@ -1,4 +1,4 @@
-"""Trees as files tell them: the containers, and of each leaf what is known before its elements are read."""
+"""Trees described by files: containers, and what is known of each leaf before its elements are read."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ckptcore_orbax.orbax.values import value_record
 __all__ = ["MAX_DEPTH", "Container", "StoredTree", "TreeLeaf", "build_tree", "plain_tree", "tree_of_names"]
 
 MAX_DEPTH: Final = 200
-"""The deepest tree, in containers: what the core saves and loads."""
+"""Maximum depth of a tree, in containers. The core has the same limit."""
 
 Steps: TypeAlias = tuple[int | str, ...]
-"""The way to a leaf: an int is an index of a sequence, a str a key of anything else."""
+"""Path to a leaf: an int is an index of a sequence, a str is any other key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +24,13 @@ class TreeLeaf:
     """A leaf of a stored tree.
 
     Attributes:
-        name: of its array in the store.
-        value_type: what Orbax calls it (``jax.Array``, ``np.ndarray``, ``scalar``); empty where nothing says.
-        value: the leaf itself where it is no array; a ``scalar`` that is stored as an array has none yet.
-        embedded: its elements, where they stand in a file that was read.
-        spec: shape and dtype, where they are known already.
-        kind: of the `ArrayRecord`, where it is known already: ``numpy.scalar``; else None.
-        shared: whether another leaf has the same name. Orbax wrote one over the other then, and nothing says which.
+        name: name of its array in the store.
+        value_type: Orbax's type name (``jax.Array``, ``np.ndarray``, ``scalar``); empty if unknown.
+        value: the value, if it is not an array. A ``scalar`` stored as an array has none yet.
+        embedded: its elements, if a metadata file contains them.
+        spec: shape and dtype, if already known.
+        kind: kind for the `ArrayRecord`, if already known: ``numpy.scalar``; else None.
+        shared: whether another leaf has the same name. Orbax then overwrote one of them.
     """
 
     name: str
@@ -44,7 +44,7 @@ class TreeLeaf:
 
 @dataclass(frozen=True, slots=True)
 class StoredTree:
-    """A tree: `leaves` are in the order of the skeleton."""
+    """A tree. `leaves` are in the order of the skeleton."""
 
     skeleton: Skeleton
     leaves: tuple[TreeLeaf, ...]
@@ -52,11 +52,11 @@ class StoredTree:
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """What is said of a container beside its keys.
+    """Type of a container.
 
     Attributes:
         kind: ``tuple``, or ``object``, whose keys are attributes.
-        type: the qualified name of its type, or None.
+        type: qualified name of its type, or None.
     """
 
     kind: Literal["tuple", "object"]
@@ -64,7 +64,7 @@ class Container:
 
 
 class _Branch(dict["int | str", "_Branch | TreeLeaf | Node"]):
-    """A container that is being built."""
+    """A container under construction."""
 
 
 def build_tree(
@@ -72,24 +72,24 @@ def build_tree(
     key: str,
     containers: Mapping[tuple[str, ...], Container] | None = None,
 ) -> StoredTree:
-    """The tree of leaves, and of empty containers, that are given with the way to each.
+    """Build a tree from leaves and empty containers with their paths.
 
-    A container whose keys are the indices from 0 on is a list, in whatever order they come; with gaps it is a dict of
-    ints.
+    A container whose keys are all indices from 0 on is a list, in any order; with gaps it is a dict
+    with int keys.
 
     Args:
         entries: may be hostile.
-        key: the file they are from, for errors.
-        containers: what is said of some, by the way to them as text.
+        key: the file that contains them, for errors.
+        containers: types of containers, by path as text.
 
     Raises:
-        CorruptCheckpointError: if they make no tree.
+        CorruptCheckpointError: the entries do not form a tree.
     """
     root: _Branch | TreeLeaf | Node | None = None
     for steps, leaf in entries:
         if len(steps) > MAX_DEPTH:
             raise CorruptCheckpointError(
-                f"{key}: a leaf is below {len(steps)} containers; expected {MAX_DEPTH}", key=key
+                f"{key}: a leaf is in {len(steps)} nested containers; expected at most {MAX_DEPTH}", key=key
             )
         if not steps:
             if root is not None:
@@ -112,16 +112,17 @@ def build_tree(
 
 
 def tree_of_names(names: Iterable[str], key: str) -> StoredTree:
-    """The tree that the names of arrays make where no file describes it: dicts, nested at each dot, as Orbax does.
+    """Build a tree from array names if no file describes it: dicts nested at each dot, as in Orbax.
 
-    Where that is no tree, because the name of one array goes on from that of another, it is one dict of the names.
+    Returns one flat dict if one name is a prefix path of another.
 
     Raises:
-        CorruptCheckpointError: if there are none.
+        CorruptCheckpointError: there are no names.
     """
     known = set(names)
     ordered = sorted(known)
-    # What precedes each dot is looked at where there are few, and not kept: of a name of nothing but dots it is 2 GiB.
+    # Prefixes are generated lazily and only for few dots: those of a name with nothing but dots
+    # take 2 GiB.
     nested = all(name.count(".") < MAX_DEPTH for name in ordered) and not any(
         name[:position] in known for name in ordered for position in _dots(name)
     )
@@ -133,16 +134,16 @@ def _dots(name: str) -> Iterator[int]:
 
 
 def plain_tree(value: object, key: str) -> StoredTree:
-    """The tree of dicts and lists with values of Python in them, such as a JSON document; None is a leaf.
+    """Build a tree from dicts and lists of Python values, such as a JSON document. None is a leaf.
 
     Raises:
-        CorruptCheckpointError: if something else is in it, or it is too deep.
+        CorruptCheckpointError: it contains another type, or is too deep.
     """
     leaves: list[TreeLeaf] = []
 
     def node(inner: object, depth: int) -> Skeleton:
         if depth > MAX_DEPTH:
-            raise CorruptCheckpointError(f"{key}: expected at most {MAX_DEPTH} containers in each other", key=key)
+            raise CorruptCheckpointError(f"{key}: expected at most {MAX_DEPTH} nested containers", key=key)
         if isinstance(inner, dict):
             for child in inner:
                 if type(child) not in (str, int):
@@ -156,7 +157,7 @@ def plain_tree(value: object, key: str) -> StoredTree:
             return LEAF
         record = value_record(inner)
         if record is None:
-            raise CorruptCheckpointError(f"{key}: found a {type(inner).__name__}, which is no value of a tree", key=key)
+            raise CorruptCheckpointError(f"{key}: found a {type(inner).__name__}, which cannot be in a tree", key=key)
         leaves.append(TreeLeaf("", value=record))
         return LEAF
 
@@ -190,6 +191,4 @@ def _finished(
 
 def _twice(key: str, steps: Steps) -> CorruptCheckpointError:
     way = "/".join(map(str, steps))[:200]
-    return CorruptCheckpointError(
-        f"{key}: expected one leaf at {way!r}, found a leaf and something else there", key=key
-    )
+    return CorruptCheckpointError(f"{key}: expected one leaf at {way!r}, found a leaf and another entry", key=key)

@@ -1,4 +1,4 @@
-"""Values of Python: as the arrays and strings that stand for them in the files of Orbax, and as records."""
+"""Python values: as arrays and strings in Orbax files, and as records."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ NONE: Final = ValueRecord("none", None)
 """The record of None."""
 
 _EXACT: Final = 1 << 53
-"""Ints below it are JSON numbers in records, others text: the form that the core gives them."""
+"""Smaller ints are JSON numbers in records, others text, as in the core."""
 
 
 def value_record(value: object) -> ValueRecord | None:
-    """The record of a None, bool, int, float, complex, str or bytes, in the core's encoding; None for anything else."""
+    """Return the record of a None, bool, int, float, complex, str or bytes; None for other types."""
     match value:
         case None:
             return NONE
@@ -44,14 +44,14 @@ def value_record(value: object) -> ValueRecord | None:
 
 
 def scalar_record(array: HostArray, name: str) -> ValueRecord:
-    """The record of a scalar of Python, which Orbax stores as an array without axes.
+    """Return the record of a Python scalar that Orbax stored as an array without axes.
 
     Args:
-        array: what was read; of ints, floats, bools or complex numbers.
-        name: of the array, for the error.
+        array: the array; of ints, floats, bools or complex numbers.
+        name: name of the array, for errors.
 
     Raises:
-        CorruptCheckpointError: if the array has axes, or elements that no scalar of Python has.
+        CorruptCheckpointError: the array has axes, or a dtype that Python scalars do not have.
     """
     record = value_record(array.item()) if array.ndim == 0 and array.dtype.kind in "biufcV" else None
     if record is None:
@@ -63,9 +63,9 @@ def scalar_record(array: HostArray, name: str) -> ValueRecord:
 
 
 def value_type(record: LeafRecord) -> str:
-    """What Orbax calls a leaf: ``None``, ``scalar``, ``string``, ``jax.Array`` or ``np.ndarray``.
+    """Return Orbax's name for the type of a leaf: ``None``, ``scalar``, ``string``, ``jax.Array`` or ``np.ndarray``.
 
-    A NumPy scalar is an array, so that it keeps its dtype. An array that JAX sharded says so in its notes.
+    A NumPy scalar is an array, so that it keeps its dtype. Arrays sharded by JAX have a note.
     """
     if isinstance(record, ValueRecord):
         if record.kind == "none":
@@ -77,13 +77,14 @@ def value_type(record: LeafRecord) -> str:
 
 
 def value_array(record: ValueRecord) -> HostArray | None:
-    """The array that stands for a value where Orbax reads it; None for None and what is stored as a string.
+    """Return the array that Orbax reads for a value, or None for None and for strings.
 
-    bool, int and float are arrays without axes of bool, int64 (uint64 from 2**63 on) and float64, as Orbax writes them.
-    What Orbax itself refuses is stored as what comes closest: complex as complex128 without axes, bytes as uint8.
+    bool, int and float are arrays without axes of bool, int64 (uint64 from 2**63 on) and float64,
+    as Orbax writes them. Orbax rejects complex and bytes; they are stored as complex128 without
+    axes and as uint8.
 
     Raises:
-        CorruptCheckpointError: if the record is not one of the core's.
+        CorruptCheckpointError: the record is not one of the core's.
     """
     value = record.value
     try:
@@ -108,10 +109,11 @@ def value_array(record: ValueRecord) -> HostArray | None:
 
 
 def value_text(record: ValueRecord) -> str | None:
-    """The string that stands for a value where Orbax reads it; None for what `value_array` gives, and for None.
+    """Return the string that Orbax reads for a value; None for None and for values stored as arrays.
 
-    An int that no array can hold is its hexadecimal digits; a value of a kind of its own is its JSON. What UTF-8 has no
-    bytes for is replaced: readers other than ckptcore refuse a whole file that has it.
+    An int that no array can represent becomes hexadecimal digits; a value of another kind becomes
+    JSON. Characters that UTF-8 cannot encode are replaced, because other readers reject a file with
+    them.
     """
     if record.kind == "none" or value_array(record) is not None:
         return None

@@ -1,4 +1,4 @@
-"""Arrays of zarr 2 and 3: their metadata, their chunks as objects or as values of an OCDBT database, and their elements.
+"""Arrays of zarr 2 and 3: metadata, chunks as objects or as values of an OCDBT database, and elements.
 
-This package may import `ocdbt`, and does not import `orbax`.
+This package may import `ocdbt`; it does not import `orbax`.
 """

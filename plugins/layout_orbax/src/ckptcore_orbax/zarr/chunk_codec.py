@@ -1,4 +1,4 @@
-"""The codecs of read chunks that are not stored as they are: tensorstore runs them, in memory."""
+"""Codecs of encoded read chunks, run by tensorstore in memory."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ _NO_DAMAGE: Final[Mapping[str, type[StorageError]]] = {
     "CANCELLED": StorageError,
     "RESOURCE_EXHAUSTED": StorageThrottledError,
 }
-"""Codes of tensorstore's errors that say nothing of the bytes, https://abseil.io/docs/cpp/guides/status-codes."""
+"""tensorstore status codes that do not indicate damage, https://abseil.io/docs/cpp/guides/status-codes."""
 
 
 class ChunkCodec:
-    """Encodes and decodes the read chunks of one array, many at a time. Any thread; tensorstore uses threads of its own."""
+    """Encodes and decodes the read chunks of one array concurrently. Thread-safe; tensorstore has its own threads."""
 
     def __init__(self, name: str, form: ArrayFormat, missing: Literal["error", "fill"] = "error") -> None:
-        """Of an array.
+        """Create a codec for an array.
 
         Args:
             name: its name, for errors.
             form: its format.
-            missing: what it means that a part of a read chunk is not there, where that consists of parts again.
+            missing: meaning of a missing part, if read chunks have parts themselves.
         """
         self._name = name
         self._fills = missing == "fill"
@@ -61,7 +61,7 @@ class ChunkCodec:
         self._numbers = itertools.count()
 
     def _open(self) -> tuple[Any, Any]:
-        """An array of one read chunk that is not there yet, and the store in memory that it comes from."""
+        """Return an array of one unwritten read chunk, and its store in memory."""
         kvstore = {"driver": "memory", "path": f"{next(self._numbers)}/"}
         memory = tensorstore.KvStore.open(kvstore, context=self._context).result()
         memory.write(self._form.metadata_key, self._document).result()
@@ -74,11 +74,11 @@ class ChunkCodec:
         return tensorstore.open(spec, open=True, context=self._context).result(), memory
 
     def encode(self, part: Box, elements: HostArray) -> EncodingChunk:
-        """Begin to encode a read chunk.
+        """Start to encode a read chunk.
 
         Args:
-            part: which of its elements there are; the others are the fill value.
-            elements: of that box; not changed until the result is there.
+            part: box of the given elements; the rest is the fill value.
+            elements: elements of that box; must not change until the result is available.
         """
         expect_usable()
         with _TellingOfWriting(self._name):
@@ -87,15 +87,15 @@ class ChunkCodec:
         return EncodingChunk(self._name, writing, memory, self._key)
 
     def decode(self, data: bytes, part: Box, elements: HostArray) -> DecodingChunk:
-        """Begin to decode a read chunk.
+        """Start to decode a read chunk.
 
         Args:
             data: its bytes; may be hostile.
-            part: which of its elements are wanted.
-            elements: of that box, to fill.
+            part: box of the requested elements.
+            elements: destination for that box.
 
         Raises:
-            CorruptCheckpointError: if it says that it is larger than a read chunk.
+            CorruptCheckpointError: its header states more bytes than a read chunk has.
         """
         if self._blosc:
             expect_blosc_size(self._form, data, self._name)
@@ -119,7 +119,7 @@ class EncodingChunk:
         self._key = key
 
     def result(self) -> bytes:
-        """Wait for its bytes; they are nowhere else afterwards."""
+        """Wait for and return its bytes. Frees tensorstore's copy."""
         with _TellingOfWriting(self._name):
             self._writing.result()
             value = bytes(self._memory.read(self._key).result().value)
@@ -127,7 +127,7 @@ class EncodingChunk:
         return value
 
     def settle(self) -> None:
-        """Wait until nothing reads its elements any more, whatever became of it."""
+        """Wait until nothing reads its elements, also after an error."""
         self._writing.exception()
 
 
@@ -142,24 +142,24 @@ class DecodingChunk:
         self._memory = memory
 
     def result(self) -> None:
-        """Wait until its elements are where they were wanted.
+        """Wait until its elements are in their destination.
 
         Raises:
-            CorruptCheckpointError: if its bytes are not those of a chunk.
+            CorruptCheckpointError: the bytes are not a valid chunk.
         """
         with Telling(self._name):
             self._reading.result()
             self._memory.delete_range(tensorstore.KvStore.KeyRange()).result()
 
     def release(self) -> None:
-        """Wait until nothing writes to its elements any more, and release tensorstore's objects."""
+        """Wait until nothing writes to its elements, and release tensorstore's objects."""
         if self._reading is not None:
             self._reading.exception()
         self._reading = self._memory = None
 
 
 class Telling:
-    """Turns what tensorstore raises as it reads into an error that names the array."""
+    """Converts errors of tensorstore while reading to errors that name the array."""
 
     __slots__ = ("_name",)
 
@@ -176,7 +176,7 @@ class Telling:
             raise self.error(str(error).split("[source locations", 1)[0].strip()) from error
 
     def error(self, text: str) -> CheckpointError:
-        """What is raised where tensorstore says this."""
+        """Return the error for a message of tensorstore."""
         code = text.partition(":")[0].strip()
         if (kind := _NO_DAMAGE.get(code)) is not None:
             return kind(f"{self._name!r} cannot be read: {text}")
@@ -186,7 +186,7 @@ class Telling:
 
 
 class _TellingOfWriting(Telling):
-    """The same as it writes."""
+    """Converts errors of tensorstore while writing."""
 
     __slots__ = ()
 

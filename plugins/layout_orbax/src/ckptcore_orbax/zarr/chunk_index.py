@@ -1,4 +1,4 @@
-"""The chunk index of zarr arrays, whose chunks are objects or values of an OCDBT database."""
+"""Chunk index of zarr arrays, whose chunks are objects or values of an OCDBT database."""
 
 from __future__ import annotations
 
@@ -40,24 +40,25 @@ __all__ = ["ZarrIndex"]
 
 
 class ZarrIndex(ChunkIndex):
-    """Where the read chunks of zarr arrays are. Any thread.
+    """Locates the read chunks of zarr arrays. Thread-safe.
 
-    Encoded arrays of other software are read by tensorstore from the storage, if it can: this is a `NativeReader`.
+    tensorstore reads encoded arrays of other software directly from storages that it supports: this
+    is a `NativeReader`.
     """
 
     def __init__(self, tree: TreeMetadata, state: ArraysState, databases: Databases) -> None:
-        """Index the arrays of a state.
+        """Create an index.
 
         Args:
-            tree: the tree that was saved.
-            state: where its arrays are.
-            databases: the databases that were opened in stores.
+            tree: the saved tree.
+            state: storage of its arrays.
+            databases: cache of open databases.
         """
         self._tree = tree
         self._state = state
         self._databases = databases
         self._prefix = state.prefix
-        self._ends: dict[int, list[int]] = {}  # by leaf, write chunks up to the end of each extent
+        self._ends: dict[int, list[int]] = {}  # by leaf: cumulated number of write chunks per extent
         self._decoder: ChunkDecoder | None = None
 
     @cached_property
@@ -67,17 +68,17 @@ class ZarrIndex(ChunkIndex):
         found = {}
         for leaf, stored in self._state.arrays.items():
             record, spec = leaves[leaf], stored.form.spec
-            # Compared by parts: there may be 100,000s of arrays.
+            # Compared by parts, which is faster: there may be hundreds of thousands of arrays.
             if isinstance(record, ArrayRecord) and (record.spec.dtype != spec.dtype or record.spec.shape != spec.shape):
                 found[leaf] = spec
         return found
 
     def boxes(self, leaf: int, box: Box) -> Iterable[Chunk]:
-        """See `ChunkIndex.boxes`. Chunks at the end of an array reach beyond it.
+        """See `ChunkIndex.boxes`. Chunks at the end of an array may exceed it.
 
-        Values of a database are not looked up: the chunks that this layout wrote follow each other in C order, if one
-        process wrote an array, or several wrote its rows. Nothing for a box of an array that is stored with another
-        axis, as text is.
+        Does not look up values of a database: chunks written by this layout are in C order if one
+        process wrote an array, or several wrote its rows. Returns nothing for an array that is
+        stored with an additional axis, such as text.
         """
         stored = self._stored(leaf)
         form = stored.form
@@ -85,14 +86,15 @@ class ZarrIndex(ChunkIndex):
             return ()
         shape = form.spec.shape
         if form.inner == shape and box.stop == shape and not any(box.start):
-            # All of one read chunk, as small arrays have.
+            # Fast path: the whole of one read chunk, common for small arrays.
             key, offset = self._hint(leaf, stored, (0,) * len(shape), 0)
             return (Chunk(key, offset, box, self._is_plain(stored), False, leaf, 0),)
         expect_countable(box, form.inner, stored.name)
         return self._chunks(leaf, stored, box)
 
     def _is_plain(self, stored: StoredName) -> bool:
-        # The root has checksums of the blocks that this layout wrote. Other software has them behind each read chunk.
+        # The root has checksums of blocks written by this layout. Other software stores them after
+        # each read chunk.
         return stored.form.direct and (self._state.source == "ckptcore" or not stored.form.checksum)
 
     def _chunks(self, leaf: int, stored: StoredName, box: Box) -> Iterator[Chunk]:
@@ -101,7 +103,7 @@ class ZarrIndex(ChunkIndex):
         per_chunk = prod(form.inner_grid)
         for index, chunk in chunks_of(form.chunk, box):
             common = chunk.intersect(box)
-            assert common is not None  # the chunk holds elements of the box
+            assert common is not None  # the chunk intersects the box
             first = tuple(map(int.__mul__, index, form.inner_grid))
             number = flat_index(index, form.grid)
             key, offset = self._hint(leaf, stored, index, number)
@@ -110,7 +112,7 @@ class ZarrIndex(ChunkIndex):
                 yield Chunk(key, offset + within * step, inner_box, is_plain, False, leaf, number * per_chunk + within)
 
     def _hint(self, leaf: int, stored: StoredName, index: tuple[int, ...], number: int) -> tuple[str, int]:
-        """Return where a write chunk begins, or what orders it among others if that is not known."""
+        """Return the location of a write chunk, or a sort key if it is unknown."""
         state, form = self._state, stored.form
         if leaf in state.embedded:
             return "", number
@@ -133,17 +135,17 @@ class ZarrIndex(ChunkIndex):
 
     @cached_property
     def _rows(self) -> Mapping[int, Sequence[int]]:
-        """By leaf, the numbers of its extents."""
+        """Row numbers of each leaf's extents."""
         rows: dict[int, list[int]] = {}
         for row, leaf in enumerate(self._state.extents.leaf):
             rows.setdefault(leaf, []).append(row)
         return rows
 
     def extents(self, leaf: int) -> Sequence[tuple[str, int, int]]:
-        """See `ChunkIndex.extents`: those of arrays that are stored as they are.
+        """See `ChunkIndex.extents`. Returns the extents of raw arrays.
 
         Raises:
-            CorruptCheckpointError: an array is larger than the place that is stated for it.
+            CorruptCheckpointError: an array is larger than its extents.
         """
         state = self._state
         stored = state.arrays.get(leaf)
@@ -165,13 +167,13 @@ class ZarrIndex(ChunkIndex):
             found.append((f"{self._prefix}{columns.files[columns.file[row]]}", start, stop))
         if state.source == "ckptcore" and form.direct and room < form.spec.nbytes:
             raise CorruptCheckpointError(
-                f"{format_path(self._tree.paths[leaf])} is {form.spec}, {form.spec.nbytes} bytes, and the root gives "
-                f"it {room}; what describes the arrays is damaged: load another checkpoint"
+                f"{format_path(self._tree.paths[leaf])} is {form.spec} and needs {form.spec.nbytes} bytes, but the "
+                f"root states {room}; its metadata is damaged: load another checkpoint"
             )
         return found
 
     def chunk_rows(self, leaf: int) -> int | None:
-        """See `ChunkIndex.chunk_rows`: each read chunk is decoded, or compared with its checksum, as a whole."""
+        """See `ChunkIndex.chunk_rows`. Each read chunk is decoded or verified as a whole."""
         stored = self._state.arrays.get(leaf)
         return stored.form.inner[0] if stored is not None and stored.form.inner else None
 
@@ -207,7 +209,8 @@ class ZarrIndex(ChunkIndex):
             shard = self._shard_index(stored, place, store)
             for row in of_chunk:
                 inner = chunks[row].number % per_chunk
-                # In a dense chunk read chunks follow each other: its table, which may be hostile, is not needed.
+                # In a dense chunk read chunks are contiguous, so its index, which may be hostile,
+                # is not needed.
                 if shard is None:
                     nbytes = form.inner_stored_bytes
                     found.add(row, place, place.offset + inner * nbytes, nbytes)
@@ -216,19 +219,19 @@ class ZarrIndex(ChunkIndex):
                 else:
                     found.add(row, place, place.offset + int(shard.offsets[inner]), int(shard.lengths[inner]))
         if found.encoded:
-            from ckptcore_orbax.zarr.decoding import expect_reasonable  # tensorstore is imported where it is needed
+            from ckptcore_orbax.zarr.decoding import expect_reasonable  # delays the import of tensorstore
 
             expect_reasonable(stored)
         return found.places()
 
     def _shard_index(self, stored: StoredName, place: ChunkPlace, store: ReadStore) -> ShardIndex | None:
-        """Return the index of a shard; None if its read chunks follow each other from its first byte on."""
+        """Return the index of a shard, or None if its read chunks are contiguous from the first byte on."""
         form = stored.form
         if self._state.source == "ckptcore" and form.direct:
             return None
         length = store.size(place.key) if place.nbytes is None else place.nbytes
         if form.direct and form.inner == form.chunk and length == form.chunk_bytes and form.index_at == "end":
-            return None  # one read chunk, and no byte that could be before it
+            return None  # one read chunk, and no space for bytes before it
         key = place.key or stored.name
         start, stop = index_range(form, length, key)
         if place.inline is not None:
@@ -241,45 +244,45 @@ class ZarrIndex(ChunkIndex):
         """Return the fill value for elements that are not stored.
 
         Raises:
-            CorruptCheckpointError: the format of the checkpoint has none.
+            CorruptCheckpointError: the format has no fill value, or chunks must not be missing.
         """
         form = stored.form
         if self._state.missing == "error" or form.fill is None:
             raise CorruptCheckpointError(
-                f"the chunk {list(index)} of {stored.name!r} is missing; the checkpoint is not whole: restore it "
+                f"the chunk {list(index)} of {stored.name!r} is missing; the checkpoint is incomplete: restore it "
                 "from a copy, or load another one"
             )
         return np.frombuffer(form.fill, form.spec.numpy_dtype)[:1].reshape(())
 
     def decode(self, chunk: Chunk, data: bytes) -> Pending[HostArray]:
-        """See `ChunkIndex.decode`: through tensorstore, in memory."""
+        """See `ChunkIndex.decode`. Uses tensorstore in memory."""
         decoder = self._decoder
         if decoder is None or decoder.leaf != chunk.leaf:
-            from ckptcore_orbax.zarr.decoding import ChunkDecoder  # tensorstore is imported where it is needed
+            from ckptcore_orbax.zarr.decoding import ChunkDecoder  # delays the import of tensorstore
 
             decoder = self._decoder = ChunkDecoder(self._state, chunk.leaf)
         return decoder.decode(chunk, data)
 
     def reads(self, leaf: int, store: ReadStore) -> bool:
-        """See `NativeReader.reads`: what blosc compressed is checked first, and decoded in memory."""
+        """See `NativeReader.reads`. Excludes blosc, whose chunks are validated first and decoded in memory."""
         state = self._state
         if state.source != "other" or state.missing != "error" or leaf not in state.arrays:
             return False
         form = state.arrays[leaf].form
         if form.direct or leaf in state.embedded or is_blosc(inner_array(form)):
             return False
-        from ckptcore_orbax.zarr.decoding import is_native  # tensorstore is imported where it is needed
+        from ckptcore_orbax.zarr.decoding import is_native  # delays the import of tensorstore
 
         return is_native(state, store)
 
     def read(self, items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
         """See `NativeReader.read`."""
-        from ckptcore_orbax.zarr.decoding import read_natively  # tensorstore is imported where it is needed
+        from ckptcore_orbax.zarr.decoding import read_natively  # delays the import of tensorstore
 
         return read_natively(self._state, items, buffers, store, self._databases)
 
     def _stored(self, leaf: int) -> StoredName:
         stored = self._state.arrays.get(leaf)
         if stored is None:
-            raise CorruptCheckpointError(f"the checkpoint does not say where leaf {leaf} is stored")
+            raise CorruptCheckpointError(f"the checkpoint does not locate the array of leaf {leaf}")
         return stored

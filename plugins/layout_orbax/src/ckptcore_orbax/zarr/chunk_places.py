@@ -1,4 +1,4 @@
-"""Places of the chunks of arrays: values of a database, or objects of their own."""
+"""Locations of the chunks of arrays: values of a database, or objects."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from ckptcore_orbax.zarr.state import ArraysState, StoredName
 __all__ = ["ChunkPlace", "Databases", "FoundChunks", "expect_length", "find_chunk", "find_chunks", "open_database"]
 
 Databases = WeakKeyDictionary[ReadStore, dict[str, Database]]
-"""The databases that were opened in a store, by directory: their nodes are read once for all loads from one store."""
+"""Open databases of a store, by directory, so that all loads from one store share their nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlace:
-    """Where a chunk is.
+    """Location of a chunk.
 
     Attributes:
-        key: the object it is in; empty where it is `inline`.
-        offset: where in it, in bytes.
-        nbytes: its length; None where it is all of the object, whose length nobody has asked for.
-        inline: the chunk itself, where it stands with the keys.
+        key: the object; empty if `inline`.
+        offset: offset in the object, in bytes.
+        nbytes: length; None for a whole object of unknown length.
+        inline: the chunk itself, if the database stores it inline.
     """
 
     key: str
@@ -42,9 +42,9 @@ class ChunkPlace:
 def find_chunks(
     state: ArraysState, leaf: int, indices: Sequence[tuple[int, ...]], store: ReadStore, databases: Databases
 ) -> Mapping[tuple[int, ...], ChunkPlace | None]:
-    """Return the places of write chunks of an array, by index; None for chunks that are not stored.
+    """Return the locations of write chunks of an array by index, or None for chunks that are not stored.
 
-    The size of an object is requested only if it may be missing.
+    Requests the size of an object only if it may be missing.
 
     Raises:
         CorruptCheckpointError: the database is missing or damaged.
@@ -52,7 +52,7 @@ def find_chunks(
     stored = state.arrays[leaf]
     form = stored.form
     is_listed = state.storage == "ocdbt" and leaf not in state.embedded and len(indices) > 4
-    if is_listed and len(indices) * 4 > prod(form.grid):  # few keys are looked up, many are listed
+    if is_listed and len(indices) * 4 > prod(form.grid):  # look up few keys, list many
         first = stored.prefix.encode()
         stop = first[:-1] + b"0" if first else None  # 0 follows / in ASCII
         listed = dict(open_database(state.directory, store, databases).range(first, stop))
@@ -63,7 +63,7 @@ def find_chunks(
 def find_chunk(
     state: ArraysState, leaf: int, index: tuple[int, ...], store: ReadStore, databases: Databases
 ) -> ChunkPlace | None:
-    """Return the place of one write chunk. See `find_chunks`."""
+    """Return the location of one write chunk. See `find_chunks`."""
     stored = state.arrays[leaf]
     if (embedded := state.embedded.get(leaf)) is not None:
         return ChunkPlace("", 0, len(embedded), embedded)
@@ -87,14 +87,14 @@ def _if_stored(key: str, store: ReadStore) -> ChunkPlace | None:
 
 
 class FoundChunks:
-    """The places of a batch of read chunks, as they are found.
+    """Collects the locations of a batch of read chunks.
 
     Attributes:
-        encoded: the rows of encoded chunks.
+        encoded: rows of encoded chunks.
     """
 
     def __init__(self, form: ArrayFormat, count: int) -> None:
-        """Start without places, for so many chunks of an array."""
+        """Create an empty collection for `count` chunks of an array."""
         self.encoded: set[int] = set()
         self._is_raw = form.direct
         self._checksum = CRC32C if form.checksum else None
@@ -106,7 +106,7 @@ class FoundChunks:
         self._fills: dict[int, HostArray] = {}
 
     def add(self, row: int, place: ChunkPlace, start: int, nbytes: int | None) -> None:
-        """Add a read chunk of a write chunk, at a byte of its object."""
+        """Add a read chunk that begins at byte `start` of the object of its write chunk."""
         self._keys[row] = place.key
         self._starts[row] = start
         if place.inline is not None:
@@ -122,17 +122,17 @@ class FoundChunks:
         self._fills.update(dict.fromkeys(rows, value))
 
     def places(self) -> ChunkPlaces:
-        """Return all of them."""
+        """Return the locations of all chunks."""
         return ChunkPlaces(
             self._keys, self._starts, self._stops, self.encoded, self._checksums, self._inline, self._fills
         )
 
 
 def open_database(directory: str, store: ReadStore, databases: Databases) -> Database:
-    """The database in a directory.
+    """Return the database in a directory.
 
     Raises:
-        CorruptCheckpointError: if it is not there or cannot be read.
+        CorruptCheckpointError: it is missing or cannot be read.
     """
     opened = databases.setdefault(store, {})
     database = opened.get(directory)
@@ -145,7 +145,7 @@ def open_database(directory: str, store: ReadStore, databases: Databases) -> Dat
 
 
 def expect_length(stored: StoredName, index: tuple[int, ...], place: ChunkPlace) -> None:
-    """Refuse a chunk that has not the bytes that its format says.
+    """Reject a chunk whose length differs from its format.
 
     Raises:
         CorruptCheckpointError
@@ -153,8 +153,8 @@ def expect_length(stored: StoredName, index: tuple[int, ...], place: ChunkPlace)
     expected = stored.form.chunk_bytes
     if place.nbytes is not None and place.nbytes != expected:
         raise CorruptCheckpointError(
-            f"the chunk {list(index)} of {stored.name!r} has {place.nbytes} bytes, where {expected} are expected; it "
-            "was cut off or what describes it is damaged: restore it from a copy, or load another checkpoint",
+            f"the chunk {list(index)} of {stored.name!r} has {place.nbytes} bytes; expected {expected}; it "
+            "was cut off or its metadata is damaged: restore it from a copy, or load another checkpoint",
             key=place.key or None,
             start=place.offset,
             stop=place.offset + place.nbytes,

@@ -1,4 +1,4 @@
-"""The arrays of a save, as chunks ask for boxes of them."""
+"""The arrays of a snapshot, read in boxes of chunks."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ __all__ = ["ChunkSource"]
 
 
 class ChunkSource:
-    """One array of a snapshot: taken when its first chunk is written, released with the last. Any thread."""
+    """One array of a snapshot. Taken when its first chunk is written, released with the last. Thread-safe."""
 
     def __init__(self, snapshot: Snapshot, item: int, name: str, form: ArrayFormat) -> None:
-        """Take nothing yet.
+        """Plan the chunks. Does not take the array yet.
 
         Args:
-            snapshot: what is saved.
-            item: the number of the array in its plan.
-            name: of the array, for errors.
-            form: how it is stored.
+            snapshot: the snapshot.
+            item: number of the array in the snapshot's plan.
+            name: name of the array, for errors.
+            form: its format.
 
         Raises:
-            AtomicityError: if this process holds a part of a chunk only.
+            AtomicityError: this process has only a part of a chunk.
         """
         planned = snapshot.plan.items[item]
         self.leaf = planned.leaf
@@ -48,12 +48,12 @@ class ChunkSource:
         self._lock = threading.Lock()
 
     def _chunks_here(self) -> Sequence[tuple[tuple[int, ...], Box]]:
-        """The index and box of each chunk that this process writes, in C order; boxes may reach beyond the array."""
+        """Return the index and box of each chunk of this process, in C order; boxes may exceed the array."""
         chunk = self.form.chunk
         if self._boxes == [self._whole]:
             return list(chunks_of(chunk, self._whole))
-        # A process may hold hundreds of boxes of an array: each chunk is compared with those that it touches, not with
-        # all.
+        # A process may have hundreds of boxes of an array, so each chunk is compared only with
+        # intersecting boxes.
         touched: dict[tuple[int, ...], Box] = {}
         for number, box in enumerate(self._boxes):
             for index, outer in chunks_of(chunk, box):
@@ -66,7 +66,7 @@ class ChunkSource:
             parts = [common.size for common in held if common is not None]
             if wanted is None or sum(parts) != wanted.size:
                 raise AtomicityError(
-                    f"{self.name}: this process holds a part only of the chunk {list(index)} of {list(chunk)} "
+                    f"{self.name}: this process has only a part of the chunk {list(index)} of {list(chunk)} "
                     "elements, and no two processes can write one chunk: the cuts that its leaf handler describes "
                     "are not those of its shards"
                 )
@@ -74,7 +74,7 @@ class ChunkSource:
         return found
 
     def inner_boxes(self, outer: Box) -> Iterator[Box]:
-        """The read chunks of a chunk, in C order."""
+        """Yield the read chunks of a chunk, in C order."""
         if not self.form.sharded:
             yield outer
             return
@@ -82,24 +82,24 @@ class ChunkSource:
             yield box
 
     def expect(self, segments: int) -> None:
-        """Say how many segments will be opened and closed in all; releases the array where there are none."""
+        """Set the number of segments that will be opened and closed. Releases the array if there are none."""
         self._left = segments
         if not segments:
             self._snapshot.release(self._item)
 
     def opener(self, box: Box) -> Callable[[], Sequence[tuple[Box, HostArray]]]:
-        """What gives the elements of a box, with zeros where it reaches beyond the array."""
+        """Return a function that returns the parts of a box; see `parts`."""
         return lambda: self.parts(box)
 
     def parts(self, box: Box) -> Sequence[tuple[Box, HostArray]]:
-        """The boxes and arrays that make up a box, with zeros where it reaches beyond the array."""
+        """Return the boxes and arrays that form a box, with zeros outside the array."""
         arrays = self._take()
         if len(arrays) == 1 and arrays[0][0] == box:
             return arrays
         return [*self.filled_parts(box), *self._padding(box)]
 
     def filled_parts(self, box: Box) -> list[tuple[Box, HostArray]]:
-        """The boxes and arrays that make up a box of one chunk, as far as the array goes."""
+        """Return the boxes and arrays that form a box of one chunk, inside the array."""
         arrays = self._take()
         if self._holders:
             index = tuple(map(int.__floordiv__, box.start, self.form.chunk))
@@ -116,7 +116,7 @@ class ChunkSource:
         Always a copy: the array may change between the digest of the elements and their encoding.
         """
         valid = box.intersect(self._whole)
-        assert valid is not None  # every chunk holds an element
+        assert valid is not None  # every chunk contains elements of the array
         dtype = self.form.spec.numpy_dtype.newbyteorder("<")
         parts = self.filled_parts(valid)
         if len(parts) == 1:
@@ -127,7 +127,7 @@ class ChunkSource:
         return whole
 
     def _padding(self, box: Box) -> Iterator[tuple[Box, HostArray]]:
-        """Boxes of zeros that make up what of a box lies beyond the array."""
+        """Yield boxes of zeros that form the part of a box outside the array."""
         zero = np.zeros((), self.form.spec.numpy_dtype)
         start, stop = list(box.start), list(box.stop)
         for axis, extent in enumerate(self._whole.stop):
@@ -147,7 +147,7 @@ class ChunkSource:
             return self._arrays
 
     def close(self) -> None:
-        """Say that one more of the segments is written, or given up."""
+        """Count a segment as written or abandoned. The last one releases the array."""
         with self._lock:
             self._left -= 1
             if self._left:

@@ -1,6 +1,6 @@
-"""Regular grids of chunks: the grid that an array is divided into, and its cells.
+"""Regular chunk grids: chooses the grid of an array, and enumerates its chunks.
 
-Amounts are in elements unless a name says bytes.
+Sizes are in elements unless a name says bytes.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = [
 ]
 
 MOST_CELLS: Final = 1 << 24
-"""More chunks of one array than anybody writes; a hostile shape may state any number."""
+"""Limit for the number of chunks of one array. A hostile shape may state any number."""
 
 
 def expect_countable(box: Box, step: Sequence[int], name: str) -> None:
-    """Refuse a box that touches more cells than any array has, before they are listed.
+    """Reject a box with more chunks than any array has, before they are enumerated.
 
     Raises:
         CorruptCheckpointError
@@ -39,13 +39,13 @@ def expect_countable(box: Box, step: Sequence[int], name: str) -> None:
     )
     if cells > MOST_CELLS:
         raise CorruptCheckpointError(
-            f"{name!r} is said to have {cells} chunks where at most {MOST_CELLS} are expected; what describes the "
-            "arrays is damaged: restore it from a copy, or load another checkpoint"
+            f"{name!r} would have {cells} chunks; expected at most {MOST_CELLS}; its metadata is damaged: "
+            "restore it from a copy, or load another checkpoint"
         )
 
 
 def flat_index(index: tuple[int, ...], grid: Sequence[int]) -> int:
-    """The number of a cell in C order."""
+    """Return the number of a chunk in C order."""
     number = 0
     for position, extent in zip(index, grid, strict=True):
         number = number * extent + position
@@ -53,7 +53,7 @@ def flat_index(index: tuple[int, ...], grid: Sequence[int]) -> int:
 
 
 def unflat_index(number: int, grid: Sequence[int]) -> tuple[int, ...]:
-    """The inverse of `flat_index`."""
+    """Return the inverse of `flat_index`."""
     index = []
     for extent in reversed(grid):
         number, position = divmod(number, extent)
@@ -62,21 +62,22 @@ def unflat_index(number: int, grid: Sequence[int]) -> tuple[int, ...]:
 
 
 _MOST_PIECES: Final = 64
-"""Of an axis that is cut, before other axes are subdivided: a mesh seldom grows by more along one axis."""
+"""Maximum pieces along a sharded axis before other axes are divided: meshes rarely grow more along one axis."""
 
 
 def write_chunk(spec: ArraySpec, cuts: Sequence[Sequence[int]] | None, size: int) -> tuple[int, ...]:
-    """The regular grid of chunks in which no two processes write one chunk; at least 1 along each axis.
+    """Return the regular chunk shape in which no two processes write one chunk; at least 1 along each axis.
 
-    Where all shards are as long along an axis (the last may be shorter), a chunk is as long as a shard. Where they are
-    not and there is one process, chunks are as long as the longest shard and cross the boundaries of shards. Where
-    there are several, chunks are as long as the greatest common divisor of all boundaries. That may be 1: ten rows cut
-    at 3, 5 and 8 become ten chunks of a row each, and a leaf costs an object, or a key of a few dozen bytes, for each.
+    If all shards have equal length along an axis (the last may be shorter), this is the chunk
+    length. Otherwise, with one process, chunks have the length of the longest shard and cross shard
+    boundaries. With several processes, chunks have the greatest common divisor of all boundaries,
+    which may be 1: ten rows with boundaries 3, 5 and 8 become ten chunks of one row, each an object
+    or a key of a few dozen bytes.
 
     Args:
         spec: the array.
-        cuts: as in `ArrayRecord.cuts`: per axis the sorted inner boundaries of shards, or None where nothing is cut.
-        size: how many processes write.
+        cuts: as in `ArrayRecord.cuts`: the sorted inner shard boundaries per axis, or None.
+        size: number of processes that write.
     """
     if cuts is None:
         return tuple([max(1, extent) for extent in spec.shape])
@@ -96,19 +97,20 @@ def _write_extent(extent: int, boundaries: Sequence[int], size: int) -> int:
 def read_chunk(
     spec: ArraySpec, write_chunk: tuple[int, ...], cuts: Sequence[Sequence[int]] | None, chunk_bytes: int
 ) -> tuple[int, ...]:
-    """The chunks into which a write chunk is subdivided, so that a reader of other boxes needs few bytes beside its own.
+    """Return the shape of read chunks, so that a reader of other boxes reads few additional bytes.
 
-    A write chunk of up to `chunk_bytes` stays whole. A longer one is divided along the axis that is cut most often,
-    into up to 64 pieces: that is the axis along which another mesh is most likely to cut it further. Then along the
-    other axes that are cut, then along any, the leading one first, so that rows stay contiguous. Pieces get at most
-    `chunk_bytes`, and more than half of that where the factors of the extents allow; their number is a multiple of a
-    high power of two, since meshes double.
+    A write chunk of up to `chunk_bytes` is not divided. A longer one is first divided along the
+    axis with most shards, into up to 64 pieces, because another mesh is most likely to divide that
+    axis further. Then follow the other sharded axes, then all axes, the leading ones first, so that
+    rows stay contiguous. Pieces have at most `chunk_bytes`, and more than half of that if the
+    factors of the extents allow. Their number is a multiple of a high power of two, because meshes
+    usually double.
 
     Args:
         spec: the array.
-        write_chunk: as the function of this name gives it.
+        write_chunk: result of the function `write_chunk`.
         cuts: as in `ArrayRecord.cuts`.
-        chunk_bytes: the most bytes of a piece, if one element has no more; above 0.
+        chunk_bytes: maximum bytes of a piece, unless one element is larger; above 0.
     """
     target = max(1, chunk_bytes // spec.numpy_dtype.itemsize)
     chunk = list(write_chunk)
@@ -125,21 +127,22 @@ def read_chunk(
 
 
 def _overshoot(chunk: list[int], write_chunk: tuple[int, ...], order: Sequence[int], target: int) -> None:
-    """Divide a chunk further where no number of pieces comes near the target: into too many, and not more than needed."""
+    """Divide a chunk further if no number of pieces is near the target; then undo unnecessary divisions."""
     for axis in order:
         if prod(chunk) > target:
             enough = (pieces for pieces in _divisors(chunk[axis]) if prod(chunk) <= pieces * target)
             chunk[axis] //= min(enough, default=chunk[axis])
-    # What was divided before the last axis was may have been in vain.
+    # Some divisions made before that of the last axis may not be needed.
     for axis in reversed(order):
         room = target // prod(chunk)
         chunk[axis] *= max(pieces for pieces in _divisors(write_chunk[axis] // chunk[axis]) if pieces <= room)
 
 
 def _pieces(extent: int, elements: int, target: int, most: int) -> int:
-    """Into how many pieces to cut an axis of a chunk of so many elements, which is to have up to `target`.
+    """Return the number of pieces along an axis for a chunk with `elements` elements.
 
-    So many that pieces come between half the target and the target; if none do, as many as leave more than the target.
+    Prefers pieces between half the target and the target. If none exist, returns the largest number
+    of pieces that leaves more than the target.
     """
     if elements <= target:
         return 1
@@ -151,7 +154,7 @@ def _pieces(extent: int, elements: int, target: int, most: int) -> int:
 
 
 def _divisors(extent: int) -> list[int]:
-    """The numbers that divide an extent, ascending."""
+    """Return the divisors of an extent, ascending."""
     factors: list[int] = []
     rest, factor = extent, 2
     while factor * factor <= rest:
@@ -168,9 +171,9 @@ def _divisors(extent: int) -> list[int]:
 
 
 def chunks_of(chunk: tuple[int, ...], box: Box) -> Iterator[tuple[tuple[int, ...], Box]]:
-    """The index and the box of each chunk of a regular grid that holds elements of a box, in C order.
+    """Yield the index and the box of each chunk of a regular grid that intersects a box, in C order.
 
-    Chunks are whole: those at the edge of an array may go beyond it, as they do where they are stored.
+    Boxes are whole chunks, which may exceed the array, as they do in storage.
     """
     if box.size == 0:
         return
@@ -183,7 +186,7 @@ def chunks_of(chunk: tuple[int, ...], box: Box) -> Iterator[tuple[tuple[int, ...
 
 
 def is_aligned(shape: tuple[int, ...], chunk: tuple[int, ...], box: Box) -> bool:
-    """Whether a box of an array of this shape is made of whole chunks; at its edge a chunk ends where the array does."""
+    """Return whether a box consists of whole chunks; chunks at the edge end with the array."""
     return all(
         start % size == 0 and (stop % size == 0 or stop == extent)
         for start, stop, size, extent in zip(box.start, box.stop, chunk, shape, strict=True)

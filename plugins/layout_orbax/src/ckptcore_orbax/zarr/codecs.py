@@ -1,4 +1,4 @@
-"""The chain of codecs of a ``zarr.json``: how an array's chunks become bytes."""
+"""The codec chain of a ``zarr.json``, which encodes the chunks of an array."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptcore_orbax.zarr.formats import ArrayFormat, Compression
 __all__ = ["ChunkCodecs", "chunk_codecs", "codecs_to_json", "expect_blosc_size", "is_blosc"]
 
 _Codec: TypeAlias = tuple[str, dict[str, JSON] | None]
-"""Name and configuration; None for a configuration of members that only its own implementation knows."""
+"""Name and configuration; None for a configuration with unknown members."""
 
 _INDEX_CODECS: Final[Sequence[JSON]] = (
     {"name": "bytes", "configuration": {"endian": "little"}},
@@ -24,11 +24,11 @@ _INDEX_CODECS: Final[Sequence[JSON]] = (
 
 @dataclass(frozen=True, slots=True)
 class ChunkCodecs:
-    """What a chain of codecs says that matters for reading chunks without it.
+    """Properties of a codec chain that allow reading chunks without it.
 
     Attributes:
         inner, sharded, index_at, index_checksum, direct, checksum: as in `ArrayFormat`.
-        inner_codecs: the chain of an inner chunk.
+        inner_codecs: the codec chain of an inner chunk.
     """
 
     inner: tuple[int, ...]
@@ -41,10 +41,10 @@ class ChunkCodecs:
 
 
 def chunk_codecs(value: JSON, chunk: tuple[int, ...], itemsize: int) -> ChunkCodecs:
-    """What a chain of codecs does to chunks of this shape. A chain that is not known is neither direct nor sharded.
+    """Return the properties of a codec chain for chunks of this shape. Unknown chains are neither direct nor sharded.
 
     Raises:
-        CorruptCheckpointError: if it is not a chain of codecs, or its inner chunks do not divide the chunk.
+        CorruptCheckpointError: it is not a codec chain, or inner chunks do not divide the chunk.
     """
     chain = _without_identities(_chain(value), len(chunk))
     if len(chain) == 1 and chain[0][0] == "sharding_indexed" and chain[0][1] is not None:
@@ -56,7 +56,7 @@ def chunk_codecs(value: JSON, chunk: tuple[int, ...], itemsize: int) -> ChunkCod
 
 
 def _last_compressor(value: JSON) -> str:
-    """The name of the codec that makes the bytes of a chunk, which a checksum may follow; of a chain that was read before."""
+    """Return the codec that produces the bytes of a chunk, ignoring checksums after it. The chain is valid."""
     names = [name for name, _ in _chain(value)]
     while len(names) > 1 and names[-1] == "crc32c":
         names.pop()
@@ -71,7 +71,7 @@ def codecs_to_json(
     checksum: bool,
     compression: Compression | None,
 ) -> list[JSON]:
-    """The chain of codecs that stores chunks of elements little endian, in inner chunks where those are smaller."""
+    """Return the codec chain for little-endian elements, sharded if inner chunks are smaller."""
     codecs: list[JSON] = [
         {"name": "bytes", "configuration": {"endian": "little"}} if itemsize > 1 else {"name": "bytes"}
     ]
@@ -93,7 +93,7 @@ def _compressor(compression: Compression, itemsize: int) -> JSON:
     level = compression.level
     match compression.name:
         case "zstd":
-            # The level that Orbax 0.12.8 takes.
+            # The default level of Orbax 0.12.8.
             return {"name": "zstd", "configuration": {"level": 3 if level is None else level, "checksum": False}}
         case "gzip":
             return {"name": "gzip", "configuration": {"level": 1 if level is None else level}}
@@ -128,7 +128,7 @@ def _codec(value: JSON) -> _Codec:
 
 
 def _without_identities(chain: list[_Codec], axes: int) -> list[_Codec]:
-    """The chain without transpositions at its beginning that leave everything where it is."""
+    """Return the chain without leading transpositions that change nothing."""
     identities: list[JSON] = [{"order": list(range(axes))}, {"order": "C"}]
     if axes < 2:
         identities.append({"order": "F"})
@@ -139,7 +139,7 @@ def _without_identities(chain: list[_Codec], axes: int) -> list[_Codec]:
 
 
 def _raw(chain: list[_Codec], itemsize: int) -> Literal["plain", "checksum"] | None:
-    """Whether elements lie little endian as they are, and whether a CRC32C follows; None where they do not."""
+    """Return whether elements are raw little endian, and whether a CRC32C follows; None if not raw."""
     if not chain or chain[0][0] != "bytes":
         return None
     endian = chain[0][1]
@@ -151,13 +151,13 @@ def _raw(chain: list[_Codec], itemsize: int) -> Literal["plain", "checksum"] | N
 
 
 def _sharding(configuration: dict[str, JSON], chunk: tuple[int, ...], itemsize: int) -> ChunkCodecs | None:
-    """What the codec ``sharding_indexed`` does; None where its index cannot be read."""
+    """Return the properties of ``sharding_indexed``, or None if its index cannot be read."""
     inner = chunk_from(configuration.get("chunk_shape"), chunk, "its inner chunk")
     if any(size % part for size, part in zip(chunk, inner, strict=True)):
         raise CorruptCheckpointError(f"its inner chunk {inner} does not divide its chunk {chunk}")
     location = expect(configuration.get("index_location", "end"), str, "its index_location")
     if location not in ("end", "start"):
-        raise CorruptCheckpointError(f"its index_location is {location[:80]!r}, where 'end' or 'start' is expected")
+        raise CorruptCheckpointError(f"its index_location is {location[:80]!r}; expected 'end' or 'start'")
     codecs = configuration.get("codecs")
     chain = _chain(codecs)
     index = _raw(_chain(configuration.get("index_codecs")), 8)
@@ -176,13 +176,13 @@ def _sharding(configuration: dict[str, JSON], chunk: tuple[int, ...], itemsize: 
 
 
 _SIZE: Final = slice(4, 8)
-"""Where in a chunk the bytes of its elements are counted, little endian (c-blosc 1, README_CHUNK_FORMAT)."""
+"""Position of the uncompressed size in a chunk, little endian (c-blosc 1, README_CHUNK_FORMAT)."""
 
 
 def is_blosc(inner: ArrayFormat) -> bool:
-    """Whether the read chunks of an array, as `inner_array` describes them, are what blosc made.
+    """Return whether blosc directly produced the read chunks of an array from `inner_array`.
 
-    Not where another codec or one more table of chunks lies around them: there nobody sees what they say.
+    Returns False if another codec or a nested shard index encloses them, which hides their header.
     """
     if inner.zarr_format == 3:
         return _last_compressor(inner.document["codecs"]) == "blosc"
@@ -191,14 +191,15 @@ def is_blosc(inner: ArrayFormat) -> bool:
 
 
 def expect_blosc_size(inner: ArrayFormat, data: bytes, name: str) -> None:
-    """Refuse a read chunk that says it has more bytes than one of its array: up to 2 GiB, in a chunk of any length.
+    """Reject a read chunk whose header states more bytes than a read chunk has; it may state up to 2 GiB.
 
-    tensorstore 0.1.86 compares that when it is decoded, and where there is not so much memory the process is aborted.
+    tensorstore 0.1.86 checks this only after decoding, and aborts the process if memory is
+    insufficient.
 
     Args:
-        inner: of the array, as `inner_array` has it; `is_blosc`.
+        inner: format from `inner_array`, for which `is_blosc` holds.
         data: the chunk.
-        name: of the array, for errors.
+        name: name of the array, for errors.
 
     Raises:
         CorruptCheckpointError
@@ -206,6 +207,6 @@ def expect_blosc_size(inner: ArrayFormat, data: bytes, name: str) -> None:
     found = int.from_bytes(data[_SIZE], "little")
     if found > inner.inner_bytes:
         raise CorruptCheckpointError(
-            f"{name!r} cannot be decoded: a chunk says that it has {found} bytes, where {inner.inner_bytes} are "
-            "expected; restore the checkpoint from a copy, or load another one"
+            f"{name!r} cannot be decoded: a chunk states {found} bytes; expected at most {inner.inner_bytes}; "
+            "restore the checkpoint from a copy, or load another one"
         )

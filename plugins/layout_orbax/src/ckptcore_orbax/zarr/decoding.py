@@ -1,4 +1,4 @@
-"""Decoding of read chunks through tensorstore: in memory, or from the storage itself."""
+"""Decoder of read chunks with tensorstore: in memory, or directly from the storage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ckptcore_orbax.zarr.tensorstore_guard import begin_use, clear_frames, using
 __all__ = ["ChunkDecoder", "DecodedChunk", "expect_reasonable", "is_native", "read_natively"]
 
 _MOST_CHUNK_BYTES: Final = 1 << 30
-"""A read chunk above is decoded only if its array is not much smaller: a hostile one may state any size."""
+"""Larger read chunks are decoded only if the array is not much smaller: hostile metadata may state any size."""
 
 
 class ChunkDecoder:
@@ -31,7 +31,7 @@ class ChunkDecoder:
     """
 
     def __init__(self, state: ArraysState, leaf: int) -> None:
-        """Decode chunks of a leaf of a state."""
+        """Create a decoder for a leaf."""
         self.leaf = leaf
         self._stored = state.arrays[leaf]
         self._digests = state.digests.get(leaf)
@@ -39,13 +39,13 @@ class ChunkDecoder:
         self._whole = Box.whole(self._stored.form.spec.shape)
 
     def decode(self, chunk: Chunk, data: bytes) -> DecodedChunk:
-        """Begin to decode a chunk.
+        """Start to decode a chunk.
 
         Raises:
             CorruptCheckpointError: its bytes state a larger size than a read chunk has.
         """
         valid = chunk.box.intersect(self._whole)
-        assert valid is not None  # a box of the array touches it
+        assert valid is not None  # a chunk contains elements of the array
         elements = np.empty(valid.shape, self._stored.form.spec.numpy_dtype)
         end_use = begin_use()
         try:
@@ -79,7 +79,7 @@ class DecodedChunk:
         self._end_use = end_use
 
     def result(self) -> HostArray:
-        """Wait for the elements, and compare them with their digest.
+        """Wait for the elements, and verify their digest.
 
         Raises:
             CorruptCheckpointError: the bytes are not those of this chunk.
@@ -92,7 +92,7 @@ class DecodedChunk:
                 clear_frames(error)
                 raise
             finally:
-                decoding.release()  # nothing writes to the elements any more
+                decoding.release()  # nothing writes to the elements after this
                 self._decoding = decoding = None
                 self._end_use()
         if self._digests is not None:
@@ -101,7 +101,7 @@ class DecodedChunk:
 
 
 def is_native(state: ArraysState, store: ReadStore) -> bool:
-    """Return whether tensorstore knows the storage that the arrays of a state are in."""
+    """Return whether tensorstore supports the storage of the arrays."""
     return native_store(state, store.address) is not None
 
 
@@ -122,7 +122,7 @@ def read_natively(
 
 
 def expect_reasonable(stored: StoredName) -> None:
-    """Refuse read chunks that are far larger than their array.
+    """Reject read chunks that are far larger than their array.
 
     Raises:
         CorruptCheckpointError
@@ -131,7 +131,7 @@ def expect_reasonable(stored: StoredName) -> None:
     if form.inner_bytes > max(_MOST_CHUNK_BYTES, 4 * form.spec.nbytes):
         raise CorruptCheckpointError(
             f"{stored.name!r} is {form.spec} and states read chunks of {list(form.inner)} elements, "
-            f"{form.inner_bytes} bytes; what describes it is damaged: restore it from a copy, or load another "
+            f"{form.inner_bytes} bytes; its metadata is damaged: restore it from a copy, or load another "
             "checkpoint"
         )
 
@@ -147,6 +147,6 @@ def _verify(stored: StoredName, chunk: Chunk, elements: HostArray, digests: byte
 
 
 def _within(box: Box, outer: Box) -> Box:
-    """A box relative to the one that it lies in."""
+    """Return a box relative to an enclosing box."""
     origin = outer.start
     return Box(tuple(map(int.__sub__, box.start, origin)), tuple(map(int.__sub__, box.stop, origin)))

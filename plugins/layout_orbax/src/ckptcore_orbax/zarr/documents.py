@@ -1,4 +1,4 @@
-"""The JSON of zarr metadata: hostile until each part of it was asked for with its type."""
+"""JSON of zarr metadata. Hostile until each part has been checked."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ __all__ = [
 T = TypeVar("T")
 
 _MAX_AXES: Final = 32
-"""Of arrays in TensorStore, and of NumPy's before version 2."""
+"""Limit of TensorStore, and of NumPy before version 2."""
 
 _MAX_EXTENT: Final = 1 << 62
 
 _MAX_DEPTH: Final = 64
-"""Of nested lists and objects; no more than whatever is done with a document, or said of it, can walk through."""
+"""Maximum nesting of lists and objects; code that walks a document can recurse this deep."""
 
 
 def parse_document(data: bytes) -> dict[str, JSON]:
-    """The object that the bytes of a metadata file are.
+    """Return the JSON object in a metadata file.
 
     Raises:
-        CorruptCheckpointError: if it is not JSON, no object, nested too deeply, or an object names a member twice.
+        CorruptCheckpointError: it is not JSON, not an object, too deep, or has a duplicate member.
     """
 
     def unique(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
@@ -65,64 +65,62 @@ def parse_document(data: bytes) -> dict[str, JSON]:
 
 
 def encode_document(document: Mapping[str, JSON]) -> bytes:
-    """The bytes of a metadata file, compact and sorted, as TensorStore writes them."""
+    """Return the bytes of a metadata file, compact and sorted, as TensorStore writes them."""
     return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
 
 
 def expect(value: object, kind: type[T], what: str) -> T:
-    """A part of a document that has to have this type.
+    """Return a part of a document after checking its type.
 
     Raises:
-        CorruptCheckpointError: if it has not, or is missing.
+        CorruptCheckpointError: it is missing or has another type.
     """
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise CorruptCheckpointError(f"{what} is {str(value)[:80]!r}, where a {kind.__name__} is expected")
+        raise CorruptCheckpointError(f"{what} is {str(value)[:80]!r}; expected a {kind.__name__}")
     return value
 
 
 def shape_from(value: JSON) -> tuple[int, ...]:
-    """The shape of an array, in elements.
+    """Return the shape of an array, in elements.
 
     Raises:
-        CorruptCheckpointError: if it is not a list of sizes.
-        UnsupportedLeafError: if it has too many axes.
+        CorruptCheckpointError: it is not a list of sizes.
+        UnsupportedLeafError: it has too many axes.
     """
     shape = tuple([expect(extent, int, "an extent of its shape") for extent in expect(value, list, "its shape")])
     if len(shape) > _MAX_AXES:
-        raise UnsupportedLeafError(f"it has {len(shape)} axes, and at most {_MAX_AXES} can be read")
+        raise UnsupportedLeafError(f"it has {len(shape)} axes; at most {_MAX_AXES} are supported")
     if any(not 0 <= extent < _MAX_EXTENT for extent in shape):
         raise CorruptCheckpointError(f"its shape is {str(shape)[:80]}, which no array has")
     return shape
 
 
 def chunk_from(value: JSON, whole: tuple[int, ...], what: str) -> tuple[int, ...]:
-    """The shape of a chunk, in elements: as many axes as `whole`, at least one element along each.
+    """Return the shape of a chunk, with as many axes as `whole` and at least one element along each.
 
     Raises:
-        CorruptCheckpointError: if it is none.
+        CorruptCheckpointError: it is not such a shape.
     """
     chunk = tuple([expect(extent, int, what) for extent in expect(value, list, what)])
     if len(chunk) != len(whole) or any(not 1 <= extent < _MAX_EXTENT for extent in chunk):
-        raise CorruptCheckpointError(
-            f"{what} is {str(chunk)[:80]}, where {len(whole)} sizes of at least 1 are expected"
-        )
+        raise CorruptCheckpointError(f"{what} is {str(chunk)[:80]}; expected {len(whole)} sizes of at least 1")
     return chunk
 
 
 def check_amounts(spec: ArraySpec, chunk: tuple[int, ...]) -> None:
-    """Make sure that addresses suffice for the array and for one chunk of it.
+    """Check that the array, and one chunk of it, fit into the address space.
 
     Raises:
-        CorruptCheckpointError: if they do not.
+        CorruptCheckpointError: they do not.
     """
     if not spec.is_possible:
-        raise CorruptCheckpointError(f"it is said to be {spec}, which is more than memory has addresses for")
+        raise CorruptCheckpointError(f"it states {spec}, which is more than memory has addresses for")
     if prod(chunk) * spec.numpy_dtype.itemsize > sys.maxsize // 2:
-        raise CorruptCheckpointError(f"its chunks are said to be {chunk}, which is more than memory has addresses for")
+        raise CorruptCheckpointError(f"it states chunks of {chunk}, which is more than memory has addresses for")
 
 
 def encode_group(zarr_format: ZarrFormat) -> tuple[str, bytes]:
-    """Return the name and the bytes of the object that makes a directory a group without attributes.
+    """Return the name and content of the object that makes a directory a group without attributes.
 
     From the specifications: zarr 3, "Group metadata"; zarr 2, "Groups".
     """
@@ -132,7 +130,9 @@ def encode_group(zarr_format: ZarrFormat) -> tuple[str, bytes]:
 
 
 def groups_around(names: Iterable[str]) -> Sequence[str]:
-    """Return the paths of all groups around arrays, ``""`` for the outermost one; none if an array has no name.
+    """Return the paths of all groups that contain arrays, ``""`` for the outermost one.
+
+    Returns none if an array has no name.
 
     Args:
         names: the paths of the arrays; none is inside another.

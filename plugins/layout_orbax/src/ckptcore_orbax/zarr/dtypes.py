@@ -1,4 +1,4 @@
-"""Dtypes as zarr arrays have them, and what stands in for those that they cannot have."""
+"""Dtypes of zarr arrays, and replacements for dtypes that zarr lacks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ckptcore.model import ArraySpec, dtype_from_name, name_of_dtype
 __all__ = ["STORED_DTYPES", "Endian", "ZarrFormat", "dtype_of_version2", "stored_spec", "version2_of_dtype"]
 
 ZarrFormat: TypeAlias = Literal[2, 3]
-"""The version of the zarr specification that an array follows."""
+"""Version of the zarr specification."""
 
 Endian: TypeAlias = Literal["little", "big"]
-"""Which byte of an element comes first; little for those of one byte."""
+"""Byte order of elements; little for one-byte elements."""
 
 _VERSION2_NAMES: Final = {
     "bool": "|b1",
@@ -33,21 +33,22 @@ _VERSION2_NAMES: Final = {
     "complex64": "<c8",
     "complex128": "<c16",
 }
-"""NumPy's notation; the dtypes of ml_dtypes stand under their names, as TensorStore extends zarr 2."""
+"""NumPy's notation. ml_dtypes use their names, a TensorStore extension of zarr 2."""
 
 _EXTENSIONS: Final = (
     "bfloat16", "float8_e3m4", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2",
     "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn", "int2", "int4",
 )  # fmt: skip
-"""Those below 8 bits take one byte per element, as in ml_dtypes."""
+"""Dtypes below 8 bits take one byte per element, as in ml_dtypes."""
 
 STORED_DTYPES: Final[Mapping[ZarrFormat, frozenset[str]]] = {
     2: frozenset([*_VERSION2_NAMES, *_EXTENSIONS]),
     3: frozenset([*_VERSION2_NAMES, *_EXTENSIONS]),
 }
-"""The dtypes that arrays of each version have in TensorStore 0.1.86, and that Orbax 0.12.8 loads from them.
+"""Dtypes that TensorStore 0.1.86 supports in each version and that Orbax 0.12.8 loads.
 
-Found by experiment. TensorStore 0.1.72 has all but float8_e3m4, float8_e8m0fnu, float4_e2m1fn and int2.
+Found by experiment. TensorStore 0.1.72 has all but float8_e3m4, float8_e8m0fnu, float4_e2m1fn and
+int2.
 """
 
 _FROM_VERSION2: Final = {theirs: ours for ours, theirs in _VERSION2_NAMES.items()}
@@ -57,12 +58,14 @@ _TIME: Final = re.compile(r"([<>])([mM])8(\[[0-9]{0,8}[A-Za-z]{1,2}\])")
 
 
 def stored_spec(spec: ArraySpec, zarr_format: ZarrFormat) -> ArraySpec:
-    """How an array of any dtype stands in a zarr array, in the same bytes.
+    """Return the spec with which an array is stored, with equal bytes.
 
-    - What TensorStore has (`STORED_DTYPES`) stays as it is.
-    - ``datetime64`` and ``timedelta64`` become int64: counts of their unit, the smallest for "not a time".
-    - All else becomes uint8: the bytes of an element, little endian, as a last axis more; no axis where it is one byte.
-      So ``U3[2, 5]`` is stored as ``uint8[2, 5, 12]`` and ``uint4[7]`` as ``uint8[7]``.
+    - Dtypes that TensorStore supports (`STORED_DTYPES`) do not change.
+    - ``datetime64`` and ``timedelta64`` become int64: counts of their unit, the smallest for "not a
+      time".
+    - Other dtypes become uint8: the bytes of an element, little endian, as an additional last axis;
+      no axis for one byte. So ``U3[2, 5]`` is stored as ``uint8[2, 5, 12]`` and ``uint4[7]`` as
+      ``uint8[7]``.
     """
     if spec.dtype in STORED_DTYPES[zarr_format]:
         return spec
@@ -73,18 +76,18 @@ def stored_spec(spec: ArraySpec, zarr_format: ZarrFormat) -> ArraySpec:
 
 
 def version2_of_dtype(name: str) -> str:
-    """How a ``.zarray`` names one of `STORED_DTYPES`."""
+    """Return the ``.zarray`` name of one of `STORED_DTYPES`."""
     return _VERSION2_NAMES.get(name, name)
 
 
 def dtype_of_version2(name: object) -> tuple[str, Endian]:
-    """The dtype that a ``.zarray`` names, hostile as it may be.
+    """Return the dtype for a ``.zarray`` name, which may be hostile, and its byte order.
 
     Raises:
-        UnsupportedLeafError: where NumPy arrays of ours have no such dtype.
+        UnsupportedLeafError: ckptcore does not support the dtype.
     """
     if not isinstance(name, str):
-        raise UnsupportedLeafError("its dtype has fields, and arrays of ckptcore have none")
+        raise UnsupportedLeafError("its dtype has fields, which ckptcore does not support")
     if name in _EXTENSIONS:
         return name, "little"
     if (ours := _FROM_VERSION2.get(name)) is not None:
@@ -101,7 +104,7 @@ def dtype_of_version2(name: object) -> tuple[str, Endian]:
     elif (match := _TIME.fullmatch(name)) is not None:
         order, kind, unit = match.groups()
         return _known(("datetime64" if kind == "M" else "timedelta64") + unit), "big" if order == ">" else "little"
-    raise UnsupportedLeafError(f"its dtype {name[:80]!r} is none that arrays of ckptcore have")
+    raise UnsupportedLeafError(f"its dtype {name[:80]!r} is not supported by ckptcore")
 
 
 def _known(name: str) -> str:

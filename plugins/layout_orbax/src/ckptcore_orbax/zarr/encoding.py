@@ -1,4 +1,4 @@
-"""Encoding the chunks of arrays that are not stored as they are, many read chunks at a time."""
+"""Encodes chunks of compressed arrays, several read chunks at a time."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
 __all__ = ["BoundedChunk", "EncodedChunk", "bound_chunks", "encode_buffer_bytes", "encode_chunks"]
 
 ENCODED_FILE_BYTES: Final = 64 << 20
-"""Encoded bytes that wait to be written, about; a data file of chunks whose sizes are not known before has no more."""
+"""Approximate size of encoded chunks waiting to be written, and maximum size of a data file of encoded chunks."""
 
 _STARTED_BYTES: Final = 64 << 20
-"""Elements that are encoded at a time, in bytes."""
+"""Size of elements being encoded at a time, in bytes."""
 
 _LEAST_STARTED: Final = 2
-"""Read chunks that are encoded at a time, however large they are."""
+"""Minimum number of read chunks being encoded at a time, regardless of size."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedChunk:
-    """A chunk as it is stored.
+    """An encoded chunk.
 
     Attributes:
-        source: the array it is of.
-        index: which chunk.
-        data: its bytes.
-        digests: the xxh3_64 of the elements of each of its read chunks, in C order; zero for those beyond the array.
+        source: the array.
+        index: index of the chunk.
+        data: the encoded bytes.
+        digests: xxh3_64 of the elements of each read chunk, in C order; zero outside the array.
     """
 
     source: ChunkSource
@@ -50,24 +50,24 @@ class EncodedChunk:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it takes."""
+        """Encoded size, in bytes."""
         return len(self.data)
 
     @property
     def segment(self) -> Segment:
-        """Its bytes as they are handed over."""
+        """The bytes as a segment."""
         return BytesSegment(self.data)
 
 
 @dataclass(frozen=True, slots=True)
 class BoundedChunk:
-    """A chunk as large as it can become, where there are no elements to encode.
+    """Placeholder for an encoded chunk of maximum size, without elements.
 
     Attributes:
-        source, index: as of an `EncodedChunk`.
-        nbytes: the most bytes that it takes.
-        digests: as many as there would be, of nothing.
-        release: to be called once it is handed over.
+        source, index: as in `EncodedChunk`.
+        nbytes: maximum encoded size.
+        digests: as many bytes as the digests would have.
+        release: called once the chunk has been stored.
     """
 
     source: ChunkSource
@@ -78,7 +78,7 @@ class BoundedChunk:
 
     @property
     def segment(self) -> Segment:
-        """As many bytes, which nobody has: opened it asks for the elements."""
+        """A segment of the maximum size. Opening it requests the elements, which do not exist."""
         box = Box((0,), (self.nbytes,))
         return ArraySegment(box, 1, self.source.opener(box), self.release)
 
@@ -95,9 +95,9 @@ class _Assembly:
 
 
 def encode_chunks(sources: Sequence[ChunkSource]) -> Generator[EncodedChunk, None, None]:
-    """The chunks of arrays, in order. What is encoded at a time has so many bytes as `_STARTED_BYTES` says, and a chunk.
+    """Yield the encoded chunks of arrays, in order. At most `_STARTED_BYTES` and a chunk are encoded at a time.
 
-    To be closed before the memory of the arrays is let go: chunks that nobody asked for are read from it until then.
+    Close the generator before the memory of the arrays is released: encoding in progress reads it.
     """
     if not sources:
         return
@@ -106,7 +106,7 @@ def encode_chunks(sources: Sequence[ChunkSource]) -> Generator[EncodedChunk, Non
 
 
 def bound_chunks(sources: Sequence[ChunkSource]) -> Generator[BoundedChunk, None, None]:
-    """The chunks that `encode_chunks` would give, as large as they can become; nothing is encoded and no element is asked for."""
+    """Yield placeholders of maximum size for the chunks of `encode_chunks`, without reading elements."""
     for source in sources:
         form = source.form
         source.expect(len(source.chunks))
@@ -117,7 +117,7 @@ def bound_chunks(sources: Sequence[ChunkSource]) -> Generator[BoundedChunk, None
 
 
 def encode_buffer_bytes(sources: Sequence[ChunkSource]) -> int:
-    """The most memory that `encode_chunks` takes beside the arrays, with what it gave and its caller has not written, in bytes."""
+    """Return the maximum memory of `encode_chunks` and of its unwritten results, without the arrays, in bytes."""
     if not sources:
         return 0
     largest = max(prod(source.form.inner_grid) * _most_bytes(source.form) for source in sources)
@@ -127,17 +127,17 @@ def encode_buffer_bytes(sources: Sequence[ChunkSource]) -> int:
 
 
 def _most_bytes(form: ArrayFormat) -> int:
-    """The most bytes of an encoded read chunk.
+    """Return the maximum size of an encoded read chunk.
 
-    zstd grows what it cannot compress by a 256th, and small inputs by up to 64 bytes (``ZSTD_COMPRESSBOUND``), and
-    blosc by 16 (``BLOSC_MAX_OVERHEAD``); a frame has a header of up to 18 bytes and each block of 128 KiB one of 3. A
-    checksum behind it has 4.
+    zstd expands incompressible data by 1/256, and small inputs by up to 64 bytes
+    (``ZSTD_COMPRESSBOUND``); blosc adds up to 16 bytes (``BLOSC_MAX_OVERHEAD``). A frame has a
+    header of up to 18 bytes, and each block of 128 KiB one of 3. A checksum has 4.
     """
     return form.inner_bytes + form.inner_bytes // 256 + 128
 
 
 def _once(close: Callable[[], None]) -> Callable[[], None]:
-    """A chunk is handed over once for each name of its array, and given back with the first."""
+    """Return a function that calls `close` on its first call only: a chunk is stored once per name of its array."""
     calls = iter([close])
 
     def release() -> None:
@@ -148,7 +148,7 @@ def _once(close: Callable[[], None]) -> Callable[[], None]:
 
 
 def _encode(sources: Sequence[ChunkSource]) -> Iterator[EncodedChunk]:
-    from ckptcore_orbax.zarr.chunk_codec import ChunkCodec  # tensorstore is imported where it is needed
+    from ckptcore_orbax.zarr.chunk_codec import ChunkCodec  # delays the import of tensorstore
 
     started: deque[tuple[_Assembly, int, EncodingChunk, int]] = deque()
     held = 0
@@ -157,7 +157,7 @@ def _encode(sources: Sequence[ChunkSource]) -> Iterator[EncodedChunk]:
         nonlocal held
         assembly, number, encoding, nbytes = started[0]
         assembly.parts[number] = encoding.result()
-        started.popleft()  # now that nothing reads its elements any more, also if it is interrupted
+        started.popleft()  # only after nothing reads its elements, in case of an interrupt
         held -= nbytes
         assembly.pending -= 1
         if not assembly.pending:
@@ -190,7 +190,7 @@ def _encode(sources: Sequence[ChunkSource]) -> Iterator[EncodedChunk]:
         while started:
             yield from finish()
     finally:
-        # After an error tensorstore still reads from memory that is about to be freed.
+        # After an error tensorstore may still be reading memory that is about to be freed.
         for _, _, left, _ in started:
             left.settle()
 

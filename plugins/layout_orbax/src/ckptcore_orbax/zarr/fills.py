@@ -1,4 +1,4 @@
-"""Fill values: the element that stands for chunks that were never written."""
+"""Fill values: the element for chunks that are not stored."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ _BITS: Final = re.compile(r"0x[0-9a-fA-F]{1,16}")
 
 
 def fill_of_version3(value: JSON, dtype: str) -> bytes:
-    """The element that a ``fill_value`` of a ``zarr.json`` stands for, as it is in host memory.
+    """Return the element for a ``fill_value`` of a ``zarr.json``, as in host memory.
 
-    Numbers; for floats also ``NaN``, ``Infinity``, ``-Infinity`` and their bits in hexadecimal; pairs of those for
-    complex numbers (zarr 3 specification, "fill value").
+    Accepts numbers; for floats also ``NaN``, ``Infinity``, ``-Infinity`` and their bits in
+    hexadecimal; for complex numbers pairs of those (zarr 3 specification, "fill value").
 
     Raises:
-        CorruptCheckpointError: if it is none of this dtype.
+        CorruptCheckpointError: it is not valid for this dtype.
     """
     found = _fill(value, dtype)
     if found is None:
-        raise CorruptCheckpointError(f"its fill_value is {str(value)[:80]!r}, which is no {dtype}")
+        raise CorruptCheckpointError(f"its fill_value {str(value)[:80]!r} is not a valid {dtype}")
     return found
 
 
 def fill_of_version2(value: JSON, dtype: str) -> bytes | None:
-    """The element that a ``fill_value`` of a ``.zarray`` stands for, as it is in host memory; None where it is null.
+    """Return the element for a ``fill_value`` of a ``.zarray``, as in host memory; None for null.
 
-    As in zarr 3, but strings of bytes, and optionally complex numbers, are the base64 of the element (zarr 2
-    specification, "fill value encoding").
+    As in zarr 3, but byte strings, and optionally complex numbers, are base64 of the element (zarr
+    2 specification, "fill value encoding").
 
     Raises:
-        CorruptCheckpointError: if it is none of this dtype.
+        CorruptCheckpointError: it is not valid for this dtype.
     """
     if value is None:
         return None
@@ -49,12 +49,12 @@ def fill_of_version2(value: JSON, dtype: str) -> bytes | None:
     if found is None and isinstance(value, str):
         found = _fill_from_text(value, dtype)
     if found is None:
-        raise CorruptCheckpointError(f"its fill_value is {str(value)[:80]!r}, which is no {dtype}")
+        raise CorruptCheckpointError(f"its fill_value {str(value)[:80]!r} is not a valid {dtype}")
     return found
 
 
 def zero_of_version3(dtype: str) -> JSON:
-    """Zero of this dtype as TensorStore writes it into a ``zarr.json``; in memory it is all zero bytes."""
+    """Return zero as TensorStore writes it into a ``zarr.json``; in memory it is all zero bytes."""
     kind = dtype_from_name(dtype).kind
     if kind == "b":
         return False
@@ -133,6 +133,6 @@ def _float(value: JSON, dtype: str) -> bytes | None:
     else:
         return None
     if number == 0 and math.copysign(1, number) > 0:
-        return bytes(numpy_dtype.itemsize)  # also where there is no zero, as TensorStore does for float8_e8m0fnu
+        return bytes(numpy_dtype.itemsize)  # for dtypes without zero too, as TensorStore does for float8_e8m0fnu
     with np.errstate(all="ignore"):
         return np.array(number, np.float64).astype(numpy_dtype).tobytes()

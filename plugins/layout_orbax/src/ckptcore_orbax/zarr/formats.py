@@ -1,4 +1,4 @@
-"""What the metadata of a zarr array says of it: its grid, the keys of its chunks, and how their elements lie."""
+"""Format of a zarr array: its grid, chunk keys and encoding."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _CRC_BYTES: Final = 4
 
 
 CompressionName: TypeAlias = Literal["zstd", "gzip", "blosc"]
-"""The codecs that chunks can be compressed with."""
+"""Codecs for compressed chunks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """How chunks are compressed.
+    """Compression of chunks.
 
     Attributes:
         name: the codec; ``blosc`` is blosc's own lz4 with a byte shuffle.
-        level: as the codec counts; None for a usual one: of zstd the one that Orbax takes, which differs between
+        level: level of the codec; None for a default: for zstd that of Orbax, which differs between
             zarr 2 and 3.
     """
 
@@ -46,24 +46,24 @@ class Compression:
 
 
 _LEVELS: Final[Mapping[str, tuple[int, int]]] = {"zstd": (-131072, 22), "gzip": (0, 9), "blosc": (0, 9)}
-"""What TensorStore takes."""
+"""Levels that TensorStore accepts."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkKeys:
-    """How the keys of chunks are made.
+    """Encoding of chunk keys.
 
     Attributes:
-        encoding: ``default``: ``c`` and the index, so ``c/0/1``, and ``c`` where there are no axes; ``v2``: the index
-            alone, so ``0.1``, and ``0`` where there are no axes.
-        separator: between the parts.
+        encoding: ``default``: ``c`` and the index, as in ``c/0/1``, or ``c`` without axes; ``v2``: the
+            index alone, as in ``0.1``, or ``0`` without axes.
+        separator: separator of the parts.
     """
 
     encoding: Literal["default", "v2"]
     separator: Literal["/", "."]
 
     def key(self, index: tuple[int, ...]) -> str:
-        """The key of a chunk, within the array."""
+        """Return the key of a chunk, relative to the array."""
         if self.encoding == "default":
             return self.separator.join(["c", *map(str, index)])
         return self.separator.join(map(str, index)) or "0"
@@ -71,23 +71,24 @@ class ChunkKeys:
 
 @dataclass(frozen=True, slots=True)
 class ArrayFormat:
-    """What the metadata of an array says.
+    """The metadata of an array.
 
-    Chunks at the edge of an array are stored whole: what lies outside of the array is filled up with anything.
+    Chunks at the edge of an array are stored whole. Elements outside the array are arbitrary.
 
     Attributes:
         zarr_format: 2 for a ``.zarray``, 3 for a ``zarr.json``.
-        spec: shape and dtype as they are stored.
-        chunk: the write chunk, which one key holds, in elements per axis; at least 1 each.
-        inner: the read chunk, which divides the write chunk; equal to it where `sharded` is false.
-        sharded: whether a chunk holds inner chunks and an index of them (codec ``sharding_indexed``) that can be read.
-        index_at: where in the chunk the index stands; means nothing where `sharded` is false.
-        index_checksum: whether the CRC32C of the index stands behind it.
-        direct: whether the elements of an inner chunk lie in it as they are: in C order, little endian, uncompressed.
-        checksum: whether the CRC32C of the elements of an inner chunk stands behind them; only where `direct`.
-        fill: the element, as in host memory, that stands for chunks that are missing; None where that is not stated.
-        keys: how chunks are named.
-        document: the metadata itself, as TensorStore takes it; never changed.
+        spec: shape and dtype as stored.
+        chunk: shape of a write chunk, which is stored under one key; at least 1 per axis.
+        inner: shape of a read chunk, which divides the write chunk; equal to it if not `sharded`.
+        sharded: whether a chunk contains inner chunks and a readable index of them (codec
+            ``sharding_indexed``).
+        index_at: position of the index in the chunk; unused if not `sharded`.
+        index_checksum: whether the CRC32C of the index follows it.
+        direct: whether inner chunks are raw elements: C order, little endian, uncompressed.
+        checksum: whether the CRC32C of an inner chunk follows it; only if `direct`.
+        fill: element for missing chunks, as in host memory; None if not stated.
+        keys: encoding of chunk keys.
+        document: the metadata as accepted by TensorStore; never changed.
     """
 
     zarr_format: ZarrFormat
@@ -105,16 +106,16 @@ class ArrayFormat:
 
     @property
     def metadata_key(self) -> str:
-        """The key of the metadata, within the array."""
+        """Key of the metadata, relative to the array."""
         return "zarr.json" if self.zarr_format == 3 else ".zarray"
 
     def chunk_key(self, index: tuple[int, ...]) -> str:
-        """The key of a write chunk, within the array."""
+        """Return the key of a write chunk, relative to the array."""
         return self.keys.key(index)
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Write chunks along each axis; 0 where the array has no elements."""
+        """Write chunks along each axis; 0 for arrays without elements."""
         return tuple([-(-extent // size) for extent, size in zip(self.spec.shape, self.chunk, strict=True)])
 
     @property
@@ -124,27 +125,27 @@ class ArrayFormat:
 
     @property
     def inner_bytes(self) -> int:
-        """Bytes of the elements of an inner chunk, without their checksum."""
+        """Size of an inner chunk, without its checksum."""
         return prod(self.inner) * self.spec.numpy_dtype.itemsize
 
     @property
     def inner_stored_bytes(self) -> int:
-        """Bytes of an inner chunk in its object, with its checksum; only where `direct`."""
+        """Stored size of an inner chunk, with its checksum; only if `direct`."""
         return self.inner_bytes + (_CRC_BYTES if self.checksum else 0)
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of the index of a chunk, with its checksum; 0 where `sharded` is false."""
+        """Size of the index of a chunk, with its checksum; 0 if not `sharded`."""
         if not self.sharded:
             return 0
         return prod(self.inner_grid) * _INDEX_ENTRY_BYTES + (_CRC_BYTES if self.index_checksum else 0)
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of the object of a chunk none of whose inner chunks is missing and that has no gaps; only where `direct`."""
+        """Size of a chunk without missing inner chunks and gaps; only if `direct`."""
         return prod(self.inner_grid) * self.inner_stored_bytes + self.index_bytes
 
 
 def encode_metadata(format: ArrayFormat) -> bytes:
-    """The bytes of the array's ``zarr.json`` or ``.zarray``."""
+    """Return the content of the array's ``zarr.json`` or ``.zarray``."""
     return encode_document(format.document)

@@ -1,4 +1,4 @@
-"""Names of arrays: their keys joined by dots, as Orbax looks for them, and escaped where that is no name of its own."""
+"""Names of arrays: their keys joined by dots, as Orbax looks them up; escaped where such a name is not possible."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _OWN_NAMES: Final = frozenset(
         "commit_success.txt", "manifest.ocdbt", "metadata", "orbax.checkpoint",
     }
 )  # fmt: skip
-"""What stands beside arrays, or is looked for there."""
+"""Names of other files in the directory of arrays."""
 
 _MOST_BYTES: Final = 200
-"""The longest part of a path, in bytes, to which a file system can still add something."""
+"""Maximum length of a path component in bytes. File systems allow 255; this leaves room for suffixes."""
 
 
 def key_names(paths: Mapping[int, TreePath]) -> dict[int, str]:
-    """The name of each leaf among the keys of a database, where any text can be one.
+    """Return the name of each leaf in a database, whose keys can contain any text.
 
-    Where the joined keys of several leaves are one text, no leaf has it as its name: who looks for it finds nothing,
-    and never the elements of another array.
+    If the joined keys of several leaves are equal, no leaf gets that name, so that a reader that
+    looks it up finds nothing instead of another array.
 
     Raises:
         NameCollisionError
@@ -47,7 +47,7 @@ def key_names(paths: Mapping[int, TreePath]) -> dict[int, str]:
 
 
 def directory_names(paths: Mapping[int, TreePath]) -> dict[int, str]:
-    """The name of each leaf as the path of a directory: that of `key_names` where that is one on every file system.
+    """Return the directory of each leaf: the name from `key_names` if every file system supports it.
 
     Raises:
         NameCollisionError
@@ -81,7 +81,7 @@ def _is_plain(part: str) -> bool:
 
 
 def _escaped(name: str) -> str:
-    """One part of a path that no name that needs no escape is."""
+    """Return a single path component that differs from all unescaped names."""
     safe = "".join([character if character not in "/\\%\0" else f"%{ord(character):02X}" for character in name])
     if len(safe.encode()) > _MOST_BYTES:
         digest = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()

@@ -1,4 +1,4 @@
-"""Reading arrays of other software with TensorStore's own storage drivers."""
+"""Reader of arrays with TensorStore's own storage drivers, for checkpoints of other software."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _GOOGLE: Final = "https://storage.googleapis.com"
 
 
 def native_base(address: StorageAddress) -> Mapping[str, Any] | None:
-    """The spec of tensorstore's key-value store for a directory; None where it knows no such storage, or not all its options.
+    """Return tensorstore's key-value store spec for a directory; None if the storage or an option is unsupported.
 
-    What is None is read by ckptcore itself: a storage may need secrets that no address holds, or options that
-    tensorstore lacks.
+    ckptcore itself reads unsupported storages: they may need secrets that no address contains, or
+    options that tensorstore lacks.
     """
     options = _OPTIONS.get(address.url.partition("://")[0])
     found = options(address.options) if options is not None else None
     if found is None:
         return None
     try:
-        # A URL has escapes: without them a directory called %2e%2e would be the one above.
+        # The URL is escaped: otherwise a directory called %2e%2e would refer to its parent.
         return {**tensorstore.KvStore.Spec(address.url).to_json(), **found}
     except ValueError:
         return None
@@ -47,7 +47,7 @@ def _no_options(options: Mapping[str, JSON]) -> Mapping[str, Any] | None:
 
 
 def _s3_options(options: Mapping[str, JSON]) -> Mapping[str, Any] | None:
-    """https://google.github.io/tensorstore/kvstore/s3."""
+    """Return options of https://google.github.io/tensorstore/kvstore/s3."""
     left = dict(options)
     endpoint, region = left.pop("endpoint", None), left.pop("region", None)
     credentials = left.pop("credentials", None)
@@ -58,15 +58,18 @@ def _s3_options(options: Mapping[str, JSON]) -> Mapping[str, Any] | None:
     if region is not None:
         found["aws_region"] = region
     if endpoint is not None and not _is_of_amazon(str(endpoint)):
-        found["endpoint"] = endpoint  # Amazon's own it knows better by the region
+        found["endpoint"] = endpoint  # for Amazon's endpoints tensorstore uses the region
     if pays:
         found["requester_pays"] = True
     return found
 
 
 _AWS_CREDENTIALS: Final = ("anonymous", "environment")
-"""Kinds of credentials that tensorstore finds as ckptcore does. Of profiles it makes nothing (0.1.86: "Failed to create credentials
-provider"), what it finds by itself may be another's, and those that were given are in no address."""
+"""Credential types for which tensorstore and ckptcore find the same credentials.
+
+tensorstore 0.1.86 cannot use profiles ("Failed to create credentials provider"), its default search
+may find other credentials, and no address contains explicit credentials.
+"""
 
 
 def _is_of_amazon(endpoint: str) -> bool:
@@ -75,7 +78,7 @@ def _is_of_amazon(endpoint: str) -> bool:
 
 
 def _gcs_options(options: Mapping[str, JSON]) -> Mapping[str, Any] | None:
-    """https://google.github.io/tensorstore/kvstore/gcs: the endpoint and the credentials are those of the process."""
+    """Return options of https://google.github.io/tensorstore/kvstore/gcs. Endpoint and credentials are per process."""
     left = dict(options)
     endpoint = str(left.pop("endpoint", _GOOGLE)).rstrip("/")
     credentials = left.pop("credentials", "default")
@@ -92,17 +95,17 @@ _OPTIONS: Final[Mapping[str, Callable[[Mapping[str, JSON]], Mapping[str, Any] | 
     "s3": _s3_options,
     "gs": _gcs_options,
 }
-"""By scheme: what the options of an address are in a spec."""
+"""Functions that convert the options of an address, by URL scheme."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A box of an array, and the memory to fill.
+    """A box of an array, and its destination.
 
     Attributes:
-        number: of the item that asks for it.
-        box: in elements as they are stored.
-        buffer: C-contiguous, of the stored dtype and the box's shape.
+        number: number of the requested item.
+        box: in stored elements.
+        buffer: C-contiguous, with the stored dtype and the box's shape.
     """
 
     number: int
@@ -111,20 +114,20 @@ class Target:
 
 
 _STARTED_BYTES: Final = 128 << 20
-"""Elements that are read at a time, in bytes."""
+"""Size of elements being read at a time, in bytes."""
 
 _LEAST_STARTED: Final = 2
-"""Boxes that are read at a time, however large they are."""
+"""Minimum number of boxes being read at a time, regardless of size."""
 
 _OPENED: Final = 256
-"""Arrays that are opened at a time."""
+"""Arrays opened at a time."""
 
 
 def native_store(state: ArraysState, address: StorageAddress | None) -> Mapping[str, Any] | None:
-    """The store of tensorstore's own in which the arrays are; None where it knows no such storage, or cannot name it."""
+    """Return tensorstore's spec of the store with the arrays; None if the storage is unsupported."""
     if address is None:
         return None
-    # Without escapes a directory called %2e%2e would be the one above, and one with a | another kind of store.
+    # Escape names: %2e%2e would refer to the parent, and | would select another kind of store.
     url = f"{address.url}{quote(state.prefix.encode('utf-8', 'surrogateescape'))}"
     base = native_base(StorageAddress(url, address.options))
     return {"driver": "ocdbt", "base": base} if base is not None and state.storage == "ocdbt" else base
@@ -133,16 +136,17 @@ def native_store(state: ArraysState, address: StorageAddress | None) -> Mapping[
 def expect_own_files(
     wanted: Mapping[int, Sequence[Target]], state: ArraysState, store: ReadStore, databases: Databases
 ) -> None:
-    """Hold files that tensorstore is about to open to what the store opens: it follows links out of the checkpoint, and waits
-    for ever for who writes to a named pipe. Only file systems have either.
+    """Check files that tensorstore will open with the rules of the store. Applies to file systems only.
+
+    tensorstore follows links out of the checkpoint, and waits forever for a writer of a named pipe.
 
     Raises:
-        InvalidLocationError: a link leads out.
-        CorruptCheckpointError: a file is missing, or is none.
+        InvalidLocationError: a link leads out of the checkpoint.
+        CorruptCheckpointError: a file is missing, or not a regular file.
     """
     if store.address is None or not store.address.url.startswith("file:"):
         return
-    seen = {""}  # what stands with the keys of a database
+    seen = {""}  # inline values have no key
     for leaf, targets in wanted.items():
         for target in targets:
             stored = state.arrays[leaf]
@@ -159,12 +163,12 @@ def expect_own_files(
 
 
 def read_native(state: ArraysState, wanted: Mapping[int, Sequence[Target]], native: Mapping[str, Any]) -> Iterator[int]:
-    """Fill targets; yields the number of each once it is there.
+    """Fill the destinations. Yields the number of each when it is complete.
 
     Raises:
-        CorruptCheckpointError: where bytes are missing or wrong.
+        CorruptCheckpointError: bytes are missing or wrong.
     """
-    # One context for all, so that a database is opened once and its nodes are kept.
+    # One context for all arrays, so that a database is opened once and its nodes are cached.
     context = tensorstore.Context()
     started: deque[tuple[StoredName, Target, Any]] = deque()
     held = 0
@@ -187,13 +191,13 @@ def read_native(state: ArraysState, wanted: Mapping[int, Sequence[Target]], nati
         while started:
             yield _finish(started)
     finally:
-        # After an error, or where nobody asks for more, tensorstore still writes to targets.
+        # After an error or an early exit, tensorstore may still be writing to destinations.
         for _, _, left in started:
             left.exception()
 
 
 def _taken(stored: StoredName, target: Target) -> int:
-    """Bytes that reading a target takes: a read chunk at least, of which a hostile array may have next to nothing."""
+    """Return the memory for reading a destination: at least one read chunk, which can exceed a hostile small array."""
     return max(target.buffer.nbytes, stored.form.inner_bytes)
 
 
@@ -211,7 +215,9 @@ def _open(stored: StoredName, native: Mapping[str, Any], context: Any) -> Any:
 
 
 def _finish(started: deque[tuple[StoredName, Target, Any]]) -> int:
-    """Wait for the target that was started first. It is taken out when nothing writes to it any more, also if interrupted."""
+    """Wait for the oldest read. It is removed only after nothing writes to its destination, in case
+    of an interrupt.
+    """
     stored, target, reading = started[0]
     with Telling(stored.name):
         reading.result()

@@ -1,4 +1,4 @@
-"""Options of arrays: how they are cut, compressed and checked, for all of them and for those that a rule names."""
+"""Storage options of arrays: chunk size, compression and checksums, with rules for selected arrays."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _LEAST_CHUNK_BYTES: Final = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayOptions:
-    """How an array is stored.
+    """Storage options of an array.
 
     Attributes:
-        chunk_bytes: what a read chunk aims at, in bytes; None: a read chunk is what one process writes.
-        compression: how read chunks are compressed; None: not at all.
-        checksum: whether each read chunk is stored with its CRC32C, where the format has that.
+        chunk_bytes: target size of a read chunk, in bytes; None: one read chunk per write chunk.
+        compression: compression of read chunks; None: uncompressed.
+        checksum: store the CRC32C of each read chunk, if the format supports it.
     """
 
     chunk_bytes: int | None
@@ -31,12 +31,12 @@ class ArrayOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayRule:
-    """Options for the arrays that a pattern names; what is None stays as it is for all.
+    """Options for the arrays that match a pattern. Options that are None keep their general value.
 
     Attributes:
-        pattern: of the name of the array, with ``*`` and ``?`` as `fnmatch` has them: ``params.*.embedding``.
-        chunk_bytes: see `ArrayOptions`; 0: the whole of what one process writes.
-        compression: the name of a compression: ``zstd``, ``zstd:3``, ``blosc``, or ``none``.
+        pattern: pattern for array names, with ``*`` and ``?`` as in `fnmatch`: ``params.*.embedding``.
+        chunk_bytes: see `ArrayOptions`; 0: one read chunk per write chunk.
+        compression: name of a compression: ``zstd``, ``zstd:3``, ``blosc``, or ``none``.
         checksum: see `ArrayOptions`.
     """
 
@@ -46,17 +46,17 @@ class ArrayRule:
     checksum: bool | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what makes no sense, where it is written down."""
+        """Validate the options early."""
         check_chunk_bytes(self.chunk_bytes)
         if self.compression is not None:
             parse_compression(self.compression)
 
     def names(self, array: str) -> bool:
-        """Whether it is about the array of this name."""
+        """Return whether the pattern matches an array name."""
         return fnmatch.fnmatchcase(array, self.pattern)
 
     def applied(self, options: ArrayOptions) -> ArrayOptions:
-        """The options of an array that it names."""
+        """Return the options of a matching array."""
         chunk_bytes = options.chunk_bytes if self.chunk_bytes is None else self.chunk_bytes or None
         compression = options.compression if self.compression is None else parse_compression(self.compression)
         checksum = options.checksum if self.checksum is None else self.checksum
@@ -65,15 +65,15 @@ class ArrayRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """How the arrays of a checkpoint are stored, apart from what they are.
+    """Storage options of all arrays of a checkpoint.
 
     Attributes:
         zarr_format: 2 or 3.
-        storage: whether chunks are the values of a database or objects of their own.
-        options: of every array.
-        rules: other options for some.
-        data_file_bytes: what a data file of a database aims at, in bytes.
-        item: the directory of a tree that is the whole checkpoint, which is its name in Orbax.
+        storage: whether chunks are values of a database or objects.
+        options: general options.
+        rules: other options for selected arrays.
+        data_file_bytes: target size of a data file of a database, in bytes.
+        item: Orbax item name, which is the directory, for a checkpoint of one tree.
     """
 
     zarr_format: Literal[2, 3]
@@ -85,19 +85,19 @@ class Form:
 
     @property
     def agreed(self) -> str:
-        """What all processes of a save must have alike, for a person to compare: all but the size of data files."""
+        """Description of the options that must be equal in all processes: all except the size of data files."""
         rules = ", ".join(map(repr, self.rules))
         return f"zarr {self.zarr_format} as {self.storage} in {self.item!r}, {self.options}, rules [{rules}]"
 
 
 def check_chunk_bytes(chunk_bytes: int | None) -> None:
-    """Raises: ValueError"""
+    """Validate an option."""
     if chunk_bytes is not None and (type(chunk_bytes) is not int or chunk_bytes < 0):
         raise ValueError(f"chunk_bytes={chunk_bytes!r}: expected a number of bytes, 0 or None for no limit")
 
 
 def parse_compression(name: str | None) -> Compression | None:
-    """The compression of a name, ``zstd``, ``zstd:3`` (with a level), ``blosc``; None for None and ``none``.
+    """Return the compression for ``zstd``, ``zstd:3`` (with a level) or ``blosc``; None for None and ``none``.
 
     Raises:
         ValueError
@@ -114,7 +114,7 @@ def parse_compression(name: str | None) -> Compression | None:
 
 
 def options_of(array: str, options: ArrayOptions, rules: Sequence[ArrayRule]) -> ArrayOptions:
-    """The options of an array: those of all, changed by every rule that names it, in order."""
+    """Return the options of an array: the general options, changed by every matching rule in order."""
     for rule in rules:
         if rule.names(array):
             options = rule.applied(options)

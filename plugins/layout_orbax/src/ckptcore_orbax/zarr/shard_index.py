@@ -1,4 +1,4 @@
-"""The index of a chunk that holds inner chunks: where each of them lies in the object (codec ``sharding_indexed``)."""
+"""Index of a shard: locates its inner chunks (codec ``sharding_indexed``)."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ckptcore_orbax.zarr.formats import ArrayFormat
 __all__ = ["MISSING", "ShardIndex", "decode_index", "dense_index", "encode_index", "index_range", "inner_offsets"]
 
 MISSING: Final = -1
-"""The offset of an inner chunk that was never written."""
+"""Offset of an inner chunk that is not stored."""
 
 _Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 _ABSENT: Final = (1 << 64) - 1
-"""What offset and length of a missing inner chunk are in a file (zarr 3 specification, ``sharding_indexed``)."""
+"""Offset and length of a missing inner chunk in a file (zarr 3 specification, ``sharding_indexed``)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardIndex:
-    """Where the inner chunks of one write chunk lie in its object.
+    """Location of the inner chunks of one write chunk in its object.
 
     Attributes:
-        offsets: in bytes, of each inner chunk in C order; `MISSING` for those that are not there.
-        lengths: in bytes, with checksums; 0 for those that are not there.
+        offsets: in bytes, of each inner chunk in C order; `MISSING` if not stored.
+        lengths: in bytes, with checksums; 0 if not stored.
     """
 
     offsets: _Numbers
@@ -36,41 +36,41 @@ class ShardIndex:
 
 
 def index_range(format: ArrayFormat, chunk_bytes: int, key: str) -> tuple[int, int]:
-    """Where in the object of a chunk its index stands: (start, stop), in bytes.
+    """Return the half-open byte range of the index in the object of a chunk.
 
     Args:
-        format: of an array whose chunks have an index.
-        chunk_bytes: how long the object is.
+        format: format of a sharded array.
+        chunk_bytes: length of the object.
         key: its name, for errors.
 
     Raises:
-        CorruptCheckpointError: if it is too short to have one.
+        CorruptCheckpointError: the object is too short for an index.
     """
     expected = format.index_bytes
     if chunk_bytes < expected:
         raise CorruptCheckpointError(
-            f"the chunk {key} has {chunk_bytes} bytes, and its index alone takes {expected}; it is cut off", key=key
+            f"the chunk {key} has {chunk_bytes} bytes, but its index alone needs {expected}; it is cut off", key=key
         )
     return (0, expected) if format.index_at == "start" else (chunk_bytes - expected, chunk_bytes)
 
 
 def decode_index(format: ArrayFormat, data: bytes, chunk_bytes: int, key: str) -> ShardIndex:
-    """Read the index of a chunk; its bytes may be hostile.
+    """Decode the index of a chunk, which may be hostile.
 
     Args:
-        format: of an array whose chunks have an index.
-        data: the bytes that `index_range` names.
-        chunk_bytes: how long the object is; no inner chunk lies outside of it.
+        format: format of a sharded array.
+        data: the bytes of `index_range`.
+        chunk_bytes: length of the object; all inner chunks must be within it.
         key: its name, for errors.
 
     Raises:
-        ChecksumError: if its checksum says that it is not what was written.
-        CorruptCheckpointError: if it is none of this format.
+        ChecksumError: its checksum differs.
+        CorruptCheckpointError: it is invalid for this format.
     """
     start, stop = index_range(format, chunk_bytes, key)
     if len(data) != stop - start:
         raise CorruptCheckpointError(
-            f"the index of the chunk {key} has {len(data)} bytes, where {stop - start} are expected",
+            f"the index of the chunk {key} has {len(data)} bytes; expected {stop - start}",
             key=key,
             start=start,
             stop=stop,
@@ -90,7 +90,7 @@ def decode_index(format: ArrayFormat, data: bytes, chunk_bytes: int, key: str) -
     missing = entries == _ABSENT
     absent = missing.all(axis=1)
     offsets, lengths = entries[:, 0], entries[:, 1]
-    # Each is compared by itself first: their sum may wrap around.
+    # Compare offsets and lengths separately first, because their sum may overflow.
     wrong = (missing.any(axis=1) | (offsets > chunk_bytes) | (lengths > chunk_bytes)) & ~absent
     wrong |= ~absent & ~wrong & (lengths > chunk_bytes - np.minimum(offsets, chunk_bytes))
     if format.direct:
@@ -99,8 +99,8 @@ def decode_index(format: ArrayFormat, data: bytes, chunk_bytes: int, key: str) -
         number = int(np.flatnonzero(wrong)[0])
         expected_bytes = f"{format.inner_stored_bytes} bytes within" if format.direct else "bytes within"
         raise CorruptCheckpointError(
-            f"the index of the chunk {key} says that inner chunk {number} has {int(lengths[number])} bytes at byte "
-            f"{int(offsets[number])}, where {expected_bytes} the {chunk_bytes} of the chunk are expected",
+            f"the index of the chunk {key} states {int(lengths[number])} bytes at byte {int(offsets[number])} for "
+            f"inner chunk {number}; expected {expected_bytes} the {chunk_bytes} of the chunk",
             key=key,
             start=start,
             stop=stop,
@@ -112,7 +112,7 @@ def decode_index(format: ArrayFormat, data: bytes, chunk_bytes: int, key: str) -
 
 
 def encode_index(format: ArrayFormat, index: ShardIndex) -> bytes:
-    """The bytes of an index, with its checksum where the format has one."""
+    """Return the bytes of an index, with its checksum if the format has one."""
     entries = np.empty((len(index.offsets), 2), "<u8")
     absent = index.offsets == MISSING
     entries[:, 0] = index.offsets.astype(np.uint64)
@@ -123,15 +123,16 @@ def encode_index(format: ArrayFormat, index: ShardIndex) -> bytes:
 
 
 def inner_offsets(format: ArrayFormat) -> _Numbers:
-    """Where in its object each inner chunk of a dense chunk lies, in bytes, in C order.
+    """Return the offset of each inner chunk of a dense chunk, in bytes, in C order.
 
-    Dense: the inner chunks lie in C order with nothing between them, none is missing. Only where elements are `direct`.
+    In a dense chunk the inner chunks are contiguous in C order and complete. Valid only if
+    `direct`.
     """
     first = format.index_bytes if format.index_at == "start" else 0
     return first + np.arange(prod(format.inner_grid), dtype=np.int64) * format.inner_stored_bytes
 
 
 def dense_index(format: ArrayFormat) -> ShardIndex:
-    """The index of a dense chunk, as `inner_offsets` has it."""
+    """Return the index of a dense chunk; see `inner_offsets`."""
     offsets = inner_offsets(format)
     return ShardIndex(offsets, np.full(len(offsets), format.inner_stored_bytes, np.int64))

@@ -1,4 +1,4 @@
-"""What the root keeps of arrays, or an inspection finds: their names and formats, and where their bytes are."""
+"""State of the arrays of a checkpoint in its root, or from an inspection: names, formats and locations."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ckptcore_orbax.zarr.version3 import parse_zarr3
 __all__ = ["DIGEST_BYTES", "ArraysState", "Extents", "StoredName", "array_prefix"]
 
 DIGEST_BYTES: Final = 8
-"""Bytes of the xxh3_64 of a chunk's elements."""
+"""Length of the xxh3_64 of a chunk's elements."""
 
 
 def array_prefix(name: str) -> str:
-    """What the keys of an array begin with; an array that is the whole tree has no name."""
+    """Return the prefix of the keys of an array. An array that is the whole tree has no name."""
     return f"{name}/" if name else ""
 
 
@@ -33,7 +33,7 @@ class StoredName:
 
     Attributes:
         name: its name in the store.
-        form: how it is stored.
+        form: its format.
     """
 
     name: str
@@ -41,13 +41,13 @@ class StoredName:
 
     @property
     def prefix(self) -> str:
-        """What the keys of its metadata and chunks begin with."""
+        """Prefix of the keys of its metadata and chunks."""
         return array_prefix(self.name)
 
 
 @dataclass(frozen=True, slots=True)
 class Extents:
-    """Where arrays that are stored directly lie in data files, a column for each thing; bytes, half-open."""
+    """Byte ranges of raw arrays in data files, as columns. Ranges are half-open."""
 
     files: Sequence[str] = ()
     leaf: Sequence[int] = ()
@@ -58,19 +58,19 @@ class Extents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArraysState:
-    """Where the arrays of a tree are.
+    """Storage of the arrays of a tree.
 
     Attributes:
-        directory: of everything below, within the checkpoint; empty where it is the checkpoint.
-        storage: whether chunks are the values of a database or objects of their own.
-        missing: what a chunk that is not there means: an error, or elements that all are the fill value.
-        source: who wrote it: this layout, so that the root has checksums of all bytes and read chunks follow each other
+        directory: common directory in the checkpoint; empty for the checkpoint itself.
+        storage: whether chunks are values of a database or objects.
+        missing: meaning of a missing chunk: an error, or elements that equal the fill value.
+        source: writer: this layout, which guarantees checksums of all bytes in the root and read chunks
             in C order; or other software.
         arrays: by leaf.
-        extents: where those of this layout lie.
-        digests: by leaf, the xxh3_64 of the elements of each read chunk, where tensorstore decodes them: in C order of
-            the chunks, and within one of its read chunks.
-        embedded: by leaf, the elements of arrays that stand in a file which was read.
+        extents: byte ranges of arrays written by this layout.
+        digests: by leaf, the xxh3_64 of the elements of each encoded read chunk: in C order of the
+            write chunks, then of the read chunks in each.
+        embedded: by leaf, the elements of arrays contained in a metadata file.
     """
 
     directory: str
@@ -84,11 +84,11 @@ class ArraysState:
 
     @property
     def prefix(self) -> str:
-        """What the keys of all objects begin with."""
+        """Prefix of the keys of all objects."""
         return f"{self.directory}/" if self.directory else ""
 
     def to_json(self) -> JSON:
-        """The state as JSON: documents of formats that many arrays share are there once."""
+        """Return the state as JSON. Documents shared by many arrays are stored once."""
         numbers: dict[int, int] = {}
         documents: list[JSON] = []
         texts: dict[str, int] = {}
@@ -129,24 +129,24 @@ class ArraysState:
 
     @classmethod
     def from_json(cls, encoded: JSON, tree: TreeMetadata) -> ArraysState:
-        """The inverse of `to_json`; the JSON may be hostile.
+        """Decode the result of `to_json`, which may be hostile.
 
         Raises:
-            CorruptCheckpointError: if it is no state of this tree.
+            CorruptCheckpointError: it is not a state of this tree.
         """
         try:
             return _decode(encoded, tree)
         except CorruptCheckpointError:
             raise
         except UnsupportedLeafError as error:
-            raise CorruptCheckpointError(f"the layout cannot read where arrays are: {error}") from error
+            raise CorruptCheckpointError(f"the root is corrupt: its state does not locate arrays: {error}") from error
         except (TypeError, KeyError, IndexError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-            raise CorruptCheckpointError(f"the layout cannot read where arrays are: {error!r}") from error
+            raise CorruptCheckpointError(f"the root is corrupt: its state does not locate arrays: {error!r}") from error
 
 
 def _decode(encoded: Any, tree: TreeMetadata) -> ArraysState:
     if encoded["version"] != 1:
-        raise CorruptCheckpointError(f"the layout knows version 1 of its state, found {str(encoded['version'])[:40]}")
+        raise CorruptCheckpointError(f"the layout reads version 1 of its state, found {str(encoded['version'])[:40]}")
     directory, storage, missing, source = (encoded[name] for name in ("directory", "storage", "missing", "source"))
     if storage not in ("ocdbt", "objects") or missing not in ("error", "fill") or source not in ("ckptcore", "other"):
         raise ValueError(f"storage {storage!r}, missing {missing!r}, source {source!r}")
@@ -157,11 +157,11 @@ def _decode(encoded: Any, tree: TreeMetadata) -> ArraysState:
         record = tree.leaves[_natural(leaf)]
         form = formats[_natural(number)]
         if not isinstance(record, ArrayRecord):
-            raise TypeError(f"leaf {leaf} is no array")
+            raise TypeError(f"leaf {leaf} is not an array")
         if form.spec != record.spec and form.spec != stored_spec(record.spec, form.zarr_format):
             raise CorruptCheckpointError(
-                f"{format_path(tree.paths[leaf])} is {record.spec}, and is stored as {form.spec}: what describes the "
-                "arrays is damaged: load another checkpoint"
+                f"{format_path(tree.paths[leaf])} is {record.spec}, but stored as {form.spec}: the metadata is "
+                "damaged: load another checkpoint"
             )
         arrays[leaf] = StoredName(_expect_text(name), form)
     extents = Extents()
@@ -179,7 +179,7 @@ def _decode(encoded: Any, tree: TreeMetadata) -> ArraysState:
         form = arrays[leaf].form
         if len(digest) != prod(form.grid) * prod(form.inner_grid) * DIGEST_BYTES:
             raise CorruptCheckpointError(
-                f"{format_path(tree.paths[leaf])} is said to be {form.spec}, which does not agree with its "
+                f"{format_path(tree.paths[leaf])} is {form.spec}, which does not match its "
                 f"{len(digest) // DIGEST_BYTES} checksums of chunks; the metadata is damaged: load another checkpoint"
             )
     return ArraysState(
@@ -204,12 +204,12 @@ def _format(described: Any) -> ArrayFormat:
 
 def _expect_text(found: Any) -> str:
     if not isinstance(found, str):
-        raise TypeError(f"{str(found)[:80]!r} where text is expected")
-    found.encode()  # what UTF-8 has no bytes for is no name
+        raise TypeError(f"{str(found)[:80]!r} is not text")
+    found.encode()  # a name must be valid UTF-8
     return found
 
 
 def _natural(found: Any) -> int:
     if type(found) is not int or found < 0:
-        raise ValueError(f"{str(found)[:80]!r} where a count is expected")
+        raise ValueError(f"{str(found)[:80]!r} is not a valid count")
     return found

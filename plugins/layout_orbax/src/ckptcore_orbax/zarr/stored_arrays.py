@@ -1,4 +1,4 @@
-"""Arrays as the format holds them: which name, which cutting, and which bytes stand for elements that zarr does not know."""
+"""Storage of arrays: names, chunk shapes, and dtypes that replace those unknown to zarr."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ __all__ = [
 ]
 
 SESSIONS: Final = 2
-"""Of how many processes an array is thought to come that is written in sessions: several, however many there will be."""
+"""Number of processes assumed for an array written in sessions: several, however many follow."""
 
 _MOST_NAME_BYTES: Final = 64_000
-"""Of an array in a database, whose keys have up to 65,535: with the index of a chunk of any number of axes that NumPy has."""
+"""Maximum name length in a database, whose keys have up to 65,535 bytes: leaves room for any chunk index."""
 
 _MOST_BLOSC_BYTES: Final = (1 << 31) - 17
-"""Of what is compressed at once: blosc's BLOSC_MAX_BUFFERSIZE."""
+"""Maximum input of blosc, BLOSC_MAX_BUFFERSIZE."""
 
 
 def array_names(tree: TreeMetadata, form: Form) -> dict[int, str]:
-    """The name of every array, aliases too; those of small values are in it because Orbax stores them as arrays.
+    """Return the name of every array, including aliases and small values, which Orbax stores as arrays.
 
     Raises:
         NameCollisionError
-        UnsupportedKeyError: if one is too long for a database.
+        UnsupportedKeyError: a name is too long for a database.
     """
     paths = dict(enumerate(tree.paths))
     if form.storage != "ocdbt":
@@ -52,32 +52,32 @@ def array_names(tree: TreeMetadata, form: Form) -> dict[int, str]:
     for leaf, name in names.items():
         if len(name) > _MOST_NAME_BYTES // 4 and len(name.encode()) > _MOST_NAME_BYTES:
             raise UnsupportedKeyError(
-                f"{format_path(paths[leaf])[:200]}... has a name of {len(name.encode())} bytes, and an OCDBT "
-                f"database takes {_MOST_NAME_BYTES}: shorten the keys. Nothing was written"
+                f"{format_path(paths[leaf])[:200]}... has a name of {len(name.encode())} bytes; OCDBT allows at most "
+                f"{_MOST_NAME_BYTES}: shorten the keys. Nothing was written"
             )
     return names
 
 
 def dimension_names(stored: ArraySpec, storage: Literal["ocdbt", "objects"]) -> Sequence[str] | None:
-    """Return names for the axes of a zarr 3 array, such as ``axis0_512``; None in a database, which xarray does not open.
+    """Return axis names of a zarr 3 array, such as ``axis0_512``; None in a database, which xarray cannot open.
 
-    xarray opens no group with an array that lacks them, or with a name that has two lengths. Names depend on the shape
-    alone, so that arrays of one shape share their metadata.
+    xarray cannot open a group if an array lacks names or one name has two lengths. The names depend
+    only on the shape, so that arrays of equal shape share their metadata.
     """
     return [f"axis{axis}_{extent}" for axis, extent in enumerate(stored.shape)] if storage == "objects" else None
 
 
 def stored_format(record: ArrayRecord, name: str, form: Form, size: int) -> ArrayFormat:
-    """How an array is stored; every process comes to the same.
+    """Return the format of an array. All processes obtain the same result.
 
     Args:
-        record: what it is.
+        record: the array.
         name: its name.
-        form: of the checkpoint.
-        size: how many processes write it.
+        form: storage options of the checkpoint.
+        size: number of processes that write it.
 
     Raises:
-        UnsupportedLeafError: if it cannot be.
+        UnsupportedLeafError: it cannot be stored.
     """
     try:
         options = options_of(name, form.options, form.rules)
@@ -95,7 +95,7 @@ def _format_of(
     storage: Literal["ocdbt", "objects"],
     options: ArrayOptions,
 ) -> ArrayFormat:
-    """One object for all arrays of one kind, of which a model has few: what is done for each format is done once."""
+    """Return one shared object per kind of array. A model has few kinds, and work per format is done once."""
     stored = stored_spec(spec, zarr_format)
     if cuts is not None:
         cuts += ((),) * (len(stored.shape) - len(cuts))
@@ -112,30 +112,31 @@ def _format_of(
             compression=options.compression,
             dimension_names=dimension_names(stored, storage),
         )
-    # What a reader refuses as hostile must not be written: it would be committed and never load.
+    # Check with the reader: an array that it rejects as hostile must not be written, because it
+    # could never be loaded.
     (parse_zarr2 if zarr_format == 2 else parse_zarr3)(encode_metadata(made), "the array")
     if options.compression is not None and options.compression.name == "blosc" and made.inner_bytes > _MOST_BLOSC_BYTES:
         raise UnsupportedLeafError(
-            f"its chunks have {made.inner_bytes} bytes, and blosc takes {_MOST_BLOSC_BYTES}; give a smaller chunk_bytes"
+            f"its chunks have {made.inner_bytes} bytes; blosc allows {_MOST_BLOSC_BYTES}; give a smaller chunk_bytes"
         )
     cells = prod([-(-extent // step) for extent, step in zip(stored.shape, inner, strict=True)])
     if cells > MOST_CELLS:
         raise UnsupportedLeafError(
-            f"it would fall into {cells} chunks of {list(inner)} elements, and at most {MOST_CELLS} are read; give a "
-            "larger chunk_bytes, or cut it into shards that begin at multiples of a larger number"
+            f"it would have {cells} chunks of {list(inner)} elements; at most {MOST_CELLS} can be read; give a "
+            "larger chunk_bytes, or use shard boundaries that are multiples of a larger number"
         )
     return made
 
 
 def stored_box(box: Box, stored: ArraySpec) -> Box:
-    """A box of an array among the elements that stand for it: one more axis where those are bytes."""
+    """Return a box in the stored array, which may have an additional axis for bytes."""
     if len(box.start) == len(stored.shape):
         return box
     return Box((*box.start, 0), (*box.stop, stored.shape[-1]))
 
 
 def stored_view(array: HostArray, stored: ArraySpec) -> HostArray:
-    """The elements that stand for those of a box of an array; the same memory where they are the same."""
+    """Return the stored elements for a box of an array; shares memory if they are equal."""
     dtype = stored.numpy_dtype
     little = array.dtype.newbyteorder("<")
     if little == dtype.newbyteorder("<"):

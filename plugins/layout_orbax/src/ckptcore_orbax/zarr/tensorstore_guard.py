@@ -1,8 +1,8 @@
-"""Who may use tensorstore: not a forked child of a process that did, and no daemon thread once the interpreter is going down.
+"""Prevents uses of tensorstore that would end the process: in a forked child, or in daemon threads at exit.
 
-Both end the process instead of raising an error: tensorstore 0.1.86 aborts in a child, since its threads did not follow
-it there; and the interpreter, up to 3.13, takes a daemon thread down where it waits for the interpreter's lock, which
-nothing within C++ survives. Whoever has tensorstore work uses this module first, which does not import it.
+tensorstore 0.1.86 aborts in a forked child, because its threads do not exist there. At exit, Python
+up to 3.13 terminates a daemon thread that waits for the interpreter lock, which crashes within C++.
+Code that uses tensorstore calls this module first. This module does not import tensorstore.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ckptcore.errors import CheckpointError
 __all__ = ["begin_use", "clear_frames", "expect_usable", "using_tensorstore"]
 
 _PATIENCE_SECONDS: Final = 10.0
-"""How long the end of the program waits for daemon threads to leave tensorstore; one that reads from a storage may stand still."""
+"""Maximum wait at exit for daemon threads to leave tensorstore; a read from a storage may hang."""
 
 
 class _Uses:
-    """What uses tensorstore in this process. Any thread."""
+    """Counts the uses of tensorstore in this process. Thread-safe."""
 
     def __init__(self) -> None:
         self._process: Final = os.getpid()
@@ -35,20 +35,20 @@ class _Uses:
         atexit.register(self._end)
 
     def expect_usable(self) -> None:
-        if os.getpid() != self._process:  # before any lock: another thread of the parent may have held it
+        if os.getpid() != self._process:  # before any lock, which another thread of the parent may have held
             raise CheckpointError(
-                f"arrays are compressed here, and process {os.getpid()} was forked from process {self._process} "
-                "after that had used TensorStore, whose threads are not in the child; start processes with 'spawn' "
-                "or 'forkserver', or load and save compressed arrays only after forking"
+                f"arrays are compressed here, but process {os.getpid()} was forked from process {self._process} "
+                "after that had used TensorStore, whose threads do not exist in the child; start processes with "
+                "'spawn' or 'forkserver', or load and save compressed arrays only after forking"
             )
         if self._ending and threading.current_thread().daemon:
             raise CheckpointError(
-                "the program is ending, and a daemon thread was still loading or saving compressed arrays; join the "
+                "the program is ending, but a daemon thread was still loading or saving compressed arrays; join the "
                 "thread first"
             )
 
     def begin(self) -> bool:
-        """Whether `end` is to be called: a daemon thread begins. All other threads have ended before the interpreter goes down."""
+        """Start a use. Return whether `end` must be called: only for daemon threads, as others end before exit."""
         self.expect_usable()
         if not threading.current_thread().daemon:
             return False
@@ -71,20 +71,20 @@ class _Uses:
 
 
 _uses: Final = functools.cache(_Uses)
-"""Made where tensorstore is first used: a child that was forked before has its own."""
+"""Created on first use, so that a child forked before that has its own."""
 
 
 def expect_usable() -> None:
-    """Ask before each piece of work that tensorstore is given.
+    """Check before each operation of tensorstore.
 
     Raises:
-        CheckpointError: where it would end the process.
+        CheckpointError: tensorstore would end the process.
     """
     _uses().expect_usable()
 
 
 def begin_use() -> Callable[[], None]:
-    """Begin a piece of work of tensorstore; the end of the program waits until the returned function is called.
+    """Start a use of tensorstore. The exit of the program waits until the returned function is called.
 
     Raises:
         CheckpointError: tensorstore would end the process.
@@ -98,7 +98,9 @@ def _nothing() -> None:
 
 
 def clear_frames(error: BaseException) -> None:
-    """Clear the frames of an error and of its causes: they hold objects of tensorstore, which must not outlive the use."""
+    """Clear the frames of an error and its causes: they refer to tensorstore objects, which must
+    not outlive the use.
+    """
     found: BaseException | None = error
     while found is not None:
         traceback.clear_frames(found.__traceback__)
@@ -107,10 +109,12 @@ def clear_frames(error: BaseException) -> None:
 
 @contextmanager
 def using_tensorstore() -> Iterator[None]:
-    """A context in which tensorstore is used, and after which nothing of it is left: the end of the program waits for it.
+    """Context manager for a use of tensorstore. The exit of the program waits for its end.
+
+    No tensorstore object survives the context.
 
     Raises:
-        CheckpointError: where tensorstore would end the process.
+        CheckpointError: tensorstore would end the process.
     """
     uses = _uses()
     counted = uses.begin()

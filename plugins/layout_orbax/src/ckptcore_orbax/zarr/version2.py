@@ -1,4 +1,4 @@
-"""A ``.zarray``: the metadata of an array of zarr 2, read and made."""
+"""The file ``.zarray``: metadata of a zarr 2 array, parsed and encoded."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _CACHED_BYTES: Final = 2048
 
 
 def parse_zarr2(data: bytes, key: str) -> ArrayFormat:
-    """What the ``.zarray`` of an array says; its bytes may be hostile.
+    """Parse the ``.zarray`` of an array, which may be hostile.
 
-    Follows the zarr 2 specification and takes what TensorStore 0.1.86 takes; of uncompressed chunks also the dtypes
-    that only NumPy has. What equal bytes said is remembered.
+    Follows the zarr 2 specification and accepts what TensorStore 0.1.86 accepts; for uncompressed
+    chunks also dtypes that only NumPy has. Results are cached by content.
 
     Args:
         data: the whole file.
         key: its name, for errors.
 
     Raises:
-        CorruptCheckpointError: if it is no metadata of an array.
-        UnsupportedLeafError: for a dtype that no array of ours has.
+        CorruptCheckpointError: it is not the metadata of an array.
+        UnsupportedLeafError: it has a dtype that is not supported.
     """
     try:
         return _parse_again(data) if len(data) <= _CACHED_BYTES else _parse(data)
@@ -40,21 +40,21 @@ def parse_zarr2(data: bytes, key: str) -> ArrayFormat:
 
 
 def zarr2_array(spec: ArraySpec, chunk: tuple[int, ...], *, compression: Compression | None = None) -> ArrayFormat:
-    """The format of an array to write: in C order, little endian, with keys like ``0.1``, as Orbax has them.
+    """Return the format of a new array: C order, little endian, with chunk keys like ``0.1``, as in Orbax.
 
     Args:
-        spec: as `stored_spec` gives it.
-        chunk: in elements; at least 1 along each axis.
-        compression: of each chunk; None leaves elements as they are.
+        spec: a result of `stored_spec`.
+        chunk: shape of a chunk; at least 1 along each axis.
+        compression: compression of each chunk; None: raw elements.
 
     Raises:
-        UnsupportedLeafError: for a dtype that `stored_spec` would have replaced.
-        ValueError: for a chunk that makes no grid.
+        UnsupportedLeafError: zarr 2 does not have the dtype.
+        ValueError: the chunk shape does not form a grid.
     """
     if spec.dtype not in STORED_DTYPES[2]:
-        raise UnsupportedLeafError(f"zarr 2 has no dtype {spec.dtype}; store the array as `stored_spec` says")
+        raise UnsupportedLeafError(f"zarr 2 has no dtype {spec.dtype}; use the result of `stored_spec`")
     if len(spec.shape) != len(chunk) or not all(size > 0 for size in chunk):
-        raise ValueError(f"chunks {chunk} make no grid for {spec}")
+        raise ValueError(f"chunk shape {chunk} is not valid for array {spec}")
     document: dict[str, JSON] = {
         "chunks": list(chunk),
         "compressor": None if compression is None else _compressor(compression),
@@ -105,14 +105,14 @@ def _parse(data: bytes) -> ArrayFormat:
     document = parse_document(data)
     found = expect(document.get("zarr_format"), int, "its zarr_format")
     if found != 2:
-        raise CorruptCheckpointError(f"its zarr_format is {found}, where 2 is expected")
+        raise CorruptCheckpointError(f"its zarr_format is {found}; expected 2")
     for member in ("compressor", "dtype", "fill_value", "filters"):
         if member not in document:
             raise CorruptCheckpointError(f"it has no {member}")
     shape = shape_from(document.get("shape"))
     dtype = document["dtype"]
     if not isinstance(dtype, str | list):
-        raise CorruptCheckpointError(f"its dtype is {str(dtype)[:80]!r}, where a name is expected")
+        raise CorruptCheckpointError(f"its dtype is {str(dtype)[:80]!r}; expected a name")
     name, endian = dtype_of_version2(dtype)
     spec = ArraySpec(shape, name)
     chunk = chunk_from(document.get("chunks"), shape, "its chunk")
@@ -125,13 +125,13 @@ def _parse(data: bytes) -> ArrayFormat:
         expect(filters, list, "its list of filters")
     order = document.get("order")
     if order not in ("C", "F"):
-        raise CorruptCheckpointError(f"its order is {str(order)[:80]!r}, where 'C' or 'F' is expected")
+        raise CorruptCheckpointError(f"its order is {str(order)[:80]!r}; expected 'C' or 'F'")
     separator = document.get("dimension_separator", ".")
     if separator not in ("/", "."):
-        raise CorruptCheckpointError(f"its dimension_separator is {str(separator)[:80]!r}, where / or . is expected")
+        raise CorruptCheckpointError(f"its dimension_separator is {str(separator)[:80]!r}; expected / or .")
     direct = document["compressor"] is None and not filters and endian == "little" and (order == "C" or len(shape) < 2)
     if not direct and name not in STORED_DTYPES[2]:
-        raise UnsupportedLeafError(f"its dtype {str(dtype)[:80]!r} can be read only where chunks are not encoded")
+        raise UnsupportedLeafError(f"its dtype {str(dtype)[:80]!r} is supported only for raw chunks")
     fill = fill_of_version2(document["fill_value"], name)
     return _format(spec, chunk, ChunkKeys("v2", "/" if separator == "/" else "."), document, direct=direct, fill=fill)
 

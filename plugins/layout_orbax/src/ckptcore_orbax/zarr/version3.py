@@ -1,4 +1,4 @@
-"""A ``zarr.json``: the metadata of an array of zarr 3, read and made."""
+"""The file ``zarr.json``: metadata of a zarr 3 array, parsed and encoded."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ _CACHED_BYTES: Final = 2048
 
 
 def parse_zarr3(data: bytes, key: str) -> ArrayFormat:
-    """What the ``zarr.json`` of an array says; its bytes may be hostile.
+    """Parse the ``zarr.json`` of an array, which may be hostile.
 
-    Follows the zarr 3.0 specification and takes what TensorStore 0.1.86 takes. What equal bytes said is remembered.
+    Follows the zarr 3.0 specification and accepts what TensorStore 0.1.86 accepts. Results are
+    cached by content.
 
     Args:
         data: the whole file.
         key: its name, for errors.
 
     Raises:
-        CorruptCheckpointError: if it is no metadata of an array.
-        UnsupportedLeafError: for a dtype that no array of ours has, and for what only newer readers understand.
+        CorruptCheckpointError: it is not the metadata of an array.
+        UnsupportedLeafError: it has a dtype or a feature that is not supported.
     """
     try:
         return _parse_again(data) if len(data) <= _CACHED_BYTES else _parse(data)
@@ -55,26 +56,26 @@ def zarr3_array(
     compression: Compression | None = None,
     dimension_names: Sequence[str] | None = None,
 ) -> ArrayFormat:
-    """The format of an array to write: in C order, little endian, with ``sharding_indexed`` where `inner` is smaller.
+    """Return the format of a new array: C order, little endian, sharded if `inner` is smaller than `chunk`.
 
     Args:
-        spec: as `stored_spec` gives it.
-        chunk: the write chunk, in elements; at least 1 along each axis.
-        inner: the read chunk, in elements; divides the write chunk.
-        checksum: whether the CRC32C of each inner chunk stands behind it.
-        compression: of each inner chunk; None leaves elements as they are.
-        dimension_names: of all axes; None for metadata without any.
+        spec: a result of `stored_spec`.
+        chunk: shape of a write chunk; at least 1 along each axis.
+        inner: shape of a read chunk; divides the write chunk.
+        checksum: store the CRC32C of each inner chunk after it.
+        compression: compression of each inner chunk; None: raw elements.
+        dimension_names: names of all axes, or None.
 
     Raises:
-        UnsupportedLeafError: for a dtype that `stored_spec` would have replaced.
-        ValueError: for chunks that make no grid.
+        UnsupportedLeafError: zarr 3 does not have the dtype.
+        ValueError: the chunk shapes do not form a grid.
     """
     if spec.dtype not in STORED_DTYPES[3]:
-        raise UnsupportedLeafError(f"zarr 3 has no dtype {spec.dtype}; store the array as `stored_spec` says")
+        raise UnsupportedLeafError(f"zarr 3 has no dtype {spec.dtype}; use the result of `stored_spec`")
     if not len(spec.shape) == len(chunk) == len(inner) or not all(
         0 < part <= size and size % part == 0 for size, part in zip(chunk, inner, strict=True)
     ):
-        raise ValueError(f"chunks {chunk} of inner chunks {inner} make no grid for {spec}")
+        raise ValueError(f"chunk shape {chunk} is not a multiple of the inner chunk shape {inner} for array {spec}")
     itemsize = spec.numpy_dtype.itemsize
     sharded = inner != chunk
     codecs = codecs_to_json(chunk, inner, itemsize, checksum=checksum, compression=compression)
@@ -107,9 +108,9 @@ def zarr3_array(
 
 
 def inner_array(format: ArrayFormat) -> ArrayFormat:
-    """The format of an array that consists of one inner chunk: what decodes the bytes of one by itself.
+    """Return the format of an array of one inner chunk, for decoding such a chunk by itself.
 
-    The array has one chunk, with the key ``inner_array(format).chunk_key((0,) * axes)``.
+    The key of its only chunk is ``inner_array(format).chunk_key((0,) * axes)``.
     """
     document = dict(format.document)
     document["shape"] = list(format.inner)
@@ -140,16 +141,16 @@ def _parse(data: bytes) -> ArrayFormat:
     document = parse_document(data)
     found = expect(document.get("zarr_format"), int, "its zarr_format")
     if found != 3:
-        raise CorruptCheckpointError(f"its zarr_format is {found}, where 3 is expected")
+        raise CorruptCheckpointError(f"its zarr_format is {found}; expected 3")
     node = expect(document.get("node_type"), str, "its node_type")
     if node != "array":
-        raise CorruptCheckpointError(f"it describes a {node[:40]!r}, where an array is expected")
+        raise CorruptCheckpointError(f"it describes a {node[:40]!r}; expected an array")
     for member in document.keys() - _MEMBERS:
         value = document[member]
         if not isinstance(value, dict) or value.get("must_understand") is not False:
-            raise UnsupportedLeafError(f"its member {member[:80]!r} asks to be understood, and is not known")
+            raise UnsupportedLeafError(f"its member {member[:80]!r} must be understood, but is not supported")
     if document.get("storage_transformers"):
-        raise UnsupportedLeafError("it has storage transformers, and none are known")
+        raise UnsupportedLeafError("its storage transformers are not supported")
     shape = shape_from(document.get("shape"))
     spec = ArraySpec(shape, _dtype(document.get("data_type")))
     chunk = _chunk(document.get("chunk_grid"), shape)
@@ -180,15 +181,15 @@ def _dtype(value: JSON) -> str:
     if isinstance(value, str) and value in STORED_DTYPES[3]:
         return value
     if not isinstance(value, str | dict | list):
-        raise CorruptCheckpointError(f"its data_type is {str(value)[:80]!r}, where a name is expected")
-    raise UnsupportedLeafError(f"its data_type {str(value)[:80]!r} is none that arrays of ckptcore have")
+        raise CorruptCheckpointError(f"its data_type is {str(value)[:80]!r}; expected a name")
+    raise UnsupportedLeafError(f"its data_type {str(value)[:80]!r} is not supported by ckptcore")
 
 
 def _chunk(value: JSON, shape: tuple[int, ...]) -> tuple[int, ...]:
     grid = expect(value, dict, "its chunk_grid")
     name = expect(grid.get("name"), str, "the name of its chunk_grid")
     if name != "regular":
-        raise UnsupportedLeafError(f"its chunk_grid is {name[:80]!r}, and only regular ones are known")
+        raise UnsupportedLeafError(f"its chunk_grid is {name[:80]!r}; only regular grids are supported")
     configuration = expect(grid.get("configuration"), dict, "the configuration of its chunk_grid")
     return chunk_from(configuration.get("chunk_shape"), shape, "its chunk")
 
@@ -196,21 +197,17 @@ def _chunk(value: JSON, shape: tuple[int, ...]) -> tuple[int, ...]:
 def _check_dimension_names(value: JSON, axes: int) -> None:
     names = expect(value, list, "its dimension_names")
     if len(names) != axes or not all(name is None or isinstance(name, str) for name in names):
-        raise CorruptCheckpointError(
-            f"its dimension_names are {str(names)[:80]}, where {axes} strings or nulls are expected"
-        )
+        raise CorruptCheckpointError(f"its dimension_names are {str(names)[:80]}; expected {axes} strings or nulls")
 
 
 def _keys(value: JSON) -> ChunkKeys:
     encoding = {"name": value} if isinstance(value, str) else expect(value, dict, "its chunk_key_encoding")
     name = expect(encoding.get("name"), str, "the name of its chunk_key_encoding")
     if name not in ("default", "v2"):
-        raise UnsupportedLeafError(f"its chunk_key_encoding is {name[:80]!r}, and only 'default' and 'v2' are known")
+        raise UnsupportedLeafError(f"its chunk_key_encoding is {name[:80]!r}; only 'default' and 'v2' are supported")
     configuration = expect(encoding.get("configuration", {}), dict, "the configuration of its chunk_key_encoding")
     separator = configuration.get("separator", "/" if name == "default" else ".")
     if separator not in ("/", "."):
-        raise CorruptCheckpointError(
-            f"the separator of its chunk keys is {str(separator)[:80]!r}, where / or . is expected"
-        )
+        raise CorruptCheckpointError(f"the separator of its chunk keys is {str(separator)[:80]!r}; expected / or .")
     kind: Literal["default", "v2"] = "default" if name == "default" else "v2"
     return ChunkKeys(kind, "/" if separator == "/" else ".")

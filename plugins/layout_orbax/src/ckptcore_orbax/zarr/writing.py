@@ -1,4 +1,4 @@
-"""Writing the arrays of a process: chunks into data files of a database, or as objects of their own."""
+"""Writer of the arrays of a process: chunks in data files of a database, or chunks as objects."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from ckptcore_orbax.zarr.stored_arrays import SESSIONS, array_names, stored_form
 __all__ = ["data_directory", "forecast_arrays", "write_arrays"]
 
 _THREADS: Final = 8
-"""Threads that write encoded chunks as objects; most of the time they wait for the storage."""
+"""Threads that write encoded chunks as objects. They mostly wait for the storage."""
 
 _STARTED: Final = 4 * _THREADS
 """Objects that may be queued before `start` blocks."""
 
 
 class _SmallObjects:
-    """Writes objects on threads of its own; a context that ends when all are written. One thread."""
+    """Writes objects on its own threads. As a context manager, waits for all writes. One thread."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(_THREADS, "ckptcore-objects")
@@ -53,7 +53,7 @@ class _SmallObjects:
         """Queue the writing of one object.
 
         Raises:
-            StorageError: an earlier object failed. Stop then: a failing storage may take minutes for each object.
+            StorageError: an earlier object failed. Stop then: a failing storage may need minutes per object.
         """
         while len(self._started) >= _STARTED:
             self._started.popleft().result()
@@ -69,7 +69,7 @@ class _SmallObjects:
             raise
 
     def wait(self) -> None:
-        """Wait until all are written.
+        """Wait until all objects are written.
 
         Raises:
             StorageError: the first error.
@@ -87,31 +87,31 @@ class _SmallObjects:
             if error is None:
                 self.wait()
         finally:
-            # Those that have begun are waited for: the memory that they write from is given back after this.
+            # Wait for running writes: the memory that they read is released after this.
             self._pool.shutdown(wait=True, cancel_futures=True)
 
 
 _SMALL_BYTES: Final = 64 << 10
 _ALIGNMENT: Final = 8
-"""Where a value begins in a data file, in bytes, so that the elements of any dtype lie aligned."""
+"""Alignment of values in a data file, in bytes, so that elements of every dtype are aligned."""
 
 _LARGE_ALIGNMENT: Final = 4096
-"""The same for values that are large: a page."""
+"""Alignment of large values: one page."""
 
 
 def data_directory(rank: int) -> str:
-    """The directory of the data files of a process, where Orbax has them."""
+    """Return the directory of a process's data files, as in Orbax."""
     return f"ocdbt.process_{rank}/d"
 
 
 _StoredChunk: TypeAlias = EncodedChunk | BoundedChunk
 _Encode: TypeAlias = Callable[[Sequence[ChunkSource]], Generator[_StoredChunk, None, None]]
-"""What makes chunks of arrays that are not stored as they are."""
+"""Encoder of chunks that are not stored raw."""
 
 
 @dataclass(slots=True)
 class _Columns:
-    """What a receipt says of the chunks of a process, a column for each thing."""
+    """The chunks of a process in its receipt, as columns."""
 
     leaf: list[int] = field(default_factory=list)
     chunk: list[int] = field(default_factory=list)
@@ -123,7 +123,7 @@ class _Columns:
     digest: bytearray = field(default_factory=bytearray)
 
     def add_digests(self, chunk: _StoredChunk) -> None:
-        """Say what an encoded chunk is decoded to."""
+        """Add the digests of an encoded chunk's decoded elements."""
         self.digested_leaf.append(chunk.source.leaf)
         self.digested_chunk.append(flat_index(chunk.index, chunk.source.form.grid))
         self.digest += chunk.digests
@@ -142,19 +142,21 @@ class _Columns:
 
 
 def write_arrays(snapshot: Snapshot, form: Form, store: WriteStore) -> JSON:
-    """Write every chunk of this process; the receipt says where they are.
+    """Write every chunk of this process. Return the state of the receipt, which locates them.
 
     Raises:
-        AtomicityError: if this process holds a part of a chunk only.
+        AtomicityError: this process has only a part of a chunk.
     """
     return _write(snapshot, form, store, encode_chunks).state
 
 
 def forecast_arrays(snapshot: Snapshot, form: Form, store: WriteStore) -> WriteForecast:
-    """Hand over what `write_arrays` would, with encoded chunks as large as they can become. Larger ones make more data files.
+    """Store the objects that `write_arrays` would, with encoded chunks of maximum size.
+
+    Larger chunks result in more data files.
 
     Raises:
-        AtomicityError: as `write_arrays`.
+        AtomicityError: see `write_arrays`.
     """
     return _write(snapshot, form, store, bound_chunks)
 
@@ -168,7 +170,7 @@ def _write(snapshot: Snapshot, form: Form, store: WriteStore, encode: _Encode) -
     encoded: list[ChunkSource] = []
     for number, item in enumerate(plan.items):
         record = plan.tree.leaves[item.leaf]
-        assert isinstance(record, ArrayRecord)  # plans have no other items
+        assert isinstance(record, ArrayRecord)  # a plan contains arrays only
         array = stored_format(record, names[item.leaf], form, writers)
         source = ChunkSource(snapshot, number, names[item.leaf], array)
         (direct if array.direct else encoded).append(source)
@@ -213,7 +215,7 @@ class _DataFiles:
         self._columns = columns
 
     def write_direct(self, sources: Sequence[ChunkSource]) -> None:
-        """Write chunks as they are; a file is begun where the one before is as large as it should be."""
+        """Write raw chunks. Starts a new file when the current one reaches its target size."""
         self._store.write_many(self._direct_files(sources))
 
     def _direct_files(self, sources: Sequence[ChunkSource]) -> Iterator[tuple[str, Sequence[Segment]]]:
@@ -238,7 +240,7 @@ class _DataFiles:
             yield self._next_file(), segments
 
     def write_encoded(self, chunks: Iterable[_StoredChunk]) -> None:
-        """Take chunks as they are encoded, and write those of one file while the next are encoded."""
+        """Write encoded chunks as they arrive. One file is written while the chunks of the next are encoded."""
         with ThreadPoolExecutor(1, "ckptcore-encoded") as pool:
             writing: Future[None] | None = None
             segments: list[Segment] = []
@@ -281,10 +283,10 @@ def _write_objects(
     copies: Mapping[int, Sequence[str]],
     columns: _Columns,
 ) -> Sequence[str]:
-    """Write every chunk as an object, under each name that its array has; encoded ones several at a time.
+    """Write every chunk as an object under each name of its array. Encoded chunks are written in parallel.
 
     Returns:
-        The keys of those that were encoded.
+        The keys of encoded chunks.
     """
     keys: list[str] = []
 
@@ -318,7 +320,7 @@ def _write_objects(
 
 
 def _copies(tree: TreeMetadata, names: Mapping[int, str]) -> Mapping[int, Sequence[str]]:
-    """The other names of arrays that have several: objects cannot share bytes, and who looks for a name must find it."""
+    """Return the further names of tied arrays. Objects cannot share bytes, and each name must be found."""
     copies: dict[int, list[str]] = {}
     for alias, target in tree.aliases.items():
         copies.setdefault(target, []).append(names[alias])
@@ -326,7 +328,7 @@ def _copies(tree: TreeMetadata, names: Mapping[int, str]) -> Mapping[int, Sequen
 
 
 def _chunk_segments(source: ChunkSource, outer: Box) -> Iterator[Segment]:
-    """The segments of a chunk: its read chunks, each with its checksum, and where they are."""
+    """Yield the segments of a chunk: its read chunks with checksums, and the shard index."""
     array = source.form
     itemsize = array.spec.numpy_dtype.itemsize
     for box in source.inner_boxes(outer):
