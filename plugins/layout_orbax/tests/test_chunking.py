@@ -7,7 +7,7 @@ from math import gcd, prod
 
 import numpy as np
 import pytest
-from ckptcore_orbax.zarr.chunking import chunks_of, is_aligned, read_chunk, write_chunk
+from ckptcore_orbax.zarr.chunking import iter_chunks, read_chunk_shape, write_chunk_shape
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,7 +50,7 @@ def cut_arrays(draw: st.DrawFn) -> tuple[ArraySpec, tuple[tuple[int, ...], ...] 
 def test_write_chunks(
     shape: tuple[int, ...], cuts: tuple[tuple[int, ...], ...] | None, size: int, expected: tuple[int, ...]
 ) -> None:
-    assert write_chunk(ArraySpec(shape, "float32"), cuts, size) == expected
+    assert write_chunk_shape(ArraySpec(shape, "float32"), cuts, size) == expected
 
 
 @given(cut_arrays(), st.integers(2, 9))
@@ -58,7 +58,7 @@ def test_no_boundary_of_shards_lies_within_a_chunk(
     array: tuple[ArraySpec, tuple[tuple[int, ...], ...] | None], size: int
 ) -> None:
     spec, cuts = array
-    chunk = write_chunk(spec, cuts, size)
+    chunk = write_chunk_shape(spec, cuts, size)
     assert len(chunk) == len(spec.shape) and all(extent >= 1 for extent in chunk)
     for boundaries, extent in zip(cuts or (), chunk, strict=False):
         assert all(boundary % extent == 0 for boundary in boundaries)
@@ -69,8 +69,8 @@ def test_read_chunks_divide_write_chunks_down_to_the_size_that_was_asked_for(
     array: tuple[ArraySpec, tuple[tuple[int, ...], ...] | None], size: int, chunk_bytes: int
 ) -> None:
     spec, cuts = array
-    whole = write_chunk(spec, cuts, size)
-    inner = read_chunk(spec, whole, cuts, chunk_bytes)
+    whole = write_chunk_shape(spec, cuts, size)
+    inner = read_chunk_shape(spec, whole, cuts, chunk_bytes)
     itemsize = spec.numpy_dtype.itemsize
     assert all(part >= 1 and extent % part == 0 for extent, part in zip(whole, inner, strict=True))
     assert prod(inner) * itemsize <= max(chunk_bytes, itemsize)
@@ -106,13 +106,13 @@ def test_read_chunks(
     shape: tuple[int, ...], cuts: tuple[tuple[int, ...], ...] | None, chunk_bytes: int, expected: tuple[int, ...]
 ) -> None:
     spec = ArraySpec(shape, "float32")
-    assert read_chunk(spec, write_chunk(spec, cuts, 4), cuts, chunk_bytes) == expected
+    assert read_chunk_shape(spec, write_chunk_shape(spec, cuts, 4), cuts, chunk_bytes) == expected
 
 
 def test_extents_with_large_prime_factors_are_divided_too() -> None:
     spec = ArraySpec((2 * 1_000_003, 3), "uint8")
-    assert read_chunk(spec, spec.shape, None, 1_500_000 * 3) == (1_000_003, 3)
-    assert read_chunk(spec, spec.shape, None, 1000) == (2, 3)
+    assert read_chunk_shape(spec, spec.shape, None, 1_500_000 * 3) == (1_000_003, 3)
+    assert read_chunk_shape(spec, spec.shape, None, 1000) == (2, 3)
 
 
 @given(st.lists(st.integers(0, 9), max_size=3).map(tuple), st.data())
@@ -127,9 +127,7 @@ def test_chunks_of_a_box_are_those_that_share_elements_with_it(shape: tuple[int,
         boxes[index] = Box(start, tuple(begin + size for begin, size in zip(start, chunk, strict=True)))
         owner[boxes[index].slices] = len(boxes)
     numbers = np.unique(owner[box.slices])
-    assert list(chunks_of(chunk, box)) == [list(boxes.items())[number - 1] for number in numbers if number]
-    if box.size:
-        assert is_aligned(shape, chunk, box) == (np.isin(owner, numbers).sum() == box.size)
+    assert list(iter_chunks(chunk, box)) == [list(boxes.items())[number - 1] for number in numbers if number]
 
 
 HIDDEN, FFN, HEADS, KEY_HEADS, HEAD, VOCABULARY = 512, 1792, 4, 1, 128, 16032
@@ -165,10 +163,10 @@ def _read_amplification(old: dict[str, int], new: dict[str, int], pieces: int | 
     for shape, axes in WEIGHTS:
         spec = ArraySpec(shape, "bfloat16")
         cuts = cuts_of(shape, _boxes(shape, axes, old))
-        chunk = write_chunk(spec, cuts, 8)
-        inner = chunk if pieces is None else read_chunk(spec, chunk, cuts, prod(chunk) * 2 // pieces)
+        chunk = write_chunk_shape(spec, cuts, 8)
+        inner = chunk if pieces is None else read_chunk_shape(spec, chunk, cuts, prod(chunk) * 2 // pieces)
         for box in _boxes(shape, axes, new):
-            read += sum(1 for _ in chunks_of(inner, box)) * prod(inner)
+            read += sum(1 for _ in iter_chunks(inner, box)) * prod(inner)
             needed += box.size
     return read / needed
 
@@ -193,4 +191,4 @@ def test_without_subdivision_another_mesh_reads_whole_shards() -> None:
 
 
 def test_gcd_of_every_boundary_is_what_processes_can_share() -> None:
-    assert write_chunk(ArraySpec((100,), "int8"), ((12, 30, 54),), 4) == (gcd(12, 30, 54),)
+    assert write_chunk_shape(ArraySpec((100,), "int8"), ((12, 30, 54),), 4) == (gcd(12, 30, 54),)

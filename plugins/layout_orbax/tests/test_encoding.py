@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ckptcore_orbax import OcdbtLayout, Zarr3Layout
-from ckptcore_orbax.zarr import encoding, writing
+from ckptcore_orbax.zarr import chunk_encoding, writing
 from ckptcore_orbax.zarr.chunk_codec import EncodingChunk
 
 from ckptcore import Context
@@ -37,7 +37,7 @@ class _FullStore:
 
 @pytest.mark.parametrize("layout", [OcdbtLayout(compression="zstd"), Zarr3Layout(compression="zstd")], ids=str)
 def test_nothing_is_encoded_once_a_write_has_failed(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding, "_STARTED_BYTES", 1)
+    monkeypatch.setattr(chunk_encoding, "_STARTED_BYTES", 1)
     monkeypatch.setattr(writing, "ENCODED_FILE_BYTES", 1)  # the first chunk is written while others are being encoded
     begun: list[object] = []
     ended: list[object] = []

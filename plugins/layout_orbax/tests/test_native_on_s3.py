@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from ckptcore_orbax.zarr import decoding
-from ckptcore_orbax.zarr.native_reading import native_base
+from ckptcore_orbax.zarr import chunk_decoding
+from ckptcore_orbax.zarr.native_reading import native_spec
 from ckptcore_s3.testing import ACCESS_KEY_ID, SECRET_ACCESS_KEY, S3Server, s3_server
 
 import ckptcore
@@ -63,14 +63,14 @@ def _storage(url: str, options: Mapping[str, Any]) -> Any:
 def native_reads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What tensorstore was asked to read by itself: its specs."""
     asked: list[Any] = []
-    true_read = decoding.read_native
+    true_read = chunk_decoding.read_native
 
     def read(state: Any, wanted: Any, native: Any) -> Any:
         if wanted:
             asked.append(native)
         return true_read(state, wanted, native)
 
-    monkeypatch.setattr(decoding, "read_native", read)
+    monkeypatch.setattr(chunk_decoding, "read_native", read)
     return asked
 
 
@@ -138,9 +138,9 @@ def test_a_chunk_that_is_missing_is_damage(server: S3Server, location: str, nati
     ],
 )
 def test_what_says_nothing_of_bytes_is_no_damage(text: str, error: type[CheckpointError]) -> None:
-    from ckptcore_orbax.zarr.chunk_codec import Telling
+    from ckptcore_orbax.zarr.chunk_codec import ReadErrors
 
-    with pytest.raises(error, match="'w'") as caught, Telling("w"):
+    with pytest.raises(error, match="'w'") as caught, ReadErrors("w"):
         raise ValueError(text)
     assert type(caught.value) is error
 
@@ -167,10 +167,10 @@ def test_what_says_nothing_of_bytes_is_no_damage(text: str, error: type[Checkpoi
 )  # fmt: skip
 def test_addresses(url: str, options: Any, found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TENSORSTORE_GCS_HTTP_URL", raising=False)
-    assert native_base(StorageAddress(url, options)) == found
+    assert native_spec(StorageAddress(url, options)) == found
 
 
 def test_an_emulator_of_google_is_that_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", "http://127.0.0.1:1/")
-    assert native_base(StorageAddress("gs://bucket/", {"endpoint": "http://127.0.0.1:1"})) is not None
-    assert native_base(StorageAddress("gs://bucket/")) is None
+    assert native_spec(StorageAddress("gs://bucket/", {"endpoint": "http://127.0.0.1:1"})) is not None
+    assert native_spec(StorageAddress("gs://bucket/")) is None

@@ -14,7 +14,7 @@ import tensorstore as ts
 from ckptcore_orbax.ocdbt.database import Database
 from ckptcore_orbax.ocdbt.encoding import encode_database
 from ckptcore_orbax.ocdbt.frame import MANIFEST_MAGIC, NODE_MAGIC, encode_frame
-from ckptcore_orbax.ocdbt.node import Value
+from ckptcore_orbax.ocdbt.node import ValueLocation
 from ckptcore_testing.layout_stores import DirectoryReadStore
 
 from ckptcore.errors import CheckpointError, ChecksumError, CorruptCheckpointError, UnsupportedVersionError
@@ -24,10 +24,10 @@ _UUID: Final = bytes(range(16))
 _ENTRIES: Final = [
     (
         f"params.layer_{number}/c/{number % 3}".encode(),
-        Value(None, f"ocdbt.process_{number % 3}/d/x", 100 * number, number),
+        ValueLocation(None, f"ocdbt.process_{number % 3}/d/x", 100 * number, number),
     )
     if number % 4
-    else (f"params.layer_{number}/zarr.json".encode(), Value(b"{}" * (number % 5), "", 0, 2 * (number % 5)))
+    else (f"params.layer_{number}/zarr.json".encode(), ValueLocation(b"{}" * (number % 5), "", 0, 2 * (number % 5)))
     for number in range(60)
 ]
 
@@ -38,7 +38,7 @@ def _put(directory: Path, key: str, data: bytes) -> None:
     path.write_bytes(data)
 
 
-def _list(directory: Path, most: int = 100_000) -> list[tuple[bytes, Value]]:
+def _list(directory: Path, most: int = 100_000) -> list[tuple[bytes, ValueLocation]]:
     return list(islice(Database.open(DirectoryReadStore(directory), "").range(), most))
 
 
@@ -147,13 +147,13 @@ def test_values_that_are_not_there(tmp_path: Path) -> None:
     _written_here(tmp_path)
     database = Database.open(DirectoryReadStore(tmp_path), "")
     with pytest.raises(CorruptCheckpointError, match="ocdbt.process_0/d/x") as caught:
-        database.read(Value(None, "ocdbt.process_0/d/x", 0, 10))
+        database.read(ValueLocation(None, "ocdbt.process_0/d/x", 0, 10))
     assert caught.value.key == "ocdbt.process_0/d/x"
     _put(tmp_path, "ocdbt.process_0/d/x", bytes(9))
     for length in (10, (1 << 62) - 1):
         with pytest.raises(CorruptCheckpointError, match="ends after 9"):
-            database.read(Value(None, "ocdbt.process_0/d/x", 0, length))
-    assert database.read(Value(None, "ocdbt.process_0/d/x", 2, 7)) == bytes(7)
+            database.read(ValueLocation(None, "ocdbt.process_0/d/x", 0, length))
+    assert database.read(ValueLocation(None, "ocdbt.process_0/d/x", 2, 7)) == bytes(7)
 
 
 # --- what is made on purpose: the checksum is right

@@ -13,7 +13,7 @@ import pytest
 from ckptcore_orbax.ocdbt.database import Database
 from ckptcore_orbax.ocdbt.frame import MANIFEST_MAGIC, NODE_MAGIC, encode_frame
 from ckptcore_orbax.ocdbt.manifest import Version, encode_manifest
-from ckptcore_orbax.ocdbt.node import NodeReference, Statistics, Value
+from ckptcore_orbax.ocdbt.node import NodeReference, Statistics, ValueLocation
 from ckptcore_orbax.ocdbt.paths import DataFile
 from ckptcore_orbax.ocdbt.varints import encode_varint, encode_varints
 from ckptcore_testing.layout_stores import DirectoryReadStore
@@ -37,7 +37,7 @@ def _put(directory: Path, key: str, data: bytes) -> None:
     path.write_bytes(data)
 
 
-def _list(directory: Path) -> list[tuple[bytes, Value]]:
+def _list(directory: Path) -> list[tuple[bytes, ValueLocation]]:
     return list(Database.open(DirectoryReadStore(directory), "").range())
 
 
@@ -138,7 +138,7 @@ def test_a_tree_of_more_keys_than_can_be_listed(tmp_path: Path) -> None:
     assert database.num_keys == 2**41
     with _little_memory(64 << 20), pytest.raises(CorruptCheckpointError, match="leads to it more than"):
         list(database.range())
-    assert database.get(b"12" * 20 + b"ab") == Value(b"xyz", "", 0, 3)
+    assert database.get(b"12" * 20 + b"ab") == ValueLocation(b"xyz", "", 0, 3)
 
 
 # --- manifests

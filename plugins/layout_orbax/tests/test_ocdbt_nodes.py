@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import zstandard
 from ckptcore_orbax.crc32c import crc32c_of
-from ckptcore_orbax.ocdbt.cursor import Place
-from ckptcore_orbax.ocdbt.node import Interior, Leaf, NodeReference, Statistics, Value, decode_node
+from ckptcore_orbax.ocdbt.cursor import ByteRange
+from ckptcore_orbax.ocdbt.node import InteriorNode, LeafNode, NodeReference, Statistics, ValueLocation, decode_node
 from ckptcore_orbax.ocdbt.paths import DataFile
 from ckptcore_orbax.ocdbt.varints import encode_varint, encode_varints
 from hypothesis import given, settings
@@ -44,10 +44,10 @@ def _little_memory(most: int) -> Iterator[None]:
     assert peak < most, f"{peak} bytes were taken at most"
 
 
-_PLACE: Final = Place("B+tree node", "d/0123", 0, 0)
+_PLACE: Final = ByteRange("B+tree node", "d/0123", 0, 0)
 
 
-def _decode(body: bytes, *, height: int = 0, count: int = 1, base: str = "") -> Leaf | Interior:
+def _decode(body: bytes, *, height: int = 0, count: int = 1, base: str = "") -> LeafNode | InteriorNode:
     data = _frame(body)
     reference = NodeReference(DataFile(f"{base}d/0123", base), 0, len(data), height, Statistics(count, 0, 0))
     return decode_node(data, reference, _PLACE)
@@ -109,10 +109,10 @@ def _interior(
 
 def test_the_leaf_that_the_next_tests_change() -> None:
     leaf = _decode(_leaf(), count=2, base="ocdbt.process_0/")
-    assert isinstance(leaf, Leaf) and leaf.keys == [b"ab", b"ac"]
+    assert isinstance(leaf, LeafNode) and leaf.keys == [b"ab", b"ac"]
     assert list(leaf.values(0, 2)) == [
-        Value(b"xyz", "", 0, 3),
-        Value(None, "ocdbt.process_0/d/0123", 7, 9),
+        ValueLocation(b"xyz", "", 0, 3),
+        ValueLocation(None, "ocdbt.process_0/d/0123", 7, 9),
     ]
     assert _decode(_interior(), height=1, count=4).keys == [b"ab", b"ac"]
 
@@ -192,7 +192,7 @@ def test_hostile_interior_nodes(name: str) -> None:
 # -------------------------------------------------------------------------------------------------------------
 
 
-def _decode_data(data: bytes) -> Leaf | Interior:
+def _decode_data(data: bytes) -> LeafNode | InteriorNode:
     return decode_node(data, NodeReference(DataFile("d/0123", ""), 0, len(data), 0, Statistics(2, 0, 0)), _PLACE)
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import tensorstore as ts
-from ckptcore_orbax.ocdbt.cursor import Place
+from ckptcore_orbax.ocdbt.cursor import ByteRange
 from ckptcore_orbax.ocdbt.database import Database
 from ckptcore_orbax.ocdbt.encoding import encode_database
 from ckptcore_orbax.ocdbt.manifest import Version, decode_manifest, encode_manifest
-from ckptcore_orbax.ocdbt.node import NodeReference, Statistics, Value
+from ckptcore_orbax.ocdbt.node import NodeReference, Statistics, ValueLocation
 from ckptcore_orbax.ocdbt.paths import DataFile
 from ckptcore_testing.layout_stores import DirectoryReadStore
 from hypothesis import given, settings
@@ -42,7 +42,7 @@ def _put(directory: Path, key: str, data: bytes) -> None:
     path.write_bytes(data)
 
 
-def _write(directory: Path, entries: Sequence[tuple[bytes, Value]], node_bytes: int = 1 << 20) -> None:
+def _write(directory: Path, entries: Sequence[tuple[bytes, ValueLocation]], node_bytes: int = 1 << 20) -> None:
     database = encode_database(
         entries, uuid=_UUID, node_file=_NODE_FILE, created_ns=1_700_000_000_000_000_000, node_bytes=node_bytes
     )
@@ -53,19 +53,19 @@ def _write(directory: Path, entries: Sequence[tuple[bytes, Value]], node_bytes: 
 
 def _place(
     values: Mapping[bytes, bytes | None], files: Sequence[str], directory: Path, alignment: int
-) -> list[tuple[bytes, Value]]:
+) -> list[tuple[bytes, ValueLocation]]:
     """Write values into files in turn, with gaps that align each, and those that are None inline."""
     contents = {file: bytearray(b"head") for file in files}
     entries = []
     for number, (key, value) in enumerate(values.items()):
         if value is None:
             inline = key[::-1] * (number % 4)
-            entries.append((key, Value(inline, "", 0, len(inline))))
+            entries.append((key, ValueLocation(inline, "", 0, len(inline))))
             continue
         file = files[number % len(files)]
         content = contents[file]
         content.extend(bytes(-len(content) % alignment))
-        entries.append((key, Value(None, file, len(content), len(value))))
+        entries.append((key, ValueLocation(None, file, len(content), len(value))))
         content.extend(value)
     for file, content in contents.items():
         _put(directory, file, bytes(content))
@@ -89,7 +89,9 @@ _FILES = [
 ]
 
 
-def _expected(values: Mapping[bytes, bytes | None], entries: Sequence[tuple[bytes, Value]]) -> dict[bytes, bytes]:
+def _expected(
+    values: Mapping[bytes, bytes | None], entries: Sequence[tuple[bytes, ValueLocation]]
+) -> dict[bytes, bytes]:
     inlines = {key: value.inline for key, value in entries}
     return {key: (inlines[key] or b"") if value is None else value for key, value in sorted(values.items())}
 
@@ -214,7 +216,7 @@ def test_nodes_in_a_database_elsewhere(tmp_path: Path) -> None:
     inner = tmp_path / "state" / "inner"
     _write(inner, _place(values, ["d/data"], inner, 1), 150)
     manifest = (inner / "manifest.ocdbt").read_bytes()
-    version = decode_manifest(manifest, "", Place("manifest", "manifest.ocdbt", 0, len(manifest))).newest
+    version = decode_manifest(manifest, "", ByteRange("manifest", "manifest.ocdbt", 0, len(manifest))).newest
     assert version is not None and version.root is not None and version.root.height > 1
     root = NodeReference(
         DataFile(f"inner/{_NODE_FILE}", ""),
@@ -233,7 +235,7 @@ def test_nodes_in_a_database_elsewhere(tmp_path: Path) -> None:
 def test_many_keys_share_the_nodes(tmp_path: Path) -> None:
     count = 30_000
     entries = [
-        (f"params.layer_{number // 9}.kernel/c/{number % 9}".encode(), Value(None, "d/x", 7 * number, 7))
+        (f"params.layer_{number // 9}.kernel/c/{number % 9}".encode(), ValueLocation(None, "d/x", 7 * number, 7))
         for number in range(count)
     ]
     _write(tmp_path, entries)
@@ -245,8 +247,10 @@ def test_many_keys_share_the_nodes(tmp_path: Path) -> None:
 
 
 def test_the_longest_keys_and_inline_values(tmp_path: Path) -> None:
-    entries = [(bytes([number]) * 65535, Value(bytes([number]) * (1 << 20), "", 0, 1 << 20)) for number in range(3)]
-    entries += [(b"\0" * size, Value(b"", "", 0, 0)) for size in (0, 1, 600, 65534)]
+    entries = [
+        (bytes([number]) * 65535, ValueLocation(bytes([number]) * (1 << 20), "", 0, 1 << 20)) for number in range(3)
+    ]
+    entries += [(b"\0" * size, ValueLocation(b"", "", 0, 0)) for size in (0, 1, 600, 65534)]
     _write(tmp_path, entries)
     expected = {key: value.inline for key, value in sorted(entries)}
     assert _contents(_open(tmp_path)) == expected
@@ -254,24 +258,24 @@ def test_the_longest_keys_and_inline_values(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_written_is_refused() -> None:
-    def encode(*entries: tuple[bytes, Value], node_file: str = _NODE_FILE) -> None:
+    def encode(*entries: tuple[bytes, ValueLocation], node_file: str = _NODE_FILE) -> None:
         encode_database(entries, uuid=_UUID, node_file=node_file, created_ns=0)
 
-    there = Value(None, "d/x", 0, 1)
+    there = ValueLocation(None, "d/x", 0, 1)
     with pytest.raises(NameCollisionError, match="b'a'"):
         encode((b"a", there), (b"b", there), (b"a", there))
     with pytest.raises(InvalidLocationError, match="65536"):
         encode((bytes(65536), there))
     with pytest.raises(UnsupportedLeafError, match="1048577"):
-        encode((b"a", Value(bytes((1 << 20) + 1), "", 0, 0)))
+        encode((b"a", ValueLocation(bytes((1 << 20) + 1), "", 0, 0)))
     for file in ("/x", "../x", "d/../x", "a//x", "x/", "a\0b", "", "x" * 65536):
         with pytest.raises(InvalidLocationError):
-            encode((b"a", Value(None, file, 0, 1)))
+            encode((b"a", ValueLocation(None, file, 0, 1)))
         with pytest.raises(InvalidLocationError):
             encode((b"a", there), node_file=file)
     for offset, length in ((-1, 1), (0, -1), (1 << 62, 0), (0, 1 << 62)):
         with pytest.raises(InvalidLocationError):
-            encode((b"a", Value(None, "d/x", offset, length)))
+            encode((b"a", ValueLocation(None, "d/x", offset, length)))
     with pytest.raises(ValueError, match="16 bytes"):
         encode_database((), uuid=b"short", node_file=_NODE_FILE, created_ns=0)
 

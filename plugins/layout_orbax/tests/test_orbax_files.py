@@ -251,7 +251,7 @@ def test_markers_and_metrics_come_back(tmp_path):
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
     composite = find_composite(DirectoryReadStore(tmp_path))
-    assert (composite.members, composite.sole, composite.custom) == ({"a": "tree"}, "a", {"x": [1]})
+    assert (composite.members, composite.default_tree, composite.custom) == ({"a": "tree"}, "a", {"x": [1]})
     assert composite.created == "2026-01-02T03:04:05.678+00:00"
     assert math.isnan(composite.metrics.pop("nan"))
     assert composite.metrics == {"loss": 0.5, "inf": math.inf}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from ckptcore_orbax.orbax.axlearn import find_axlearn
-from ckptcore_orbax.orbax.composites import find_composite, find_root_metadata
+from ckptcore_orbax.orbax.composites import find_composite
 from ckptcore_orbax.orbax.items import find_item
 from ckptcore_orbax.orbax.trees import tree_of_names
 from ckptcore_testing.hostile_json import tampered
@@ -38,8 +38,8 @@ def trees_of(name):
         found[None] = item.tree
     if (composite := find_composite(store)) is not None:
         found |= {member: find_item(store, member).tree for member in composite.members}
-        if composite.sole is not None:
-            found[None] = found[composite.sole]
+        if composite.default_tree is not None:
+            found[None] = found[composite.default_tree]
     return found
 
 
@@ -104,7 +104,7 @@ def test_what_is_said_of_a_golden_as_a_whole_is_found(name):
     assert composite.metrics == expected.get("metrics", {})
     assert composite.custom == expected.get("custom", {})
     assert composite.created.endswith("+00:00")
-    assert composite.sole in composite.members
+    assert composite.default_tree in composite.members
 
 
 def test_random_keys_and_shardings_are_in_the_records():
@@ -151,13 +151,11 @@ def test_the_kinds_of_members_and_how_their_arrays_are_stored():
     assert find_item(store_of("v0_zarr3")).custom == {"item": 1}
 
 
-def test_a_directory_of_steps_is_no_checkpoint_and_has_metadata_of_its_own():
-    for name, custom in [("manager", {"project": "old"}), ("training", {"project": "golden"})]:
+def test_a_directory_of_steps_is_not_a_checkpoint():
+    for name in ("manager", "training"):
         root = DirectoryReadStore(GOLDEN / name)
         assert find_composite(root) is None
         assert find_item(root) is None
-        assert find_root_metadata(root) == custom
-    assert find_root_metadata(store_of("v1_default")) is None
 
 
 def test_a_manager_of_flat_steps_is_no_composite(tmp_path):
@@ -173,7 +171,7 @@ def test_a_composite_without_any_marker_is_found_by_its_members(tmp_path):
     shutil.copytree(GOLDEN / "manager_items" / "1", tmp_path / "step")
     (tmp_path / "step" / "_CHECKPOINT_METADATA").unlink()
     composite = find_composite(DirectoryReadStore(tmp_path / "step"))
-    assert (composite.members, composite.sole) == ({"extra": "json", "state": "tree"}, "state")
+    assert (composite.members, composite.default_tree) == ({"extra": "json", "state": "tree"}, "state")
 
 
 def test_optional_files_may_be_missing(tmp_path):

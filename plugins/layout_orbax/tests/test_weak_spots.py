@@ -223,16 +223,16 @@ MISTAKEN = [
 @pytest.mark.parametrize("layout", KINDS)
 @pytest.mark.parametrize("tree", SAME_IN_ORBAX, ids=str)
 def test_names_that_collide_never_give_one_for_the_other(tmp_path, layout, tree):
-    _expect_apart(tmp_path, layout, tree)
+    _check_unique(tmp_path, layout, tree)
 
 
 @pytest.mark.parametrize("layout", KINDS)
 @pytest.mark.parametrize("tree", MISTAKEN, ids=str)
 def test_names_that_are_one_path_never_give_one_for_the_other(tmp_path, layout, tree):
-    _expect_apart(tmp_path, layout, tree)
+    _check_unique(tmp_path, layout, tree)
 
 
-def _expect_apart(tmp_path, layout, tree):
+def _check_unique(tmp_path, layout, tree):
     """Ours is what was saved; Orbax's is too, as far as it has such trees, or it is an error."""
     ckptcore.save(tmp_path / "c", tree, layout=KINDS[layout])
     assert_same(ckptcore.load(tmp_path / "c"), tree)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorstore as ts
 from ckptcore_orbax.crc32c import CRC32C, crc32c_of
-from ckptcore_orbax.zarr.chunking import chunks_of
+from ckptcore_orbax.zarr.chunking import iter_chunks
 from ckptcore_orbax.zarr.dtypes import STORED_DTYPES, stored_spec
 from ckptcore_orbax.zarr.formats import ArrayFormat, Compression, encode_metadata
 from ckptcore_orbax.zarr.shard_index import (
@@ -89,9 +89,9 @@ def padded(array: np.ndarray[Any, Any], box: Box) -> bytes:
 def write_by_hand(kept: Kept, format: ArrayFormat, array: np.ndarray[Any, Any]) -> None:
     """Write an array as its format says, byte by byte."""
     kept.objects[format.metadata_key] = encode_metadata(format)
-    for index, box in chunks_of(format.chunk, Box.whole(format.spec.shape)):
+    for index, box in iter_chunks(format.chunk, Box.whole(format.spec.shape)):
         inner_chunks = []
-        for _, inner in chunks_of(format.inner, box):
+        for _, inner in iter_chunks(format.inner, box):
             payload = (
                 padded(array, inner) if all(map(int.__lt__, inner.start, array.shape)) else bytes(format.inner_bytes)
             )
@@ -108,13 +108,13 @@ def read_by_hand(kept: Kept, format: ArrayFormat) -> np.ndarray[Any, Any]:
     array: np.ndarray[Any, Any] = np.empty(
         tuple(a * b for a, b in zip(format.grid, format.chunk, strict=True)), format.spec.numpy_dtype
     )
-    for index, box in chunks_of(format.chunk, Box.whole(format.spec.shape)):
+    for index, box in iter_chunks(format.chunk, Box.whole(format.spec.shape)):
         data = kept.objects[format.chunk_key(index)]
         offsets = np.zeros(1, np.int64)
         if format.sharded:
             start, stop = index_range(format, len(data), "chunk")
             offsets = decode_index(format, data[start:stop], len(data), "chunk").offsets
-        for offset, (_, inner) in zip(offsets, chunks_of(format.inner, box), strict=True):
+        for offset, (_, inner) in zip(offsets, iter_chunks(format.inner, box), strict=True):
             if offset == MISSING:
                 assert format.fill is not None
                 payload = format.fill * prod(format.inner)
@@ -153,8 +153,8 @@ def test_tensorstore_reads_what_we_write(dtype: str) -> None:
             write_by_hand(kept, format, array)
             opened = kept.open(format)
             assert (opened.shape, opened.dtype.name) == (shape, dtype)
-            assert (opened.chunk_layout.write_chunk.shape or ()) == chunk
-            assert (opened.chunk_layout.read_chunk.shape or ()) == format.inner
+            assert (opened.chunk_layout.write_chunk_shape.shape or ()) == chunk
+            assert (opened.chunk_layout.read_chunk_shape.shape or ()) == format.inner
             assert same(np.asarray(opened.read().result()), array)
             assert kept.parse() == format
             if not array.size:
@@ -329,7 +329,7 @@ def test_chains_of_codecs_that_tensorstore_writes(codecs: list[Any], expected: t
     format = kept.parse()
     assert (format.direct, format.checksum, format.sharded) == expected
     if format.sharded:
-        assert opened.chunk_layout.read_chunk.shape[0] in (1, *format.inner)
+        assert opened.chunk_layout.read_chunk_shape.shape[0] in (1, *format.inner)
     if format.direct:
         assert same(read_by_hand(kept, format), array)
 

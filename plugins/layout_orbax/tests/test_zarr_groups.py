@@ -51,11 +51,11 @@ def _arrays(group: zarr.Group) -> dict[str, Any]:
     return {name: node[...] for name, node in group.members(max_depth=None) if isinstance(node, zarr.Array)}
 
 
-def _groups(group: zarr.Group) -> set[str]:
+def _batches(group: zarr.Group) -> set[str]:
     return {name for name, node in group.members(max_depth=None) if isinstance(node, zarr.Group)}
 
 
-def _leaves() -> dict[str, Any]:
+def _replace_arrays() -> dict[str, Any]:
     state = _state()
     return {
         "params.w": state["params"]["w"],
@@ -79,10 +79,10 @@ def test_zarr_lists_the_tree(tmp_path: Path, layout: str, item: str) -> None:
         prefix = within if place == tmp_path / "c" else ""
         found = _arrays(group)
         assert set(found) == {f"{prefix}{name}" for name in EXPECTED.values()}
-        for name, array in _leaves().items():
+        for name, array in _replace_arrays().items():
             assert np.array_equal(found[f"{prefix}{EXPECTED[name]}"], array)
         inner = {f"{prefix}a", f"{prefix}a/b.c"}
-        assert _groups(group) == (inner | {item} if prefix else inner)
+        assert _batches(group) == (inner | {item} if prefix else inner)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -125,7 +125,7 @@ def test_a_tree_that_is_one_array_is_no_group(tmp_path: Path, layout: str) -> No
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_tree_without_arrays_is_an_empty_group(tmp_path: Path, layout: str) -> None:
     ckptcore.save(tmp_path / "c", {"name": "text"}, layout=layout)
-    assert _groups(zarr.open_group(str(tmp_path / "c"), mode="r")) == {"state"}
+    assert _batches(zarr.open_group(str(tmp_path / "c"), mode="r")) == {"state"}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -133,7 +133,7 @@ def test_each_of_several_checkpointables_is_a_group(tmp_path: Path, layout: str)
     values = {"model": {"w": np.arange(3)}, "optimizer": {"m": np.ones(2)}}
     ckptcore.save_checkpointables(tmp_path / "c", values, layout=layout)
     group = zarr.open_group(str(tmp_path / "c"), mode="r")
-    assert _groups(group) == {"model", "optimizer"}
+    assert _batches(group) == {"model", "optimizer"}
     assert set(_arrays(group)) == {"model/w", "optimizer/m"}
     assert ckptcore.load_checkpointables(tmp_path / "c")["model"]["w"].tolist() == [0, 1, 2]
 
@@ -194,7 +194,7 @@ def test_xarray_opens_the_tree(tmp_path: Path) -> None:
     state["params"]["square"] = np.arange(16, dtype=np.int64).reshape(4, 4)
     state["text"] = np.array(["ab", "c"])  # stored with one more axis, of bytes
     ckptcore.save(tmp_path / "c", state, layout=Zarr3Layout(chunk_bytes=16))
-    expected = {**_leaves(), "params.square": state["params"]["square"]}
+    expected = {**_replace_arrays(), "params.square": state["params"]["square"]}
     with xarray.open_datatree(tmp_path / "c", engine="zarr", consolidated=False) as tree:
         for name, array in expected.items():
             group, _, variable = f"state/{EXPECTED.get(name, name)}".rpartition("/")

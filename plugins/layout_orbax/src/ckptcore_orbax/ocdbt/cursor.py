@@ -10,11 +10,11 @@ import numpy.typing as npt
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore_orbax.ocdbt.varints import decode_varints
 
-__all__ = ["Cursor", "Place"]
+__all__ = ["ByteRange", "Cursor"]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ByteRange:
     """A byte range, described for errors.
 
     Attributes:
@@ -28,11 +28,13 @@ class Place:
     start: int
     stop: int
 
-    def damaged(self, what: str) -> CorruptCheckpointError:
+    def __str__(self) -> str:
+        return f"the OCDBT {self.noun} at bytes {self.start} to {self.stop} of {self.key}"
+
+    def damage_error(self, what: str) -> CorruptCheckpointError:
         """Return an error that describes the damage."""
         return CorruptCheckpointError(
-            f"the OCDBT {self.noun} at bytes {self.start} to {self.stop} of {self.key} is damaged: {what}; "
-            "restore the checkpoint from a copy, or load another one",
+            f"{self} is damaged: {what}; restore the checkpoint from a copy, or load another one",
             key=self.key,
             start=self.start,
             stop=self.stop,
@@ -44,11 +46,11 @@ class Cursor:
 
     __slots__ = ("_array", "_data", "_position", "place")
 
-    def __init__(self, data: bytes, place: Place) -> None:
+    def __init__(self, data: bytes, byte_range: ByteRange) -> None:
         self._data = data
         self._array = np.frombuffer(data, np.uint8)
         self._position = 0
-        self.place = place
+        self.byte_range = byte_range
 
     @property
     def remaining(self) -> int:
@@ -58,7 +60,7 @@ class Cursor:
     def take(self, nbytes: int, what: str) -> bytes:
         """Return the next bytes."""
         if nbytes > self.remaining:
-            raise self.place.damaged(f"{what} has {nbytes} bytes, but {self.remaining} are left")
+            raise self.byte_range.damage_error(f"{what} has {nbytes} bytes, but {self.remaining} are left")
         start = self._position
         self._position += nbytes
         return self._data[start : self._position]
@@ -75,14 +77,14 @@ class Cursor:
         """Return the number of entries that follow. Each entry has at least one byte."""
         found = int(self.wide_varints(1, what)[0])
         if found > self.remaining:
-            raise self.place.damaged(f"{what} is {found}, but {self.remaining} bytes are left")
+            raise self.byte_range.damage_error(f"{what} is {found}, but {self.remaining} bytes are left")
         return found
 
     def varints(self, count: int, what: str, most: int) -> npt.NDArray[np.int64]:
         """Return a column of varints, each at most `most`, which is below 2**63."""
         numbers = self.wide_varints(count, what)
         if count and (largest := int(numbers.max())) > most:
-            raise self.place.damaged(f"{what} is {largest}, expected at most {most}")
+            raise self.byte_range.damage_error(f"{what} is {largest}, expected at most {most}")
         return numbers.astype(np.int64)
 
     def wide_varints(self, count: int, what: str) -> npt.NDArray[np.uint64]:
@@ -90,7 +92,7 @@ class Cursor:
         try:
             numbers, self._position = decode_varints(self._array, self._position, count)
         except ValueError as error:
-            raise self.place.damaged(f"{what}: {error}") from error
+            raise self.byte_range.damage_error(f"{what}: {error}") from error
         return numbers
 
     def bytes_column(self, count: int, what: str) -> npt.NDArray[np.uint8]:
@@ -104,4 +106,4 @@ class Cursor:
     def finish(self) -> None:
         """Raise an error if bytes are left."""
         if self.remaining:
-            raise self.place.damaged(f"{self.remaining} bytes are left after its end")
+            raise self.byte_range.damage_error(f"{self.remaining} bytes are left after its end")

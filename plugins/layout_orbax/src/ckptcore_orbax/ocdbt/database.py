@@ -11,10 +11,10 @@ from typing import Final, Self
 
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.protocols import ReadStore
-from ckptcore_orbax.ocdbt.cursor import Place
-from ckptcore_orbax.ocdbt.frame import HEAD_BYTES, MANIFEST_MAGIC, stated_bytes
+from ckptcore_orbax.ocdbt.cursor import ByteRange
+from ckptcore_orbax.ocdbt.frame import HEAD_BYTES, MANIFEST_MAGIC, frame_length
 from ckptcore_orbax.ocdbt.manifest import Manifest, Version, decode_manifest
-from ckptcore_orbax.ocdbt.node import Leaf, Node, NodeReference, Value, decode_node
+from ckptcore_orbax.ocdbt.node import LeafNode, Node, NodeReference, ValueLocation, decode_node
 
 __all__ = ["Database"]
 
@@ -26,12 +26,12 @@ _TRIES: Final = 5
 _HEAD: Final = 1 << 16
 """Size of the first read: a manifest has about 100 bytes, or 10,000 with the versions of years."""
 
-_MOST_MANIFEST_BYTES: Final = 1 << 28
-_MOST_NODE_BYTES: Final = 1 << 31
+_MAX_MANIFEST_BYTES: Final = 1 << 28
+_MAX_NODE_BYTES: Final = 1 << 31
 _CACHE_BYTES: Final = 256 << 20
 """Memory limit of the node cache. The last node read is always cached."""
 
-_MOST_VISITS: Final = 64
+_MAX_VISITS: Final = 64
 """Limit of visits to one node per listing. A tree whose nodes refer to the same few nodes
 repeatedly could have more keys than can be listed.
 """
@@ -74,7 +74,7 @@ class Database:
         """Number of keys."""
         return self._version.statistics.num_keys
 
-    def get(self, key: bytes) -> Value | None:
+    def get(self, key: bytes) -> ValueLocation | None:
         """Return the location of the value of a key, or None if the key does not exist.
 
         Raises:
@@ -88,11 +88,11 @@ class Database:
         high: bytes | None = None
         while True:
             node = self._node(reference)
-            self._check_between(node, reference, prefix, low, high)
+            self._check_bounds(node, reference, prefix, low, high)
             if not key.startswith(prefix):
                 return None
             relative = key[len(prefix) :]
-            if isinstance(node, Leaf):
+            if isinstance(node, LeafNode):
                 entry = bisect_left(node.keys, relative)
                 if entry == len(node.keys) or node.keys[entry] != relative:
                     return None
@@ -106,7 +106,7 @@ class Database:
             reference = node.children[entry]
             prefix = low[: len(prefix) + node.prefixes[entry]]
 
-    def range(self, start: bytes = b"", stop: bytes | None = None) -> Iterator[tuple[bytes, Value]]:
+    def range(self, start: bytes = b"", stop: bytes | None = None) -> Iterator[tuple[bytes, ValueLocation]]:
         """Yield the keys in the half-open range from `start` to `stop`, ascending, with their locations.
 
         Raises errors like `get`, during iteration.
@@ -119,13 +119,13 @@ class Database:
         while todo:
             reference, prefix, low, high = todo.pop()
             visits[reference] += 1
-            if visits[reference] > _MOST_VISITS:
-                raise _place(reference).damaged(f"the tree leads to it more than {_MOST_VISITS} times")
+            if visits[reference] > _MAX_VISITS:
+                raise _node_range(reference).damage_error(f"the tree leads to it more than {_MAX_VISITS} times")
             node = self._node(reference)
-            self._check_between(node, reference, prefix, low, high)
+            self._check_bounds(node, reference, prefix, low, high)
             first = _first_at_least(node.keys, prefix, start)
             end = len(node.keys) if stop is None else _first_at_least(node.keys, prefix, stop)
-            if isinstance(node, Leaf):
+            if isinstance(node, LeafNode):
                 keys = node.keys[first:end]
                 yield from zip(map(prefix.__add__, keys) if prefix else keys, node.values(first, end), strict=True)
                 continue
@@ -136,7 +136,7 @@ class Database:
                 after = prefix + node.keys[entry + 1] if entry + 1 < len(node.keys) else high
                 todo.append((node.children[entry], own[: len(prefix) + node.prefixes[entry]], own, after))
 
-    def read(self, value: Value) -> bytes:
+    def read(self, value: ValueLocation) -> bytes:
         """Return the bytes of a value.
 
         Raises:
@@ -145,7 +145,7 @@ class Database:
         """
         if value.inline is not None:
             return value.inline
-        return _read(self._store, Place("value", value.file, value.offset, value.offset + value.length))
+        return _read_range(self._store, ByteRange("value", value.file, value.offset, value.offset + value.length))
 
     def _node(self, reference: NodeReference) -> Node:
         with self._lock:
@@ -153,10 +153,12 @@ class Database:
             if known is not None:
                 self._nodes.move_to_end(reference)
                 return known[0]
-        place = _place(reference)
-        if reference.length > _MOST_NODE_BYTES:
-            raise place.damaged(f"its reference states {reference.length} bytes, expected at most {_MOST_NODE_BYTES}")
-        node = decode_node(_read(self._store, place), reference, place)
+        byte_range = _node_range(reference)
+        if reference.length > _MAX_NODE_BYTES:
+            raise byte_range.damage_error(
+                f"its reference states {reference.length} bytes, expected at most {_MAX_NODE_BYTES}"
+            )
+        node = decode_node(_read_range(self._store, byte_range), reference, byte_range)
         nbytes = node.memory_bytes
         with self._lock:
             if reference not in self._nodes:
@@ -168,11 +170,11 @@ class Database:
         return node
 
     @staticmethod
-    def _check_between(node: Node, reference: NodeReference, prefix: bytes, low: bytes, high: bytes | None) -> None:
+    def _check_bounds(node: Node, reference: NodeReference, prefix: bytes, low: bytes, high: bytes | None) -> None:
         """Reject keys outside the parent's bounds: `range` would find them and `get` would not."""
         first, last = prefix + node.keys[0], prefix + node.keys[-1]
         if first < low or (high is not None and last >= high):
-            raise _place(reference).damaged(
+            raise _node_range(reference).damage_error(
                 f"its keys {first[:80]!r} to {last[:80]!r} are not within the bounds in its parent, {low[:80]!r} and "
                 f"{'the end' if high is None else repr(high[:80])}"
             )
@@ -185,21 +187,21 @@ def _first_at_least(keys: Sequence[bytes], prefix: bytes, bound: bytes) -> int:
     return 0 if bound < prefix else len(keys)
 
 
-def _place(reference: NodeReference) -> Place:
-    return Place("B+tree node", reference.file.path, reference.offset, reference.offset + reference.length)
+def _node_range(reference: NodeReference) -> ByteRange:
+    return ByteRange("B+tree node", reference.file.path, reference.offset, reference.offset + reference.length)
 
 
-def _read(store: ReadStore, place: Place) -> bytes:
+def _read_range(store: ReadStore, byte_range: ByteRange) -> bytes:
     try:
-        data = store.get(place.key, place.start, place.stop)
+        data = store.get(byte_range.key, byte_range.start, byte_range.stop)
     except ObjectNotFoundError as error:
         raise CorruptCheckpointError(
-            f"the OCDBT {place.noun} at bytes {place.start} to {place.stop} of {place.key} cannot be read: the object "
-            "is missing; restore the checkpoint from a copy, or load another one",
-            key=place.key,
+            f"{byte_range} cannot be read: the object is missing; "
+            "restore the checkpoint from a copy, or load another one",
+            key=byte_range.key,
         ) from error
-    if len(data) != place.stop - place.start:
-        raise place.damaged(f"the object ends after {len(data)} bytes of it")
+    if len(data) != byte_range.stop - byte_range.start:
+        raise byte_range.damage_error(f"the object ends after {len(data)} bytes of it")
     return data
 
 
@@ -208,12 +210,14 @@ def _read_manifest(store: ReadStore, base: str, name: str) -> Manifest:
     data = store.get(key, 0, _HEAD)
     if len(data) == _HEAD:
         size = store.size(key)
-        place = Place("manifest", key, 0, size)
-        stated = stated_bytes(data[:HEAD_BYTES], MANIFEST_MAGIC, place)
-        if stated != size or size > _MOST_MANIFEST_BYTES:
-            raise place.damaged(f"it states {stated} bytes, expected {size}, and at most {_MOST_MANIFEST_BYTES}")
+        byte_range = ByteRange("manifest", key, 0, size)
+        stated = frame_length(data[:HEAD_BYTES], MANIFEST_MAGIC, byte_range)
+        if stated != size or size > _MAX_MANIFEST_BYTES:
+            raise byte_range.damage_error(
+                f"it states {stated} bytes, expected {size}, and at most {_MAX_MANIFEST_BYTES}"
+            )
         data += store.get(key, _HEAD, size)
-    return decode_manifest(data, base, Place("manifest", key, 0, len(data)))
+    return decode_manifest(data, base, ByteRange("manifest", key, 0, len(data)))
 
 
 def _read_numbered(store: ReadStore, base: str, manifest: Manifest) -> Version:

@@ -14,7 +14,14 @@ import numpy.typing as npt
 from ckptcore.errors import InvalidLocationError, NameCollisionError, UnsupportedLeafError
 from ckptcore_orbax.ocdbt.frame import NODE_MAGIC, encode_frame
 from ckptcore_orbax.ocdbt.manifest import Version, encode_manifest
-from ckptcore_orbax.ocdbt.node import MOST_BYTES, MOST_INLINE_BYTES, MOST_KEY_BYTES, NodeReference, Statistics, Value
+from ckptcore_orbax.ocdbt.node import (
+    MAX_BYTES,
+    MAX_INLINE_BYTES,
+    MAX_KEY_BYTES,
+    NodeReference,
+    Statistics,
+    ValueLocation,
+)
 from ckptcore_orbax.ocdbt.paths import DataFile, encode_files
 from ckptcore_orbax.ocdbt.varints import encode_varint, encode_varints
 
@@ -44,7 +51,12 @@ class EncodedDatabase:
 
 
 def encode_database(
-    entries: Iterable[tuple[bytes, Value]], *, uuid: bytes, node_file: str, created_ns: int, node_bytes: int = 1 << 20
+    entries: Iterable[tuple[bytes, ValueLocation]],
+    *,
+    uuid: bytes,
+    node_file: str,
+    created_ns: int,
+    node_bytes: int = 1 << 20,
 ) -> EncodedDatabase:
     """Encode a database with one version.
 
@@ -85,15 +97,15 @@ def _check_keys(keys: Sequence[bytes]) -> None:
                 f"two values have the key {key[:200]!r} in one OCDBT database, expected one of each"
             )
     longest = max(keys, key=len, default=b"")
-    if len(longest) > MOST_KEY_BYTES:
+    if len(longest) > MAX_KEY_BYTES:
         raise InvalidLocationError(
-            f"the key {longest[:80]!r}... has {len(longest)} bytes; OCDBT allows at most {MOST_KEY_BYTES}: "
+            f"the key {longest[:80]!r}... has {len(longest)} bytes; OCDBT allows at most {MAX_KEY_BYTES}: "
             "shorten the names of the leaves"
         )
 
 
 @dataclass(frozen=True, slots=True)
-class _Child:
+class _EncodedNode:
     """An encoded node: its first and last key, the length of its shared prefix, and its location."""
 
     first: bytes
@@ -103,22 +115,22 @@ class _Child:
 
 
 def _encode_tree(
-    keys: Sequence[bytes], values: Sequence[Value], file: DataFile, node_bytes: int, nodes: list[bytes]
+    keys: Sequence[bytes], values: Sequence[ValueLocation], file: DataFile, node_bytes: int, nodes: list[bytes]
 ) -> NodeReference:
     """Append all nodes, children before their parents. Return the root."""
-    columns = _Values.of(values)
+    columns = _ValueColumns.of(values)
     offset = 0
 
     def add(
-        first: bytes, last: bytes, prefix: int, height: int, body: bytes, below: Sequence[_Child], own: Statistics
-    ) -> _Child:
+        first: bytes, last: bytes, prefix: int, height: int, body: bytes, below: Sequence[_EncodedNode], own: Statistics
+    ) -> _EncodedNode:
         nonlocal offset
         data = encode_frame(body, NODE_MAGIC)
         nodes.append(data)
         statistics = _sum([own, Statistics(0, len(data), 0), *(child.reference.statistics for child in below)])
         reference = NodeReference(file, offset, len(data), height, statistics)
         offset += len(data)
-        return _Child(first, last, prefix, reference)
+        return _EncodedNode(first, last, prefix, reference)
 
     sizes = np.fromiter(map(len, keys), np.int64, len(keys))
     runs = _split(sizes + columns.inline_bytes + _ENTRY_BYTES, node_bytes, 1)
@@ -152,7 +164,7 @@ def _sum(statistics: Sequence[Statistics]) -> Statistics:
 
 
 @dataclass(frozen=True, slots=True)
-class _Values:
+class _ValueColumns:
     """Values as columns.
 
     Attributes:
@@ -172,7 +184,7 @@ class _Values:
     offsets: npt.NDArray[np.int64]
 
     @classmethod
-    def of(cls, values: Sequence[Value]) -> _Values:
+    def of(cls, values: Sequence[ValueLocation]) -> _ValueColumns:
         inlines = [value.inline for value in values]
         files = [value.file for value in values]
         paths = sorted(set(files) - {""})
@@ -183,15 +195,15 @@ class _Values:
         is_inline = np.fromiter((inline is not None for inline in inlines), np.bool_, len(inlines))
         for entry in np.flatnonzero(is_inline).tolist():
             inline = inlines[entry] or b""
-            if len(inline) > MOST_INLINE_BYTES:
+            if len(inline) > MAX_INLINE_BYTES:
                 raise UnsupportedLeafError(
-                    f"an inline value has {len(inline)} bytes; OCDBT allows at most {MOST_INLINE_BYTES}: "
+                    f"an inline value has {len(inline)} bytes; OCDBT allows at most {MAX_INLINE_BYTES}: "
                     "write it to a file"
                 )
             lengths[entry] = len(inline)
         numbers[is_inline] = -1
         wrong = ~is_inline & (
-            (numbers < 0) | (offsets < 0) | (lengths < 0) | (offsets > MOST_BYTES) | (lengths > MOST_BYTES)
+            (numbers < 0) | (offsets < 0) | (lengths < 0) | (offsets > MAX_BYTES) | (lengths > MAX_BYTES)
         )
         if wrong.any():
             raise InvalidLocationError(
@@ -220,7 +232,7 @@ def _split(sizes: npt.NDArray[np.int64], node_bytes: int, least: int) -> list[tu
     return runs
 
 
-def _encode_leaf(keys: Sequence[bytes], prefix: int, values: _Values, start: int, stop: int) -> bytes:
+def _encode_leaf(keys: Sequence[bytes], prefix: int, values: _ValueColumns, start: int, stop: int) -> bytes:
     numbers = values.numbers[start:stop]
     indirect = np.flatnonzero(numbers >= 0)
     used, own = np.unique(numbers[indirect], return_inverse=True)
@@ -240,7 +252,7 @@ def _encode_leaf(keys: Sequence[bytes], prefix: int, values: _Values, start: int
     )
 
 
-def _encode_interior(children: Sequence[_Child], prefix: int) -> bytes:
+def _encode_interior(children: Sequence[_EncodedNode], prefix: int) -> bytes:
     references = [child.reference for child in children]
     paths = sorted({reference.file.path for reference in references})
     numbers = {path: number for number, path in enumerate(paths)}

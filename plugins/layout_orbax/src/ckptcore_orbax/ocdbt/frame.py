@@ -12,9 +12,9 @@ import zstandard
 
 from ckptcore.errors import ChecksumError, UnsupportedVersionError
 from ckptcore_orbax.crc32c import crc32c_of
-from ckptcore_orbax.ocdbt.cursor import Place
+from ckptcore_orbax.ocdbt.cursor import ByteRange
 
-__all__ = ["HEAD_BYTES", "MANIFEST_MAGIC", "NODE_MAGIC", "decode_frame", "encode_frame", "stated_bytes"]
+__all__ = ["HEAD_BYTES", "MANIFEST_MAGIC", "NODE_MAGIC", "decode_frame", "encode_frame", "frame_length"]
 
 MANIFEST_MAGIC: Final = bytes.fromhex("0cdb3a2a")
 NODE_MAGIC: Final = bytes.fromhex("0cdb20de")
@@ -23,98 +23,98 @@ HEAD_BYTES: Final = 12
 """Length of magic and length field."""
 
 _FOOT_BYTES: Final = 4
-_LEAST_BYTES: Final = HEAD_BYTES + 2 + _FOOT_BYTES
+_MIN_BYTES: Final = HEAD_BYTES + 2 + _FOOT_BYTES
 
-_ANY_BODY: Final = 4 << 20
-_MOST_GROWTH: Final = 1000
-_MOST_BODY: Final = (1 << 31) - 1
-"""Limit for decompressed bodies: `_ANY_BODY` bytes or `_MOST_GROWTH` times the compressed size, at
-most `_MOST_BODY`. zstd expands by up to 30,000; similar keys compress about 100 times.
+_ALWAYS_ALLOWED_BODY: Final = 4 << 20
+_MAX_GROWTH: Final = 1000
+_MAX_BODY: Final = (1 << 31) - 1
+"""Limit for decompressed bodies: `_ALWAYS_ALLOWED_BODY` bytes or `_MAX_GROWTH` times the compressed size, at
+most `_MAX_BODY`. zstd expands by up to 30,000; similar keys compress about 100 times.
 """
 
 _SLICE: Final = 1024
 """Input bytes per step: a zstd block has at least 4 bytes and expands to at most 128 KiB, so this to 32 MiB."""
 
 
-def stated_bytes(head: bytes, magic: bytes, place: Place) -> int:
+def frame_length(head: bytes, magic: bytes, byte_range: ByteRange) -> int:
     """Return the length of a frame from its first bytes, `HEAD_BYTES` or more.
 
     Raises:
         CorruptCheckpointError: the data is not such a frame.
     """
     if len(head) < HEAD_BYTES:
-        raise place.damaged(f"it ends after {len(head)} bytes, within the first {HEAD_BYTES}")
+        raise byte_range.damage_error(f"it ends after {len(head)} bytes, within the first {HEAD_BYTES}")
     if head[:4] != magic:
-        raise place.damaged(f"it begins with {head[:4].hex()}, expected {magic.hex()}")
+        raise byte_range.damage_error(f"it begins with {head[:4].hex()}, expected {magic.hex()}")
     return int.from_bytes(head[4:HEAD_BYTES], "little")
 
 
-def decode_frame(data: bytes, magic: bytes, place: Place) -> bytes:
+def decode_frame(data: bytes, magic: bytes, byte_range: ByteRange) -> bytes:
     """Return the body of a frame after checking its checksum.
 
     Raises:
         CorruptCheckpointError, UnsupportedVersionError
     """
-    stated = stated_bytes(data, magic, place)
-    if stated != len(data) or stated < _LEAST_BYTES:
-        raise place.damaged(f"it states a length of {stated} bytes and has {len(data)}")
+    stated = frame_length(data, magic, byte_range)
+    if stated != len(data) or stated < _MIN_BYTES:
+        raise byte_range.damage_error(f"it states a length of {stated} bytes and has {len(data)}")
     view = memoryview(data)
     stored = int.from_bytes(data[-_FOOT_BYTES:], "little")
     found = crc32c_of(view[:-_FOOT_BYTES])
     if found != stored:
         raise ChecksumError(
-            f"the OCDBT {place.noun} at bytes {place.start} to {place.stop} of {place.key} has the checksum "
+            f"{byte_range} has the checksum "
             f"{found:08x}, expected {stored:08x}; restore the checkpoint from a copy, or load another one",
-            key=place.key,
-            start=place.start,
-            stop=place.stop,
+            key=byte_range.key,
+            start=byte_range.start,
+            stop=byte_range.stop,
         )
     version, compression = data[HEAD_BYTES], data[HEAD_BYTES + 1]
     if version != 0:
         raise UnsupportedVersionError(
-            f"{place.key} contains an OCDBT {place.noun} of version {version}, expected 0; "
+            f"{byte_range.key} contains an OCDBT {byte_range.noun} of version {version}, expected 0; "
             "load it with a newer ckptcore"
         )
     body = view[HEAD_BYTES + 2 : -_FOOT_BYTES]
     if compression == 0:
         return bytes(body)
     if compression == 1:
-        return _decompress(body, place)
+        return _decompress(body, byte_range)
     raise UnsupportedVersionError(
-        f"{place.key} contains an OCDBT {place.noun} of compression {compression}, expected 0 (none) or 1 (zstd); "
-        "load it with a newer ckptcore"
+        f"{byte_range.key} contains an OCDBT {byte_range.noun} of compression {compression}, "
+        "expected 0 (none) or 1 (zstd); load it with a newer ckptcore"
     )
 
 
 def encode_frame(body: bytes, magic: bytes) -> bytes:
     """Return a frame with an uncompressed body. Readers accept it whatever compression the database states."""
-    total = len(body) + _LEAST_BYTES
+    total = len(body) + _MIN_BYTES
     encoded = b"".join((magic, total.to_bytes(8, "little"), b"\0\0", body))
     return encoded + crc32c_of(encoded).to_bytes(_FOOT_BYTES, "little")
 
 
-def _decompress(data: memoryview, place: Place) -> bytes:
-    most = min(_MOST_BODY, max(_ANY_BODY, _MOST_GROWTH * len(data)))
+def _decompress(data: memoryview, byte_range: ByteRange) -> bytes:
+    most = min(_MAX_BODY, max(_ALWAYS_ALLOWED_BODY, _MAX_GROWTH * len(data)))
     try:
         stated = zstandard.frame_content_size(data)
         if stated > most:
-            raise place.damaged(f"its {len(data)} bytes would grow to {stated}, expected at most {most}")
+            raise byte_range.damage_error(f"its {len(data)} bytes would grow to {stated}, expected at most {most}")
         # tensorstore streams larger nodes, whose frames do not state their size.
         decompressor = zstandard.ZstdDecompressor().decompressobj()
         pieces = []
         total = 0
         for start in range(0, len(data), _SLICE):
             if decompressor.eof:
-                raise place.damaged("bytes are left after the end of the compressed data")
+                raise byte_range.damage_error("bytes are left after the end of the compressed data")
             piece = decompressor.decompress(data[start : start + _SLICE])
             total += len(piece)
             if total > most:
-                raise place.damaged(f"its {len(data)} bytes grow to more than {most}")
+                raise byte_range.damage_error(f"its {len(data)} bytes grow to more than {most}")
             pieces.append(piece)
     except zstandard.ZstdError as error:
-        raise place.damaged(f"it cannot be decompressed: {error}") from error
+        raise byte_range.damage_error(f"it cannot be decompressed: {error}") from error
     if not decompressor.eof or decompressor.unused_data:
-        raise place.damaged("the compressed data does not end where the frame ends")
+        raise byte_range.damage_error("the compressed data does not end where the frame ends")
     if stated >= 0 and total != stated:
-        raise place.damaged(f"it grows to {total} bytes, but states {stated}")
+        raise byte_range.damage_error(f"it grows to {total} bytes, but states {stated}")
     return b"".join(pieces)

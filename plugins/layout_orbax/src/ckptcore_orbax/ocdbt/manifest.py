@@ -15,9 +15,9 @@ from typing import Final
 
 import numpy as np
 
-from ckptcore_orbax.ocdbt.cursor import Cursor, Place
+from ckptcore_orbax.ocdbt.cursor import ByteRange, Cursor
 from ckptcore_orbax.ocdbt.frame import MANIFEST_MAGIC, decode_frame, encode_frame
-from ckptcore_orbax.ocdbt.node import MOST_BYTES, MOST_HEIGHT, NodeReference, Statistics
+from ckptcore_orbax.ocdbt.node import MAX_BYTES, MAX_HEIGHT, NodeReference, Statistics
 from ckptcore_orbax.ocdbt.paths import decode_files, encode_files
 from ckptcore_orbax.ocdbt.varints import encode_varint
 
@@ -26,8 +26,8 @@ __all__ = ["Manifest", "Version", "decode_manifest", "encode_manifest"]
 _MISSING: Final = 2**64 - 1
 """Offset and length of the root of an empty tree."""
 
-_MOST_INLINE: Final = 1 << 20
-_MOST_ARITY_LOG2: Final = 16
+_MAX_INLINE: Final = 1 << 20
+_MAX_ARITY_LOG2: Final = 16
 """Limits of tensorstore."""
 
 _INLINE_BYTES: Final = 1024
@@ -70,7 +70,7 @@ class Manifest:
     newest: Version | None
 
 
-def decode_manifest(data: bytes, directory: str, place: Place) -> Manifest:
+def decode_manifest(data: bytes, directory: str, byte_range: ByteRange) -> Manifest:
     """Decode a manifest.
 
     Args:
@@ -81,16 +81,16 @@ def decode_manifest(data: bytes, directory: str, place: Place) -> Manifest:
     Raises:
         CorruptCheckpointError, UnsupportedVersionError
     """
-    cursor = Cursor(decode_frame(data, MANIFEST_MAGIC, place), place)
+    cursor = Cursor(decode_frame(data, MANIFEST_MAGIC, byte_range), byte_range)
     uuid = cursor.take(16, "the UUID")
     kind = cursor.byte("the kind of manifest")
     if kind > 1:
-        raise place.damaged(f"the kind of manifest is {kind}, expected 0 (single) or 1 (numbered)")
-    cursor.varint("max_inline_value_bytes", _MOST_INLINE)
+        raise byte_range.damage_error(f"the kind of manifest is {kind}, expected 0 (single) or 1 (numbered)")
+    cursor.varint("max_inline_value_bytes", _MAX_INLINE)
     cursor.varint("max_decoded_node_bytes", 2**32 - 1)
     arity = cursor.byte("version_tree_arity_log2")
-    if not 1 <= arity <= _MOST_ARITY_LOG2:
-        raise place.damaged(f"version_tree_arity_log2 is {arity}, expected 1 to {_MOST_ARITY_LOG2}")
+    if not 1 <= arity <= _MAX_ARITY_LOG2:
+        raise byte_range.damage_error(f"version_tree_arity_log2 is {arity}, expected 1 to {_MAX_ARITY_LOG2}")
     if cursor.varint("the compression", 1):
         cursor.take(4, "the level of the compression")
     if kind == 1:
@@ -102,35 +102,39 @@ def decode_manifest(data: bytes, directory: str, place: Place) -> Manifest:
 
 
 def _decode_versions(cursor: Cursor, directory: str) -> Version:
-    place = cursor.place
+    byte_range = cursor.byte_range
     files = decode_files(cursor, directory)
     count = cursor.count("the number of versions")
     if count == 0:
-        raise place.damaged("it has no version")
+        raise byte_range.damage_error("it has no version")
     generations = cursor.wide_varints(count, "the generation of a version")
     heights = cursor.bytes_column(count, "the height of a tree")
     numbers = cursor.varints(count, "the number of a file", len(files) - 1)
     offsets = cursor.wide_varints(count, "the offset of a root")
     lengths = cursor.wide_varints(count, "the length of a root")
-    counts = cursor.varints(count, "the number of keys", MOST_BYTES)
-    tree_bytes = cursor.varints(count, "the bytes of a tree", MOST_BYTES)
-    indirect_bytes = cursor.varints(count, "the bytes of the values of a tree", MOST_BYTES)
+    counts = cursor.varints(count, "the number of keys", MAX_BYTES)
+    tree_bytes = cursor.varints(count, "the bytes of a tree", MAX_BYTES)
+    indirect_bytes = cursor.varints(count, "the bytes of the values of a tree", MAX_BYTES)
     times = cursor.fixed64(count, "the time of a version")
     oldest = _decode_references(cursor, len(files))
     if generations[0] <= oldest or (generations[1:] <= generations[:-1]).any():
-        raise place.damaged("the generations of its versions do not ascend")
+        raise byte_range.damage_error("the generations of its versions do not ascend")
     statistics = Statistics(int(counts[-1]), int(tree_bytes[-1]), int(indirect_bytes[-1]))
     height, file = int(heights[-1]), files[numbers[-1]]
     offset, length = int(offsets[-1]), int(lengths[-1])
     root = None
     if offset == length == _MISSING:
         if file.path or height or statistics != Statistics(0, 0, 0):
-            raise place.damaged(f"its newest tree is empty, but has the height {height} and {statistics.num_keys} keys")
+            raise byte_range.damage_error(
+                f"its newest tree is empty, but has the height {height} and {statistics.num_keys} keys"
+            )
     else:
-        if not file.path or offset > MOST_BYTES or length > MOST_BYTES:
-            raise place.damaged(f"its newest tree cannot be at byte {offset} of {file.path!r} with {length} bytes")
-        if height > MOST_HEIGHT:
-            raise place.damaged(f"its newest tree has the height {height}, expected at most {MOST_HEIGHT}")
+        if not file.path or offset > MAX_BYTES or length > MAX_BYTES:
+            raise byte_range.damage_error(
+                f"its newest tree cannot be at byte {offset} of {file.path!r} with {length} bytes"
+            )
+        if height > MAX_HEIGHT:
+            raise byte_range.damage_error(f"its newest tree has the height {height}, expected at most {MAX_HEIGHT}")
         root = NodeReference(file, offset, length, height, statistics)
     return Version(int(generations[-1]), root, statistics, int(times[-1]))
 
@@ -151,7 +155,7 @@ def encode_manifest(uuid: bytes, version: Version) -> bytes:
     """Return a single manifest with one version, whose paths are relative to the database."""
     root = version.root
     statistics = version.statistics
-    place = (_MISSING, _MISSING) if root is None else (root.offset, root.length)
+    byte_range = (_MISSING, _MISSING) if root is None else (root.offset, root.length)
     table = encode_varint(1) + bytes(2) if root is None else encode_files([root.file.path])
     body = b"".join(
         (
@@ -166,7 +170,7 @@ def encode_manifest(uuid: bytes, version: Version) -> bytes:
             encode_varint(version.generation),
             bytes([0 if root is None else root.height]),
             encode_varint(0),
-            *map(encode_varint, place),
+            *map(encode_varint, byte_range),
             encode_varint(statistics.num_keys),
             encode_varint(statistics.tree_bytes),
             encode_varint(statistics.indirect_bytes),

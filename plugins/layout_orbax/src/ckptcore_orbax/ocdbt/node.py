@@ -21,43 +21,43 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ckptcore_orbax.ocdbt.cursor import Cursor, Place
+from ckptcore_orbax.ocdbt.cursor import ByteRange, Cursor
 from ckptcore_orbax.ocdbt.frame import NODE_MAGIC, decode_frame
 from ckptcore_orbax.ocdbt.paths import DataFile, decode_files
 
 __all__ = [
-    "MOST_BYTES",
-    "MOST_HEIGHT",
-    "MOST_INLINE_BYTES",
-    "MOST_KEY_BYTES",
-    "Interior",
-    "Leaf",
+    "MAX_BYTES",
+    "MAX_HEIGHT",
+    "MAX_INLINE_BYTES",
+    "MAX_KEY_BYTES",
+    "InteriorNode",
+    "LeafNode",
     "Node",
     "NodeReference",
     "Statistics",
-    "Value",
+    "ValueLocation",
     "decode_node",
 ]
 
-MOST_BYTES: Final = (1 << 62) - 1
+MAX_BYTES: Final = (1 << 62) - 1
 """Limit for offsets and lengths, so that the sum of two is a signed 64-bit number."""
 
-MOST_HEIGHT: Final = 63
+MAX_HEIGHT: Final = 63
 """A tree with two children per node and this height has more nodes than there are bytes."""
 
-MOST_KEY_BYTES: Final = 65535
-MOST_INLINE_BYTES: Final = 1 << 20
+MAX_KEY_BYTES: Final = 65535
+MAX_INLINE_BYTES: Final = 1 << 20
 """Limits of tensorstore."""
 
-_ANY_KEYS: Final = 4 << 20
-_MOST_GROWTH: Final = 64
-"""Limit for the keys of a node: `_ANY_KEYS` bytes (Orbax limits a node to 100 MB), or
-`_MOST_GROWTH` times its body.
+_ALWAYS_ALLOWED_KEYS: Final = 4 << 20
+_MAX_GROWTH: Final = 64
+"""Limit for the keys of a node: `_ALWAYS_ALLOWED_KEYS` bytes (Orbax limits a node to 100 MB), or
+`_MAX_GROWTH` times its body.
 """
 
-_ANY_ENTRIES: Final = 1 << 14
-_MOST_ENTRIES: Final = 16
-"""Limit for the entries of a node: `_ANY_ENTRIES`, or `_MOST_ENTRIES` per byte in the file. An
+_ALWAYS_ALLOWED_ENTRIES: Final = 1 << 14
+_MAX_ENTRIES: Final = 16
+"""Limit for the entries of a node: `_ALWAYS_ALLOWED_ENTRIES`, or `_MAX_ENTRIES` per byte in the file. An
 entry has 5 bytes before compression, and takes 30 times as much memory.
 """
 
@@ -66,7 +66,7 @@ _ENTRY_BYTES: Final = 150
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class ValueLocation:
     """Location of the value of a key.
 
     Attributes:
@@ -115,12 +115,12 @@ class NodeReference:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class LeafNode:
     """Keys and locations of their values, as columns of equal length.
 
     Attributes:
         keys: ascending; without the prefix that all keys of the leaf share.
-        inlines, files, offsets, lengths: the attributes of `Value`.
+        inlines, files, offsets, lengths: the attributes of `ValueLocation`.
     """
 
     keys: Sequence[bytes]
@@ -129,10 +129,10 @@ class Leaf:
     offsets: Sequence[int]
     lengths: Sequence[int]
 
-    def values(self, start: int, stop: int) -> Iterator[Value]:
+    def values(self, start: int, stop: int) -> Iterator[ValueLocation]:
         """Yield the values of entries `start` to `stop`. Objects are created on demand."""
         part = slice(start, stop)
-        return map(Value, self.inlines[part], self.files[part], self.offsets[part], self.lengths[part])
+        return map(ValueLocation, self.inlines[part], self.files[part], self.offsets[part], self.lengths[part])
 
     @property
     def memory_bytes(self) -> int:
@@ -142,7 +142,7 @@ class Leaf:
 
 
 @dataclass(frozen=True, slots=True)
-class Interior:
+class InteriorNode:
     """First keys of the nodes one level below, as columns of equal length.
 
     Attributes:
@@ -161,26 +161,26 @@ class Interior:
         return sum(map(len, self.keys)) + 3 * _ENTRY_BYTES * len(self.keys)
 
 
-Node: TypeAlias = Leaf | Interior
+Node: TypeAlias = LeafNode | InteriorNode
 
 
-def decode_node(data: bytes, reference: NodeReference, place: Place) -> Node:
+def decode_node(data: bytes, reference: NodeReference, byte_range: ByteRange) -> Node:
     """Decode a node, and check it against the reference from its parent.
 
     Raises:
         CorruptCheckpointError, UnsupportedVersionError
     """
-    body = decode_frame(data, NODE_MAGIC, place)
-    cursor = Cursor(body, place)
+    body = decode_frame(data, NODE_MAGIC, byte_range)
+    cursor = Cursor(body, byte_range)
     height = cursor.byte("the height")
     if height != reference.height:
-        raise place.damaged(f"it has the height {height}, expected {reference.height}")
+        raise byte_range.damage_error(f"it has the height {height}, expected {reference.height}")
     files = decode_files(cursor, reference.file.base)
     count = cursor.count("the number of entries")
     if count == 0:
-        raise place.damaged("it has no entries")
-    if count > (most := max(_ANY_ENTRIES, _MOST_ENTRIES * len(data))):
-        raise place.damaged(f"its {len(data)} bytes grow to {count} entries, expected at most {most}")
+        raise byte_range.damage_error("it has no entries")
+    if count > (most := max(_ALWAYS_ALLOWED_ENTRIES, _MAX_ENTRIES * len(data))):
+        raise byte_range.damage_error(f"its {len(data)} bytes grow to {count} entries, expected at most {most}")
     node: Node
     if height:
         node = _decode_interior(cursor, files, count, height, len(body))
@@ -190,23 +190,23 @@ def decode_node(data: bytes, reference: NodeReference, place: Place) -> Node:
         found = count
     cursor.finish()
     if found != reference.statistics.num_keys:
-        raise place.damaged(f"it has {found} keys, expected {reference.statistics.num_keys}")
+        raise byte_range.damage_error(f"it has {found} keys, expected {reference.statistics.num_keys}")
     return node
 
 
-def _decode_leaf(cursor: Cursor, files: Sequence[DataFile], count: int, body_bytes: int) -> Leaf:
-    place = cursor.place
+def _decode_leaf(cursor: Cursor, files: Sequence[DataFile], count: int, body_bytes: int) -> LeafNode:
+    byte_range = cursor.byte_range
     lengths_of_keys = _decode_lengths(cursor, count, body_bytes)
     keys = _decode_keys(cursor, *lengths_of_keys)
-    lengths = cursor.varints(count, "the length of a value", MOST_BYTES)
+    lengths = cursor.varints(count, "the length of a value", MAX_BYTES)
     kinds = cursor.bytes_column(count, "the kind of a value")
     if kinds.max() > 1:
-        raise place.damaged(f"the kind of a value is {kinds.max()}, expected 0 (inline) or 1 (indirect)")
+        raise byte_range.damage_error(f"the kind of a value is {kinds.max()}, expected 0 (inline) or 1 (indirect)")
     indirect = np.flatnonzero(kinds)
-    numbers, offsets = _decode_places(cursor, files, len(indirect), "a value")
+    numbers, offsets = _decode_locations(cursor, files, len(indirect), "a value")
     paths = np.array([file.path for file in files], object)
     if len(indirect) == count:
-        return Leaf(keys, [None] * count, paths[numbers].tolist(), offsets.tolist(), lengths.tolist())
+        return LeafNode(keys, [None] * count, paths[numbers].tolist(), offsets.tolist(), lengths.tolist())
     inlines: list[bytes | None] = [None] * count
     for entry in np.flatnonzero(kinds == 0).tolist():
         inlines[entry] = cursor.take(int(lengths[entry]), "an inline value")
@@ -215,56 +215,58 @@ def _decode_leaf(cursor: Cursor, files: Sequence[DataFile], count: int, body_byt
     if len(indirect):
         all_files[indirect] = paths[numbers]
         all_offsets[indirect] = offsets
-    return Leaf(keys, inlines, all_files.tolist(), all_offsets.tolist(), lengths.tolist())
+    return LeafNode(keys, inlines, all_files.tolist(), all_offsets.tolist(), lengths.tolist())
 
 
-def _decode_interior(cursor: Cursor, files: Sequence[DataFile], count: int, height: int, body_bytes: int) -> Interior:
-    place = cursor.place
+def _decode_interior(
+    cursor: Cursor, files: Sequence[DataFile], count: int, height: int, body_bytes: int
+) -> InteriorNode:
+    byte_range = cursor.byte_range
     lengths_of_keys = _decode_lengths(cursor, count, body_bytes)
-    prefixes = cursor.varints(count, "the shared prefix of a child's keys", MOST_KEY_BYTES).tolist()
+    prefixes = cursor.varints(count, "the shared prefix of a child's keys", MAX_KEY_BYTES).tolist()
     keys = _decode_keys(cursor, *lengths_of_keys)
     if any(map(operator.gt, prefixes, map(len, keys))):
-        raise place.damaged("the shared prefix of a child's keys is longer than its first key")
-    numbers, offsets = _decode_places(cursor, files, count, "a node")
-    lengths = cursor.varints(count, "the length of a node", MOST_BYTES).tolist()
+        raise byte_range.damage_error("the shared prefix of a child's keys is longer than its first key")
+    numbers, offsets = _decode_locations(cursor, files, count, "a node")
+    lengths = cursor.varints(count, "the length of a node", MAX_BYTES).tolist()
     statistics = map(
         Statistics,
-        cursor.varints(count, "the number of keys", MOST_BYTES).tolist(),
-        cursor.varints(count, "the bytes of a tree", MOST_BYTES).tolist(),
-        cursor.varints(count, "the bytes of the values of a tree", MOST_BYTES).tolist(),
+        cursor.varints(count, "the number of keys", MAX_BYTES).tolist(),
+        cursor.varints(count, "the bytes of a tree", MAX_BYTES).tolist(),
+        cursor.varints(count, "the bytes of the values of a tree", MAX_BYTES).tolist(),
     )
     children = [
         NodeReference(files[number], offset, length, height - 1, stated)
         for number, offset, length, stated in zip(numbers.tolist(), offsets.tolist(), lengths, statistics, strict=True)
     ]
-    return Interior(keys, prefixes, children)
+    return InteriorNode(keys, prefixes, children)
 
 
-def _decode_places(
+def _decode_locations(
     cursor: Cursor, files: Sequence[DataFile], count: int, what: str
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return file numbers and offsets. Checks that the files have paths."""
     numbers = cursor.varints(count, f"the number of the file of {what}", len(files) - 1)
     for number, file in enumerate(files):
         if not file.path and (numbers == number).any():
-            raise cursor.place.damaged(f"{what} refers to a file without a name")
-    return numbers, cursor.varints(count, f"the offset of {what}", MOST_BYTES)
+            raise cursor.byte_range.damage_error(f"{what} refers to a file without a name")
+    return numbers, cursor.varints(count, f"the offset of {what}", MAX_BYTES)
 
 
 def _decode_lengths(cursor: Cursor, count: int, body_bytes: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return how many bytes each key shares with the previous key, and how many follow."""
-    place = cursor.place
+    byte_range = cursor.byte_range
     shared = np.zeros(count, np.int64)
-    shared[1:] = cursor.varints(count - 1, "the shared prefix of a key", MOST_KEY_BYTES)
-    suffixes = cursor.varints(count, "the length of a key", MOST_KEY_BYTES)
+    shared[1:] = cursor.varints(count - 1, "the shared prefix of a key", MAX_KEY_BYTES)
+    suffixes = cursor.varints(count, "the length of a key", MAX_KEY_BYTES)
     lengths = shared + suffixes
-    if (longest := int(lengths.max())) > MOST_KEY_BYTES:
-        raise place.damaged(f"a key has {longest} bytes, expected at most {MOST_KEY_BYTES}")
+    if (longest := int(lengths.max())) > MAX_KEY_BYTES:
+        raise byte_range.damage_error(f"a key has {longest} bytes, expected at most {MAX_KEY_BYTES}")
     if (shared[1:] > lengths[:-1]).any():
-        raise place.damaged("a key shares more with the previous key than that key has")
-    most = max(_ANY_KEYS, _MOST_GROWTH * body_bytes)
+        raise byte_range.damage_error("a key shares more with the previous key than that key has")
+    most = max(_ALWAYS_ALLOWED_KEYS, _MAX_GROWTH * body_bytes)
     if (total := int(lengths.sum())) > most:
-        raise place.damaged(f"its keys have {total} bytes, expected at most {most}")
+        raise byte_range.damage_error(f"its keys have {total} bytes, expected at most {most}")
     return shared, suffixes
 
 
@@ -278,5 +280,5 @@ def _decode_keys(cursor: Cursor, shared: npt.NDArray[np.int64], suffixes: npt.ND
         key = key[:prefix] + text[start:stop]
         keys.append(key)
     if not all(map(operator.lt, keys, islice(keys, 1, None))):
-        raise cursor.place.damaged("its keys do not ascend")
+        raise cursor.byte_range.damage_error("its keys do not ascend")
     return keys

@@ -22,12 +22,12 @@ from ckptcore_orbax.ocdbt.varints import encode_varint, encode_varints
 
 __all__ = ["DataFile", "check_path", "decode_files", "encode_files"]
 
-_MOST_PATH_BYTES: Final = 65535
+_MAX_PATH_BYTES: Final = 65535
 """Limit of tensorstore."""
 
-_ANY_TABLE: Final = 1 << 20
-_MOST_GROWTH: Final = 64
-"""Limit for the paths of a table: `_ANY_TABLE` bytes, or `_MOST_GROWTH` times their size with
+_ALWAYS_ALLOWED_TABLE: Final = 1 << 20
+_MAX_GROWTH: Final = 64
+"""Limit for the paths of a table: `_ALWAYS_ALLOWED_TABLE` bytes, or `_MAX_GROWTH` times their size with
 shared prefixes removed.
 """
 
@@ -64,34 +64,34 @@ def decode_files(cursor: Cursor, transitive: str) -> list[DataFile]:
     Raises:
         CorruptCheckpointError: the table is invalid, or a path leaves the store.
     """
-    place = cursor.place
+    byte_range = cursor.byte_range
     count = cursor.count("the number of files")
     if count == 0:
         return []
-    prefixes = [0, *cursor.varints(count - 1, "the shared prefix of a path", _MOST_PATH_BYTES).tolist()]
-    suffixes = cursor.varints(count, "the length of a path", _MOST_PATH_BYTES).tolist()
-    bases = cursor.varints(count, "the length of a base path", _MOST_PATH_BYTES).tolist()
+    prefixes = [0, *cursor.varints(count - 1, "the shared prefix of a path", _MAX_PATH_BYTES).tolist()]
+    suffixes = cursor.varints(count, "the length of a path", _MAX_PATH_BYTES).tolist()
+    bases = cursor.varints(count, "the length of a base path", _MAX_PATH_BYTES).tolist()
     table_bytes = sum(suffixes)
-    most = max(_ANY_TABLE, _MOST_GROWTH * table_bytes)
+    most = max(_ALWAYS_ALLOWED_TABLE, _MAX_GROWTH * table_bytes)
     if (total := sum(prefixes) + table_bytes + count * len(transitive)) > most:
-        raise place.damaged(f"its paths of files have {total} bytes, expected at most {most}")
+        raise byte_range.damage_error(f"its paths of files have {total} bytes, expected at most {most}")
     files = []
     path = b""
     for prefix, suffix, base in zip(prefixes, suffixes, bases, strict=True):
         if prefix > len(path):
-            raise place.damaged(f"the path of a file shares {prefix} bytes with one of {len(path)}")
+            raise byte_range.damage_error(f"the path of a file shares {prefix} bytes with one of {len(path)}")
         path = path[:prefix] + cursor.take(suffix, "the path of a file")
-        if base > len(path) or len(path) > _MOST_PATH_BYTES:
-            raise place.damaged(f"the path of a file has {len(path)} bytes and a base of {base}")
+        if base > len(path) or len(path) > _MAX_PATH_BYTES:
+            raise byte_range.damage_error(f"the path of a file has {len(path)} bytes and a base of {base}")
         try:
             relative, own_base = path.decode(), path[:base].decode()
         except UnicodeDecodeError as error:
-            raise place.damaged(f"the path of a file is not UTF-8: {path[:200]!r}") from error
+            raise byte_range.damage_error(f"the path of a file is not UTF-8: {path[:200]!r}") from error
         if not relative:
             files.append(DataFile("", transitive))
             continue
         if (wrong := check_path(transitive + relative)) is not None:
-            raise place.damaged(
+            raise byte_range.damage_error(
                 f"the path of a file has {wrong}: {(transitive + relative)[:200]!r}, expected a relative one such as "
                 "'d/name'"
             )
@@ -113,7 +113,7 @@ def encode_files(paths: Sequence[str]) -> bytes:
     encoded = []
     for path in paths:
         data = path.encode()
-        if (wrong := check_path(path) or ("too many bytes" if len(data) > _MOST_PATH_BYTES else None)) is not None:
+        if (wrong := check_path(path) or ("too many bytes" if len(data) > _MAX_PATH_BYTES else None)) is not None:
             raise InvalidLocationError(
                 f"the path {path[:200]!r} of a file has {wrong}: expected a relative one such as "
                 "'ocdbt.process_0/d/name'"

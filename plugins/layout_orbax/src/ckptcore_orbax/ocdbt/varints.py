@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 __all__ = ["decode_varints", "encode_varint", "encode_varints"]
 
-_MOST_BYTES: Final = 10
+_MAX_BYTES: Final = 10
 """Maximum length of a 64-bit number: nine groups of 7 bits, and one bit."""
 
 _FEW: Final = 16
@@ -32,32 +32,32 @@ def decode_varints(data: npt.NDArray[np.uint8], position: int, count: int) -> tu
     if window.max() < 0x80:
         return window.astype(np.uint64), position + count
     # Find the ends of the numbers; assume short numbers first.
-    for width in (2, 4, _MOST_BYTES):
+    for width in (2, 4, _MAX_BYTES):
         window = data[position : position + width * count]
         ends = np.flatnonzero(window < 0x80)[:count]
         if len(ends) == count:
             break
     else:
-        raise ValueError(f"the bytes end, or a number has more than {_MOST_BYTES} bytes, within {count} numbers")
+        raise ValueError(f"the bytes end, or a number has more than {_MAX_BYTES} bytes, within {count} numbers")
     starts = np.empty_like(ends)
     starts[0] = 0
     starts[1:] = ends[:-1] + 1
     sizes = ends - starts + 1
     longest = int(sizes.max())
-    if longest > _MOST_BYTES:
-        raise ValueError(f"a number has {longest} bytes; at most {_MOST_BYTES} are expected")
+    if longest > _MAX_BYTES:
+        raise ValueError(f"a number has {longest} bytes; at most {_MAX_BYTES} are expected")
     numbers = (window[starts] & 0x7F).astype(np.uint64)
-    for place in range(1, longest):
-        longer = np.flatnonzero(sizes > place)
-        groups = (window[starts[longer] + place] & 0x7F).astype(np.uint64)
-        if place == _MOST_BYTES - 1 and groups.max() > 1:
+    for digit in range(1, longest):
+        longer = np.flatnonzero(sizes > digit)
+        groups = (window[starts[longer] + digit] & 0x7F).astype(np.uint64)
+        if digit == _MAX_BYTES - 1 and groups.max() > 1:
             raise ValueError("a number has more than 64 bits")
-        numbers[longer] |= groups << np.uint64(7 * place)
+        numbers[longer] |= groups << np.uint64(7 * digit)
     return numbers, position + int(ends[-1]) + 1
 
 
 def _decode_few(data: npt.NDArray[np.uint8], position: int, count: int) -> tuple[npt.NDArray[np.uint64], int]:
-    text = data[position : position + _MOST_BYTES * count].tobytes()
+    text = data[position : position + _MAX_BYTES * count].tobytes()
     numbers = []
     at = 0
     for _ in range(count):
@@ -71,8 +71,8 @@ def _decode_few(data: npt.NDArray[np.uint8], position: int, count: int) -> tuple
             if byte < 0x80:
                 break
             shift += 7
-            if shift == 7 * _MOST_BYTES:
-                raise ValueError(f"a number has more than {_MOST_BYTES} bytes")
+            if shift == 7 * _MAX_BYTES:
+                raise ValueError(f"a number has more than {_MAX_BYTES} bytes")
         if number >> 64:
             raise ValueError("a number has more than 64 bits")
         numbers.append(number)
@@ -98,13 +98,13 @@ def encode_varints(numbers: npt.NDArray[np.uint64]) -> bytes:
         return numbers.astype(np.uint8).tobytes()
     longest = -(-largest.bit_length() // 7)
     sizes = np.ones(len(numbers), np.int64)
-    for place in range(1, longest):
-        sizes += numbers >> np.uint64(7 * place) > 0
+    for digit in range(1, longest):
+        sizes += numbers >> np.uint64(7 * digit) > 0
     starts = np.cumsum(sizes) - sizes
     encoded = np.zeros(int(sizes.sum()), np.uint8)
-    for place in range(longest):
-        longer = np.flatnonzero(sizes > place)
-        groups = (numbers[longer] >> np.uint64(7 * place) & np.uint64(0x7F)).astype(np.uint8)
-        groups[sizes[longer] > place + 1] |= 0x80
-        encoded[starts[longer] + place] = groups
+    for digit in range(longest):
+        longer = np.flatnonzero(sizes > digit)
+        groups = (numbers[longer] >> np.uint64(7 * digit) & np.uint64(0x7F)).astype(np.uint8)
+        groups[sizes[longer] > digit + 1] |= 0x80
+        encoded[starts[longer] + digit] = groups
     return encoded.tobytes()

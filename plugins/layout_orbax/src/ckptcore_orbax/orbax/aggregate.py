@@ -11,7 +11,7 @@ import numpy as np
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import ArraySpec, HostArray, dtype_from_name
-from ckptcore_orbax.orbax.documents import corrupt
+from ckptcore_orbax.orbax.json_files import unexpected
 from ckptcore_orbax.orbax.trees import MAX_DEPTH, StoredTree, TreeLeaf, plain_tree
 
 __all__ = ["AGGREGATE_FILE", "parse_aggregate", "unpack"]
@@ -31,7 +31,7 @@ Array: ``(shape, dtype, bytes)`` in nested msgpack; complex: ``(real, imaginary)
 array; tuple: a list.
 """
 
-_MOST_NESTED: Final = 16
+_MAX_NESTED: Final = 16
 """Maximum nesting of extension values, each of which takes much stack space."""
 
 
@@ -42,7 +42,7 @@ def parse_aggregate(data: bytes, key: str) -> StoredTree:
         CorruptCheckpointError
         UnsupportedLeafError: an array has an unknown dtype.
     """
-    return plain_tree(_leaves(unpack(data, key, _Extensions(key)), key, 0), key)
+    return plain_tree(_replace_arrays(unpack(data, key, _Extensions(key)), key, 0), key)
 
 
 def unpack(data: bytes, key: str, extension: Callable[[int, bytes], object]) -> object:
@@ -73,13 +73,13 @@ class _Extensions:
     def __call__(self, code: int, data: bytes) -> object:
         self._depth += 1
         try:
-            if self._depth > _MOST_NESTED:
-                raise corrupt(self._key, f"at most {_MOST_NESTED} nested values", self._depth)
-            return self._made(code, data)
+            if self._depth > _MAX_NESTED:
+                raise unexpected(self._key, f"at most {_MAX_NESTED} nested values", self._depth)
+            return self._decode(code, data)
         finally:
             self._depth -= 1
 
-    def _made(self, code: int, data: bytes) -> object:
+    def _decode(self, code: int, data: bytes) -> object:
         inner = unpack(data, self._key, self) if code in (_ARRAY, _COMPLEX, _SCALAR, _TUPLE) else None
         match code, inner:
             case ((1 | 3), [list() as shape, str() as dtype, bytes() as elements]):
@@ -90,51 +90,51 @@ class _Extensions:
                 return complex(real, imaginary)
             case 4, list():
                 return tuple(inner)
-        raise corrupt(self._key, "an array, a complex number or a tuple", f"extension type {code}")
+        raise unexpected(self._key, "an array, a complex number or a tuple", f"extension type {code}")
 
 
 def _array(shape: list[Any], dtype: str, elements: bytes, key: str) -> HostArray:
     if len(shape) > 64 or any(type(extent) is not int or extent < 0 for extent in shape):
-        raise corrupt(key, "the shape of an array", shape)
+        raise unexpected(key, "the shape of an array", shape)
     element = dtype_from_name(dtype)
     if math.prod(shape) * element.itemsize != len(elements):
-        raise corrupt(key, f"the elements of {dtype}{shape}", f"{len(elements)} bytes")
+        raise unexpected(key, f"the elements of {dtype}{shape}", f"{len(elements)} bytes")
     return np.frombuffer(elements, element.newbyteorder("<")).astype(element, copy=False).reshape(shape)
 
 
-def _leaves(value: object, key: str, depth: int) -> object:
+def _replace_arrays(value: object, key: str, depth: int) -> object:
     """Replace arrays, and references to arrays, by leaves."""
     if depth > MAX_DEPTH:
-        raise corrupt(key, "a tree", "one that is too deep")
+        raise unexpected(key, "a tree", "one that is too deep")
     if isinstance(value, str) and value.startswith(_PLACEHOLDERS):
         return TreeLeaf(value.partition("://")[2])
     if isinstance(value, dict):
         if value.get(_CHUNKED) is True:
-            return _joined(value, key)
-        return {name: _leaves(child, key, depth + 1) for name, child in value.items()}
+            return _join_chunks(value, key)
+        return {name: _replace_arrays(child, key, depth + 1) for name, child in value.items()}
     if isinstance(value, list):
-        return [_leaves(child, key, depth + 1) for child in value]
-    return tuple([_leaves(child, key, depth + 1) for child in value]) if isinstance(value, tuple) else value
+        return [_replace_arrays(child, key, depth + 1) for child in value]
+    return tuple([_replace_arrays(child, key, depth + 1) for child in value]) if isinstance(value, tuple) else value
 
 
-def _joined(value: Mapping[str, Any], key: str) -> TreeLeaf:
+def _join_chunks(value: Mapping[str, Any], key: str) -> TreeLeaf:
     shape, chunks = value.get("shape"), value.get("chunks")
     if not isinstance(shape, dict) or not isinstance(chunks, dict) or not chunks:
-        raise corrupt(key, "the shape and the chunks of an array", value)
+        raise unexpected(key, "the shape and the chunks of an array", value)
     extents = [shape.get(str(number)) for number in range(len(shape))]
     parts: list[HostArray] = []
     for number in range(len(chunks)):
         part = chunks.get(str(number))
         if not isinstance(part, TreeLeaf) or part.embedded is None:
-            raise corrupt(key, "a chunk of an array", part)
+            raise unexpected(key, "a chunk of an array", part)
         parts.append(part.embedded.reshape(-1))
     joined = np.concatenate(parts) if len({part.dtype for part in parts}) == 1 else None
     if joined is None or any(type(extent) is not int or extent < 0 for extent in extents):
-        raise corrupt(key, "chunks of one dtype, and a shape", extents)
-    if len(extents) > 64 or math.prod(extents) != joined.size:  # type: ignore[arg-type]  # ints, as just seen
-        raise corrupt(key, f"{extents} elements in chunks", joined.size)
+        raise unexpected(key, "chunks of one dtype, and a shape", extents)
+    if len(extents) > 64 or math.prod(extents) != joined.size:  # type: ignore[arg-type]  # ints, checked above
+        raise unexpected(key, f"{extents} elements in chunks", joined.size)
     try:
-        whole = joined.reshape(extents)  # type: ignore[arg-type]  # ints, as just seen
+        whole = joined.reshape(extents)  # type: ignore[arg-type]  # ints, checked above
     except ValueError as error:  # NumPy does not support this shape, even though it has no elements
-        raise corrupt(key, "a shape that arrays have", extents) from error
+        raise unexpected(key, "a shape that arrays have", extents) from error
     return TreeLeaf("", "np.ndarray", embedded=whole, spec=ArraySpec(whole.shape, whole.dtype.name))

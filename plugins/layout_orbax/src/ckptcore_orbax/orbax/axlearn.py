@@ -11,7 +11,7 @@ from ckptcore.errors import CorruptCheckpointError, UncommittedCheckpointError
 from ckptcore.model import JSON, ArraySpec, dtype_from_name
 from ckptcore.protocols import ReadStore
 from ckptcore_orbax.orbax.aggregate import unpack
-from ckptcore_orbax.orbax.documents import corrupt, expect, parse_document, text_of
+from ckptcore_orbax.orbax.json_files import expect_text, expect_type, parse_json, unexpected
 from ckptcore_orbax.orbax.trees import MAX_DEPTH, StoredTree, TreeLeaf, plain_tree
 
 __all__ = ["AxlearnStep", "find_axlearn"]
@@ -91,14 +91,14 @@ def find_axlearn(store: ReadStore) -> AxlearnStep | None:
 
 def _entries(data: bytes) -> list[tuple[str, JSON]]:
     found: list[tuple[str, JSON]] = []
-    for entry in expect(parse_document(data, _INDEX), list, _INDEX, "the index"):
-        pair = expect(entry, list, _INDEX, "an entry of the index")
+    for entry in expect_type(parse_json(data, _INDEX), list, _INDEX, "the index"):
+        pair = expect_type(entry, list, _INDEX, "an entry of the index")
         if len(pair) != 2:
-            raise corrupt(_INDEX, "a path and a value", pair)
-        path = text_of(pair[0], _INDEX, "a path")
+            raise unexpected(_INDEX, "a path and a value", pair)
+        path = expect_text(pair[0], _INDEX, "a path")
         parts = path.split("/")
         if len(parts) >= MAX_DEPTH or not {"", ".", ".."}.isdisjoint(parts) or "\0" in path:
-            raise corrupt(_INDEX, "a relative path", path)
+            raise unexpected(_INDEX, "a relative path", path)
         found.append((path, pair[1]))
     return found
 
@@ -108,13 +108,13 @@ def _is_iterator(value: JSON) -> bool:
 
 
 def _spec(value: Mapping[str, JSON]) -> ArraySpec:
-    shape = text_of(value["shape"], _INDEX, "a shape")
+    shape = expect_text(value["shape"], _INDEX, "a shape")
     if not _SHAPE.fullmatch(shape):
-        raise corrupt(_INDEX, "a shape such as '(8, 8)'", shape)
+        raise unexpected(_INDEX, "a shape such as '(8, 8)'", shape)
     extents = tuple([int(extent) for extent in shape.strip("(),").split(",") if extent.strip()])
     if len(extents) > 64:
-        raise corrupt(_INDEX, "at most 64 axes", len(extents))
-    dtype = text_of(value["dtype"], _INDEX, "a dtype")
+        raise unexpected(_INDEX, "at most 64 axes", len(extents))
+    dtype = expect_text(value["dtype"], _INDEX, "a dtype")
     dtype_from_name(dtype)
     return ArraySpec(extents, dtype)
 
@@ -135,14 +135,14 @@ def _state_files(store: ReadStore, names: frozenset[str], paths: set[str]) -> di
 
 def _state(store: ReadStore, files: Mapping[int, str]) -> object:
     """Return the iterator state of the only process, or a dict of all processes' states."""
-    states = {process: _unpacked(store.get(files[process]), files[process]) for process in sorted(files)}
+    states = {process: _decode_state(store.get(files[process]), files[process]) for process in sorted(files)}
     return next(iter(states.values())) if len(states) == 1 else states
 
 
-def _unpacked(data: bytes, key: str) -> object:
+def _decode_state(data: bytes, key: str) -> object:
     """Decode a state file: JSON, as older versions wrote it for Grain, or msgpack."""
     if key.startswith("grain_"):
-        return parse_document(data, key)
+        return parse_json(data, key)
 
     def refuse(code: int, _: bytes) -> object:
         raise CorruptCheckpointError(
@@ -160,8 +160,8 @@ def _insert(root: dict[str, object], path: str, value: object) -> None:
     for part in parents:
         below = inner.setdefault(part, {})
         if not isinstance(below, dict):
-            raise corrupt(_INDEX, f"one leaf at {path[:80]!r}", "another leaf above it")
+            raise unexpected(_INDEX, f"one leaf at {path[:80]!r}", "another leaf above it")
         inner = below
     if last in inner:
-        raise corrupt(_INDEX, f"one leaf at {path[:80]!r}", "two")
+        raise unexpected(_INDEX, f"one leaf at {path[:80]!r}", "two")
     inner[last] = value

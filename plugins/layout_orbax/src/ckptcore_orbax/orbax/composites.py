@@ -8,12 +8,12 @@ from typing import Final, Literal
 
 from ckptcore.model import JSON
 from ckptcore.protocols import ReadStore
-from ckptcore_orbax.orbax.documents import expect, object_of, parse_document
 from ckptcore_orbax.orbax.items import TEMPORARY, ItemKind, expect_commit, item_kind, names_in
+from ckptcore_orbax.orbax.json_files import expect_object, expect_type, parse_json
 from ckptcore_orbax.orbax.markers import (
+    DELETION_FILE,
     INDICATOR_FILE,
     METADATA_FILE,
-    RECORD_FILE,
     CheckpointFile,
     parse_checkpoint_file,
 )
@@ -40,7 +40,7 @@ class Composite:
     """
 
     members: Mapping[str, ItemKind | Literal["other"]]
-    sole: str | None
+    default_tree: str | None
     writer: str
     custom: Mapping[str, JSON] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -60,14 +60,14 @@ def find_composite(store: ReadStore) -> Composite | None:
     names = names_in(store, "")
     if item_kind(names) is not None:
         return None
-    about = CheckpointFile()
+    checkpoint_file = CheckpointFile()
     if METADATA_FILE in names:
-        about = parse_checkpoint_file(store.get(METADATA_FILE), METADATA_FILE)
-        if isinstance(about.handlers, str):
+        checkpoint_file = parse_checkpoint_file(store.get(METADATA_FILE), METADATA_FILE)
+        if isinstance(checkpoint_file.handlers, str):
             return None
     marked = METADATA_FILE in names or INDICATOR_FILE in names
-    deleted = _deleted(store) if RECORD_FILE in names else None
-    handlers = about.handlers if isinstance(about.handlers, Mapping) else {}
+    deleted = _deleted(store) if DELETION_FILE in names else None
+    handlers = checkpoint_file.handlers if isinstance(checkpoint_file.handlers, Mapping) else {}
     members: dict[str, ItemKind | Literal["other"]] = {}
     for name in sorted(name.removesuffix("/") for name in names if name.endswith("/")):
         if name == deleted or TEMPORARY in name or name.startswith("."):
@@ -83,21 +83,21 @@ def find_composite(store: ReadStore) -> Composite | None:
     if not members or (not marked and "tree" not in members.values()):
         return None
     expect_commit(store, names)
-    metrics, custom = dict(about.metrics), dict(about.custom)
+    metrics, custom = dict(checkpoint_file.metrics), dict(checkpoint_file.custom)
     if members.get(_METRICS) == "json" and _METRICS in store.list_names(_METRICS):
         key = f"{_METRICS}/{_METRICS}"
-        metrics.update(object_of(parse_document(store.get(key), key), key, "metrics"))
+        metrics.update(expect_object(parse_json(store.get(key), key), key, "metrics"))
         del members[_METRICS]
     other = {name: value for name, value in metrics.items() if not _is_number(value)}
     if other:
         custom.setdefault(_METRICS, other)
     return Composite(
         members,
-        _sole(members),
+        _default_tree(members),
         "Orbax" if INDICATOR_FILE in names else "Orbax (version 0)",
         custom,
         {name: value for name, value in metrics.items() if isinstance(value, int | float) and _is_number(value)},
-        about.created,
+        checkpoint_file.created,
     )
 
 
@@ -111,7 +111,7 @@ def _by_handler(handler: str) -> ItemKind | Literal["other"]:
     return "tree" if name in ("PyTreeHandler", "PyTreeCheckpointHandler", "StandardCheckpointHandler") else "other"
 
 
-def _sole(members: Mapping[str, ItemKind | Literal["other"]]) -> str | None:
+def _default_tree(members: Mapping[str, ItemKind | Literal["other"]]) -> str | None:
     trees = [name for name, kind in members.items() if kind == "tree"]
     if len(trees) == 1:
         return trees[0]
@@ -119,5 +119,5 @@ def _sole(members: Mapping[str, ItemKind | Literal["other"]]) -> str | None:
 
 
 def _deleted(store: ReadStore) -> str:
-    said = object_of(parse_document(store.get(RECORD_FILE), RECORD_FILE), RECORD_FILE, "the file")
-    return expect(said.get("checkpointable_name"), str, RECORD_FILE, "checkpointable_name")
+    record = expect_object(parse_json(store.get(DELETION_FILE), DELETION_FILE), DELETION_FILE, "the file")
+    return expect_type(record.get("checkpointable_name"), str, DELETION_FILE, "checkpointable_name")

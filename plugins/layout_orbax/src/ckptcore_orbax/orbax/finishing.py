@@ -26,16 +26,16 @@ from ckptcore.model import (
 from ckptcore.protocols import WriteStore
 from ckptcore_orbax.crc32c import CRC32C
 from ckptcore_orbax.ocdbt.encoding import encode_database
-from ckptcore_orbax.ocdbt.node import Value
+from ckptcore_orbax.ocdbt.node import ValueLocation
 from ckptcore_orbax.orbax.item_files import item_files
 from ckptcore_orbax.orbax.values import value_array
-from ckptcore_orbax.zarr.chunking import unflat_index
-from ckptcore_orbax.zarr.documents import encode_group, groups_around
+from ckptcore_orbax.zarr.chunking import unflatten_index
+from ckptcore_orbax.zarr.documents import enclosing_groups, encode_group
 from ckptcore_orbax.zarr.dtypes import ZarrFormat
 from ckptcore_orbax.zarr.formats import encode_metadata
-from ckptcore_orbax.zarr.options import Form
-from ckptcore_orbax.zarr.state import DIGEST_BYTES, ArraysState, Extents, StoredName
-from ckptcore_orbax.zarr.stored_arrays import SESSIONS, array_names, dimension_names, stored_format
+from ckptcore_orbax.zarr.options import LayoutOptions
+from ckptcore_orbax.zarr.state import DIGEST_BYTES, ArraysState, Extents, StoredArray
+from ckptcore_orbax.zarr.stored_arrays import SESSION_WRITERS, array_names, dimension_names, stored_format
 from ckptcore_orbax.zarr.version2 import zarr2_array
 from ckptcore_orbax.zarr.version3 import zarr3_array
 
@@ -43,7 +43,7 @@ __all__ = ["finish_arrays"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunks:
+class _ReceiptChunks:
     """The chunks of one process, as columns."""
 
     files: Sequence[str]
@@ -57,7 +57,7 @@ class _Chunks:
     digest: bytes
 
     @classmethod
-    def of(cls, receipt: Receipt) -> _Chunks:
+    def of(cls, receipt: Receipt) -> _ReceiptChunks:
         state: Any = receipt.state
         return cls(
             files=state["files"],
@@ -72,42 +72,42 @@ class _Chunks:
         )
 
 
-def finish_arrays(tree: TreeMetadata, receipts: Sequence[Receipt], form: Form, store: WriteStore) -> JSON:
+def finish_arrays(tree: TreeMetadata, receipts: Sequence[Receipt], options: LayoutOptions, store: WriteStore) -> JSON:
     """Write chunk keys, array metadata and the files that Orbax reads. Return the state for the root.
 
     Raises:
         CheckpointError: processes wrote with different options, so their chunks do not form one array.
     """
-    _expect_one_form(receipts, form)
-    names = array_names(tree, form)
+    _check_options(receipts, options)
+    names = array_names(tree, options)
     in_sessions = any(receipt.state["session"] is not None for receipt in receipts)  # type: ignore[index,call-overload]  # see `write_arrays`
-    size = SESSIONS if in_sessions else len(receipts)
+    size = SESSION_WRITERS if in_sessions else len(receipts)
     directory = str(receipts[0].state["directory"])  # type: ignore[index,call-overload]  # see `write_arrays`
     prefix = f"{directory}/" if directory else ""
-    arrays: dict[int, StoredName] = {}
+    arrays: dict[int, StoredArray] = {}
     for leaf, record in enumerate(tree.leaves):
         if not isinstance(record, ArrayRecord):
             continue
         target = tree.aliases.get(leaf)
-        made = stored_format(record, names[leaf], form, size) if target is None else arrays[target].form
-        arrays[leaf] = StoredName(names[leaf], made)
-    chunks = [_Chunks.of(receipt) for receipt in receipts]
+        made = stored_format(record, names[leaf], options, size) if target is None else arrays[target].format
+        arrays[leaf] = StoredArray(names[leaf], made)
+    chunks = [_ReceiptChunks.of(receipt) for receipt in receipts]
     small = {
-        leaf: _small_array(names[leaf], array, form)
+        leaf: _small_array(names[leaf], array, options)
         for leaf, record in enumerate(tree.leaves)
         if isinstance(record, ValueRecord) and (array := value_array(record)) is not None
     }
-    if form.storage == "ocdbt":
+    if options.storage == "ocdbt":
         _write_database(tree, arrays, chunks, small, receipts, prefix, store)
     else:
-        _write_documents(arrays, small, form.zarr_format, prefix, store)
-    shapes = {leaf: (stored.form.chunk, stored.form.inner) for leaf, stored in arrays.items()}
-    database, zarr3 = form.storage == "ocdbt", form.zarr_format == 3
+        _write_documents(arrays, small, options.zarr_format, prefix, store)
+    shapes = {leaf: (stored.format.chunk, stored.format.inner) for leaf, stored in arrays.items()}
+    database, zarr3 = options.storage == "ocdbt", options.zarr_format == 3
     files = item_files(tree, shapes, use_ocdbt=database, use_zarr3=zarr3)
     store.write_many((f"{prefix}{key}", [BytesSegment(data)]) for key, data in files.items())
     state = ArraysState(
         directory=directory,
-        storage=form.storage,
+        storage=options.storage,
         missing="error",
         source="ckptcore",
         arrays=arrays,
@@ -117,40 +117,40 @@ def finish_arrays(tree: TreeMetadata, receipts: Sequence[Receipt], form: Form, s
     return state.to_json()
 
 
-def _expect_one_form(receipts: Sequence[Receipt], form: Form) -> None:
+def _check_options(receipts: Sequence[Receipt], options: LayoutOptions) -> None:
     for receipt in receipts:
-        found = receipt.state.get("form") if isinstance(receipt.state, Mapping) else None
-        if found != form.agreed:
+        found = receipt.state.get("options") if isinstance(receipt.state, Mapping) else None
+        if found != options.description:
             raise CheckpointError(
-                f"rank {receipt.rank} wrote arrays with other options than rank 0: expected {form.agreed}, found "
-                f"{found or 'another layout'}; give every rank the same layout with the same options"
+                f"rank {receipt.rank} wrote arrays with other options than rank 0: expected {options.description}, "
+                f"found {found or 'another layout'}; give every rank the same layout with the same options"
             )
 
 
-def _small_array(name: str, array: HostArray, form: Form) -> tuple[StoredName, bytes]:
+def _small_array(name: str, array: HostArray, options: LayoutOptions) -> tuple[StoredArray, bytes]:
     """Return a small value as the array that Orbax stores for it, and its only chunk."""
     spec = ArraySpec(array.shape, name_of_dtype(array.dtype))
     chunk = tuple([max(1, extent) for extent in array.shape])
     little = array.astype(array.dtype.newbyteorder("<")).tobytes()
-    if form.zarr_format == 2:
-        return StoredName(name, zarr2_array(spec, chunk, compression=None)), little
-    checksum = form.options.checksum
-    names = dimension_names(spec, form.storage)
+    if options.zarr_format == 2:
+        return StoredArray(name, zarr2_array(spec, chunk, compression=None)), little
+    checksum = options.default.checksum
+    names = dimension_names(spec, options.storage)
     made = zarr3_array(spec, chunk, chunk, checksum=checksum, dimension_names=names)
-    return StoredName(name, made), little + (CRC32C.encode(CRC32C.of(memoryview(little))) if checksum else b"")
+    return StoredArray(name, made), little + (CRC32C.encode(CRC32C.of(memoryview(little))) if checksum else b"")
 
 
 def _write_database(
     tree: TreeMetadata,
-    arrays: Mapping[int, StoredName],
-    chunks: Sequence[_Chunks],
-    small: Mapping[int, tuple[StoredName, bytes]],
+    arrays: Mapping[int, StoredArray],
+    chunks: Sequence[_ReceiptChunks],
+    small: Mapping[int, tuple[StoredArray, bytes]],
     receipts: Sequence[Receipt],
     prefix: str,
     store: WriteStore,
 ) -> None:
     """Merge the chunks of all processes into one database by reference, without copying elements."""
-    unique = hashlib.blake2b(json.dumps([_save_of(receipt) for receipt in receipts]).encode(), digest_size=16)
+    unique = hashlib.blake2b(json.dumps([_receipt_id(receipt) for receipt in receipts]).encode(), digest_size=16)
     node_file = f"d/{unique.hexdigest()}"
     database = encode_database(
         _entries(tree, arrays, chunks, small), uuid=unique.digest(), node_file=node_file, created_ns=time.time_ns()
@@ -160,7 +160,7 @@ def _write_database(
     store.put(f"{prefix}manifest.ocdbt", database.manifest)
 
 
-def _save_of(receipt: Receipt) -> list[JSON]:
+def _receipt_id(receipt: Receipt) -> list[JSON]:
     """Return values unique to a receipt. File names are not enough, because a tree may have no arrays."""
     state: Any = receipt.state
     return [state["save_id"], state["name"], receipt.rank]
@@ -168,21 +168,21 @@ def _save_of(receipt: Receipt) -> list[JSON]:
 
 def _entries(
     tree: TreeMetadata,
-    arrays: Mapping[int, StoredName],
-    chunks: Sequence[_Chunks],
-    small: Mapping[int, tuple[StoredName, bytes]],
-) -> Iterator[tuple[bytes, Value]]:
+    arrays: Mapping[int, StoredArray],
+    chunks: Sequence[_ReceiptChunks],
+    small: Mapping[int, tuple[StoredArray, bytes]],
+) -> Iterator[tuple[bytes, ValueLocation]]:
     """Yield every key of the database with its value, unordered."""
     documents: dict[int, bytes] = {}
     shared: dict[int, list[int]] = {}
     for alias, target in tree.aliases.items():
         shared.setdefault(target, []).append(alias)
     for stored in [*arrays.values(), *(stored for stored, _ in small.values())]:
-        document = documents.setdefault(id(stored.form), encode_metadata(stored.form))
-        yield f"{stored.prefix}{stored.form.metadata_key}".encode(), _inline(document)
+        document = documents.setdefault(id(stored.format), encode_metadata(stored.format))
+        yield f"{stored.prefix}{stored.format.metadata_key}".encode(), _inline(document)
     for stored, data in small.values():
         if data:
-            yield f"{stored.prefix}{stored.form.chunk_key((0,) * len(stored.form.chunk))}".encode(), _inline(data)
+            yield f"{stored.prefix}{stored.format.chunk_key((0,) * len(stored.format.chunk))}".encode(), _inline(data)
     # Millions of chunks share few formats, so the last part of a key is computed once per format
     # and chunk.
     prefixes = {
@@ -191,26 +191,26 @@ def _entries(
         if leaf not in tree.aliases
     }
     endings: dict[int, dict[int, bytes]] = {}
-    endings_of = {leaf: endings.setdefault(id(stored.form), {}) for leaf, stored in arrays.items()}
+    endings_of = {leaf: endings.setdefault(id(stored.format), {}) for leaf, stored in arrays.items()}
     for part in chunks:
         columns = zip(part.leaf, part.chunk, part.file, part.offset, part.length, strict=True)
         for leaf, chunk, file, offset, length in columns:
-            value = Value(None, part.files[file], offset, length)
+            value = ValueLocation(None, part.files[file], offset, length)
             ending = endings_of[leaf].get(chunk)
             if ending is None:
-                form = arrays[leaf].form
-                ending = endings_of[leaf][chunk] = form.chunk_key(unflat_index(chunk, form.grid)).encode()
+                format = arrays[leaf].format
+                ending = endings_of[leaf][chunk] = format.chunk_key(unflatten_index(chunk, format.grid)).encode()
             for prefix in prefixes[leaf]:
                 yield prefix + ending, value
 
 
-def _inline(data: bytes) -> Value:
-    return Value(data, "", 0, len(data))
+def _inline(data: bytes) -> ValueLocation:
+    return ValueLocation(data, "", 0, len(data))
 
 
 def _write_documents(
-    arrays: Mapping[int, StoredName],
-    small: Mapping[int, tuple[StoredName, bytes]],
+    arrays: Mapping[int, StoredArray],
+    small: Mapping[int, tuple[StoredArray, bytes]],
     zarr_format: ZarrFormat,
     prefix: str,
     store: WriteStore,
@@ -220,22 +220,22 @@ def _write_documents(
 
     def objects() -> Iterator[tuple[str, bytes]]:
         key, group = encode_group(zarr_format)
-        for path in groups_around([stored.name for stored in described]):
+        for path in enclosing_groups([stored.name for stored in described]):
             yield f"{path}/{key}" if path else key, group
         for stored in described:
-            yield f"{stored.prefix}{stored.form.metadata_key}", encode_metadata(stored.form)
+            yield f"{stored.prefix}{stored.format.metadata_key}", encode_metadata(stored.format)
         for stored, data in small.values():
             if data:
-                yield f"{stored.prefix}{stored.form.chunk_key((0,) * len(stored.form.chunk))}", data
+                yield f"{stored.prefix}{stored.format.chunk_key((0,) * len(stored.format.chunk))}", data
 
     store.write_many((f"{prefix}{key}", [BytesSegment(data)]) for key, data in objects())
 
 
-def _extents(arrays: Mapping[int, StoredName], chunks: Sequence[_Chunks]) -> Extents:
+def _extents(arrays: Mapping[int, StoredArray], chunks: Sequence[_ReceiptChunks]) -> Extents:
     """Return the byte range of each array in each data file, from its first chunk to its last."""
     files: list[str] = []
     spans: dict[tuple[int, int], tuple[int, int]] = {}
-    direct = {leaf for leaf, stored in arrays.items() if stored.form.direct}
+    direct = {leaf for leaf, stored in arrays.items() if stored.format.direct}
     for part in chunks:
         first = len(files)
         files.extend(part.files)
@@ -252,14 +252,14 @@ def _extents(arrays: Mapping[int, StoredName], chunks: Sequence[_Chunks]) -> Ext
     )
 
 
-def _digests(arrays: Mapping[int, StoredName], chunks: Sequence[_Chunks]) -> dict[int, bytes]:
+def _digests(arrays: Mapping[int, StoredArray], chunks: Sequence[_ReceiptChunks]) -> dict[int, bytes]:
     digests: dict[int, bytearray] = {}
     for part in chunks:
         position = 0
         for leaf, chunk in zip(part.digested_leaf, part.digested_chunk, strict=True):
-            form = arrays[leaf].form
-            nbytes = prod(form.inner_grid) * DIGEST_BYTES
-            whole = digests.setdefault(leaf, bytearray(prod(form.grid) * nbytes))
+            format = arrays[leaf].format
+            nbytes = prod(format.inner_grid) * DIGEST_BYTES
+            whole = digests.setdefault(leaf, bytearray(prod(format.grid) * nbytes))
             whole[chunk * nbytes : (chunk + 1) * nbytes] = part.digest[position : position + nbytes]
             position += nbytes
     return {leaf: bytes(whole) for leaf, whole in digests.items()}

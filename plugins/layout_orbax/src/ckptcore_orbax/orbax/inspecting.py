@@ -22,30 +22,30 @@ from ckptcore.model import (
 )
 from ckptcore.protocols import InspectedComposite, Inspection, MemberKind, ReadStore
 from ckptcore_orbax.ocdbt.database import Database
-from ckptcore_orbax.ocdbt.node import Value
+from ckptcore_orbax.ocdbt.node import ValueLocation
 from ckptcore_orbax.orbax.axlearn import find_axlearn
 from ckptcore_orbax.orbax.composites import Composite, find_composite
 from ckptcore_orbax.orbax.items import Item, find_item
 from ckptcore_orbax.orbax.trees import StoredTree, TreeLeaf, tree_of_names
 from ckptcore_orbax.orbax.values import scalar_record
 from ckptcore_orbax.zarr.chunk_index import ZarrIndex
-from ckptcore_orbax.zarr.chunk_places import Databases, open_database
+from ckptcore_orbax.zarr.chunk_locations import DatabaseCache, open_database
 from ckptcore_orbax.zarr.formats import ArrayFormat
-from ckptcore_orbax.zarr.state import ArraysState, StoredName, array_prefix
+from ckptcore_orbax.zarr.state import ArraysState, StoredArray, array_prefix
 from ckptcore_orbax.zarr.version2 import parse_zarr2, zarr2_array
 from ckptcore_orbax.zarr.version3 import parse_zarr3
 
 __all__ = ["inspect_composite", "inspect_tree"]
 
 _MANIFEST: Final = "manifest.ocdbt"
-_MOST_CUTS: Final = 4096
+_MAX_CUTS: Final = 4096
 """Maximum chunk boundaries per axis that count as shard boundaries; more belong to small read chunks."""
 
 _PARSERS: Final[Mapping[str, Callable[[bytes, str], ArrayFormat]]] = {"zarr.json": parse_zarr3, ".zarray": parse_zarr2}
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _UninspectedTree:
     """A tree whose arrays have not been inspected yet.
 
     Attributes:
@@ -74,7 +74,7 @@ def inspect_composite(store: ReadStore) -> InspectedComposite | None:
     return InspectedComposite(kinds, found.writer, found.custom, found.metrics, found.created)
 
 
-def inspect_tree(store: ReadStore, layout: str, databases: Databases) -> Inspection | None:
+def inspect_tree(store: ReadStore, layout: str, databases: DatabaseCache) -> Inspection | None:
     """Inspect a checkpoint of one tree, or the default tree of a composite. None for other layouts.
 
     Raises:
@@ -82,14 +82,14 @@ def inspect_tree(store: ReadStore, layout: str, databases: Databases) -> Inspect
         CorruptCheckpointError, UncommittedCheckpointError, UnsupportedLeafError
     """
     composite = find_composite(store)
-    if composite is not None and composite.sole is None:
+    if composite is not None and composite.default_tree is None:
         names = list(composite.members)
         raise CompositeCheckpointError(
             f"the checkpoint has several items ({', '.join(names)}), and none is its only tree: use "
             "load_checkpointables, or load one by its own location",
             names,
         )
-    directory = composite.sole if composite is not None and composite.sole is not None else ""
+    directory = composite.default_tree if composite is not None and composite.default_tree is not None else ""
     if (_MANIFEST in store.list_names(directory)) != (layout == "ocdbt"):
         return None
     found = _find(store, directory, composite, databases)
@@ -98,21 +98,23 @@ def inspect_tree(store: ReadStore, layout: str, databases: Databases) -> Inspect
     return _inspection(found, store, databases)
 
 
-def _find(store: ReadStore, directory: str, composite: Composite | None, databases: Databases) -> _Found | None:
+def _find(
+    store: ReadStore, directory: str, composite: Composite | None, databases: DatabaseCache
+) -> _UninspectedTree | None:
     item = find_item(store, directory)
     if item is None:
         step = find_axlearn(store)
         if step is None:
             return None
         item = Item("tree", "", step.tree, step.writer, zarr_format=2, custom=step.custom)
-        return _Found(item, step.tree, "fill", step.custom, {}, None)
+        return _UninspectedTree(item, step.tree, "fill", step.custom, {}, None)
     tree = item.tree
     if tree is None:
         tree = tree_of_names(_array_names(open_database(item.directory, store, databases)), f"{directory}/{_MANIFEST}")
     custom = {**(composite.custom if composite is not None else {}), **item.custom}
     metrics = composite.metrics if composite is not None else {}
     created = composite.created if composite is not None else None
-    return _Found(item, tree, item.missing, custom, metrics, created or item.created)
+    return _UninspectedTree(item, tree, item.missing, custom, metrics, created or item.created)
 
 
 def _array_names(database: Database) -> Iterator[str]:
@@ -122,19 +124,19 @@ def _array_names(database: Database) -> Iterator[str]:
             yield name
 
 
-def _layout_of(found: _Found) -> str:
+def _layout_of(found: _UninspectedTree) -> str:
     if found.item.database:
         return "ocdbt"
     return "zarr3" if found.item.zarr_format == 3 else "zarr"
 
 
-def _inspection(found: _Found, store: ReadStore, databases: Databases) -> Inspection:
+def _inspection(found: _UninspectedTree, store: ReadStore, databases: DatabaseCache) -> Inspection:
     item = found.item
     leaves = found.tree.leaves
     stored = _stored_arrays(found, store, databases)
     records: list[LeafRecord] = []
     scalars: list[int] = []
-    arrays: dict[int, StoredName] = {}
+    arrays: dict[int, StoredArray] = {}
     embedded: dict[int, bytes] = {}
     for number, leaf in enumerate(leaves):
         if leaf.value is not None:
@@ -142,18 +144,18 @@ def _inspection(found: _Found, store: ReadStore, databases: Databases) -> Inspec
             continue
         if leaf.embedded is not None:
             spec = ArraySpec(leaf.embedded.shape, leaf.embedded.dtype.name) if leaf.spec is None else leaf.spec
-            form = zarr2_array(spec, tuple([max(1, extent) for extent in spec.shape]), compression=None)
+            format = zarr2_array(spec, tuple([max(1, extent) for extent in spec.shape]), compression=None)
             embedded[number] = leaf.embedded.astype(leaf.embedded.dtype.newbyteorder("<")).tobytes()
-            arrays[number] = StoredName(leaf.name, form)
+            arrays[number] = StoredArray(leaf.name, format)
         else:
             arrays[number] = stored[number]
-        form = arrays[number].form
-        if leaf.spec is not None and leaf.spec != form.spec:
+        format = arrays[number].format
+        if leaf.spec is not None and leaf.spec != format.spec:
             raise CorruptCheckpointError(
-                f"{leaf.name!r} is {leaf.spec} in the tree, but stored as {form.spec}; the checkpoint is damaged: "
+                f"{leaf.name!r} is {leaf.spec} in the tree, but stored as {format.spec}; the checkpoint is damaged: "
                 "load another one"
             )
-        records.append(_record(item, leaf, form))
+        records.append(_record(item, leaf, format))
         if leaf.value_type == "scalar":
             scalars.append(number)
     state = ArraysState(
@@ -181,15 +183,17 @@ def _inspection(found: _Found, store: ReadStore, databases: Databases) -> Inspec
     return Inspection(tree, state.to_json(), item.writer, found.custom, found.metrics, found.created)
 
 
-def _record(item: Item, leaf: TreeLeaf, form: ArrayFormat) -> ArrayRecord:
-    record = item.record(leaf, form.spec)
-    if all(count <= 1 for count in form.grid) or max(form.grid) > _MOST_CUTS:
+def _record(item: Item, leaf: TreeLeaf, format: ArrayFormat) -> ArrayRecord:
+    record = item.record(leaf, format.spec)
+    if all(count <= 1 for count in format.grid) or max(format.grid) > _MAX_CUTS:
         return record
-    cuts = tuple([tuple(range(step, extent, step)) for extent, step in zip(form.spec.shape, form.chunk, strict=True)])
+    cuts = tuple(
+        [tuple(range(step, extent, step)) for extent, step in zip(format.spec.shape, format.chunk, strict=True)]
+    )
     return ArrayRecord(record.spec, record.kind, cuts, record.notes)
 
 
-def _stored_arrays(found: _Found, store: ReadStore, databases: Databases) -> Mapping[int, StoredName]:
+def _stored_arrays(found: _UninspectedTree, store: ReadStore, databases: DatabaseCache) -> Mapping[int, StoredArray]:
     """Return the name and the format of each leaf that is a stored array.
 
     Raises:
@@ -202,21 +206,21 @@ def _stored_arrays(found: _Found, store: ReadStore, databases: Databases) -> Map
         name for name in _PARSERS if item.zarr_format is None or (name == "zarr.json") == (item.zarr_format == 3)
     ]
     prefix = f"{item.directory}/" if item.directory else ""
-    forms: Sequence[ArrayFormat | None]
+    formats: Sequence[ArrayFormat | None]
     if item.database:
-        forms = _in_database(names, documents, open_database(item.directory, store, databases), store)
+        formats = _in_database(names, documents, open_database(item.directory, store, databases), store)
     else:
-        forms = _in_objects([f"{prefix}{array_prefix(name)}" for name in names], documents, store)
-    made: dict[int, StoredName] = {}
+        formats = _in_objects([f"{prefix}{array_prefix(name)}" for name in names], documents, store)
+    made: dict[int, StoredArray] = {}
     paths: Sequence[object] = ()
-    for number, name, form in zip(numbers, names, forms, strict=True):
-        if form is None:
+    for number, name, format in zip(numbers, names, formats, strict=True):
+        if format is None:
             paths = TreeMetadata(found.tree.skeleton, (ValueRecord("none", None),) * len(found.tree.leaves)).paths
             raise CorruptCheckpointError(
                 f"{format_path(paths[number])} is in the tree, but its array {name!r} is missing; the checkpoint is "
                 "incomplete: restore it from a copy, or load another one"
             )
-        made[number] = StoredName(name, form)
+        made[number] = StoredArray(name, format)
     return made
 
 
@@ -224,7 +228,7 @@ def _in_database(
     names: Sequence[str], documents: Sequence[str], database: Database, store: ReadStore
 ) -> Sequence[ArrayFormat | None]:
     """Return the array formats in a database, from the first document found per array. Reads all at once."""
-    found: list[tuple[str, Value] | None] = []
+    found: list[tuple[str, ValueLocation] | None] = []
     for name in names:
         keys = [(document, f"{array_prefix(name)}{document}".encode("utf-8", "replace")) for document in documents]
         values = ((document, database.get(key)) for document, key in keys)
@@ -235,10 +239,10 @@ def _in_database(
         if value.inline is None
     ]
     read = iter(store.get_many(apart))
-    forms: list[ArrayFormat | None] = []
+    formats: list[ArrayFormat | None] = []
     for name, entry in zip(names, found, strict=True):
         if entry is None:
-            forms.append(None)
+            formats.append(None)
             continue
         document, value = entry
         data = next(read) if value.inline is None else value.inline
@@ -248,29 +252,29 @@ def _in_database(
                 "from a copy, or load another one",
                 key=value.file,
             )
-        forms.append(_PARSERS[document](data, f"{name}/{document}"))
-    return forms
+        formats.append(_PARSERS[document](data, f"{name}/{document}"))
+    return formats
 
 
 def _in_objects(directories: Sequence[str], documents: Sequence[str], store: ReadStore) -> Sequence[ArrayFormat | None]:
     """Return the array formats in directories, from the first document found per array."""
-    forms: list[ArrayFormat | None] = [None] * len(directories)
+    formats: list[ArrayFormat | None] = [None] * len(directories)
     for document in documents:
-        left = [number for number, form in enumerate(forms) if form is None]
+        left = [number for number, format in enumerate(formats) if format is None]
         found = store.get_many([(f"{directories[number]}{document}", 0, None) for number in left])
         for number, data in zip(left, found, strict=True):
             if data is not None:
-                forms[number] = _PARSERS[document](data, f"{directories[number]}{document}")
-    return forms
+                formats[number] = _PARSERS[document](data, f"{directories[number]}{document}")
+    return formats
 
 
 def _scalars(
-    tree: TreeMetadata, state: ArraysState, numbers: Sequence[int], store: ReadStore, databases: Databases
+    tree: TreeMetadata, state: ArraysState, numbers: Sequence[int], store: ReadStore, databases: DatabaseCache
 ) -> dict[int, ValueRecord]:
     """Read Python numbers that are stored as arrays."""
     if not numbers:
         return {}
-    specs = [state.arrays[number].form.spec for number in numbers]
+    specs = [state.arrays[number].format.spec for number in numbers]
     for number, spec in zip(numbers, specs, strict=True):
         if spec.shape:
             raise CorruptCheckpointError(

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ckptcore.model import JSON, ArrayRecord, TreeMetadata, ValueRecord
-from ckptcore_orbax.orbax.documents import (
-    corrupt,
-    encode_document,
-    expect,
-    extents,
-    object_of,
-    parse_document,
-    text_of,
+from ckptcore_orbax.orbax.json_files import (
+    encode_json,
+    expect_object,
+    expect_shape,
+    expect_text,
+    expect_type,
+    parse_json,
+    unexpected,
 )
 from ckptcore_orbax.orbax.shardings import SHARDING_FILE, encode_shardings
 from ckptcore_orbax.orbax.tree_file import TREE_FILE, encode_tree, orbax_name
@@ -60,22 +60,22 @@ def parse_array_metadata(data: bytes, key: str) -> list[ArrayMetadata]:
     Raises:
         CorruptCheckpointError
     """
-    document = object_of(parse_document(data, key), key, "the file")
+    document = expect_object(parse_json(data, key), key, "the file")
     found: list[ArrayMetadata] = []
-    for entry in expect(document.get("array_metadatas", []), list, key, "array_metadatas"):
-        said = object_of(object_of(entry, key, "an entry").get("array_metadata"), key, "array_metadata")
-        extra = said.get("ext_metadata")
-        impl = None if extra is None else object_of(extra, key, "ext_metadata").get("random_key_impl")
-        write_shape = extents(said.get("write_shape"), key, "write_shape")
-        chunk_shape = extents(said.get("chunk_shape"), key, "chunk_shape")
+    for entry in expect_type(document.get("array_metadatas", []), list, key, "array_metadatas"):
+        members = expect_object(expect_object(entry, key, "an entry").get("array_metadata"), key, "array_metadata")
+        extra = members.get("ext_metadata")
+        impl = None if extra is None else expect_object(extra, key, "ext_metadata").get("random_key_impl")
+        write_shape = expect_shape(members.get("write_shape"), key, "write_shape")
+        chunk_shape = expect_shape(members.get("chunk_shape"), key, "chunk_shape")
         if len(write_shape) != len(chunk_shape):
-            raise corrupt(key, f"a chunk_shape of {len(write_shape)} axes", list(chunk_shape))
+            raise unexpected(key, f"a chunk_shape of {len(write_shape)} axes", list(chunk_shape))
         found.append(
             ArrayMetadata(
-                text_of(said.get("param_name"), key, "param_name"),
+                expect_text(members.get("param_name"), key, "param_name"),
                 write_shape,
                 chunk_shape,
-                None if impl is None else text_of(impl, key, "random_key_impl"),
+                None if impl is None else expect_text(impl, key, "random_key_impl"),
             )
         )
     return found
@@ -83,7 +83,7 @@ def parse_array_metadata(data: bytes, key: str) -> list[ArrayMetadata]:
 
 def encode_array_metadata(arrays: Iterable[ArrayMetadata]) -> bytes:
     """Return an array metadata file."""
-    return encode_document(
+    return encode_json(
         {
             "array_metadatas": [
                 {
@@ -114,7 +114,7 @@ class Strings:
 
     def __init__(self, data: bytes, key: str) -> None:
         self._key = key
-        self._document = object_of(parse_document(data, key), key, "the file")
+        self._document = expect_object(parse_json(data, key), key, "the file")
 
     def text(self, name: str) -> str:
         """Return the string of a leaf."""
@@ -122,8 +122,8 @@ class Strings:
         for token in _tokens(name) or ():
             found = found.get(token) if isinstance(found, dict) else None
         if not isinstance(found, str):
-            raise corrupt(self._key, f"the string {name[:80]!r}", found)
-        return expect(found, str, self._key, "a string")
+            raise unexpected(self._key, f"the string {name[:80]!r}", found)
+        return expect_type(found, str, self._key, "a string")
 
 
 def encode_strings(strings: Mapping[str, str]) -> bytes:
@@ -141,7 +141,7 @@ def encode_strings(strings: Mapping[str, str]) -> bytes:
         if isinstance(inner, dict):
             # Readers in other languages reject a file with lone surrogates.
             inner.setdefault(tokens[-1], strings[name].encode("utf-8", "replace").decode())
-    return encode_document(document)
+    return encode_json(document)
 
 
 def _tokens(name: str) -> list[str] | None:
@@ -185,7 +185,7 @@ def item_files(
             if "sharding" in record.notes:
                 shardings[name] = record.notes["sharding"]
             write_shape, chunk_shape = shapes.get(number, (record.spec.shape, record.spec.shape))
-            arrays.append(ArrayMetadata(name, write_shape, chunk_shape, _impl(record)))
+            arrays.append(ArrayMetadata(name, write_shape, chunk_shape, _random_key_impl(record)))
     write_shapes = {number: write_shape for number, (write_shape, _) in shapes.items()}
     files = {
         TREE_FILE: encode_tree(tree, write_shapes, use_ocdbt=use_ocdbt, use_zarr3=use_zarr3, custom=custom),
@@ -198,6 +198,6 @@ def item_files(
     return files
 
 
-def _impl(record: ArrayRecord) -> str | None:
+def _random_key_impl(record: ArrayRecord) -> str | None:
     impl = record.notes.get("impl")
     return impl if record.kind == "jax.key" and isinstance(impl, str) else None

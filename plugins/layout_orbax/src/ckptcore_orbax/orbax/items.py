@@ -10,8 +10,8 @@ from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, Uncommi
 from ckptcore.model import JSON, LEAF, PLAIN_ARRAY, ArrayRecord, ArraySpec, TreeMetadata
 from ckptcore.protocols import ReadStore
 from ckptcore_orbax.orbax.aggregate import AGGREGATE_FILE, parse_aggregate
-from ckptcore_orbax.orbax.documents import object_of, parse_document
 from ckptcore_orbax.orbax.item_files import ARRAY_METADATA, STRINGS_FILE, Strings, parse_array_metadata
+from ckptcore_orbax.orbax.json_files import expect_object, parse_json
 from ckptcore_orbax.orbax.markers import COMMIT_FILE, METADATA_FILE, CheckpointFile, parse_checkpoint_file
 from ckptcore_orbax.orbax.shardings import SHARDING_FILE, parse_shardings
 from ckptcore_orbax.orbax.tree_file import TREE_FILE, parse_tree
@@ -160,18 +160,18 @@ def find_item(store: ReadStore, directory: str = "") -> Item | None:
         (name,) = names - {COMMIT_FILE}
         data, key = store.get(key_in(directory, name)), key_in(directory, name)
         if kind == "json":
-            return Item("json", directory, plain_tree(parse_document(data, key), key), "Orbax (JSON)")
+            return Item("json", directory, plain_tree(parse_json(data, key), key), "Orbax (JSON)")
         record = value_record(data.decode("utf-8", "surrogateescape"))
         return Item("proto", directory, StoredTree(LEAF, (TreeLeaf("", value=record),)), "Orbax (text of protobuf)")
     return _tree_item(store, directory, names)
 
 
 def _tree_item(store: ReadStore, directory: str, names: frozenset[str]) -> Item:
-    about = CheckpointFile()
+    checkpoint_file = CheckpointFile()
     if METADATA_FILE in names:
         key = key_in(directory, METADATA_FILE)
-        about = parse_checkpoint_file(store.get(key), key)
-    custom = dict(about.custom)
+        checkpoint_file = parse_checkpoint_file(store.get(key), key)
+    custom = dict(checkpoint_file.custom)
     tree: StoredTree | None = None
     zarr_format: Literal[2, 3] | None = None
     missing: Literal["error", "fill"] = "fill"
@@ -202,7 +202,17 @@ def _tree_item(store: ReadStore, directory: str, names: frozenset[str]) -> Item:
         shardings = parse_shardings(store.get(key), key)
     random_keys = _random_keys(store, directory, tree) if f"{ARRAY_METADATA}/" in names else {}
     return Item(
-        "tree", directory, tree, writer, database, zarr_format, missing, shardings, random_keys, custom, about.created
+        "tree",
+        directory,
+        tree,
+        writer,
+        database,
+        zarr_format,
+        missing,
+        shardings,
+        random_keys,
+        custom,
+        checkpoint_file.created,
     )
 
 
@@ -216,17 +226,19 @@ def _add_custom(custom: dict[str, JSON], found: JSON) -> None:
 
 def _with_values(tree: StoredTree, aggregate: StoredTree) -> StoredTree:
     """Complete the leaves of a tree with those of an aggregate file, matched by their paths as text."""
-    known = {name: leaf for name, leaf in _by_text(aggregate) if leaf.value is not None or leaf.embedded is not None}
+    known = {
+        name: leaf for name, leaf in _leaves_by_text(aggregate) if leaf.value is not None or leaf.embedded is not None
+    }
     leaves = [
         replace(known[name], name=leaf.name, value_type=leaf.value_type)
         if name in known and leaf.value is None
         else leaf
-        for name, leaf in _by_text(tree)
+        for name, leaf in _leaves_by_text(tree)
     ]
     return StoredTree(tree.skeleton, tuple(leaves))
 
 
-def _by_text(tree: StoredTree) -> list[tuple[tuple[str, ...], TreeLeaf]]:
+def _leaves_by_text(tree: StoredTree) -> list[tuple[tuple[str, ...], TreeLeaf]]:
     paths = TreeMetadata(tree.skeleton, (NONE,) * len(tree.leaves)).paths
     return [(tuple(map(str, path)), leaf) for path, leaf in zip(paths, tree.leaves, strict=True)]
 
@@ -283,14 +295,14 @@ def _random_key(store: ReadStore, directory: str, names: frozenset[str]) -> Item
         return None
     key = key_in(directory, f"{name}_metadata/metadata")
     try:
-        said = object_of(parse_document(store.get(key), key), key, "the file")
+        members = expect_object(parse_json(store.get(key), key), key, "the file")
     except ObjectNotFoundError:
-        said = {}
+        members = {}
     if len(item.tree.leaves) != 1:
         return replace(item, kind="random key")
     (leaf,) = item.tree.leaves
     whole = StoredTree(LEAF, (leaf,))
-    typed = {leaf.name: "threefry2x32"} if said.get("typed") is True else {}
+    typed = {leaf.name: "threefry2x32"} if members.get("typed") is True else {}
     return replace(item, kind="random key", tree=whole, random_keys=typed)
 
 

@@ -25,8 +25,8 @@ from ckptcore_orbax.orbax.finishing import finish_arrays
 from ckptcore_orbax.orbax.inspecting import inspect_composite, inspect_tree
 from ckptcore_orbax.orbax.markers import write_marker_files
 from ckptcore_orbax.zarr.chunk_index import ZarrIndex
-from ckptcore_orbax.zarr.chunk_places import Databases
-from ckptcore_orbax.zarr.options import ArrayOptions, ArrayRule, Form, check_chunk_bytes, parse_compression
+from ckptcore_orbax.zarr.chunk_locations import DatabaseCache
+from ckptcore_orbax.zarr.options import ArrayOptions, ArrayRule, LayoutOptions, check_chunk_bytes, parse_compression
 from ckptcore_orbax.zarr.state import ArraysState
 from ckptcore_orbax.zarr.stored_arrays import array_names, stored_format
 from ckptcore_orbax.zarr.writing import forecast_arrays, write_arrays
@@ -62,7 +62,7 @@ class _OrbaxLayout(Layout):
     compression: str | None = None
     rules: Sequence[ArrayRule] = ()
     item: str = "state"
-    _databases: Databases = field(default_factory=WeakKeyDictionary, init=False, repr=False, compare=False)
+    _databases: DatabaseCache = field(default_factory=WeakKeyDictionary, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Validate the options.
@@ -80,21 +80,21 @@ class _OrbaxLayout(Layout):
         options = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
         return functools.partial(type(self), **options), ()
 
-    def _form(self) -> Form:
+    def _layout_options(self) -> LayoutOptions:
         raise NotImplementedError
 
-    def _form_of(
+    def _make_options(
         self, zarr_format: Literal[2, 3], storage: Literal["ocdbt", "objects"], checksum: bool, data_file_bytes: int
-    ) -> Form:
-        options = ArrayOptions(
+    ) -> LayoutOptions:
+        default = ArrayOptions(
             chunk_bytes=self.chunk_bytes or None,
             compression=parse_compression(self.compression),
             checksum=checksum,
         )
-        return Form(
+        return LayoutOptions(
             zarr_format=zarr_format,
             storage=storage,
-            options=options,
+            default=default,
             rules=tuple(self.rules),
             data_file_bytes=data_file_bytes,
             item=self.item,
@@ -106,11 +106,11 @@ class _OrbaxLayout(Layout):
         Raises:
             NameCollisionError, UnsupportedKeyError, UnsupportedLeafError
         """
-        form = self._form()
-        names = array_names(tree, form)
+        options = self._layout_options()
+        names = array_names(tree, options)
         for leaf, record in enumerate(tree.leaves):
             if isinstance(record, ArrayRecord):
-                stored_format(record, names[leaf], form, size)
+                stored_format(record, names[leaf], options, size)
 
     def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
         """Write the chunks of this process.
@@ -118,7 +118,7 @@ class _OrbaxLayout(Layout):
         Raises:
             AtomicityError: this process has only a part of a chunk.
         """
-        return write_arrays(snapshot, self._form(), store)
+        return write_arrays(snapshot, self._layout_options(), store)
 
     def forecast(self, snapshot: Snapshot, store: WriteStore) -> WriteForecast:
         """Return the objects that `write` would store. Compressed chunks count with their maximum size.
@@ -126,21 +126,21 @@ class _OrbaxLayout(Layout):
         Raises:
             AtomicityError: see `write`.
         """
-        return forecast_arrays(snapshot, self._form(), store)
+        return forecast_arrays(snapshot, self._layout_options(), store)
 
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
         """Write the metadata of all arrays: keys, formats, and the files that Orbax reads."""
-        return finish_arrays(tree, receipts, self._form(), store)
+        return finish_arrays(tree, receipts, self._layout_options(), store)
 
     @property
     def session_options(self) -> str:
         """All options that determine how arrays are stored."""
-        return self._form().agreed
+        return self._layout_options().description
 
     def names_written(self, tree: TreeMetadata) -> Mapping[int, str]:
         """Return the array names if chunks are separate objects. A database is written by `finish`."""
-        form = self._form()
-        return {} if form.storage == "ocdbt" else array_names(tree, form)
+        options = self._layout_options()
+        return {} if options.storage == "ocdbt" else array_names(tree, options)
 
     def renumbered(self, state: JSON, leaves: Sequence[int]) -> JSON:
         """Replace the columns of leaf numbers."""
@@ -149,7 +149,7 @@ class _OrbaxLayout(Layout):
 
     def write_metadata_files(self, info: CheckpointInfo, store: WriteStore) -> None:
         """Write the files by which Orbax and zarr readers recognise a checkpoint."""
-        write_marker_files(info, self._form(), store)
+        write_marker_files(info, self._layout_options(), store)
 
     def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
         """Return the index of the read chunks of each array."""
@@ -181,8 +181,8 @@ class ZarrLayout(_OrbaxLayout):
         """The name "zarr"."""
         return "zarr"
 
-    def _form(self) -> Form:
-        return self._form_of(2, "objects", False, _DATA_FILE_BYTES)
+    def _layout_options(self) -> LayoutOptions:
+        return self._make_options(2, "objects", False, _DATA_FILE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +200,8 @@ class Zarr3Layout(_OrbaxLayout):
         """The name "zarr3"."""
         return "zarr3"
 
-    def _form(self) -> Form:
-        return self._form_of(3, "objects", self.checksum, _DATA_FILE_BYTES)
+    def _layout_options(self) -> LayoutOptions:
+        return self._make_options(3, "objects", self.checksum, _DATA_FILE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,5 +235,5 @@ class OcdbtLayout(_OrbaxLayout):
         """The name "ocdbt"."""
         return "ocdbt"
 
-    def _form(self) -> Form:
-        return self._form_of(self.zarr_format, "ocdbt", self.checksum, self.data_file_bytes)
+    def _layout_options(self) -> LayoutOptions:
+        return self._make_options(self.zarr_format, "ocdbt", self.checksum, self.data_file_bytes)

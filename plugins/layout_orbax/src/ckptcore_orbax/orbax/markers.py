@@ -10,16 +10,16 @@ from typing import Final
 
 from ckptcore.model import JSON
 from ckptcore.protocols import CheckpointInfo, WriteStore
-from ckptcore_orbax.orbax.documents import corrupt, encode_document, expect, object_of, parse_document, text_of
+from ckptcore_orbax.orbax.json_files import encode_json, expect_object, expect_text, expect_type, parse_json, unexpected
 from ckptcore_orbax.zarr.documents import encode_group
-from ckptcore_orbax.zarr.options import Form
+from ckptcore_orbax.zarr.options import LayoutOptions
 
 __all__ = [
     "COMMIT_FILE",
+    "DELETION_FILE",
     "INDICATOR_FILE",
     "METADATA_FILE",
     "PYTREE_HANDLER",
-    "RECORD_FILE",
     "CheckpointFile",
     "encode_metrics",
     "marker_files",
@@ -35,7 +35,7 @@ METADATA_FILE: Final = "_CHECKPOINT_METADATA"
 COMMIT_FILE: Final = "commit_success.txt"
 """Marks a complete save on object stores; its content is not used."""
 
-RECORD_FILE: Final = "_CHECKPOINT_DELETION"
+DELETION_FILE: Final = "_CHECKPOINT_DELETION"
 """Names the member whose deletion has begun, which is ignored."""
 
 PYTREE_HANDLER: Final = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
@@ -75,20 +75,20 @@ def parse_checkpoint_file(data: bytes, key: str) -> CheckpointFile:
     """
     if not data:
         return CheckpointFile()
-    document = object_of(parse_document(data, key), key, "the file")
-    said = document.get("item_handlers")
+    document = expect_object(parse_json(data, key), key, "the file")
+    handler_names = document.get("item_handlers")
     handlers: Mapping[str, str] | str | None = None
-    if isinstance(said, dict):
-        handlers = {name: text_of(value, key, "the name of a handler") for name, value in said.items()}
-    elif said is not None:
-        handlers = text_of(said, key, "item_handlers")
-    custom = dict(object_of(document.get("custom_metadata") or {}, key, "custom_metadata"))
+    if isinstance(handler_names, dict):
+        handlers = {name: expect_text(value, key, "the name of a handler") for name, value in handler_names.items()}
+    elif handler_names is not None:
+        handlers = expect_text(handler_names, key, "item_handlers")
+    custom = dict(expect_object(document.get("custom_metadata") or {}, key, "custom_metadata"))
     for name, value in document.items():
         if name not in _FIELDS:
             custom.setdefault(name, value)
-    began = document.get("init_timestamp_nsecs") or document.get("commit_timestamp_nsecs")
-    metrics = object_of(document.get("metrics") or {}, key, "metrics")
-    return CheckpointFile(handlers, metrics, None if began is None else _time_of(began, key), custom)
+    started = document.get("init_timestamp_nsecs") or document.get("commit_timestamp_nsecs")
+    metrics = expect_object(document.get("metrics") or {}, key, "metrics")
+    return CheckpointFile(handlers, metrics, None if started is None else _time_of(started, key), custom)
 
 
 def marker_files(
@@ -108,12 +108,12 @@ def marker_files(
         committed: completion time, in nanoseconds since 1970.
         custom, metrics: the user's metadata.
     """
-    began = datetime.datetime.fromisoformat(created)
-    since = began - datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+    started = datetime.datetime.fromisoformat(created)
+    since = started - datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
     indicator = {} if isinstance(handlers, str) else {INDICATOR_FILE: b""}
     return {
         **indicator,
-        METADATA_FILE: encode_document(
+        METADATA_FILE: encode_json(
             {
                 "item_handlers": handlers if isinstance(handlers, str) else dict(handlers),
                 "metrics": dict(metrics),
@@ -129,13 +129,13 @@ def marker_files(
 
 def encode_metrics(metrics: Mapping[str, float]) -> bytes:
     """Return the file ``metrics/metrics``, which Orbax's managers of steps read."""
-    return encode_document(dict(metrics))
+    return encode_json(dict(metrics))
 
 
 def _time_of(nanoseconds: JSON, key: str) -> str:
-    number = expect(nanoseconds, int, key, "a time")
+    number = expect_type(nanoseconds, int, key, "a time")
     if not 0 <= number < 1 << 63:
-        raise corrupt(key, "a time in nanoseconds since 1970", number)
+        raise unexpected(key, "a time in nanoseconds since 1970", number)
     time = datetime.datetime.fromtimestamp(number // 1_000_000 / 1000, datetime.UTC)
     return time.isoformat(timespec="milliseconds")
 
@@ -144,22 +144,22 @@ _METRICS: Final = "metrics"
 """Item in which Orbax's managers of steps look for metrics. A checkpointable of this name has priority."""
 
 
-def write_marker_files(info: CheckpointInfo, form: Form, store: WriteStore) -> None:
+def write_marker_files(info: CheckpointInfo, options: LayoutOptions, store: WriteStore) -> None:
     """Write the files by which Orbax and zarr readers recognise a checkpoint directory.
 
     Args:
         info: the checkpoint.
-        form: how its arrays are stored.
+        options: how its arrays are stored.
         store: the directory.
     """
-    item = form.item
+    item = options.item
     trees = [name for name, kind in info.members.items() if kind == "tree"] if info.members else [item]
     handlers = PYTREE_HANDLER if trees == [""] else dict.fromkeys(trees, PYTREE_HANDLER)
     if info.metrics and isinstance(handlers, dict) and _METRICS not in (*info.members, item):
         store.put(f"{_METRICS}/{_METRICS}", encode_metrics(info.metrics))
     for key, data in marker_files(handlers, info.created, time.time_ns(), info.custom, info.metrics).items():
         store.put(key, data)
-    key, group = encode_group(form.zarr_format)
+    key, group = encode_group(options.zarr_format)
     # A tree in the directory itself already has its group.
-    if form.storage == "objects" and (info.members or item) and key not in info.members:
+    if options.storage == "objects" and (info.members or item) and key not in info.members:
         store.put(key, group)

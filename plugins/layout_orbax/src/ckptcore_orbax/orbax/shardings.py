@@ -10,21 +10,21 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from ckptcore.model import JSON
-from ckptcore_orbax.orbax.documents import (
-    corrupt,
-    encode_document,
-    expect,
-    extents,
-    object_of,
-    parse_document,
-    text_of,
+from ckptcore_orbax.orbax.json_files import (
+    encode_json,
+    expect_object,
+    expect_shape,
+    expect_text,
+    expect_type,
+    parse_json,
+    unexpected,
 )
 
 __all__ = ["SHARDING_FILE", "encode_shardings", "parse_shardings"]
 
 SHARDING_FILE: Final = "_sharding"
 
-_MOST_COUNTED: Final = 256
+_MAX_LISTED: Final = 256
 """Maximum number of devices 0, 1, ... written explicitly. Without a list Orbax uses all devices it finds."""
 
 _TYPE_PREFIX: Final = "AxisType."
@@ -50,14 +50,16 @@ def parse_shardings(data: bytes, key: str) -> dict[str, Mapping[str, JSON]]:
     """
     shardings: dict[str, Mapping[str, JSON]] = {}
     seen: dict[str, Mapping[str, JSON]] = {}  # many arrays share one sharding, and a mesh can be large
-    for encoded, content in object_of(parse_document(data, key), key, "the file").items():
+    for encoded, content in expect_object(parse_json(data, key), key, "the file").items():
         try:
             name = base64.b64decode(encoded.encode("ascii"), altchars=b"-_", validate=True).decode("utf-8")
         except (binascii.Error, ValueError) as error:
-            raise corrupt(key, "a name in base64", encoded) from error
-        text = expect(content, str, key, "a sharding")
+            raise unexpected(key, "a name in base64", encoded) from error
+        text = expect_type(content, str, key, "a sharding")
         if text not in seen:
-            seen[text] = _note(object_of(parse_document(text.encode("utf-8", "replace"), key), key, "a sharding"), key)
+            seen[text] = _decode_sharding(
+                expect_object(parse_json(text.encode("utf-8", "replace"), key), key, "a sharding"), key
+            )
         shardings[name] = seen[text]
     return shardings
 
@@ -66,41 +68,44 @@ def encode_shardings(shardings: Mapping[str, JSON]) -> bytes:
     """Return the file `_sharding` from notes by array name. Omits shardings that Orbax cannot represent."""
     encoded: dict[str, JSON] = {}
     for name, note in shardings.items():
-        document = _document(note)
+        document = _encode_sharding(note)
         if document is not None:
             key = base64.urlsafe_b64encode(name.encode("utf-8", "replace")).decode("ascii")
             encoded[key] = json.dumps(document)
-    return encode_document(encoded)
+    return encode_json(encoded)
 
 
-def _note(said: Mapping[str, JSON], key: str) -> Mapping[str, JSON]:
-    kind = text_of(said.get("sharding_type"), key, "sharding_type")
+def _decode_sharding(members: Mapping[str, JSON], key: str) -> Mapping[str, JSON]:
+    kind = expect_text(members.get("sharding_type"), key, "sharding_type")
     if kind == "SingleDeviceSharding":
         # JAX called its CPUs TFRT_CPU_0 before 0.10.
-        device = text_of(said.get("device_str"), key, "device_str").replace("TFRT_CPU_", "cpu:")
+        device = expect_text(members.get("device_str"), key, "device_str").replace("TFRT_CPU_", "cpu:")
         return {"type": kind, "device": device}
     if kind != "NamedSharding":
         return {"type": kind}
-    sizes = extents(said.get("shape"), key, "the shape of a mesh")
-    axes = [text_of(axis, key, "an axis of a mesh") for axis in expect(said.get("axis_names"), list, key, "axis_names")]
+    sizes = expect_shape(members.get("shape"), key, "the shape of a mesh")
+    axes = [
+        expect_text(axis, key, "an axis of a mesh")
+        for axis in expect_type(members.get("axis_names"), list, key, "axis_names")
+    ]
     if len(set(axes)) != len(sizes) or len(axes) != len(sizes):
-        raise corrupt(key, f"{len(sizes)} names of the axes of a mesh", axes)
+        raise unexpected(key, f"{len(sizes)} names of the axes of a mesh", axes)
     spec: list[JSON] = []
-    for part in expect(said.get("partition_spec"), list, key, "partition_spec"):
+    for part in expect_type(members.get("partition_spec"), list, key, "partition_spec"):
         for axis in part if isinstance(part, list) else [] if part is None else [part]:
             if axis not in axes:
-                raise corrupt(key, "an axis of the mesh in partition_spec", axis)
+                raise unexpected(key, "an axis of the mesh in partition_spec", axis)
         spec.append(part)
     note: dict[str, JSON] = {"type": kind, "mesh": dict(zip(axes, sizes, strict=True)), "spec": spec}
-    if (mesh := said.get("device_mesh")) is not None:
-        devices = _devices(object_of(mesh, key, "device_mesh").get("mesh"), key)
+    if (mesh := members.get("device_mesh")) is not None:
+        devices = _devices(expect_object(mesh, key, "device_mesh").get("mesh"), key)
         if len(devices) != math.prod(sizes):
-            raise corrupt(key, f"{math.prod(sizes)} devices in a mesh", len(devices))
+            raise unexpected(key, f"{math.prod(sizes)} devices in a mesh", len(devices))
         note["devices"] = devices
-    if types := said.get("axis_types"):
-        names = [text_of(name, key, "the type of an axis") for name in expect(types, list, key, "axis_types")]
+    if types := members.get("axis_types"):
+        names = [expect_text(name, key, "the type of an axis") for name in expect_type(types, list, key, "axis_types")]
         if len(names) != len(axes):
-            raise corrupt(key, f"{len(axes)} types of axes", names)
+            raise unexpected(key, f"{len(axes)} types of axes", names)
         kinds: list[JSON] = [name.removeprefix(_TYPE_PREFIX) for name in names]
         if any(kind != _AUTO for kind in kinds):
             note["axis_types"] = kinds
@@ -116,11 +121,11 @@ def _devices(mesh: JSON, key: str) -> list[int]:
         if isinstance(part, list):
             pending.extend(reversed(part))
         else:
-            devices.append(expect(object_of(part, key, "a device").get("id"), int, key, "the id of a device"))
+            devices.append(expect_type(expect_object(part, key, "a device").get("id"), int, key, "the id of a device"))
     return devices
 
 
-def _document(note: JSON) -> JSON:
+def _encode_sharding(note: JSON) -> JSON:
     """Return Orbax's description of a noted sharding; None for other notes and shardings that Orbax lacks."""
     if not isinstance(note, Mapping):
         return None
@@ -138,13 +143,13 @@ def _document(note: JSON) -> JSON:
     document["partition_spec"] = spec
     devices = note.get("devices")
     if not isinstance(devices, Sequence):
-        devices = range(count) if count <= _MOST_COUNTED else None
+        devices = range(count) if count <= _MAX_LISTED else None
     if devices is not None and len(devices) == count and len(sizes) == len(mesh):
-        document["device_mesh"] = {"mesh": _nested([{"id": device} for device in devices], sizes)}
+        document["device_mesh"] = {"mesh": _nest_devices([{"id": device} for device in devices], sizes)}
     return document
 
 
-def _nested(devices: Sequence[JSON], sizes: Sequence[int]) -> JSON:
+def _nest_devices(devices: Sequence[JSON], sizes: Sequence[int]) -> JSON:
     for size in reversed(sizes[1:]):
         devices = [devices[start : start + size] for start in range(0, len(devices), size)] if size else []
     return devices

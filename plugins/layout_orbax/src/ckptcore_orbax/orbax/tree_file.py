@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ckptcore.model import JSON, Attribute, LeafRecord, Node, Skeleton, TreeMetadata, TreePath
-from ckptcore_orbax.orbax.documents import (
-    corrupt,
-    encode_document,
-    expect,
-    extents,
-    object_of,
-    parse_document,
-    text_of,
+from ckptcore_orbax.orbax.json_files import (
+    encode_json,
+    expect_object,
+    expect_shape,
+    expect_text,
+    expect_type,
+    parse_json,
+    unexpected,
 )
-from ckptcore_orbax.orbax.trees import MAX_DEPTH, Container, StoredTree, TreeLeaf, build_tree
+from ckptcore_orbax.orbax.trees import MAX_DEPTH, ContainerType, StoredTree, TreeLeaf, build_tree
 from ckptcore_orbax.orbax.values import NONE, value_type
 
 __all__ = ["TREE_FILE", "TreeFile", "encode_tree", "orbax_name", "parse_tree"]
@@ -25,7 +25,7 @@ __all__ = ["TREE_FILE", "TreeFile", "encode_tree", "orbax_name", "parse_tree"]
 _ENTRY: Final = "ValueMetadataEntry"
 
 
-def _parse_containers(text: str, key: str) -> dict[tuple[str, ...], Container]:
+def _parse_containers(text: str, key: str) -> dict[tuple[str, ...], ContainerType]:
     """Return the tuples and named tuples in a ``value_metadata_tree``, by path.
 
     It is JSON in a string. Objects and arrays are containers; a tuple is ``{"category": "custom",
@@ -36,31 +36,31 @@ def _parse_containers(text: str, key: str) -> dict[tuple[str, ...], Container]:
     Raises:
         CorruptCheckpointError
     """
-    found: dict[tuple[str, ...], Container] = {}
-    pending: list[tuple[tuple[str, ...], JSON]] = [((), parse_document(text.encode("utf-8", "surrogatepass"), key))]
+    found: dict[tuple[str, ...], ContainerType] = {}
+    pending: list[tuple[tuple[str, ...], JSON]] = [((), parse_json(text.encode("utf-8", "surrogatepass"), key))]
     while pending:
         path, part = pending.pop()
         if len(path) > MAX_DEPTH:
-            raise corrupt(key, f"at most {MAX_DEPTH} nested containers", len(path))
+            raise unexpected(key, f"at most {MAX_DEPTH} nested containers", len(path))
         if isinstance(part, list):
             pending.extend([((*path, str(number)), child) for number, child in enumerate(part)])
             continue
-        said = object_of(part, key, "a container of value_metadata_tree")
-        category, name = said.get("category"), said.get("clazz")
+        members = expect_object(part, key, "a container of value_metadata_tree")
+        category, name = members.get("category"), members.get("clazz")
         if category == "custom" and name == _ENTRY:
             continue
         if category == "custom" and name == "tuple":
-            found[path] = Container("tuple")
-            entries = expect(said.get("entries"), list, key, "the entries of a tuple")
+            found[path] = ContainerType("tuple")
+            entries = expect_type(members.get("entries"), list, key, "the entries of a tuple")
             pending.extend([((*path, str(number)), child) for number, child in enumerate(entries)])
         elif category == "namedtuple":
-            module = text_of(said.get("module"), key, "the module of a named tuple")
-            found[path] = Container("object", f"{module}.{text_of(name, key, 'the name of a named tuple')}")
-            for entry in expect(said.get("entries"), list, key, "the entries of a named tuple"):
-                field = object_of(entry, key, "a field of a named tuple")
-                pending.append(((*path, text_of(field.get("key"), key, "the name of a field")), field.get("value")))
+            module = expect_text(members.get("module"), key, "the module of a named tuple")
+            found[path] = ContainerType("object", f"{module}.{expect_text(name, key, 'the name of a named tuple')}")
+            for entry in expect_type(members.get("entries"), list, key, "the entries of a named tuple"):
+                field = expect_object(entry, key, "a field of a named tuple")
+                pending.append(((*path, expect_text(field.get("key"), key, "the name of a field")), field.get("value")))
         else:
-            pending.extend([((*path, child_key), child) for child_key, child in said.items()])
+            pending.extend([((*path, child_key), child) for child_key, child in members.items()])
     return found
 
 
@@ -105,22 +105,22 @@ def parse_tree(data: bytes, key: str) -> TreeFile:
     Raises:
         CorruptCheckpointError
     """
-    document = object_of(parse_document(data, key), key, "the file")
-    table = object_of(document.get("tree_metadata"), key, "tree_metadata")
-    entries = [_entry(object_of(entry, key, "an entry of tree_metadata"), key) for entry in table.values()]
+    document = expect_object(parse_json(data, key), key, "the file")
+    table = expect_object(document.get("tree_metadata"), key, "tree_metadata")
+    entries = [_entry(expect_object(entry, key, "an entry of tree_metadata"), key) for entry in table.values()]
     counts = Counter(leaf.name for _, leaf in entries if isinstance(leaf, TreeLeaf))
     entries = [
         (steps, replace(leaf, shared=True) if isinstance(leaf, TreeLeaf) and counts[leaf.name] > 1 else leaf)
         for steps, leaf in entries
     ]
     rich = document.get("value_metadata_tree")
-    containers = None if rich is None else _parse_containers(expect(rich, str, key, "value_metadata_tree"), key)
+    containers = None if rich is None else _parse_containers(expect_type(rich, str, key, "value_metadata_tree"), key)
     use_ocdbt = document.get("use_ocdbt")
     return TreeFile(
         build_tree(entries, key, containers),
-        None if use_ocdbt is None else expect(use_ocdbt, bool, key, "use_ocdbt"),
-        expect(document.get("use_zarr3", False), bool, key, "use_zarr3"),
-        expect(document.get("store_array_data_equal_to_fill_value", False), bool, key, "a flag"),
+        None if use_ocdbt is None else expect_type(use_ocdbt, bool, key, "use_ocdbt"),
+        expect_type(document.get("use_zarr3", False), bool, key, "use_zarr3"),
+        expect_type(document.get("store_array_data_equal_to_fill_value", False), bool, key, "a flag"),
         document.get("custom_metadata"),
     )
 
@@ -128,23 +128,23 @@ def parse_tree(data: bytes, key: str) -> TreeFile:
 def _entry(entry: dict[str, JSON], key: str) -> tuple[tuple[int | str, ...], TreeLeaf | Node]:
     steps: list[int | str] = []
     names: list[str] = []
-    for found in expect(entry.get("key_metadata"), list, key, "key_metadata"):
-        step = object_of(found, key, "a key")
-        name = text_of(step.get("key"), key, "a key")
+    for found in expect_type(entry.get("key_metadata"), list, key, "key_metadata"):
+        step = expect_object(found, key, "a key")
+        name = expect_text(step.get("key"), key, "a key")
         names.append(name)
         match step.get("key_type"):
             case 1:
                 if not name.isascii() or not name.isdigit() or len(name) > 18:
-                    raise corrupt(key, "an index of a sequence", name)
+                    raise unexpected(key, "an index of a sequence", name)
                 steps.append(int(name))
             case 2:
                 steps.append(name)
             case other:
-                raise corrupt(key, "1 or 2 as key_type", other)
-    said = object_of(entry.get("value_metadata"), key, "value_metadata")
-    kind = text_of(said.get("value_type"), key, "value_type")
-    if "write_shape" in said:
-        extents(said["write_shape"], key, "write_shape")
+                raise unexpected(key, "1 or 2 as key_type", other)
+    members = expect_object(entry.get("value_metadata"), key, "value_metadata")
+    kind = expect_text(members.get("value_type"), key, "value_type")
+    if "write_shape" in members:
+        expect_shape(members["write_shape"], key, "write_shape")
     if kind in _EMPTY:
         return tuple(steps), _EMPTY[kind]
     return tuple(steps), TreeLeaf(".".join(names), kind, NONE if kind == "None" else None)
@@ -177,14 +177,14 @@ def encode_tree(
     """
     table: dict[str, JSON] = {}
     leaves = iter(enumerate(tree.leaves))
-    for keys, number, kind in _described(tree.skeleton, (), leaves):
+    for keys, number, kind in _leaf_entries(tree.skeleton, (), leaves):
         value: dict[str, JSON] = {"value_type": kind, "skip_deserialize": kind in _EMPTY or kind == "None"}
         if kind == "jax.Array" and number in write_shapes:
             value["write_shape"] = write_shapes[number]
         name = str(tuple([text for text, _ in keys]))
         described: list[JSON] = [{"key": text, "key_type": key_type} for text, key_type in keys]
         table.setdefault(name, {"key_metadata": described, "value_metadata": value})
-    return encode_document(
+    return encode_json(
         {
             "tree_metadata": table,
             "use_ocdbt": use_ocdbt,
@@ -195,7 +195,7 @@ def encode_tree(
     )
 
 
-def _described(
+def _leaf_entries(
     part: Skeleton, path: tuple[tuple[str, int], ...], leaves: Iterator[tuple[int, LeafRecord]]
 ) -> Iterator[tuple[tuple[tuple[str, int], ...], int, str]]:
     """Yield the keys with their types, the number (or -1) and the value type of leaves and empty containers."""
@@ -212,4 +212,4 @@ def _described(
     key_type = _SEQUENCE if part.kind in ("list", "tuple") or counted else _OTHER
     for child_key, child in zip(part.keys, part.children, strict=True):
         text = child_key.name if isinstance(child_key, Attribute) else str(child_key)
-        yield from _described(child, (*path, (text, key_type)), leaves)
+        yield from _leaf_entries(child, (*path, (text, key_type)), leaves)

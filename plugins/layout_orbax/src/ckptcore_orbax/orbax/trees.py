@@ -10,7 +10,7 @@ from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import LEAF, ArraySpec, Attribute, HostArray, Key, Node, Skeleton, ValueRecord
 from ckptcore_orbax.orbax.values import value_record
 
-__all__ = ["MAX_DEPTH", "Container", "StoredTree", "TreeLeaf", "build_tree", "plain_tree", "tree_of_names"]
+__all__ = ["MAX_DEPTH", "ContainerType", "StoredTree", "TreeLeaf", "build_tree", "plain_tree", "tree_of_names"]
 
 MAX_DEPTH: Final = 200
 """Maximum depth of a tree, in containers. The core has the same limit."""
@@ -51,7 +51,7 @@ class StoredTree:
 
 
 @dataclass(frozen=True, slots=True)
-class Container:
+class ContainerType:
     """Type of a container.
 
     Attributes:
@@ -63,14 +63,14 @@ class Container:
     type: str | None = None
 
 
-class _Branch(dict["int | str", "_Branch | TreeLeaf | Node"]):
+class _OpenContainer(dict["int | str", "_OpenContainer | TreeLeaf | Node"]):
     """A container under construction."""
 
 
 def build_tree(
     entries: Iterable[tuple[Steps, TreeLeaf | Node]],
     key: str,
-    containers: Mapping[tuple[str, ...], Container] | None = None,
+    containers: Mapping[tuple[str, ...], ContainerType] | None = None,
 ) -> StoredTree:
     """Build a tree from leaves and empty containers with their paths.
 
@@ -85,7 +85,7 @@ def build_tree(
     Raises:
         CorruptCheckpointError: the entries do not form a tree.
     """
-    root: _Branch | TreeLeaf | Node | None = None
+    root: _OpenContainer | TreeLeaf | Node | None = None
     for steps, leaf in entries:
         if len(steps) > MAX_DEPTH:
             raise CorruptCheckpointError(
@@ -93,22 +93,22 @@ def build_tree(
             )
         if not steps:
             if root is not None:
-                raise _twice(key, steps)
+                raise _duplicate(key, steps)
             root = leaf
             continue
         if root is None:
-            root = _Branch()
+            root = _OpenContainer()
         branch = root
         for step in steps[:-1]:
-            if not isinstance(branch, _Branch):
-                raise _twice(key, steps)
-            branch = branch.setdefault(step, _Branch())
-        if not isinstance(branch, _Branch) or branch.setdefault(steps[-1], leaf) is not leaf:
-            raise _twice(key, steps)
+            if not isinstance(branch, _OpenContainer):
+                raise _duplicate(key, steps)
+            branch = branch.setdefault(step, _OpenContainer())
+        if not isinstance(branch, _OpenContainer) or branch.setdefault(steps[-1], leaf) is not leaf:
+            raise _duplicate(key, steps)
     if root is None:
         raise CorruptCheckpointError(f"{key}: expected a tree, found no leaf", key=key)
     leaves: list[TreeLeaf] = []
-    return StoredTree(_finished(root, (), containers or {}, leaves), tuple(leaves))
+    return StoredTree(_finished_skeleton(root, (), containers or {}, leaves), tuple(leaves))
 
 
 def tree_of_names(names: Iterable[str], key: str) -> StoredTree:
@@ -164,10 +164,10 @@ def plain_tree(value: object, key: str) -> StoredTree:
     return StoredTree(node(value, 0), tuple(leaves))
 
 
-def _finished(
-    part: _Branch | TreeLeaf | Node,
+def _finished_skeleton(
+    part: _OpenContainer | TreeLeaf | Node,
     path: tuple[str, ...],
-    containers: Mapping[tuple[str, ...], Container],
+    containers: Mapping[tuple[str, ...], ContainerType],
     leaves: list[TreeLeaf],
 ) -> Skeleton:
     if isinstance(part, TreeLeaf):
@@ -175,20 +175,20 @@ def _finished(
         return LEAF
     if isinstance(part, Node):
         return part
-    said = containers.get(path)
+    container = containers.get(path)
     steps = list(part)
     if all(isinstance(step, int) for step in steps):
         steps.sort()
     kind: Literal["dict", "list", "tuple", "object"] = "dict"
     keys: tuple[Key, ...] = tuple(steps)
     if keys == tuple(range(len(keys))):
-        kind = "tuple" if said is not None and said.kind == "tuple" else "list"
-    elif said is not None and said.kind == "object" and all(isinstance(step, str) for step in steps):
+        kind = "tuple" if container is not None and container.kind == "tuple" else "list"
+    elif container is not None and container.kind == "object" and all(isinstance(step, str) for step in steps):
         kind, keys = "object", tuple([Attribute(str(step)) for step in steps])
-    children = tuple([_finished(part[step], (*path, str(step)), containers, leaves) for step in steps])
-    return Node(kind, keys, children, said.type if said is not None and kind == "object" else None)
+    children = tuple([_finished_skeleton(part[step], (*path, str(step)), containers, leaves) for step in steps])
+    return Node(kind, keys, children, container.type if container is not None and kind == "object" else None)
 
 
-def _twice(key: str, steps: Steps) -> CorruptCheckpointError:
+def _duplicate(key: str, steps: Steps) -> CorruptCheckpointError:
     way = "/".join(map(str, steps))[:200]
     return CorruptCheckpointError(f"{key}: expected one leaf at {way!r}, found a leaf and another entry", key=key)

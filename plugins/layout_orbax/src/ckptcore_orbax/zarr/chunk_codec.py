@@ -25,10 +25,10 @@ from ckptcore_orbax.zarr.formats import ArrayFormat
 from ckptcore_orbax.zarr.tensorstore_guard import expect_usable
 from ckptcore_orbax.zarr.version3 import inner_array
 
-__all__ = ["ChunkCodec", "DecodingChunk", "EncodingChunk", "Telling"]
+__all__ = ["ChunkCodec", "DecodingChunk", "EncodingChunk", "ReadErrors"]
 
 
-_NO_DAMAGE: Final[Mapping[str, type[StorageError]]] = {
+_STORAGE_ERRORS: Final[Mapping[str, type[StorageError]]] = {
     "UNAUTHENTICATED": StorageCredentialsError,
     "PERMISSION_DENIED": StoragePermissionError,
     "DEADLINE_EXCEEDED": StorageTimeoutError,
@@ -43,17 +43,17 @@ _NO_DAMAGE: Final[Mapping[str, type[StorageError]]] = {
 class ChunkCodec:
     """Encodes and decodes the read chunks of one array concurrently. Thread-safe; tensorstore has its own threads."""
 
-    def __init__(self, name: str, form: ArrayFormat, missing: Literal["error", "fill"] = "error") -> None:
+    def __init__(self, name: str, format: ArrayFormat, missing: Literal["error", "fill"] = "error") -> None:
         """Create a codec for an array.
 
         Args:
             name: its name, for errors.
-            form: its format.
+            format: its format.
             missing: meaning of a missing part, if read chunks have parts themselves.
         """
         self._name = name
         self._fills = missing == "fill"
-        self._form = inner_array(form)
+        self._form = inner_array(format)
         self._blosc = is_blosc(self._form)
         self._document = json.dumps(self._form.document).encode()
         self._key = self._form.chunk_key((0,) * len(self._form.inner))
@@ -81,7 +81,7 @@ class ChunkCodec:
             elements: elements of that box; must not change until the result is available.
         """
         expect_usable()
-        with _TellingOfWriting(self._name):
+        with _WriteErrors(self._name):
             array, memory = self._open()
             writing = array[part.slices].write(elements, can_reference_source_data_indefinitely=True)
         return EncodingChunk(self._name, writing, memory, self._key)
@@ -100,7 +100,7 @@ class ChunkCodec:
         if self._blosc:
             expect_blosc_size(self._form, data, self._name)
         expect_usable()
-        with Telling(self._name):
+        with ReadErrors(self._name):
             array, memory = self._open()
             memory.write(self._key, data).result()
             reading = tensorstore.array(elements).write(array[part.slices])
@@ -120,7 +120,7 @@ class EncodingChunk:
 
     def result(self) -> bytes:
         """Wait for and return its bytes. Frees tensorstore's copy."""
-        with _TellingOfWriting(self._name):
+        with _WriteErrors(self._name):
             self._writing.result()
             value = bytes(self._memory.read(self._key).result().value)
             self._memory.delete_range(tensorstore.KvStore.KeyRange()).result()
@@ -147,7 +147,7 @@ class DecodingChunk:
         Raises:
             CorruptCheckpointError: the bytes are not a valid chunk.
         """
-        with Telling(self._name):
+        with ReadErrors(self._name):
             self._reading.result()
             self._memory.delete_range(tensorstore.KvStore.KeyRange()).result()
 
@@ -158,7 +158,7 @@ class DecodingChunk:
         self._reading = self._memory = None
 
 
-class Telling:
+class ReadErrors:
     """Converts errors of tensorstore while reading to errors that name the array."""
 
     __slots__ = ("_name",)
@@ -178,20 +178,20 @@ class Telling:
     def error(self, text: str) -> CheckpointError:
         """Return the error for a message of tensorstore."""
         code = text.partition(":")[0].strip()
-        if (kind := _NO_DAMAGE.get(code)) is not None:
+        if (kind := _STORAGE_ERRORS.get(code)) is not None:
             return kind(f"{self._name!r} cannot be read: {text}")
         return CorruptCheckpointError(
             f"{self._name!r} cannot be decoded: {text}; restore the checkpoint from a copy, or load another one"
         )
 
 
-class _TellingOfWriting(Telling):
+class _WriteErrors(ReadErrors):
     """Converts errors of tensorstore while writing."""
 
     __slots__ = ()
 
     def error(self, text: str) -> CheckpointError:
-        """See `Telling`."""
+        """See `ReadErrors`."""
         return UnsupportedLeafError(
             f"{self._name!r} cannot be encoded: {text}; store it with other options. Nothing is committed"
         )

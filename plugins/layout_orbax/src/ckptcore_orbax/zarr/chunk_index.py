@@ -26,15 +26,22 @@ from ckptcore.model import (
 )
 from ckptcore.protocols import ChunkIndex, ReadStore
 from ckptcore_orbax.crc32c import CRC32C
-from ckptcore_orbax.zarr.chunk_places import ChunkPlace, Databases, FoundChunks, expect_length, find_chunk, find_chunks
-from ckptcore_orbax.zarr.chunking import chunks_of, expect_countable, flat_index, unflat_index
+from ckptcore_orbax.zarr.chunk_locations import (
+    ChunkLocation,
+    DatabaseCache,
+    LocatedChunks,
+    expect_length,
+    locate_chunk,
+    locate_chunks,
+)
+from ckptcore_orbax.zarr.chunking import check_chunk_count, flatten_index, iter_chunks, unflatten_index
 from ckptcore_orbax.zarr.codecs import is_blosc
 from ckptcore_orbax.zarr.shard_index import MISSING, ShardIndex, decode_index, index_range
-from ckptcore_orbax.zarr.state import ArraysState, StoredName
+from ckptcore_orbax.zarr.state import ArraysState, StoredArray
 from ckptcore_orbax.zarr.version3 import inner_array
 
 if TYPE_CHECKING:
-    from ckptcore_orbax.zarr.decoding import ChunkDecoder
+    from ckptcore_orbax.zarr.chunk_decoding import ChunkDecoder
 
 __all__ = ["ZarrIndex"]
 
@@ -46,7 +53,7 @@ class ZarrIndex(ChunkIndex):
     is a `NativeReader`.
     """
 
-    def __init__(self, tree: TreeMetadata, state: ArraysState, databases: Databases) -> None:
+    def __init__(self, tree: TreeMetadata, state: ArraysState, databases: DatabaseCache) -> None:
         """Create an index.
 
         Args:
@@ -67,7 +74,7 @@ class ZarrIndex(ChunkIndex):
         leaves = self._tree.leaves
         found = {}
         for leaf, stored in self._state.arrays.items():
-            record, spec = leaves[leaf], stored.form.spec
+            record, spec = leaves[leaf], stored.format.spec
             # Compared by parts, which is faster: there may be hundreds of thousands of arrays.
             if isinstance(record, ArrayRecord) and (record.spec.dtype != spec.dtype or record.spec.shape != spec.shape):
                 found[leaf] = spec
@@ -81,48 +88,48 @@ class ZarrIndex(ChunkIndex):
         stored with an additional axis, such as text.
         """
         stored = self._stored(leaf)
-        form = stored.form
-        if len(box.start) != len(form.spec.shape):
+        format = stored.format
+        if len(box.start) != len(format.spec.shape):
             return ()
-        shape = form.spec.shape
-        if form.inner == shape and box.stop == shape and not any(box.start):
+        shape = format.spec.shape
+        if format.inner == shape and box.stop == shape and not any(box.start):
             # Fast path: the whole of one read chunk, common for small arrays.
             key, offset = self._hint(leaf, stored, (0,) * len(shape), 0)
             return (Chunk(key, offset, box, self._is_plain(stored), False, leaf, 0),)
-        expect_countable(box, form.inner, stored.name)
+        check_chunk_count(box, format.inner, stored.name)
         return self._chunks(leaf, stored, box)
 
-    def _is_plain(self, stored: StoredName) -> bool:
+    def _is_plain(self, stored: StoredArray) -> bool:
         # The root has checksums of blocks written by this layout. Other software stores them after
         # each read chunk.
-        return stored.form.direct and (self._state.source == "ckptcore" or not stored.form.checksum)
+        return stored.format.direct and (self._state.source == "ckptcore" or not stored.format.checksum)
 
-    def _chunks(self, leaf: int, stored: StoredName, box: Box) -> Iterator[Chunk]:
-        form, is_plain = stored.form, self._is_plain(stored)
-        step = form.inner_stored_bytes if form.direct else 1
-        per_chunk = prod(form.inner_grid)
-        for index, chunk in chunks_of(form.chunk, box):
+    def _chunks(self, leaf: int, stored: StoredArray, box: Box) -> Iterator[Chunk]:
+        format, is_plain = stored.format, self._is_plain(stored)
+        step = format.inner_stored_bytes if format.direct else 1
+        per_chunk = prod(format.inner_grid)
+        for index, chunk in iter_chunks(format.chunk, box):
             common = chunk.intersect(box)
             assert common is not None  # the chunk intersects the box
-            first = tuple(map(int.__mul__, index, form.inner_grid))
-            number = flat_index(index, form.grid)
+            first = tuple(map(int.__mul__, index, format.inner_grid))
+            number = flatten_index(index, format.grid)
             key, offset = self._hint(leaf, stored, index, number)
-            for inner, inner_box in chunks_of(form.inner, common):
-                within = flat_index(tuple(map(int.__sub__, inner, first)), form.inner_grid)
+            for inner, inner_box in iter_chunks(format.inner, common):
+                within = flatten_index(tuple(map(int.__sub__, inner, first)), format.inner_grid)
                 yield Chunk(key, offset + within * step, inner_box, is_plain, False, leaf, number * per_chunk + within)
 
-    def _hint(self, leaf: int, stored: StoredName, index: tuple[int, ...], number: int) -> tuple[str, int]:
+    def _hint(self, leaf: int, stored: StoredArray, index: tuple[int, ...], number: int) -> tuple[str, int]:
         """Return the location of a write chunk, or a sort key if it is unknown."""
-        state, form = self._state, stored.form
+        state, format = self._state, stored.format
         if leaf in state.embedded:
             return "", number
         if state.storage == "objects":
-            return f"{self._prefix}{stored.prefix}{form.chunk_key(index)}", 0
-        if form.direct:
+            return f"{self._prefix}{stored.prefix}{format.chunk_key(index)}", 0
+        if format.direct:
             extents, rows = state.extents, self._rows.get(leaf, ())
             if number == 0 and rows:
                 return f"{self._prefix}{extents.files[extents.file[rows[0]]]}", extents.start[rows[0]]
-            nbytes = max(1, form.chunk_bytes)
+            nbytes = max(1, format.chunk_bytes)
             ends = self._ends.get(leaf)
             if ends is None:
                 counts = [-(-(extents.stop[row] - extents.start[row]) // nbytes) for row in rows]
@@ -151,23 +158,23 @@ class ZarrIndex(ChunkIndex):
         stored = state.arrays.get(leaf)
         if stored is None:
             return ()
-        form = stored.form
+        format = stored.format
         found: list[tuple[str, int, int]] = []
         if state.storage == "objects":
-            if state.source == "ckptcore" and form.direct and not form.sharded:
-                whole = Box.whole(form.spec.shape)
-                expect_countable(whole, form.chunk, stored.name)
-                for index, _ in chunks_of(form.chunk, whole):
-                    found.append((f"{self._prefix}{stored.prefix}{form.chunk_key(index)}", 0, form.chunk_bytes))
+            if state.source == "ckptcore" and format.direct and not format.sharded:
+                whole = Box.whole(format.spec.shape)
+                check_chunk_count(whole, format.chunk, stored.name)
+                for index, _ in iter_chunks(format.chunk, whole):
+                    found.append((f"{self._prefix}{stored.prefix}{format.chunk_key(index)}", 0, format.chunk_bytes))
             return found
         columns, room = state.extents, 0
         for row in self._rows.get(leaf, ()):
             start, stop = columns.start[row], columns.stop[row]
             room += stop - start
             found.append((f"{self._prefix}{columns.files[columns.file[row]]}", start, stop))
-        if state.source == "ckptcore" and form.direct and room < form.spec.nbytes:
+        if state.source == "ckptcore" and format.direct and room < format.spec.nbytes:
             raise CorruptCheckpointError(
-                f"{format_path(self._tree.paths[leaf])} is {form.spec} and needs {form.spec.nbytes} bytes, but the "
+                f"{format_path(self._tree.paths[leaf])} is {format.spec} and needs {format.spec.nbytes} bytes, but the "
                 f"root states {room}; its metadata is damaged: load another checkpoint"
             )
         return found
@@ -175,90 +182,92 @@ class ZarrIndex(ChunkIndex):
     def chunk_rows(self, leaf: int) -> int | None:
         """See `ChunkIndex.chunk_rows`. Each read chunk is decoded or verified as a whole."""
         stored = self._state.arrays.get(leaf)
-        return stored.form.inner[0] if stored is not None and stored.form.inner else None
+        return stored.format.inner[0] if stored is not None and stored.format.inner else None
 
     def locate(self, chunks: Sequence[Chunk], store: ReadStore) -> ChunkPlaces:
         """See `ChunkIndex.locate`. Reads nodes of the database, and the index of each shard once."""
         leaf = chunks[0].leaf
         state, stored = self._state, self._state.arrays[leaf]
-        form = stored.form
-        if form.chunk == form.spec.shape and not form.sharded and form.direct:
-            index = (0,) * len(form.chunk)
-            place = find_chunk(state, leaf, index, store, self._databases)
-            if place is not None and place.inline is None:
-                expect_length(stored, index, place)
-                return ChunkPlaces((place.key,), (place.offset,), checksums={0: CRC32C} if form.checksum else {})
-        per_chunk = prod(form.inner_grid)
+        format = stored.format
+        if format.chunk == format.spec.shape and not format.sharded and format.direct:
+            index = (0,) * len(format.chunk)
+            location = locate_chunk(state, leaf, index, store, self._databases)
+            if location is not None and location.inline is None:
+                expect_length(stored, index, location)
+                return ChunkPlaces(
+                    (location.key,), (location.offset,), checksums={0: CRC32C} if format.checksum else {}
+                )
+        per_chunk = prod(format.inner_grid)
         rows: dict[int, list[int]] = {}
         for row, chunk in enumerate(chunks):
             rows.setdefault(chunk.number // per_chunk, []).append(row)
-        indices = {number: unflat_index(number, form.grid) for number in rows}
-        places = find_chunks(state, leaf, list(indices.values()), store, self._databases)
-        found = FoundChunks(form, len(chunks))
-        for number, of_chunk in rows.items():
+        indices = {number: unflatten_index(number, format.grid) for number in rows}
+        locations = locate_chunks(state, leaf, list(indices.values()), store, self._databases)
+        found = LocatedChunks(format, len(chunks))
+        for number, chunk_rows_of in rows.items():
             index = indices[number]
-            place = places[index]
-            if place is None:
-                found.fill(of_chunk, self._fill(stored, index))
+            location = locations[index]
+            if location is None:
+                found.fill(chunk_rows_of, self._fill(stored, index))
                 continue
-            if form.direct and (not form.sharded or state.source == "ckptcore"):
-                expect_length(stored, index, place)
-            if not form.sharded:
-                found.add(of_chunk[0], place, place.offset, place.nbytes)
+            if format.direct and (not format.sharded or state.source == "ckptcore"):
+                expect_length(stored, index, location)
+            if not format.sharded:
+                found.add(chunk_rows_of[0], location, location.offset, location.nbytes)
                 continue
-            shard = self._shard_index(stored, place, store)
-            for row in of_chunk:
+            shard = self._shard_index(stored, location, store)
+            for row in chunk_rows_of:
                 inner = chunks[row].number % per_chunk
                 # In a dense chunk read chunks are contiguous, so its index, which may be hostile,
                 # is not needed.
                 if shard is None:
-                    nbytes = form.inner_stored_bytes
-                    found.add(row, place, place.offset + inner * nbytes, nbytes)
+                    nbytes = format.inner_stored_bytes
+                    found.add(row, location, location.offset + inner * nbytes, nbytes)
                 elif shard.offsets[inner] == MISSING:
                     found.fill([row], self._fill(stored, index))
                 else:
-                    found.add(row, place, place.offset + int(shard.offsets[inner]), int(shard.lengths[inner]))
+                    found.add(row, location, location.offset + int(shard.offsets[inner]), int(shard.lengths[inner]))
         if found.encoded:
-            from ckptcore_orbax.zarr.decoding import expect_reasonable  # delays the import of tensorstore
+            from ckptcore_orbax.zarr.chunk_decoding import expect_reasonable  # delays the import of tensorstore
 
             expect_reasonable(stored)
-        return found.places()
+        return found.locations()
 
-    def _shard_index(self, stored: StoredName, place: ChunkPlace, store: ReadStore) -> ShardIndex | None:
+    def _shard_index(self, stored: StoredArray, location: ChunkLocation, store: ReadStore) -> ShardIndex | None:
         """Return the index of a shard, or None if its read chunks are contiguous from the first byte on."""
-        form = stored.form
-        if self._state.source == "ckptcore" and form.direct:
+        format = stored.format
+        if self._state.source == "ckptcore" and format.direct:
             return None
-        length = store.size(place.key) if place.nbytes is None else place.nbytes
-        if form.direct and form.inner == form.chunk and length == form.chunk_bytes and form.index_at == "end":
+        length = store.size(location.key) if location.nbytes is None else location.nbytes
+        if format.direct and format.inner == format.chunk and length == format.chunk_bytes and format.index_at == "end":
             return None  # one read chunk, and no space for bytes before it
-        key = place.key or stored.name
-        start, stop = index_range(form, length, key)
-        if place.inline is not None:
-            data = place.inline[start:stop]
+        key = location.key or stored.name
+        start, stop = index_range(format, length, key)
+        if location.inline is not None:
+            data = location.inline[start:stop]
         else:
-            data = store.get(place.key, place.offset + start, place.offset + stop)
-        return decode_index(form, data, length, key)
+            data = store.get(location.key, location.offset + start, location.offset + stop)
+        return decode_index(format, data, length, key)
 
-    def _fill(self, stored: StoredName, index: tuple[int, ...]) -> HostArray:
+    def _fill(self, stored: StoredArray, index: tuple[int, ...]) -> HostArray:
         """Return the fill value for elements that are not stored.
 
         Raises:
             CorruptCheckpointError: the format has no fill value, or chunks must not be missing.
         """
-        form = stored.form
-        if self._state.missing == "error" or form.fill is None:
+        format = stored.format
+        if self._state.missing == "error" or format.fill is None:
             raise CorruptCheckpointError(
                 f"the chunk {list(index)} of {stored.name!r} is missing; the checkpoint is incomplete: restore it "
                 "from a copy, or load another one"
             )
-        return np.frombuffer(form.fill, form.spec.numpy_dtype)[:1].reshape(())
+        return np.frombuffer(format.fill, format.spec.numpy_dtype)[:1].reshape(())
 
     def decode(self, chunk: Chunk, data: bytes) -> Pending[HostArray]:
         """See `ChunkIndex.decode`. Uses tensorstore in memory."""
         decoder = self._decoder
         if decoder is None or decoder.leaf != chunk.leaf:
-            from ckptcore_orbax.zarr.decoding import ChunkDecoder  # delays the import of tensorstore
+            from ckptcore_orbax.zarr.chunk_decoding import ChunkDecoder  # delays the import of tensorstore
 
             decoder = self._decoder = ChunkDecoder(self._state, chunk.leaf)
         return decoder.decode(chunk, data)
@@ -268,20 +277,20 @@ class ZarrIndex(ChunkIndex):
         state = self._state
         if state.source != "other" or state.missing != "error" or leaf not in state.arrays:
             return False
-        form = state.arrays[leaf].form
-        if form.direct or leaf in state.embedded or is_blosc(inner_array(form)):
+        format = state.arrays[leaf].format
+        if format.direct or leaf in state.embedded or is_blosc(inner_array(format)):
             return False
-        from ckptcore_orbax.zarr.decoding import is_native  # delays the import of tensorstore
+        from ckptcore_orbax.zarr.chunk_decoding import is_native  # delays the import of tensorstore
 
         return is_native(state, store)
 
     def read(self, items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
         """See `NativeReader.read`."""
-        from ckptcore_orbax.zarr.decoding import read_natively  # delays the import of tensorstore
+        from ckptcore_orbax.zarr.chunk_decoding import read_natively  # delays the import of tensorstore
 
         return read_natively(self._state, items, buffers, store, self._databases)
 
-    def _stored(self, leaf: int) -> StoredName:
+    def _stored(self, leaf: int) -> StoredArray:
         stored = self._state.arrays.get(leaf)
         if stored is None:
             raise CorruptCheckpointError(f"the checkpoint does not locate the array of leaf {leaf}")

@@ -11,7 +11,7 @@ import numpy as np
 from ckptcore.errors import AtomicityError
 from ckptcore.model import Box, HostArray
 from ckptcore.protocols import Snapshot
-from ckptcore_orbax.zarr.chunking import chunks_of
+from ckptcore_orbax.zarr.chunking import iter_chunks
 from ckptcore_orbax.zarr.formats import ArrayFormat
 from ckptcore_orbax.zarr.stored_arrays import stored_box, stored_view
 
@@ -21,14 +21,14 @@ __all__ = ["ChunkSource"]
 class ChunkSource:
     """One array of a snapshot. Taken when its first chunk is written, released with the last. Thread-safe."""
 
-    def __init__(self, snapshot: Snapshot, item: int, name: str, form: ArrayFormat) -> None:
+    def __init__(self, snapshot: Snapshot, item: int, name: str, format: ArrayFormat) -> None:
         """Plan the chunks. Does not take the array yet.
 
         Args:
             snapshot: the snapshot.
             item: number of the array in the snapshot's plan.
             name: name of the array, for errors.
-            form: its format.
+            format: its format.
 
         Raises:
             AtomicityError: this process has only a part of a chunk.
@@ -36,34 +36,34 @@ class ChunkSource:
         planned = snapshot.plan.items[item]
         self.leaf = planned.leaf
         self.name = name
-        self.form = form
+        self.format = format
         self._snapshot = snapshot
         self._item = item
-        self._boxes = [stored_box(box, form.spec) for box in planned.boxes]
-        self._whole = Box.whole(form.spec.shape)
-        self._holders: dict[tuple[int, ...], list[int]] = {}
-        self.chunks = self._chunks_here()
+        self._boxes = [stored_box(box, format.spec) for box in planned.boxes]
+        self._whole = Box.whole(format.spec.shape)
+        self._boxes_of_chunk: dict[tuple[int, ...], list[int]] = {}
+        self.chunks = self._plan_chunks()
         self._arrays: Sequence[tuple[Box, HostArray]] | None = None
         self._left = 0
         self._lock = threading.Lock()
 
-    def _chunks_here(self) -> Sequence[tuple[tuple[int, ...], Box]]:
+    def _plan_chunks(self) -> Sequence[tuple[tuple[int, ...], Box]]:
         """Return the index and box of each chunk of this process, in C order; boxes may exceed the array."""
-        chunk = self.form.chunk
+        chunk = self.format.chunk
         if self._boxes == [self._whole]:
-            return list(chunks_of(chunk, self._whole))
+            return list(iter_chunks(chunk, self._whole))
         # A process may have hundreds of boxes of an array, so each chunk is compared only with
         # intersecting boxes.
         touched: dict[tuple[int, ...], Box] = {}
         for number, box in enumerate(self._boxes):
-            for index, outer in chunks_of(chunk, box):
+            for index, outer in iter_chunks(chunk, box):
                 touched[index] = outer
-                self._holders.setdefault(index, []).append(number)
+                self._boxes_of_chunk.setdefault(index, []).append(number)
         found = []
         for index, outer in sorted(touched.items()):
             wanted = outer.intersect(self._whole)
-            held = [self._boxes[number].intersect(outer) for number in self._holders[index]]
-            parts = [common.size for common in held if common is not None]
+            box_part = [self._boxes[number].intersect(outer) for number in self._boxes_of_chunk[index]]
+            parts = [common.size for common in box_part if common is not None]
             if wanted is None or sum(parts) != wanted.size:
                 raise AtomicityError(
                     f"{self.name}: this process has only a part of the chunk {list(index)} of {list(chunk)} "
@@ -75,13 +75,13 @@ class ChunkSource:
 
     def inner_boxes(self, outer: Box) -> Iterator[Box]:
         """Yield the read chunks of a chunk, in C order."""
-        if not self.form.sharded:
+        if not self.format.sharded:
             yield outer
             return
-        for _, box in chunks_of(self.form.inner, outer):
+        for _, box in iter_chunks(self.format.inner, outer):
             yield box
 
-    def expect(self, segments: int) -> None:
+    def expect_segments(self, segments: int) -> None:
         """Set the number of segments that will be opened and closed. Releases the array if there are none."""
         self._left = segments
         if not segments:
@@ -101,23 +101,23 @@ class ChunkSource:
     def filled_parts(self, box: Box) -> list[tuple[Box, HostArray]]:
         """Return the boxes and arrays that form a box of one chunk, inside the array."""
         arrays = self._take()
-        if self._holders:
-            index = tuple(map(int.__floordiv__, box.start, self.form.chunk))
-            arrays = [arrays[number] for number in self._holders[index]]
+        if self._boxes_of_chunk:
+            index = tuple(map(int.__floordiv__, box.start, self.format.chunk))
+            arrays = [arrays[number] for number in self._boxes_of_chunk[index]]
         found = []
-        for held, array in arrays:
-            if (common := held.intersect(box)) is not None:
-                found.append((common, array[common.within(held)]))
+        for box_part, array in arrays:
+            if (common := box_part.intersect(box)) is not None:
+                found.append((common, array[common.within(box_part)]))
         return found
 
-    def gathered(self, box: Box) -> HostArray:
+    def gather(self, box: Box) -> HostArray:
         """Return a copy of the elements of a box that are inside the array: little endian, in C order.
 
         Always a copy: the array may change between the digest of the elements and their encoding.
         """
         valid = box.intersect(self._whole)
         assert valid is not None  # every chunk contains elements of the array
-        dtype = self.form.spec.numpy_dtype.newbyteorder("<")
+        dtype = self.format.spec.numpy_dtype.newbyteorder("<")
         parts = self.filled_parts(valid)
         if len(parts) == 1:
             return np.array(parts[0][1], dtype, order="C").reshape(valid.shape)
@@ -128,7 +128,7 @@ class ChunkSource:
 
     def _padding(self, box: Box) -> Iterator[tuple[Box, HostArray]]:
         """Yield boxes of zeros that form the part of a box outside the array."""
-        zero = np.zeros((), self.form.spec.numpy_dtype)
+        zero = np.zeros((), self.format.spec.numpy_dtype)
         start, stop = list(box.start), list(box.stop)
         for axis, extent in enumerate(self._whole.stop):
             if stop[axis] > extent:
@@ -142,7 +142,7 @@ class ChunkSource:
             if self._arrays is None:
                 taken = self._snapshot.take(self._item)
                 self._arrays = [
-                    (box, stored_view(array, self.form.spec)) for box, array in zip(self._boxes, taken, strict=True)
+                    (box, stored_view(array, self.format.spec)) for box, array in zip(self._boxes, taken, strict=True)
                 ]
             return self._arrays
 

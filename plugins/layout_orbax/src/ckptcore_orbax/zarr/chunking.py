@@ -14,21 +14,20 @@ from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import ArraySpec, Box
 
 __all__ = [
-    "MOST_CELLS",
-    "chunks_of",
-    "expect_countable",
-    "flat_index",
-    "is_aligned",
-    "read_chunk",
-    "unflat_index",
-    "write_chunk",
+    "MAX_CHUNKS",
+    "check_chunk_count",
+    "flatten_index",
+    "iter_chunks",
+    "read_chunk_shape",
+    "unflatten_index",
+    "write_chunk_shape",
 ]
 
-MOST_CELLS: Final = 1 << 24
+MAX_CHUNKS: Final = 1 << 24
 """Limit for the number of chunks of one array. A hostile shape may state any number."""
 
 
-def expect_countable(box: Box, step: Sequence[int], name: str) -> None:
+def check_chunk_count(box: Box, step: Sequence[int], name: str) -> None:
     """Reject a box with more chunks than any array has, before they are enumerated.
 
     Raises:
@@ -37,14 +36,14 @@ def expect_countable(box: Box, step: Sequence[int], name: str) -> None:
     cells = prod(
         [-(-stop // extent) - start // extent for start, stop, extent in zip(box.start, box.stop, step, strict=True)]
     )
-    if cells > MOST_CELLS:
+    if cells > MAX_CHUNKS:
         raise CorruptCheckpointError(
-            f"{name!r} would have {cells} chunks; expected at most {MOST_CELLS}; its metadata is damaged: "
+            f"{name!r} would have {cells} chunks; expected at most {MAX_CHUNKS}; its metadata is damaged: "
             "restore it from a copy, or load another checkpoint"
         )
 
 
-def flat_index(index: tuple[int, ...], grid: Sequence[int]) -> int:
+def flatten_index(index: tuple[int, ...], grid: Sequence[int]) -> int:
     """Return the number of a chunk in C order."""
     number = 0
     for position, extent in zip(index, grid, strict=True):
@@ -52,8 +51,8 @@ def flat_index(index: tuple[int, ...], grid: Sequence[int]) -> int:
     return number
 
 
-def unflat_index(number: int, grid: Sequence[int]) -> tuple[int, ...]:
-    """Return the inverse of `flat_index`."""
+def unflatten_index(number: int, grid: Sequence[int]) -> tuple[int, ...]:
+    """Return the inverse of `flatten_index`."""
     index = []
     for extent in reversed(grid):
         number, position = divmod(number, extent)
@@ -61,11 +60,11 @@ def unflat_index(number: int, grid: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(index))
 
 
-_MOST_PIECES: Final = 64
+_MAX_PIECES: Final = 64
 """Maximum pieces along a sharded axis before other axes are divided: meshes rarely grow more along one axis."""
 
 
-def write_chunk(spec: ArraySpec, cuts: Sequence[Sequence[int]] | None, size: int) -> tuple[int, ...]:
+def write_chunk_shape(spec: ArraySpec, cuts: Sequence[Sequence[int]] | None, size: int) -> tuple[int, ...]:
     """Return the regular chunk shape in which no two processes write one chunk; at least 1 along each axis.
 
     If all shards have equal length along an axis (the last may be shorter), this is the chunk
@@ -81,10 +80,12 @@ def write_chunk(spec: ArraySpec, cuts: Sequence[Sequence[int]] | None, size: int
     """
     if cuts is None:
         return tuple([max(1, extent) for extent in spec.shape])
-    return tuple([_write_extent(extent, boundaries, size) for extent, boundaries in zip(spec.shape, cuts, strict=True)])
+    return tuple(
+        [_write_chunk_extent(extent, boundaries, size) for extent, boundaries in zip(spec.shape, cuts, strict=True)]
+    )
 
 
-def _write_extent(extent: int, boundaries: Sequence[int], size: int) -> int:
+def _write_chunk_extent(extent: int, boundaries: Sequence[int], size: int) -> int:
     if not boundaries:
         return max(1, extent)
     shards = [stop - start for start, stop in itertools.pairwise([0, *boundaries, extent])]
@@ -94,8 +95,8 @@ def _write_extent(extent: int, boundaries: Sequence[int], size: int) -> int:
     return gcd(*boundaries)
 
 
-def read_chunk(
-    spec: ArraySpec, write_chunk: tuple[int, ...], cuts: Sequence[Sequence[int]] | None, chunk_bytes: int
+def read_chunk_shape(
+    spec: ArraySpec, write_chunk_shape: tuple[int, ...], cuts: Sequence[Sequence[int]] | None, chunk_bytes: int
 ) -> tuple[int, ...]:
     """Return the shape of read chunks, so that a reader of other boxes reads few additional bytes.
 
@@ -108,25 +109,25 @@ def read_chunk(
 
     Args:
         spec: the array.
-        write_chunk: result of the function `write_chunk`.
+        write_chunk: result of the function `write_chunk_shape`.
         cuts: as in `ArrayRecord.cuts`.
         chunk_bytes: maximum bytes of a piece, unless one element is larger; above 0.
     """
     target = max(1, chunk_bytes // spec.numpy_dtype.itemsize)
-    chunk = list(write_chunk)
+    chunk = list(write_chunk_shape)
     counts = [len(boundaries) for boundaries in cuts] if cuts is not None else [0] * len(chunk)
     order = sorted(range(len(chunk)), key=lambda axis: -counts[axis])
     for axis in order:
         if counts[axis]:
-            chunk[axis] //= _pieces(chunk[axis], prod(chunk), target, _MOST_PIECES)
+            chunk[axis] //= _piece_count(chunk[axis], prod(chunk), target, _MAX_PIECES)
     for axis in order:
-        chunk[axis] //= _pieces(chunk[axis], prod(chunk), target, chunk[axis])
+        chunk[axis] //= _piece_count(chunk[axis], prod(chunk), target, chunk[axis])
     if prod(chunk) > target:
-        _overshoot(chunk, write_chunk, order, target)
+        _divide_further(chunk, write_chunk_shape, order, target)
     return tuple(chunk)
 
 
-def _overshoot(chunk: list[int], write_chunk: tuple[int, ...], order: Sequence[int], target: int) -> None:
+def _divide_further(chunk: list[int], write_chunk_shape: tuple[int, ...], order: Sequence[int], target: int) -> None:
     """Divide a chunk further if no number of pieces is near the target; then undo unnecessary divisions."""
     for axis in order:
         if prod(chunk) > target:
@@ -135,10 +136,10 @@ def _overshoot(chunk: list[int], write_chunk: tuple[int, ...], order: Sequence[i
     # Some divisions made before that of the last axis may not be needed.
     for axis in reversed(order):
         room = target // prod(chunk)
-        chunk[axis] *= max(pieces for pieces in _divisors(write_chunk[axis] // chunk[axis]) if pieces <= room)
+        chunk[axis] *= max(pieces for pieces in _divisors(write_chunk_shape[axis] // chunk[axis]) if pieces <= room)
 
 
-def _pieces(extent: int, elements: int, target: int, most: int) -> int:
+def _piece_count(extent: int, elements: int, target: int, most: int) -> int:
     """Return the number of pieces along an axis for a chunk with `elements` elements.
 
     Prefers pieces between half the target and the target. If none exist, returns the largest number
@@ -170,7 +171,7 @@ def _divisors(extent: int) -> list[int]:
     return sorted(found)
 
 
-def chunks_of(chunk: tuple[int, ...], box: Box) -> Iterator[tuple[tuple[int, ...], Box]]:
+def iter_chunks(chunk: tuple[int, ...], box: Box) -> Iterator[tuple[tuple[int, ...], Box]]:
     """Yield the index and the box of each chunk of a regular grid that intersects a box, in C order.
 
     Boxes are whole chunks, which may exceed the array, as they do in storage.
@@ -183,11 +184,3 @@ def chunks_of(chunk: tuple[int, ...], box: Box) -> Iterator[tuple[tuple[int, ...
     for index in itertools.product(*ranges):
         start = tuple(map(int.__mul__, index, chunk))
         yield index, Box(start, tuple(map(int.__add__, start, chunk)))
-
-
-def is_aligned(shape: tuple[int, ...], chunk: tuple[int, ...], box: Box) -> bool:
-    """Return whether a box consists of whole chunks; chunks at the edge end with the array."""
-    return all(
-        start % size == 0 and (stop % size == 0 or stop == extent)
-        for start, stop, size, extent in zip(box.start, box.stop, chunk, shape, strict=True)
-    )

@@ -8,7 +8,7 @@ from typing import Final, Literal, TypeAlias
 
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import JSON
-from ckptcore_orbax.zarr.documents import chunk_from, expect
+from ckptcore_orbax.zarr.documents import expect, parse_chunk_shape
 from ckptcore_orbax.zarr.formats import ArrayFormat, Compression
 
 __all__ = ["ChunkCodecs", "chunk_codecs", "codecs_to_json", "expect_blosc_size", "is_blosc"]
@@ -152,7 +152,7 @@ def _raw(chain: list[_Codec], itemsize: int) -> Literal["plain", "checksum"] | N
 
 def _sharding(configuration: dict[str, JSON], chunk: tuple[int, ...], itemsize: int) -> ChunkCodecs | None:
     """Return the properties of ``sharding_indexed``, or None if its index cannot be read."""
-    inner = chunk_from(configuration.get("chunk_shape"), chunk, "its inner chunk")
+    inner = parse_chunk_shape(configuration.get("chunk_shape"), chunk, "its inner chunk")
     if any(size % part for size, part in zip(chunk, inner, strict=True)):
         raise CorruptCheckpointError(f"its inner chunk {inner} does not divide its chunk {chunk}")
     location = expect(configuration.get("index_location", "end"), str, "its index_location")

@@ -13,14 +13,14 @@ from ckptcore.model import JSON, ArraySpec
 from ckptcore_orbax.zarr.dtypes import ZarrFormat
 
 __all__ = [
-    "check_amounts",
-    "chunk_from",
+    "check_sizes",
+    "enclosing_groups",
     "encode_document",
     "encode_group",
     "expect",
-    "groups_around",
+    "parse_chunk_shape",
     "parse_document",
-    "shape_from",
+    "parse_shape",
 ]
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ def expect(value: object, kind: type[T], what: str) -> T:
     return value
 
 
-def shape_from(value: JSON) -> tuple[int, ...]:
+def parse_shape(value: JSON) -> tuple[int, ...]:
     """Return the shape of an array, in elements.
 
     Raises:
@@ -95,7 +95,7 @@ def shape_from(value: JSON) -> tuple[int, ...]:
     return shape
 
 
-def chunk_from(value: JSON, whole: tuple[int, ...], what: str) -> tuple[int, ...]:
+def parse_chunk_shape(value: JSON, whole: tuple[int, ...], what: str) -> tuple[int, ...]:
     """Return the shape of a chunk, with as many axes as `whole` and at least one element along each.
 
     Raises:
@@ -107,7 +107,7 @@ def chunk_from(value: JSON, whole: tuple[int, ...], what: str) -> tuple[int, ...
     return chunk
 
 
-def check_amounts(spec: ArraySpec, chunk: tuple[int, ...]) -> None:
+def check_sizes(spec: ArraySpec, chunk: tuple[int, ...]) -> None:
     """Check that the array, and one chunk of it, fit into the address space.
 
     Raises:
@@ -129,7 +129,7 @@ def encode_group(zarr_format: ZarrFormat) -> tuple[str, bytes]:
     return ".zgroup", encode_document({"zarr_format": 2})
 
 
-def groups_around(names: Iterable[str]) -> Sequence[str]:
+def enclosing_groups(names: Iterable[str]) -> Sequence[str]:
     """Return the paths of all groups that contain arrays, ``""`` for the outermost one.
 
     Returns none if an array has no name.

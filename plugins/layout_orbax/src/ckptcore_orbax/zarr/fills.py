@@ -13,13 +13,13 @@ import numpy as np
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import JSON, dtype_from_name
 
-__all__ = ["fill_of_version2", "fill_of_version3", "zero_of_version3"]
+__all__ = ["parse_fill_version2", "parse_fill_version3", "zero_of_version3"]
 
 _NOT_NUMBERS: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _BITS: Final = re.compile(r"0x[0-9a-fA-F]{1,16}")
 
 
-def fill_of_version3(value: JSON, dtype: str) -> bytes:
+def parse_fill_version3(value: JSON, dtype: str) -> bytes:
     """Return the element for a ``fill_value`` of a ``zarr.json``, as in host memory.
 
     Accepts numbers; for floats also ``NaN``, ``Infinity``, ``-Infinity`` and their bits in
@@ -34,7 +34,7 @@ def fill_of_version3(value: JSON, dtype: str) -> bytes:
     return found
 
 
-def fill_of_version2(value: JSON, dtype: str) -> bytes | None:
+def parse_fill_version2(value: JSON, dtype: str) -> bytes | None:
     """Return the element for a ``fill_value`` of a ``.zarray``, as in host memory; None for null.
 
     As in zarr 3, but byte strings, and optionally complex numbers, are base64 of the element (zarr

@@ -13,7 +13,7 @@ from ckptcore.planning import leaf_names
 
 __all__ = ["directory_names", "key_names"]
 
-_OWN_NAMES: Final = frozenset(
+_RESERVED_NAMES: Final = frozenset(
     {
         "_CHECKPOINT_METADATA", "_METADATA", "_sharding", "_strings.json", "array_metadatas", "checkpoint",
         "commit_success.txt", "manifest.ocdbt", "metadata", "orbax.checkpoint",
@@ -21,7 +21,7 @@ _OWN_NAMES: Final = frozenset(
 )  # fmt: skip
 """Names of other files in the directory of arrays."""
 
-_MOST_BYTES: Final = 200
+_MAX_BYTES: Final = 200
 """Maximum length of a path component in bytes. File systems allow 255; this leaves room for suffixes."""
 
 
@@ -42,7 +42,7 @@ def key_names(paths: Mapping[int, TreePath]) -> dict[int, str]:
             names[leaf] = ""  # the array is the whole tree
         elif name.rstrip("/") in shared or not name:
             names[leaf] = f"{name}\\"
-    _expect_apart(names, paths)
+    _check_unique(names, paths)
     return names
 
 
@@ -53,20 +53,20 @@ def directory_names(paths: Mapping[int, TreePath]) -> dict[int, str]:
         NameCollisionError
     """
     names = key_names(paths)
-    places = Counter(name.replace("\\", "/").rstrip("/") for name in names.values())
+    counts = Counter(name.replace("\\", "/").rstrip("/") for name in names.values())
     taken = set(names.values())
     for leaf, name in names.items():
         parts = name.split("/")
         inside = any("/".join(parts[:count]) in taken for count in range(1, len(parts)))
         if name and (
             inside
-            or places[name.replace("\\", "/").rstrip("/")] > 1
-            or parts[0] in _OWN_NAMES
+            or counts[name.replace("\\", "/").rstrip("/")] > 1
+            or parts[0] in _RESERVED_NAMES
             or parts[0].startswith("checkpoint.")
             or not all(map(_is_plain, parts))
         ):
             names[leaf] = _escaped(name)
-    _expect_apart(names, paths)
+    _check_unique(names, paths)
     return names
 
 
@@ -74,7 +74,7 @@ def _is_plain(part: str) -> bool:
     return (
         part not in ("", ".", "..")
         and "\0" not in part
-        and len(part.encode()) <= _MOST_BYTES
+        and len(part.encode()) <= _MAX_BYTES
         and not part.startswith("ocdbt.process_")
         and part not in (".zarray", ".zgroup", "zarr.json")
     )
@@ -83,13 +83,13 @@ def _is_plain(part: str) -> bool:
 def _escaped(name: str) -> str:
     """Return a single path component that differs from all unescaped names."""
     safe = "".join([character if character not in "/\\%\0" else f"%{ord(character):02X}" for character in name])
-    if len(safe.encode()) > _MOST_BYTES:
+    if len(safe.encode()) > _MAX_BYTES:
         digest = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
-        safe = f"{safe.encode()[: _MOST_BYTES - 40].decode('utf-8', 'ignore')}%{digest}"
+        safe = f"{safe.encode()[: _MAX_BYTES - 40].decode('utf-8', 'ignore')}%{digest}"
     return f"%{safe}"
 
 
-def _expect_apart(names: Mapping[int, str], paths: Mapping[int, TreePath]) -> None:
+def _check_unique(names: Mapping[int, str], paths: Mapping[int, TreePath]) -> None:
     seen: dict[str, int] = {}
     for leaf, name in names.items():
         first = seen.setdefault(name, leaf)

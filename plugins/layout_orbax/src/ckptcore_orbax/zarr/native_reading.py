@@ -14,18 +14,18 @@ import tensorstore
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.model import JSON, Box, HostArray
 from ckptcore.protocols import ReadStore, StorageAddress
-from ckptcore_orbax.zarr.chunk_codec import Telling
-from ckptcore_orbax.zarr.chunk_places import Databases, find_chunks
-from ckptcore_orbax.zarr.chunking import chunks_of, expect_countable
-from ckptcore_orbax.zarr.state import ArraysState, StoredName
+from ckptcore_orbax.zarr.chunk_codec import ReadErrors
+from ckptcore_orbax.zarr.chunk_locations import DatabaseCache, locate_chunks
+from ckptcore_orbax.zarr.chunking import check_chunk_count, iter_chunks
+from ckptcore_orbax.zarr.state import ArraysState, StoredArray
 from ckptcore_orbax.zarr.tensorstore_guard import expect_usable
 
-__all__ = ["Target", "expect_own_files", "native_base", "native_store", "read_native"]
+__all__ = ["BoxRead", "check_native_files", "native_spec", "native_store", "read_native"]
 
 _GOOGLE: Final = "https://storage.googleapis.com"
 
 
-def native_base(address: StorageAddress) -> Mapping[str, Any] | None:
+def native_spec(address: StorageAddress) -> Mapping[str, Any] | None:
     """Return tensorstore's key-value store spec for a directory; None if the storage or an option is unsupported.
 
     ckptcore itself reads unsupported storages: they may need secrets that no address contains, or
@@ -48,11 +48,11 @@ def _no_options(options: Mapping[str, JSON]) -> Mapping[str, Any] | None:
 
 def _s3_options(options: Mapping[str, JSON]) -> Mapping[str, Any] | None:
     """Return options of https://google.github.io/tensorstore/kvstore/s3."""
-    left = dict(options)
-    endpoint, region = left.pop("endpoint", None), left.pop("region", None)
-    credentials = left.pop("credentials", None)
-    pays = left.pop("requester_pays", False)
-    if left or credentials not in _AWS_CREDENTIALS:
+    remaining = dict(options)
+    endpoint, region = remaining.pop("endpoint", None), remaining.pop("region", None)
+    credentials = remaining.pop("credentials", None)
+    pays = remaining.pop("requester_pays", False)
+    if remaining or credentials not in _AWS_CREDENTIALS:
         return None
     found: dict[str, Any] = {"aws_credentials": {"type": credentials}}
     if region is not None:
@@ -79,11 +79,11 @@ def _is_of_amazon(endpoint: str) -> bool:
 
 def _gcs_options(options: Mapping[str, JSON]) -> Mapping[str, Any] | None:
     """Return options of https://google.github.io/tensorstore/kvstore/gcs. Endpoint and credentials are per process."""
-    left = dict(options)
-    endpoint = str(left.pop("endpoint", _GOOGLE)).rstrip("/")
-    credentials = left.pop("credentials", "default")
-    project = left.pop("user_project", None)
-    if left or credentials != "default":
+    remaining = dict(options)
+    endpoint = str(remaining.pop("endpoint", _GOOGLE)).rstrip("/")
+    credentials = remaining.pop("credentials", "default")
+    project = remaining.pop("user_project", None)
+    if remaining or credentials != "default":
         return None
     if endpoint != os.environ.get("TENSORSTORE_GCS_HTTP_URL", _GOOGLE).rstrip("/"):
         return None
@@ -99,7 +99,7 @@ _OPTIONS: Final[Mapping[str, Callable[[Mapping[str, JSON]], Mapping[str, Any] | 
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class BoxRead:
     """A box of an array, and its destination.
 
     Attributes:
@@ -116,7 +116,7 @@ class Target:
 _STARTED_BYTES: Final = 128 << 20
 """Size of elements being read at a time, in bytes."""
 
-_LEAST_STARTED: Final = 2
+_MIN_STARTED: Final = 2
 """Minimum number of boxes being read at a time, regardless of size."""
 
 _OPENED: Final = 256
@@ -129,12 +129,12 @@ def native_store(state: ArraysState, address: StorageAddress | None) -> Mapping[
         return None
     # Escape names: %2e%2e would refer to the parent, and | would select another kind of store.
     url = f"{address.url}{quote(state.prefix.encode('utf-8', 'surrogateescape'))}"
-    base = native_base(StorageAddress(url, address.options))
+    base = native_spec(StorageAddress(url, address.options))
     return {"driver": "ocdbt", "base": base} if base is not None and state.storage == "ocdbt" else base
 
 
-def expect_own_files(
-    wanted: Mapping[int, Sequence[Target]], state: ArraysState, store: ReadStore, databases: Databases
+def check_native_files(
+    wanted: Mapping[int, Sequence[BoxRead]], state: ArraysState, store: ReadStore, databases: DatabaseCache
 ) -> None:
     """Check files that tensorstore will open with the rules of the store. Applies to file systems only.
 
@@ -150,19 +150,21 @@ def expect_own_files(
     for leaf, targets in wanted.items():
         for target in targets:
             stored = state.arrays[leaf]
-            expect_countable(target.box, stored.form.chunk, stored.name)
-            indices = [index for index, _ in chunks_of(stored.form.chunk, target.box)]
-            for place in find_chunks(state, leaf, indices, store, databases).values():
-                if place is None or place.key in seen:
+            check_chunk_count(target.box, stored.format.chunk, stored.name)
+            indices = [index for index, _ in iter_chunks(stored.format.chunk, target.box)]
+            for location in locate_chunks(state, leaf, indices, store, databases).values():
+                if location is None or location.key in seen:
                     continue
-                seen.add(place.key)
+                seen.add(location.key)
                 try:
-                    store.size(place.key)
+                    store.size(location.key)
                 except ObjectNotFoundError as error:
-                    raise CorruptCheckpointError(f"a chunk is missing: {error}", key=place.key) from error
+                    raise CorruptCheckpointError(f"a chunk is missing: {error}", key=location.key) from error
 
 
-def read_native(state: ArraysState, wanted: Mapping[int, Sequence[Target]], native: Mapping[str, Any]) -> Iterator[int]:
+def read_native(
+    state: ArraysState, wanted: Mapping[int, Sequence[BoxRead]], native: Mapping[str, Any]
+) -> Iterator[int]:
     """Fill the destinations. Yields the number of each when it is complete.
 
     Raises:
@@ -170,56 +172,56 @@ def read_native(state: ArraysState, wanted: Mapping[int, Sequence[Target]], nati
     """
     # One context for all arrays, so that a database is opened once and its nodes are cached.
     context = tensorstore.Context()
-    started: deque[tuple[StoredName, Target, Any]] = deque()
-    held = 0
+    started: deque[tuple[StoredArray, BoxRead, Any]] = deque()
+    started_bytes = 0
     try:
-        for leaves in _groups(list(wanted), _OPENED):
+        for leaves in _batches(list(wanted), _OPENED):
             opening = [(leaf, _open(state.arrays[leaf], native, context)) for leaf in leaves]
             for leaf, opened in opening:
                 stored = state.arrays[leaf]
-                with Telling(stored.name):
+                with ReadErrors(stored.name):
                     array = opened.result()
                 for target in wanted[leaf]:
                     expect_usable()
-                    with Telling(stored.name):
+                    with ReadErrors(stored.name):
                         reading = tensorstore.array(target.buffer).write(array[target.box.slices])
                     started.append((stored, target, reading))
-                    held += _taken(stored, target)
-                    while held > _STARTED_BYTES and len(started) > _LEAST_STARTED:
-                        held -= _taken(*started[0][:2])
+                    started_bytes += _read_bytes(stored, target)
+                    while started_bytes > _STARTED_BYTES and len(started) > _MIN_STARTED:
+                        started_bytes -= _read_bytes(*started[0][:2])
                         yield _finish(started)
         while started:
             yield _finish(started)
     finally:
         # After an error or an early exit, tensorstore may still be writing to destinations.
-        for _, _, left in started:
-            left.exception()
+        for _, _, remaining in started:
+            remaining.exception()
 
 
-def _taken(stored: StoredName, target: Target) -> int:
+def _read_bytes(stored: StoredArray, target: BoxRead) -> int:
     """Return the memory for reading a destination: at least one read chunk, which can exceed a hostile small array."""
-    return max(target.buffer.nbytes, stored.form.inner_bytes)
+    return max(target.buffer.nbytes, stored.format.inner_bytes)
 
 
-def _groups(leaves: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+def _batches(leaves: Sequence[int], size: int) -> Iterator[Sequence[int]]:
     for start in range(0, len(leaves), size):
         yield leaves[start : start + size]
 
 
-def _open(stored: StoredName, native: Mapping[str, Any], context: Any) -> Any:
+def _open(stored: StoredArray, native: Mapping[str, Any], context: Any) -> Any:
     kvstore = {**native, "path": f"{native.get('path', '')}{stored.prefix}"}
-    driver = "zarr3" if stored.form.zarr_format == 3 else "zarr"
+    driver = "zarr3" if stored.format.zarr_format == 3 else "zarr"
     spec = {"driver": driver, "kvstore": kvstore, "fill_missing_data_reads": False}
-    with Telling(stored.name):
+    with ReadErrors(stored.name):
         return tensorstore.open(spec, open=True, read=True, context=context)
 
 
-def _finish(started: deque[tuple[StoredName, Target, Any]]) -> int:
+def _finish(started: deque[tuple[StoredArray, BoxRead, Any]]) -> int:
     """Wait for the oldest read. It is removed only after nothing writes to its destination, in case
     of an interrupt.
     """
     stored, target, reading = started[0]
-    with Telling(stored.name):
+    with ReadErrors(stored.name):
         reading.result()
     started.popleft()
     return target.number

@@ -9,9 +9,9 @@ from typing import Final, Literal, cast, get_args
 
 from ckptcore_orbax.zarr.formats import Compression, CompressionName
 
-__all__ = ["ArrayOptions", "ArrayRule", "Form", "check_chunk_bytes", "options_of", "parse_compression"]
+__all__ = ["ArrayOptions", "ArrayRule", "LayoutOptions", "array_options", "check_chunk_bytes", "parse_compression"]
 
-_LEAST_CHUNK_BYTES: Final = 1
+_MIN_CHUNK_BYTES: Final = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +51,11 @@ class ArrayRule:
         if self.compression is not None:
             parse_compression(self.compression)
 
-    def names(self, array: str) -> bool:
+    def matches(self, array: str) -> bool:
         """Return whether the pattern matches an array name."""
         return fnmatch.fnmatchcase(array, self.pattern)
 
-    def applied(self, options: ArrayOptions) -> ArrayOptions:
+    def apply(self, options: ArrayOptions) -> ArrayOptions:
         """Return the options of a matching array."""
         chunk_bytes = options.chunk_bytes if self.chunk_bytes is None else self.chunk_bytes or None
         compression = options.compression if self.compression is None else parse_compression(self.compression)
@@ -64,13 +64,13 @@ class ArrayRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class LayoutOptions:
     """Storage options of all arrays of a checkpoint.
 
     Attributes:
         zarr_format: 2 or 3.
         storage: whether chunks are values of a database or objects.
-        options: general options.
+        default: options of arrays that no rule matches.
         rules: other options for selected arrays.
         data_file_bytes: target size of a data file of a database, in bytes.
         item: Orbax item name, which is the directory, for a checkpoint of one tree.
@@ -78,16 +78,16 @@ class Form:
 
     zarr_format: Literal[2, 3]
     storage: Literal["ocdbt", "objects"]
-    options: ArrayOptions
+    default: ArrayOptions
     rules: Sequence[ArrayRule]
     data_file_bytes: int
     item: str
 
     @property
-    def agreed(self) -> str:
+    def description(self) -> str:
         """Description of the options that must be equal in all processes: all except the size of data files."""
         rules = ", ".join(map(repr, self.rules))
-        return f"zarr {self.zarr_format} as {self.storage} in {self.item!r}, {self.options}, rules [{rules}]"
+        return f"zarr {self.zarr_format} as {self.storage} in {self.item!r}, {self.default}, rules [{rules}]"
 
 
 def check_chunk_bytes(chunk_bytes: int | None) -> None:
@@ -113,9 +113,9 @@ def parse_compression(name: str | None) -> Compression | None:
     return Compression(cast("CompressionName", kind), int(level) if level else None)
 
 
-def options_of(array: str, options: ArrayOptions, rules: Sequence[ArrayRule]) -> ArrayOptions:
+def array_options(array: str, options: ArrayOptions, rules: Sequence[ArrayRule]) -> ArrayOptions:
     """Return the options of an array: the general options, changed by every matching rule in order."""
     for rule in rules:
-        if rule.names(array):
-            options = rule.applied(options)
+        if rule.matches(array):
+            options = rule.apply(options)
     return options

@@ -16,7 +16,7 @@ from ckptcore_orbax.zarr.formats import ArrayFormat
 from ckptcore_orbax.zarr.version2 import parse_zarr2
 from ckptcore_orbax.zarr.version3 import parse_zarr3
 
-__all__ = ["DIGEST_BYTES", "ArraysState", "Extents", "StoredName", "array_prefix"]
+__all__ = ["DIGEST_BYTES", "ArraysState", "Extents", "StoredArray", "array_prefix"]
 
 DIGEST_BYTES: Final = 8
 """Length of the xxh3_64 of a chunk's elements."""
@@ -28,16 +28,16 @@ def array_prefix(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredName:
+class StoredArray:
     """An array of a checkpoint.
 
     Attributes:
         name: its name in the store.
-        form: its format.
+        format: its format.
     """
 
     name: str
-    form: ArrayFormat
+    format: ArrayFormat
 
     @property
     def prefix(self) -> str:
@@ -77,7 +77,7 @@ class ArraysState:
     storage: Literal["ocdbt", "objects"]
     missing: Literal["error", "fill"]
     source: Literal["ckptcore", "other"]
-    arrays: Mapping[int, StoredName]
+    arrays: Mapping[int, StoredArray]
     extents: Extents = field(default_factory=Extents)
     digests: Mapping[int, bytes] = field(default_factory=dict)
     embedded: Mapping[int, bytes] = field(default_factory=dict)
@@ -94,13 +94,13 @@ class ArraysState:
         texts: dict[str, int] = {}
         column: list[int] = []
         for stored in self.arrays.values():
-            number = numbers.get(id(stored.form))
+            number = numbers.get(id(stored.format))
             if number is None:
-                text = json.dumps([stored.form.zarr_format, stored.form.document], sort_keys=True)
+                text = json.dumps([stored.format.zarr_format, stored.format.document], sort_keys=True)
                 number = texts.setdefault(text, len(documents))
                 if number == len(documents):
-                    documents.append([stored.form.zarr_format, dict(stored.form.document)])
-                numbers[id(stored.form)] = number
+                    documents.append([stored.format.zarr_format, dict(stored.format.document)])
+                numbers[id(stored.format)] = number
             column.append(number)
         encoded: dict[str, JSON] = {
             "version": 1,
@@ -152,18 +152,18 @@ def _decode(encoded: Any, tree: TreeMetadata) -> ArraysState:
         raise ValueError(f"storage {storage!r}, missing {missing!r}, source {source!r}")
     _expect_text(directory)
     formats = [_format(document) for document in encoded["formats"]]
-    arrays: dict[int, StoredName] = {}
+    arrays: dict[int, StoredArray] = {}
     for leaf, name, number in zip(encoded["leaf"], encoded["name"], encoded["format"], strict=True):
         record = tree.leaves[_natural(leaf)]
-        form = formats[_natural(number)]
+        format = formats[_natural(number)]
         if not isinstance(record, ArrayRecord):
             raise TypeError(f"leaf {leaf} is not an array")
-        if form.spec != record.spec and form.spec != stored_spec(record.spec, form.zarr_format):
+        if format.spec != record.spec and format.spec != stored_spec(record.spec, format.zarr_format):
             raise CorruptCheckpointError(
-                f"{format_path(tree.paths[leaf])} is {record.spec}, but stored as {form.spec}: the metadata is "
+                f"{format_path(tree.paths[leaf])} is {record.spec}, but stored as {format.spec}: the metadata is "
                 "damaged: load another checkpoint"
             )
-        arrays[leaf] = StoredName(_expect_text(name), form)
+        arrays[leaf] = StoredArray(_expect_text(name), format)
     extents = Extents()
     if (found := encoded.get("extents")) is not None:
         columns = [list(map(_natural, found[name])) for name in ("leaf", "file", "start", "stop")]
@@ -176,10 +176,10 @@ def _decode(encoded: Any, tree: TreeMetadata) -> ArraysState:
         for name in ("digests", "embedded")
     )
     for leaf, digest in digests.items():
-        form = arrays[leaf].form
-        if len(digest) != prod(form.grid) * prod(form.inner_grid) * DIGEST_BYTES:
+        format = arrays[leaf].format
+        if len(digest) != prod(format.grid) * prod(format.inner_grid) * DIGEST_BYTES:
             raise CorruptCheckpointError(
-                f"{format_path(tree.paths[leaf])} is {form.spec}, which does not match its "
+                f"{format_path(tree.paths[leaf])} is {format.spec}, which does not match its "
                 f"{len(digest) // DIGEST_BYTES} checksums of chunks; the metadata is damaged: load another checkpoint"
             )
     return ArraysState(

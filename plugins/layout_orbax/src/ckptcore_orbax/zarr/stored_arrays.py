@@ -11,16 +11,16 @@ import numpy as np
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedKeyError, UnsupportedLeafError
 from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray, TreeMetadata, format_path
-from ckptcore_orbax.zarr.chunking import MOST_CELLS, read_chunk, write_chunk
+from ckptcore_orbax.zarr.chunking import MAX_CHUNKS, read_chunk_shape, write_chunk_shape
 from ckptcore_orbax.zarr.dtypes import stored_spec
 from ckptcore_orbax.zarr.formats import ArrayFormat, encode_metadata
 from ckptcore_orbax.zarr.names import directory_names, key_names
-from ckptcore_orbax.zarr.options import ArrayOptions, Form, options_of
+from ckptcore_orbax.zarr.options import ArrayOptions, LayoutOptions, array_options
 from ckptcore_orbax.zarr.version2 import parse_zarr2, zarr2_array
 from ckptcore_orbax.zarr.version3 import parse_zarr3, zarr3_array
 
 __all__ = [
-    "SESSIONS",
+    "SESSION_WRITERS",
     "array_names",
     "dimension_names",
     "stored_box",
@@ -28,17 +28,17 @@ __all__ = [
     "stored_view",
 ]
 
-SESSIONS: Final = 2
+SESSION_WRITERS: Final = 2
 """Number of processes assumed for an array written in sessions: several, however many follow."""
 
-_MOST_NAME_BYTES: Final = 64_000
+_MAX_NAME_BYTES: Final = 64_000
 """Maximum name length in a database, whose keys have up to 65,535 bytes: leaves room for any chunk index."""
 
-_MOST_BLOSC_BYTES: Final = (1 << 31) - 17
+_MAX_BLOSC_BYTES: Final = (1 << 31) - 17
 """Maximum input of blosc, BLOSC_MAX_BUFFERSIZE."""
 
 
-def array_names(tree: TreeMetadata, form: Form) -> dict[int, str]:
+def array_names(tree: TreeMetadata, options: LayoutOptions) -> dict[int, str]:
     """Return the name of every array, including aliases and small values, which Orbax stores as arrays.
 
     Raises:
@@ -46,14 +46,14 @@ def array_names(tree: TreeMetadata, form: Form) -> dict[int, str]:
         UnsupportedKeyError: a name is too long for a database.
     """
     paths = dict(enumerate(tree.paths))
-    if form.storage != "ocdbt":
+    if options.storage != "ocdbt":
         return directory_names(paths)
     names = key_names(paths)
     for leaf, name in names.items():
-        if len(name) > _MOST_NAME_BYTES // 4 and len(name.encode()) > _MOST_NAME_BYTES:
+        if len(name) > _MAX_NAME_BYTES // 4 and len(name.encode()) > _MAX_NAME_BYTES:
             raise UnsupportedKeyError(
                 f"{format_path(paths[leaf])[:200]}... has a name of {len(name.encode())} bytes; OCDBT allows at most "
-                f"{_MOST_NAME_BYTES}: shorten the keys. Nothing was written"
+                f"{_MAX_NAME_BYTES}: shorten the keys. Nothing was written"
             )
     return names
 
@@ -67,21 +67,21 @@ def dimension_names(stored: ArraySpec, storage: Literal["ocdbt", "objects"]) -> 
     return [f"axis{axis}_{extent}" for axis, extent in enumerate(stored.shape)] if storage == "objects" else None
 
 
-def stored_format(record: ArrayRecord, name: str, form: Form, size: int) -> ArrayFormat:
+def stored_format(record: ArrayRecord, name: str, options: LayoutOptions, size: int) -> ArrayFormat:
     """Return the format of an array. All processes obtain the same result.
 
     Args:
         record: the array.
         name: its name.
-        form: storage options of the checkpoint.
+        options: storage options of the checkpoint.
         size: number of processes that write it.
 
     Raises:
         UnsupportedLeafError: it cannot be stored.
     """
     try:
-        options = options_of(name, form.options, form.rules)
-        return _format_of(record.spec, record.cuts, size, form.zarr_format, form.storage, options)
+        array = array_options(name, options.default, options.rules)
+        return _format_of(record.spec, record.cuts, size, options.zarr_format, options.storage, array)
     except (UnsupportedLeafError, CorruptCheckpointError) as error:
         raise UnsupportedLeafError(f"{name}: {record.spec} cannot be stored: {error}. Nothing was written") from error
 
@@ -99,8 +99,8 @@ def _format_of(
     stored = stored_spec(spec, zarr_format)
     if cuts is not None:
         cuts += ((),) * (len(stored.shape) - len(cuts))
-    chunk = write_chunk(stored, cuts, size)
-    inner = chunk if options.chunk_bytes is None else read_chunk(stored, chunk, cuts, options.chunk_bytes)
+    chunk = write_chunk_shape(stored, cuts, size)
+    inner = chunk if options.chunk_bytes is None else read_chunk_shape(stored, chunk, cuts, options.chunk_bytes)
     if zarr_format == 2:
         made = zarr2_array(stored, inner, compression=options.compression)
     else:
@@ -115,14 +115,14 @@ def _format_of(
     # Check with the reader: an array that it rejects as hostile must not be written, because it
     # could never be loaded.
     (parse_zarr2 if zarr_format == 2 else parse_zarr3)(encode_metadata(made), "the array")
-    if options.compression is not None and options.compression.name == "blosc" and made.inner_bytes > _MOST_BLOSC_BYTES:
+    if options.compression is not None and options.compression.name == "blosc" and made.inner_bytes > _MAX_BLOSC_BYTES:
         raise UnsupportedLeafError(
-            f"its chunks have {made.inner_bytes} bytes; blosc allows {_MOST_BLOSC_BYTES}; give a smaller chunk_bytes"
+            f"its chunks have {made.inner_bytes} bytes; blosc allows {_MAX_BLOSC_BYTES}; give a smaller chunk_bytes"
         )
     cells = prod([-(-extent // step) for extent, step in zip(stored.shape, inner, strict=True)])
-    if cells > MOST_CELLS:
+    if cells > MAX_CHUNKS:
         raise UnsupportedLeafError(
-            f"it would have {cells} chunks of {list(inner)} elements; at most {MOST_CELLS} can be read; give a "
+            f"it would have {cells} chunks of {list(inner)} elements; at most {MAX_CHUNKS} can be read; give a "
             "larger chunk_bytes, or use shard boundaries that are multiples of a larger number"
         )
     return made

@@ -24,7 +24,7 @@ _PATIENCE_SECONDS: Final = 10.0
 """Maximum wait at exit for daemon threads to leave tensorstore; a read from a storage may hang."""
 
 
-class _Uses:
+class _UseCounter:
     """Counts the uses of tensorstore in this process. Thread-safe."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class _Uses:
             self._changed.wait_for(lambda: not self._daemons, _PATIENCE_SECONDS)
 
 
-_uses: Final = functools.cache(_Uses)
+_uses: Final = functools.cache(_UseCounter)
 """Created on first use, so that a child forked before that has its own."""
 
 

@@ -7,9 +7,9 @@ from typing import Final
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import JSON, ArraySpec
-from ckptcore_orbax.zarr.documents import check_amounts, chunk_from, expect, parse_document, shape_from
+from ckptcore_orbax.zarr.documents import check_sizes, expect, parse_chunk_shape, parse_document, parse_shape
 from ckptcore_orbax.zarr.dtypes import STORED_DTYPES, dtype_of_version2, version2_of_dtype
-from ckptcore_orbax.zarr.fills import fill_of_version2
+from ckptcore_orbax.zarr.fills import parse_fill_version2
 from ckptcore_orbax.zarr.formats import ArrayFormat, ChunkKeys, Compression
 
 __all__ = ["parse_zarr2", "zarr2_array"]
@@ -109,14 +109,14 @@ def _parse(data: bytes) -> ArrayFormat:
     for member in ("compressor", "dtype", "fill_value", "filters"):
         if member not in document:
             raise CorruptCheckpointError(f"it has no {member}")
-    shape = shape_from(document.get("shape"))
+    shape = parse_shape(document.get("shape"))
     dtype = document["dtype"]
     if not isinstance(dtype, str | list):
         raise CorruptCheckpointError(f"its dtype is {str(dtype)[:80]!r}; expected a name")
     name, endian = dtype_of_version2(dtype)
     spec = ArraySpec(shape, name)
-    chunk = chunk_from(document.get("chunks"), shape, "its chunk")
-    check_amounts(spec, chunk)
+    chunk = parse_chunk_shape(document.get("chunks"), shape, "its chunk")
+    check_sizes(spec, chunk)
     if document["compressor"] is not None:
         codec = expect(document["compressor"], dict, "its compressor")
         expect(codec.get("id"), str, "the id of its compressor")
@@ -132,7 +132,7 @@ def _parse(data: bytes) -> ArrayFormat:
     direct = document["compressor"] is None and not filters and endian == "little" and (order == "C" or len(shape) < 2)
     if not direct and name not in STORED_DTYPES[2]:
         raise UnsupportedLeafError(f"its dtype {str(dtype)[:80]!r} is supported only for raw chunks")
-    fill = fill_of_version2(document["fill_value"], name)
+    fill = parse_fill_version2(document["fill_value"], name)
     return _format(spec, chunk, ChunkKeys("v2", "/" if separator == "/" else "."), document, direct=direct, fill=fill)
 
 

@@ -9,9 +9,9 @@ from typing import Final, Literal
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import JSON, ArraySpec
 from ckptcore_orbax.zarr.codecs import chunk_codecs, codecs_to_json
-from ckptcore_orbax.zarr.documents import check_amounts, chunk_from, expect, parse_document, shape_from
+from ckptcore_orbax.zarr.documents import check_sizes, expect, parse_chunk_shape, parse_document, parse_shape
 from ckptcore_orbax.zarr.dtypes import STORED_DTYPES
-from ckptcore_orbax.zarr.fills import fill_of_version3, zero_of_version3
+from ckptcore_orbax.zarr.fills import parse_fill_version3, zero_of_version3
 from ckptcore_orbax.zarr.formats import ArrayFormat, ChunkKeys, Compression
 
 __all__ = ["inner_array", "parse_zarr3", "zarr3_array"]
@@ -151,10 +151,10 @@ def _parse(data: bytes) -> ArrayFormat:
             raise UnsupportedLeafError(f"its member {member[:80]!r} must be understood, but is not supported")
     if document.get("storage_transformers"):
         raise UnsupportedLeafError("its storage transformers are not supported")
-    shape = shape_from(document.get("shape"))
+    shape = parse_shape(document.get("shape"))
     spec = ArraySpec(shape, _dtype(document.get("data_type")))
     chunk = _chunk(document.get("chunk_grid"), shape)
-    check_amounts(spec, chunk)
+    check_sizes(spec, chunk)
     if "dimension_names" in document:
         _check_dimension_names(document["dimension_names"], len(shape))
     codecs = chunk_codecs(document.get("codecs"), chunk, spec.numpy_dtype.itemsize)
@@ -168,7 +168,7 @@ def _parse(data: bytes) -> ArrayFormat:
         index_checksum=codecs.index_checksum,
         direct=codecs.direct,
         checksum=codecs.checksum,
-        fill=fill_of_version3(document.get("fill_value"), spec.dtype),
+        fill=parse_fill_version3(document.get("fill_value"), spec.dtype),
         keys=_keys(document.get("chunk_key_encoding")),
         document=document,
     )
@@ -191,7 +191,7 @@ def _chunk(value: JSON, shape: tuple[int, ...]) -> tuple[int, ...]:
     if name != "regular":
         raise UnsupportedLeafError(f"its chunk_grid is {name[:80]!r}; only regular grids are supported")
     configuration = expect(grid.get("configuration"), dict, "the configuration of its chunk_grid")
-    return chunk_from(configuration.get("chunk_shape"), shape, "its chunk")
+    return parse_chunk_shape(configuration.get("chunk_shape"), shape, "its chunk")
 
 
 def _check_dimension_names(value: JSON, axes: int) -> None:

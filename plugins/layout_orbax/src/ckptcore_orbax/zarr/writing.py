@@ -17,9 +17,7 @@ from typing import Final, Self, TypeAlias
 from ckptcore.model import JSON, ArrayRecord, ArraySegment, Box, BytesSegment, ChecksumSegment, Segment, TreeMetadata
 from ckptcore.protocols import Snapshot, WriteForecast, WriteStore
 from ckptcore_orbax.crc32c import CRC32C
-from ckptcore_orbax.zarr.chunk_sources import ChunkSource
-from ckptcore_orbax.zarr.chunking import flat_index
-from ckptcore_orbax.zarr.encoding import (
+from ckptcore_orbax.zarr.chunk_encoding import (
     ENCODED_FILE_BYTES,
     BoundedChunk,
     EncodedChunk,
@@ -27,10 +25,12 @@ from ckptcore_orbax.zarr.encoding import (
     encode_buffer_bytes,
     encode_chunks,
 )
-from ckptcore_orbax.zarr.options import Form
+from ckptcore_orbax.zarr.chunk_sources import ChunkSource
+from ckptcore_orbax.zarr.chunking import flatten_index
+from ckptcore_orbax.zarr.options import LayoutOptions
 from ckptcore_orbax.zarr.shard_index import dense_index, encode_index
 from ckptcore_orbax.zarr.state import array_prefix
-from ckptcore_orbax.zarr.stored_arrays import SESSIONS, array_names, stored_format
+from ckptcore_orbax.zarr.stored_arrays import SESSION_WRITERS, array_names, stored_format
 
 __all__ = ["data_directory", "forecast_arrays", "write_arrays"]
 
@@ -41,7 +41,7 @@ _STARTED: Final = 4 * _THREADS
 """Objects that may be queued before `start` blocks."""
 
 
-class _SmallObjects:
+class _ObjectWriter:
     """Writes objects on its own threads. As a context manager, waits for all writes. One thread."""
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ _Encode: TypeAlias = Callable[[Sequence[ChunkSource]], Generator[_StoredChunk, N
 
 
 @dataclass(slots=True)
-class _Columns:
+class _ReceiptColumns:
     """The chunks of a process in its receipt, as columns."""
 
     leaf: list[int] = field(default_factory=list)
@@ -125,7 +125,7 @@ class _Columns:
     def add_digests(self, chunk: _StoredChunk) -> None:
         """Add the digests of an encoded chunk's decoded elements."""
         self.digested_leaf.append(chunk.source.leaf)
-        self.digested_chunk.append(flat_index(chunk.index, chunk.source.form.grid))
+        self.digested_chunk.append(flatten_index(chunk.index, chunk.source.format.grid))
         self.digest += chunk.digests
 
     def to_json(self) -> dict[str, JSON]:
@@ -141,16 +141,16 @@ class _Columns:
         }
 
 
-def write_arrays(snapshot: Snapshot, form: Form, store: WriteStore) -> JSON:
+def write_arrays(snapshot: Snapshot, options: LayoutOptions, store: WriteStore) -> JSON:
     """Write every chunk of this process. Return the state of the receipt, which locates them.
 
     Raises:
         AtomicityError: this process has only a part of a chunk.
     """
-    return _write(snapshot, form, store, encode_chunks).state
+    return _write(snapshot, options, store, encode_chunks).state
 
 
-def forecast_arrays(snapshot: Snapshot, form: Form, store: WriteStore) -> WriteForecast:
+def forecast_arrays(snapshot: Snapshot, options: LayoutOptions, store: WriteStore) -> WriteForecast:
     """Store the objects that `write_arrays` would, with encoded chunks of maximum size.
 
     Larger chunks result in more data files.
@@ -158,41 +158,41 @@ def forecast_arrays(snapshot: Snapshot, form: Form, store: WriteStore) -> WriteF
     Raises:
         AtomicityError: see `write_arrays`.
     """
-    return _write(snapshot, form, store, bound_chunks)
+    return _write(snapshot, options, store, bound_chunks)
 
 
-def _write(snapshot: Snapshot, form: Form, store: WriteStore, encode: _Encode) -> WriteForecast:
+def _write(snapshot: Snapshot, options: LayoutOptions, store: WriteStore, encode: _Encode) -> WriteForecast:
     plan = snapshot.plan
-    names = array_names(plan.tree, form)
-    directory = "" if plan.name else form.item
-    writers = plan.size if plan.session is None else SESSIONS
+    names = array_names(plan.tree, options)
+    directory = "" if plan.name else options.item
+    writers = plan.size if plan.session is None else SESSION_WRITERS
     direct: list[ChunkSource] = []
     encoded: list[ChunkSource] = []
     for number, item in enumerate(plan.items):
         record = plan.tree.leaves[item.leaf]
         assert isinstance(record, ArrayRecord)  # a plan contains arrays only
-        array = stored_format(record, names[item.leaf], form, writers)
+        array = stored_format(record, names[item.leaf], options, writers)
         source = ChunkSource(snapshot, number, names[item.leaf], array)
         (direct if array.direct else encoded).append(source)
-    columns = _Columns()
+    columns = _ReceiptColumns()
     files: list[str] = []
     prefix = f"{directory}/" if directory else ""
-    if form.storage == "ocdbt":
-        writer = _DataFiles(store, prefix, plan.rank, plan.save_id, form.data_file_bytes, files, columns)
+    if options.storage == "ocdbt":
+        writer = _DataFiles(store, prefix, plan.rank, plan.save_id, options.data_file_bytes, files, columns)
         writer.write_direct(direct)
         exact = len(files)
         with closing(encode(encoded)) as chunks:
             writer.write_encoded(chunks)
         bounded: Sequence[str] = [f"{prefix}{file}" for file in files[exact:]]
     else:
-        copies = _copies(plan.tree, names)
+        aliases = _alias_names(plan.tree, names)
         with closing(encode(encoded)) as chunks:
-            bounded = _write_objects(store, prefix, direct, chunks, copies, columns)
+            bounded = _write_objects(store, prefix, direct, chunks, aliases, columns)
     state: JSON = {
         "directory": directory,
         "save_id": plan.save_id,
         "name": plan.name,
-        "form": form.agreed,
+        "options": options.description,
         "session": plan.session,
         "files": files,
         **columns.to_json(),
@@ -204,7 +204,14 @@ class _DataFiles:
     """The data files of a process."""
 
     def __init__(
-        self, store: WriteStore, prefix: str, rank: int, save_id: str, most: int, files: list[str], columns: _Columns
+        self,
+        store: WriteStore,
+        prefix: str,
+        rank: int,
+        save_id: str,
+        most: int,
+        files: list[str],
+        columns: _ReceiptColumns,
     ) -> None:
         self._store = store
         self._prefix = prefix
@@ -222,8 +229,8 @@ class _DataFiles:
         segments: list[Segment] = []
         position = 0
         for source in sources:
-            array = source.form
-            source.expect(len(source.chunks) * prod(array.inner_grid))
+            array = source.format
+            source.expect_segments(len(source.chunks) * prod(array.inner_grid))
             nbytes = array.chunk_bytes
             alignment = _ALIGNMENT if nbytes < _SMALL_BYTES else _LARGE_ALIGNMENT
             for index, outer in source.chunks:
@@ -233,7 +240,7 @@ class _DataFiles:
                 if gap := -position % alignment:
                     segments.append(BytesSegment(bytes(gap)))
                     position += gap
-                self._note(source, index, len(self._files), position, nbytes)
+                self._record_chunk(source, index, len(self._files), position, nbytes)
                 segments.extend(_chunk_segments(source, outer))
                 position += nbytes
         if segments:
@@ -246,7 +253,7 @@ class _DataFiles:
             segments: list[Segment] = []
             position = 0
             for chunk in chunks:
-                self._note(chunk.source, chunk.index, len(self._files), position, chunk.nbytes)
+                self._record_chunk(chunk.source, chunk.index, len(self._files), position, chunk.nbytes)
                 self._columns.add_digests(chunk)
                 segments.append(chunk.segment)
                 position += chunk.nbytes
@@ -266,10 +273,10 @@ class _DataFiles:
         self._files.append(f"{data_directory(self._rank)}/{name}")
         return f"{self._prefix}{self._files[-1]}"
 
-    def _note(self, source: ChunkSource, index: tuple[int, ...], file: int, offset: int, length: int) -> None:
+    def _record_chunk(self, source: ChunkSource, index: tuple[int, ...], file: int, offset: int, length: int) -> None:
         columns = self._columns
         columns.leaf.append(source.leaf)
-        columns.chunk.append(flat_index(index, source.form.grid))
+        columns.chunk.append(flatten_index(index, source.format.grid))
         columns.file.append(file)
         columns.offset.append(offset)
         columns.length.append(length)
@@ -280,8 +287,8 @@ def _write_objects(
     prefix: str,
     direct: Sequence[ChunkSource],
     encoded: Iterable[_StoredChunk],
-    copies: Mapping[int, Sequence[str]],
-    columns: _Columns,
+    aliases: Mapping[int, Sequence[str]],
+    columns: _ReceiptColumns,
 ) -> Sequence[str]:
     """Write every chunk as an object under each name of its array. Encoded chunks are written in parallel.
 
@@ -290,26 +297,26 @@ def _write_objects(
     """
     keys: list[str] = []
 
-    def places(source: ChunkSource, index: tuple[int, ...]) -> list[str]:
+    def keys_of(source: ChunkSource, index: tuple[int, ...]) -> list[str]:
         columns.leaf.append(source.leaf)
-        columns.chunk.append(flat_index(index, source.form.grid))
-        key = source.form.chunk_key(index)
-        return [f"{prefix}{array_prefix(name)}{key}" for name in (source.name, *copies.get(source.leaf, ()))]
+        columns.chunk.append(flatten_index(index, source.format.grid))
+        key = source.format.chunk_key(index)
+        return [f"{prefix}{array_prefix(name)}{key}" for name in (source.name, *aliases.get(source.leaf, ()))]
 
     def direct_objects() -> Iterator[tuple[str, Sequence[Segment]]]:
         for source in direct:
-            names = 1 + len(copies.get(source.leaf, ()))
-            source.expect(len(source.chunks) * prod(source.form.inner_grid) * names)
+            names = 1 + len(aliases.get(source.leaf, ()))
+            source.expect_segments(len(source.chunks) * prod(source.format.inner_grid) * names)
             for index, outer in source.chunks:
-                for key in places(source, index):
+                for key in keys_of(source, index):
                     yield key, list(_chunk_segments(source, outer))
 
     store.write_many(direct_objects())
-    with _SmallObjects() as small:
+    with _ObjectWriter() as small:
         waiting = 0
         for chunk in encoded:
             columns.add_digests(chunk)
-            for key in places(chunk.source, chunk.index):
+            for key in keys_of(chunk.source, chunk.index):
                 keys.append(key)
                 small.start(partial(store.write, key, [chunk.segment]))
             waiting += chunk.nbytes
@@ -319,17 +326,17 @@ def _write_objects(
     return keys
 
 
-def _copies(tree: TreeMetadata, names: Mapping[int, str]) -> Mapping[int, Sequence[str]]:
+def _alias_names(tree: TreeMetadata, names: Mapping[int, str]) -> Mapping[int, Sequence[str]]:
     """Return the further names of tied arrays. Objects cannot share bytes, and each name must be found."""
-    copies: dict[int, list[str]] = {}
+    aliases: dict[int, list[str]] = {}
     for alias, target in tree.aliases.items():
-        copies.setdefault(target, []).append(names[alias])
-    return copies
+        aliases.setdefault(target, []).append(names[alias])
+    return aliases
 
 
 def _chunk_segments(source: ChunkSource, outer: Box) -> Iterator[Segment]:
     """Yield the segments of a chunk: its read chunks with checksums, and the shard index."""
-    array = source.form
+    array = source.format
     itemsize = array.spec.numpy_dtype.itemsize
     for box in source.inner_boxes(outer):
         yield ArraySegment(box, itemsize, source.opener(box), source.close)

@@ -28,7 +28,7 @@ ENCODED_FILE_BYTES: Final = 64 << 20
 _STARTED_BYTES: Final = 64 << 20
 """Size of elements being encoded at a time, in bytes."""
 
-_LEAST_STARTED: Final = 2
+_MIN_STARTED: Final = 2
 """Minimum number of read chunks being encoded at a time, regardless of size."""
 
 
@@ -84,7 +84,7 @@ class BoundedChunk:
 
 
 @dataclass(slots=True)
-class _Assembly:
+class _PartialChunk:
     """A chunk whose read chunks are being encoded."""
 
     source: ChunkSource
@@ -108,35 +108,37 @@ def encode_chunks(sources: Sequence[ChunkSource]) -> Generator[EncodedChunk, Non
 def bound_chunks(sources: Sequence[ChunkSource]) -> Generator[BoundedChunk, None, None]:
     """Yield placeholders of maximum size for the chunks of `encode_chunks`, without reading elements."""
     for source in sources:
-        form = source.form
-        source.expect(len(source.chunks))
-        cells = prod(form.inner_grid)
-        nbytes = cells * _most_bytes(form) + form.index_bytes
+        format = source.format
+        source.expect_segments(len(source.chunks))
+        cells = prod(format.inner_grid)
+        nbytes = cells * _max_encoded_bytes(format) + format.index_bytes
         for index, _ in source.chunks:
-            yield BoundedChunk(source, index, nbytes, bytes(8 * cells), _once(source.close))
+            yield BoundedChunk(source, index, nbytes, bytes(8 * cells), _call_once(source.close))
 
 
 def encode_buffer_bytes(sources: Sequence[ChunkSource]) -> int:
     """Return the maximum memory of `encode_chunks` and of its unwritten results, without the arrays, in bytes."""
     if not sources:
         return 0
-    largest = max(prod(source.form.inner_grid) * _most_bytes(source.form) for source in sources)
-    total = sum([len(source.chunks) * prod(source.form.inner_grid) * _most_bytes(source.form) for source in sources])
-    inner = max(source.form.inner_bytes for source in sources)
-    return min(2 * total, _STARTED_BYTES + _LEAST_STARTED * inner + 3 * (ENCODED_FILE_BYTES + largest))
+    largest = max(prod(source.format.inner_grid) * _max_encoded_bytes(source.format) for source in sources)
+    total = sum(
+        [len(source.chunks) * prod(source.format.inner_grid) * _max_encoded_bytes(source.format) for source in sources]
+    )
+    inner = max(source.format.inner_bytes for source in sources)
+    return min(2 * total, _STARTED_BYTES + _MIN_STARTED * inner + 3 * (ENCODED_FILE_BYTES + largest))
 
 
-def _most_bytes(form: ArrayFormat) -> int:
+def _max_encoded_bytes(format: ArrayFormat) -> int:
     """Return the maximum size of an encoded read chunk.
 
     zstd expands incompressible data by 1/256, and small inputs by up to 64 bytes
     (``ZSTD_COMPRESSBOUND``); blosc adds up to 16 bytes (``BLOSC_MAX_OVERHEAD``). A frame has a
     header of up to 18 bytes, and each block of 128 KiB one of 3. A checksum has 4.
     """
-    return form.inner_bytes + form.inner_bytes // 256 + 128
+    return format.inner_bytes + format.inner_bytes // 256 + 128
 
 
-def _once(close: Callable[[], None]) -> Callable[[], None]:
+def _call_once(close: Callable[[], None]) -> Callable[[], None]:
     """Return a function that calls `close` on its first call only: a chunk is stored once per name of its array."""
     calls = iter([close])
 
@@ -150,42 +152,42 @@ def _once(close: Callable[[], None]) -> Callable[[], None]:
 def _encode(sources: Sequence[ChunkSource]) -> Iterator[EncodedChunk]:
     from ckptcore_orbax.zarr.chunk_codec import ChunkCodec  # delays the import of tensorstore
 
-    started: deque[tuple[_Assembly, int, EncodingChunk, int]] = deque()
-    held = 0
+    started: deque[tuple[_PartialChunk, int, EncodingChunk, int]] = deque()
+    started_bytes = 0
 
     def finish() -> Iterator[EncodedChunk]:
-        nonlocal held
+        nonlocal started_bytes
         assembly, number, encoding, nbytes = started[0]
         assembly.parts[number] = encoding.result()
         started.popleft()  # only after nothing reads its elements, in case of an interrupt
-        held -= nbytes
+        started_bytes -= nbytes
         assembly.pending -= 1
         if not assembly.pending:
             assembly.source.close()
-            yield _assembled(assembly)
+            yield _join_parts(assembly)
 
     try:
         for source in sources:
-            form = source.form
-            source.expect(len(source.chunks))
-            codec = ChunkCodec(source.name, form)
-            whole = Box.whole(form.spec.shape)
+            format = source.format
+            source.expect_segments(len(source.chunks))
+            codec = ChunkCodec(source.name, format)
+            whole = Box.whole(format.spec.shape)
             for index, outer in source.chunks:
                 boxes = [(box, box.intersect(whole)) for box in source.inner_boxes(outer)]
-                assembly = _Assembly(source, index, sum(valid is not None for _, valid in boxes))
+                assembly = _PartialChunk(source, index, sum(valid is not None for _, valid in boxes))
                 assembly.parts = [None] * len(boxes)
                 assembly.digests = [bytes(8)] * len(boxes)
                 for number, (box, valid) in enumerate(boxes):
                     if valid is None:
                         continue
-                    elements = source.gathered(box)
+                    elements = source.gather(box)
                     assembly.digests[number] = xxhash.xxh3_64_digest(elements.reshape(-1).view(np.uint8).data)
                     part = Box(
                         tuple(map(int.__sub__, valid.start, box.start)), tuple(map(int.__sub__, valid.stop, box.start))
                     )
                     started.append((assembly, number, codec.encode(part, elements), elements.nbytes))
-                    held += elements.nbytes
-                    while held > _STARTED_BYTES and len(started) > _LEAST_STARTED:
+                    started_bytes += elements.nbytes
+                    while started_bytes > _STARTED_BYTES and len(started) > _MIN_STARTED:
                         yield from finish()
         while started:
             yield from finish()
@@ -195,16 +197,16 @@ def _encode(sources: Sequence[ChunkSource]) -> Iterator[EncodedChunk]:
             left.settle()
 
 
-def _assembled(assembly: _Assembly) -> EncodedChunk:
-    form = assembly.source.form
+def _join_parts(assembly: _PartialChunk) -> EncodedChunk:
+    format = assembly.source.format
     parts = assembly.parts
-    if not form.sharded:
+    if not format.sharded:
         (data,) = [part for part in parts if part is not None]
     else:
         lengths = np.array([len(part or b"") for part in parts], np.int64)
-        offsets = np.cumsum(lengths) - lengths + (form.index_bytes if form.index_at == "start" else 0)
+        offsets = np.cumsum(lengths) - lengths + (format.index_bytes if format.index_at == "start" else 0)
         offsets[[part is None for part in parts]] = -1
-        table = encode_index(form, ShardIndex(offsets, lengths))
+        table = encode_index(format, ShardIndex(offsets, lengths))
         stored = [part for part in parts if part is not None]
-        data = b"".join([table, *stored] if form.index_at == "start" else [*stored, table])
+        data = b"".join([table, *stored] if format.index_at == "start" else [*stored, table])
     return EncodedChunk(assembly.source, assembly.index, data, b"".join(assembly.digests))

@@ -12,14 +12,14 @@ from ckptcore.errors import ChecksumError, CorruptCheckpointError
 from ckptcore.model import Box, Chunk, HostArray, ReadItem
 from ckptcore.protocols import ReadStore
 from ckptcore_orbax.zarr.chunk_codec import ChunkCodec, DecodingChunk
-from ckptcore_orbax.zarr.chunk_places import Databases
-from ckptcore_orbax.zarr.native_reading import Target, expect_own_files, native_store, read_native
-from ckptcore_orbax.zarr.state import DIGEST_BYTES, ArraysState, StoredName
+from ckptcore_orbax.zarr.chunk_locations import DatabaseCache
+from ckptcore_orbax.zarr.native_reading import BoxRead, check_native_files, native_store, read_native
+from ckptcore_orbax.zarr.state import DIGEST_BYTES, ArraysState, StoredArray
 from ckptcore_orbax.zarr.tensorstore_guard import begin_use, clear_frames, using_tensorstore
 
 __all__ = ["ChunkDecoder", "DecodedChunk", "expect_reasonable", "is_native", "read_natively"]
 
-_MOST_CHUNK_BYTES: Final = 1 << 30
+_MAX_CHUNK_BYTES: Final = 1 << 30
 """Larger read chunks are decoded only if the array is not much smaller: hostile metadata may state any size."""
 
 
@@ -35,8 +35,8 @@ class ChunkDecoder:
         self.leaf = leaf
         self._stored = state.arrays[leaf]
         self._digests = state.digests.get(leaf)
-        self._codec = ChunkCodec(self._stored.name, self._stored.form, state.missing)
-        self._whole = Box.whole(self._stored.form.spec.shape)
+        self._codec = ChunkCodec(self._stored.name, self._stored.format, state.missing)
+        self._whole = Box.whole(self._stored.format.spec.shape)
 
     def decode(self, chunk: Chunk, data: bytes) -> DecodedChunk:
         """Start to decode a chunk.
@@ -46,7 +46,7 @@ class ChunkDecoder:
         """
         valid = chunk.box.intersect(self._whole)
         assert valid is not None  # a chunk contains elements of the array
-        elements = np.empty(valid.shape, self._stored.form.spec.numpy_dtype)
+        elements = np.empty(valid.shape, self._stored.format.spec.numpy_dtype)
         end_use = begin_use()
         try:
             decoding = self._codec.decode(data, _within(valid, chunk.box), elements)
@@ -64,7 +64,7 @@ class DecodedChunk:
 
     def __init__(
         self,
-        stored: StoredName,
+        stored: StoredArray,
         chunk: Chunk,
         elements: HostArray,
         digests: bytes | None,
@@ -106,37 +106,41 @@ def is_native(state: ArraysState, store: ReadStore) -> bool:
 
 
 def read_natively(
-    state: ArraysState, items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore, databases: Databases
+    state: ArraysState,
+    items: Sequence[ReadItem],
+    buffers: Sequence[HostArray],
+    store: ReadStore,
+    databases: DatabaseCache,
 ) -> Iterator[int]:
     """Read boxes of arrays with tensorstore's own storage drivers. See `ckptcore.protocols.NativeReader`."""
     with using_tensorstore():
         native = native_store(state, store.address)
         assert native is not None  # see `is_native`
-        wanted: dict[int, list[Target]] = {}
+        wanted: dict[int, list[BoxRead]] = {}
         for number, (item, buffer) in enumerate(zip(items, buffers, strict=True)):
-            wanted.setdefault(item.leaf, []).append(Target(number, item.box, buffer))
+            wanted.setdefault(item.leaf, []).append(BoxRead(number, item.box, buffer))
         for leaf in wanted:
             expect_reasonable(state.arrays[leaf])
-        expect_own_files(wanted, state, store, databases)
+        check_native_files(wanted, state, store, databases)
         yield from read_native(state, wanted, native)
 
 
-def expect_reasonable(stored: StoredName) -> None:
+def expect_reasonable(stored: StoredArray) -> None:
     """Reject read chunks that are far larger than their array.
 
     Raises:
         CorruptCheckpointError
     """
-    form = stored.form
-    if form.inner_bytes > max(_MOST_CHUNK_BYTES, 4 * form.spec.nbytes):
+    format = stored.format
+    if format.inner_bytes > max(_MAX_CHUNK_BYTES, 4 * format.spec.nbytes):
         raise CorruptCheckpointError(
-            f"{stored.name!r} is {form.spec} and states read chunks of {list(form.inner)} elements, "
-            f"{form.inner_bytes} bytes; its metadata is damaged: restore it from a copy, or load another "
+            f"{stored.name!r} is {format.spec} and states read chunks of {list(format.inner)} elements, "
+            f"{format.inner_bytes} bytes; its metadata is damaged: restore it from a copy, or load another "
             "checkpoint"
         )
 
 
-def _verify(stored: StoredName, chunk: Chunk, elements: HostArray, digests: bytes) -> None:
+def _verify(stored: StoredArray, chunk: Chunk, elements: HostArray, digests: bytes) -> None:
     expected = digests[chunk.number * DIGEST_BYTES : (chunk.number + 1) * DIGEST_BYTES]
     found = xxhash.xxh3_64_digest(elements.reshape(-1).view(np.uint8).data)
     if found != expected:

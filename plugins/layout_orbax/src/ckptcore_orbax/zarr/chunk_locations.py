@@ -12,18 +12,26 @@ from ckptcore.model import Checksum, ChunkPlaces, HostArray
 from ckptcore.protocols import ReadStore
 from ckptcore_orbax.crc32c import CRC32C
 from ckptcore_orbax.ocdbt.database import Database
-from ckptcore_orbax.ocdbt.node import Value
+from ckptcore_orbax.ocdbt.node import ValueLocation
 from ckptcore_orbax.zarr.formats import ArrayFormat
-from ckptcore_orbax.zarr.state import ArraysState, StoredName
+from ckptcore_orbax.zarr.state import ArraysState, StoredArray
 
-__all__ = ["ChunkPlace", "Databases", "FoundChunks", "expect_length", "find_chunk", "find_chunks", "open_database"]
+__all__ = [
+    "ChunkLocation",
+    "DatabaseCache",
+    "LocatedChunks",
+    "expect_length",
+    "locate_chunk",
+    "locate_chunks",
+    "open_database",
+]
 
-Databases = WeakKeyDictionary[ReadStore, dict[str, Database]]
+DatabaseCache = WeakKeyDictionary[ReadStore, dict[str, Database]]
 """Open databases of a store, by directory, so that all loads from one store share their nodes."""
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkPlace:
+class ChunkLocation:
     """Location of a chunk.
 
     Attributes:
@@ -39,9 +47,9 @@ class ChunkPlace:
     inline: bytes | None = None
 
 
-def find_chunks(
-    state: ArraysState, leaf: int, indices: Sequence[tuple[int, ...]], store: ReadStore, databases: Databases
-) -> Mapping[tuple[int, ...], ChunkPlace | None]:
+def locate_chunks(
+    state: ArraysState, leaf: int, indices: Sequence[tuple[int, ...]], store: ReadStore, databases: DatabaseCache
+) -> Mapping[tuple[int, ...], ChunkLocation | None]:
     """Return the locations of write chunks of an array by index, or None for chunks that are not stored.
 
     Requests the size of an object only if it may be missing.
@@ -50,54 +58,54 @@ def find_chunks(
         CorruptCheckpointError: the database is missing or damaged.
     """
     stored = state.arrays[leaf]
-    form = stored.form
+    format = stored.format
     is_listed = state.storage == "ocdbt" and leaf not in state.embedded and len(indices) > 4
-    if is_listed and len(indices) * 4 > prod(form.grid):  # look up few keys, list many
+    if is_listed and len(indices) * 4 > prod(format.grid):  # look up few keys, list many
         first = stored.prefix.encode()
         stop = first[:-1] + b"0" if first else None  # 0 follows / in ASCII
         listed = dict(open_database(state.directory, store, databases).range(first, stop))
-        return {index: _place_of(listed.get(first + form.chunk_key(index).encode())) for index in indices}
-    return {index: find_chunk(state, leaf, index, store, databases) for index in indices}
+        return {index: _location_of_value(listed.get(first + format.chunk_key(index).encode())) for index in indices}
+    return {index: locate_chunk(state, leaf, index, store, databases) for index in indices}
 
 
-def find_chunk(
-    state: ArraysState, leaf: int, index: tuple[int, ...], store: ReadStore, databases: Databases
-) -> ChunkPlace | None:
-    """Return the location of one write chunk. See `find_chunks`."""
+def locate_chunk(
+    state: ArraysState, leaf: int, index: tuple[int, ...], store: ReadStore, databases: DatabaseCache
+) -> ChunkLocation | None:
+    """Return the location of one write chunk. See `locate_chunks`."""
     stored = state.arrays[leaf]
     if (embedded := state.embedded.get(leaf)) is not None:
-        return ChunkPlace("", 0, len(embedded), embedded)
-    key = f"{stored.prefix}{stored.form.chunk_key(index)}"
+        return ChunkLocation("", 0, len(embedded), embedded)
+    key = f"{stored.prefix}{stored.format.chunk_key(index)}"
     if state.storage == "ocdbt":
-        return _place_of(open_database(state.directory, store, databases).get(key.encode()))
+        return _location_of_value(open_database(state.directory, store, databases).get(key.encode()))
     if state.missing == "error":
-        return ChunkPlace(f"{state.prefix}{key}", 0, None)
-    return _if_stored(f"{state.prefix}{key}", store)
+        return ChunkLocation(f"{state.prefix}{key}", 0, None)
+    return _location_if_stored(f"{state.prefix}{key}", store)
 
 
-def _place_of(value: Value | None) -> ChunkPlace | None:
-    return None if value is None else ChunkPlace(value.file, value.offset, value.length, value.inline)
+def _location_of_value(value: ValueLocation | None) -> ChunkLocation | None:
+    return None if value is None else ChunkLocation(value.file, value.offset, value.length, value.inline)
 
 
-def _if_stored(key: str, store: ReadStore) -> ChunkPlace | None:
+def _location_if_stored(key: str, store: ReadStore) -> ChunkLocation | None:
     try:
-        return ChunkPlace(key, 0, store.size(key))
+        return ChunkLocation(key, 0, store.size(key))
     except ObjectNotFoundError:
         return None
 
 
-class FoundChunks:
+class LocatedChunks:
     """Collects the locations of a batch of read chunks.
 
     Attributes:
         encoded: rows of encoded chunks.
     """
 
-    def __init__(self, form: ArrayFormat, count: int) -> None:
+    def __init__(self, format: ArrayFormat, count: int) -> None:
         """Create an empty collection for `count` chunks of an array."""
         self.encoded: set[int] = set()
-        self._is_raw = form.direct
-        self._checksum = CRC32C if form.checksum else None
+        self._is_raw = format.direct
+        self._checksum = CRC32C if format.checksum else None
         self._keys = [""] * count
         self._starts = [0] * count
         self._stops: dict[int, int | None] = {}
@@ -105,12 +113,12 @@ class FoundChunks:
         self._inline: dict[int, bytes] = {}
         self._fills: dict[int, HostArray] = {}
 
-    def add(self, row: int, place: ChunkPlace, start: int, nbytes: int | None) -> None:
+    def add(self, row: int, location: ChunkLocation, start: int, nbytes: int | None) -> None:
         """Add a read chunk that begins at byte `start` of the object of its write chunk."""
-        self._keys[row] = place.key
+        self._keys[row] = location.key
         self._starts[row] = start
-        if place.inline is not None:
-            self._inline[row] = place.inline
+        if location.inline is not None:
+            self._inline[row] = location.inline
         if not self._is_raw:
             self.encoded.add(row)
             self._stops[row] = None if nbytes is None else start + nbytes
@@ -128,7 +136,7 @@ class FoundChunks:
         )
 
 
-def open_database(directory: str, store: ReadStore, databases: Databases) -> Database:
+def open_database(directory: str, store: ReadStore, databases: DatabaseCache) -> Database:
     """Return the database in a directory.
 
     Raises:
@@ -144,18 +152,18 @@ def open_database(directory: str, store: ReadStore, databases: Databases) -> Dat
     return database
 
 
-def expect_length(stored: StoredName, index: tuple[int, ...], place: ChunkPlace) -> None:
+def expect_length(stored: StoredArray, index: tuple[int, ...], location: ChunkLocation) -> None:
     """Reject a chunk whose length differs from its format.
 
     Raises:
         CorruptCheckpointError
     """
-    expected = stored.form.chunk_bytes
-    if place.nbytes is not None and place.nbytes != expected:
+    expected = stored.format.chunk_bytes
+    if location.nbytes is not None and location.nbytes != expected:
         raise CorruptCheckpointError(
-            f"the chunk {list(index)} of {stored.name!r} has {place.nbytes} bytes; expected {expected}; it "
+            f"the chunk {list(index)} of {stored.name!r} has {location.nbytes} bytes; expected {expected}; it "
             "was cut off or its metadata is damaged: restore it from a copy, or load another checkpoint",
-            key=place.key or None,
-            start=place.offset,
-            stop=place.offset + place.nbytes,
+            key=location.key or None,
+            start=location.offset,
+            stop=location.offset + location.nbytes,
         )
