@@ -44,7 +44,7 @@ _READ = ("byteorder",)
 
 def _templates(item: bytes, name: str) -> TemplateCache[None, str]:
     known: TemplateCache[None, str] = TemplateCache()
-    known.learn(None, memoryview(item), 0, _members(item), name, "first")
+    known.add(None, memoryview(item), 0, _members(item), name, "first")
     return known
 
 
@@ -94,7 +94,7 @@ def test_pickles_of_several_lengths_in_items_of_one() -> None:
     for value in (300, 70_000):
         item = _item(value)
         assert len(item) == len(_item(5)) and known.match(None, memoryview(item)) is None
-        known.learn(None, memoryview(item), 0, _members(item), "data.pkl", "other")
+        known.add(None, memoryview(item), 0, _members(item), "data.pkl", "other")
     for value in (6, 301, 70_001):
         item = _item(value)
         matched = known.match(None, memoryview(item))

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from ckptcore_dcp.pickles import Call, Global, Persistent, brief, builtin_value, check_walk, read_pickle, write_pickle
+from ckptcore_dcp.pickled_trees import tree_of
+from ckptcore_dcp.pickles import Call, Global, Persistent, brief, builtin_value, read_pickle, write_pickle
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -258,7 +259,7 @@ def test_deep_values_are_written_and_read() -> None:
         found = found[0]
     assert found == []
     with pytest.raises(CorruptCheckpointError, match="deep"):
-        check_walk(value, key="k", visits=10**6, depth=100)
+        tree_of(value, key="k", limit=10**6)
 
 
 def test_globals_are_named_and_not_mapped() -> None:
@@ -418,15 +419,15 @@ def test_walks_are_bounded() -> None:
     value: Any = []
     for _ in range(100):
         value = [value, value]
-    with pytest.raises(CorruptCheckpointError, match="more than 10000 values"):
-        check_walk(value, key="k", visits=10_000, depth=200)
+    with pytest.raises(CorruptCheckpointError, match="more leaves than bytes"):
+        tree_of(value, key="k", limit=10_000)
     row: list[Any] = []
     row.append(row)
     with pytest.raises(CorruptCheckpointError):
-        check_walk(row, key="k", visits=10_000, depth=200)
-    check_walk({"a": [1, (2, Call(Global("a", "b"), (3,), state={"x": 1}))]}, key="k", visits=20, depth=6)
+        tree_of(row, key="k", limit=10_000)
+    tree_of({"a": [1, (2, Call(Global("a", "b"), (3,), state={"x": 1}))]}, key="k", limit=20)
     with pytest.raises(CorruptCheckpointError):
-        check_walk(list(range(20)), key="k", visits=20, depth=6)
+        tree_of(list(range(20)), key="k", limit=20)
 
 
 @given(data=st.data(), value=VALUES, protocol=st.integers(0, 5))

@@ -18,7 +18,7 @@ from ckptcore_orbax.crc32c import CRC32C
 from ckptcore_orbax.ocdbt.database import Database
 from ckptcore_orbax.ocdbt.encoding import encode_database
 from ckptcore_orbax.ocdbt.frame import MANIFEST_MAGIC, NODE_MAGIC
-from ckptcore_orbax.ocdbt.node import Value
+from ckptcore_orbax.ocdbt.node import ValueLocation
 from ckptcore_testing.hostile_json import tampered
 from ckptcore_testing.layout_stores import DirectoryReadStore
 
@@ -184,7 +184,9 @@ def test_much_tampered_documents(name: str, tmp_path: Path) -> None:
 _DATABASES: Final = [name for name in _NAMES if list((_GOLDEN / name).rglob("manifest.ocdbt"))]
 
 
-def _tampered_values(entries: Sequence[tuple[bytes, Value]], choices: random.Random) -> Sequence[tuple[bytes, Value]]:
+def _tampered_values(
+    entries: Sequence[tuple[bytes, ValueLocation]], choices: random.Random
+) -> Sequence[tuple[bytes, ValueLocation]]:
     """The entries of a database with one of them changed."""
     number = choices.randrange(len(entries))
     key, value = entries[number]
@@ -193,11 +195,11 @@ def _tampered_values(entries: Sequence[tuple[bytes, Value]], choices: random.Ran
         count = 40
         documents = list(tampered(json.loads(value.inline), count, seed=choices.randrange(1 << 30)))
         data = json.dumps(choices.choice(documents)).encode("utf-8", "surrogatepass")
-        value = Value(data, "", 0, len(data))
+        value = ValueLocation(data, "", 0, len(data))
     else:
         match choices.randrange(6):
             case 0:
-                value = Value(b"x" * choices.choice((0, 1, 48)), "", 0, 0)
+                value = ValueLocation(b"x" * choices.choice((0, 1, 48)), "", 0, 0)
                 value = replace(value, length=len(value.inline or b""))
             case 1 if value.inline is None:
                 value = replace(value, offset=choices.choice((0, 1, value.offset + 1, 1 << 40)))
@@ -239,12 +241,12 @@ def _lie(name: str, directory: Path, count: int) -> None:
         manifest.write_bytes(content)
 
 
-def _inline_documents(key: bytes, value: Value, store: DirectoryReadStore) -> Value:
+def _inline_documents(key: bytes, value: ValueLocation, store: DirectoryReadStore) -> ValueLocation:
     """Where metadata do not stand with the keys they are put there, so that they can be changed."""
     if value.inline is not None or not key.endswith((b"zarr.json", b".zarray")):
         return value
     data = store.get(value.file, value.offset, value.offset + value.length)
-    return Value(data, "", 0, len(data))
+    return ValueLocation(data, "", 0, len(data))
 
 
 @pytest.mark.parametrize("name", _DATABASES)

@@ -139,7 +139,7 @@ def test_numbered_manifests_of_another_database(tmp_path: Path) -> None:
         ts.KvStore.open(spec).result()[b"a"] = b"b"
     assert [key for key, _ in _list(tmp_path / "a")] == [b"a"]
     (tmp_path / "a" / "manifest.ocdbt").write_bytes((tmp_path / "b" / "manifest.ocdbt").read_bytes())
-    with pytest.raises(CorruptCheckpointError, match="not of the database"):
+    with pytest.raises(CorruptCheckpointError, match="does not belong to the database"):
         _list(tmp_path / "a")
 
 

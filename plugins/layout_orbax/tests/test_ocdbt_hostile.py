@@ -99,7 +99,7 @@ def test_a_tree_that_is_right(tmp_path: Path) -> None:
 def test_children_whose_keys_are_elsewhere(tmp_path: Path, keys: list[bytes], shares: list[int]) -> None:
     nbytes = len(_LEAF) + 18
     _write_tree(tmp_path, [_LEAF, _parent(1, keys, [(0, nbytes, 2), (0, nbytes, 2)], shares)], 4)
-    with pytest.raises(CorruptCheckpointError, match="are not between"):
+    with pytest.raises(CorruptCheckpointError, match="are not within the bounds"):
         _list(tmp_path)
 
 

@@ -404,7 +404,7 @@ def test_extensions_within_each_other_end_somewhere():
     data = msgpack.packb(1)
     for _ in range(400):
         data = msgpack.packb([msgpack.ExtType(4, data)])
-    with pytest.raises(CorruptCheckpointError, match="in each other"):
+    with pytest.raises(CorruptCheckpointError, match="nested"):
         parse_aggregate(data, "checkpoint")
 
 

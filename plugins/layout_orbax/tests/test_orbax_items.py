@@ -223,7 +223,7 @@ def test_a_temporary_directory_is_no_checkpoint(tmp_path):
 def test_databases_that_were_not_joined_are_no_checkpoint(tmp_path):
     path = shutil.copytree(GOLDEN / "v1_default", tmp_path / "c")
     (path / "state" / "manifest.ocdbt").unlink()
-    with pytest.raises(UncommittedCheckpointError, match="joined"):
+    with pytest.raises(UncommittedCheckpointError, match="merged"):
         find_item(DirectoryReadStore(path), "state")
 
 

@@ -153,8 +153,8 @@ def test_tensorstore_reads_what_we_write(dtype: str) -> None:
             write_by_hand(kept, format, array)
             opened = kept.open(format)
             assert (opened.shape, opened.dtype.name) == (shape, dtype)
-            assert (opened.chunk_layout.write_chunk_shape.shape or ()) == chunk
-            assert (opened.chunk_layout.read_chunk_shape.shape or ()) == format.inner
+            assert (opened.chunk_layout.write_chunk.shape or ()) == chunk
+            assert (opened.chunk_layout.read_chunk.shape or ()) == format.inner
             assert same(np.asarray(opened.read().result()), array)
             assert kept.parse() == format
             if not array.size:
@@ -329,7 +329,7 @@ def test_chains_of_codecs_that_tensorstore_writes(codecs: list[Any], expected: t
     format = kept.parse()
     assert (format.direct, format.checksum, format.sharded) == expected
     if format.sharded:
-        assert opened.chunk_layout.read_chunk_shape.shape[0] in (1, *format.inner)
+        assert opened.chunk_layout.read_chunk.shape[0] in (1, *format.inner)
     if format.direct:
         assert same(read_by_hand(kept, format), array)
 

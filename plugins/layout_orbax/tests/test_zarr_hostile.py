@@ -61,7 +61,7 @@ def test_tampered_metadata_is_refused_or_means_what_tensorstore_says(format: Arr
         opened = tensorstore_opens(data, format.zarr_format)
         if opened is not None:
             description += 1
-            assert opened.chunk_layout.write_chunk_shape.shape == found.chunk
+            assert opened.chunk_layout.write_chunk.shape == found.chunk
             assert opened.dtype.name == found.spec.dtype
             assert opened.domain.exclusive_max == found.spec.shape or max(found.spec.shape) >= 1 << 61
     assert seen > 300 and description > 5
@@ -205,7 +205,7 @@ def test_fill_values_of_zarr_2(dtype: str, fill: Any, expected: bytes) -> None:
 
 def test_dtypes_that_only_numpy_has_are_read_only_where_they_lie_plain() -> None:
     for changes in ({"compressor": {"id": "zstd", "level": 1}}, {"order": "F"}, {"dtype": ">M8[ns]"}):
-        with pytest.raises(UnsupportedLeafError, match="encoded"):
+        with pytest.raises(UnsupportedLeafError, match="raw chunks"):
             parse_zarr2(document(VERSION2[0], **{"dtype": "<M8[ns]", **changes}), "a/.zarray")
 
 
@@ -277,7 +277,7 @@ def test_a_damaged_index_is_found_by_its_checksum() -> None:
 def test_an_index_of_another_length_is_refused() -> None:
     data = encode_index(SHARDED, dense_index(SHARDED))
     for wrong in (b"", data[:-1], data + b"a"):
-        with pytest.raises(CorruptCheckpointError, match="are expected"):
+        with pytest.raises(CorruptCheckpointError, match="expected 68"):
             decode_index(SHARDED, wrong, SHARDED.chunk_bytes, "c/0/0")
     with pytest.raises(CorruptCheckpointError, match="cut off"):
         index_range(SHARDED, 67, "c/0/0")

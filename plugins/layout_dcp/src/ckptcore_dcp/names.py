@@ -260,7 +260,7 @@ def _decode_value(record: ValueRecord, keys: TreePath) -> Value:
 
 def _bad_value(record: ValueRecord, keys: TreePath) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        f"{format_path(keys)}: invalid {record.kind} value in the tree: {str(record.value)[:80]!r}"
+        f"{format_path(keys)}: a {record.kind} cannot be read from {str(record.value)[:80]!r}"
     )
 
 

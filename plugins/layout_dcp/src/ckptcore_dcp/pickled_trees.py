@@ -171,9 +171,9 @@ class _TreeBuilder:
             "__items__": list(call.appended),
             "__pairs__": list(call.pairs),
         }
-        parts = [(label, part) for label, part in groups.items() if part]
+        parts: list[tuple[str, Value]] = [(label, part) for label, part in groups.items() if part]
         attributes = _attributes(call.state)
-        parts += [("__state__", call.state)] if attributes is None else attributes.items()
+        parts.extend([("__state__", call.state)] if attributes is None else attributes.items())
         keys = tuple([Attribute(label) for label, _ in parts])
         if len(set(keys)) != len(keys):
             raise CorruptCheckpointError(f"{format_path(path)} in {self._key!r} has an attribute twice", key=self._key)

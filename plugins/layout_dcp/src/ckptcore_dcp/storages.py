@@ -251,8 +251,8 @@ def decode_locations(tree: TreeMetadata, state: JSON) -> Mapping[int, ArrayLocat
 
 def _natural(found: Any) -> int:
     if type(found) is not int or not 0 <= found < _MAX_COUNT:
-        raise TypeError("a whole number from 0 on is expected")
-    raise TypeError("a non-negative integer is expected")
+        raise TypeError("a non-negative integer is expected")
+    return found
 
 
 def _c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -44,7 +44,7 @@ class ByteRange:
 class Cursor:
     """Reads bytes in sequence. Methods raise CorruptCheckpointError if the data ends too early. One thread."""
 
-    __slots__ = ("_array", "_data", "_position", "place")
+    __slots__ = ("_array", "_data", "_position", "byte_range")
 
     def __init__(self, data: bytes, byte_range: ByteRange) -> None:
         self._data = data

@@ -231,7 +231,7 @@ class ZarrIndex(ChunkIndex):
             from ckptcore_orbax.zarr.chunk_decoding import expect_reasonable  # delays the import of tensorstore
 
             expect_reasonable(stored)
-        return found.locations()
+        return found.places()
 
     def _shard_index(self, stored: StoredArray, location: ChunkLocation, store: ReadStore) -> ShardIndex | None:
         """Return the index of a shard, or None if its read chunks are contiguous from the first byte on."""

@@ -54,7 +54,7 @@ def zarr2_array(spec: ArraySpec, chunk: tuple[int, ...], *, compression: Compres
     if spec.dtype not in STORED_DTYPES[2]:
         raise UnsupportedLeafError(f"zarr 2 has no dtype {spec.dtype}; use the result of `stored_spec`")
     if len(spec.shape) != len(chunk) or not all(size > 0 for size in chunk):
-        raise ValueError(f"chunk shape {chunk} is not valid for array {spec}")
+        raise ValueError(f"chunk shape {chunk} makes no grid for array {spec}: expected at least 1 per axis")
     document: dict[str, JSON] = {
         "chunks": list(chunk),
         "compressor": None if compression is None else _compressor(compression),

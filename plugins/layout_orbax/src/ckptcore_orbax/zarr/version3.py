@@ -75,7 +75,10 @@ def zarr3_array(
     if not len(spec.shape) == len(chunk) == len(inner) or not all(
         0 < part <= size and size % part == 0 for size, part in zip(chunk, inner, strict=True)
     ):
-        raise ValueError(f"chunk shape {chunk} is not a multiple of the inner chunk shape {inner} for array {spec}")
+        raise ValueError(
+            f"chunk shape {chunk} with inner chunk shape {inner} makes no grid for array {spec}: expected one number of "
+            "at least 1 per axis, and chunks that are multiples of inner chunks"
+        )
     itemsize = spec.numpy_dtype.itemsize
     sharded = inner != chunk
     codecs = codecs_to_json(chunk, inner, itemsize, checksum=checksum, compression=compression)
