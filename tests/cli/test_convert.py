@@ -134,7 +134,7 @@ def test_a_map_that_does_not_fit(run_json: RunJson, checkpoint: Path, tmp_path: 
     assert (code, document["error"]) == (6, "TransformError")
     assert "'model.embed_tokens.weight' matches nothing" in document["message"]
     to_maxtext = ["convert", checkpoint, tmp_path / "copy", "--map", "llama-to-maxtext"]
-    for options, needed in (([], "head_dim"), (["--head-dim", 64], "rope_type")):
+    for options, needed in (([], "--head-dim"), (["--head-dim", 64], "--rope-type")):
         code, document = run_json(ErrorDocument, *to_maxtext, *options)
         assert (code, document["error"]) == (6, "TransformError")
         assert f"requires {needed}" in document["message"]

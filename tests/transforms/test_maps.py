@@ -164,7 +164,7 @@ def test_maps_are_found_by_name_and_the_other_way_round() -> None:
     assert find_map("bert-to-scanned") == bert_to_scanned()
     assert find_map("maxtext-to-llama", 128, rope_type="default") == inverse(llama_to_maxtext(128, "default"))
     assert find_map("qwen-to-maxtext", 128, "text.") == qwen_to_maxtext(128, "text.")
-    with pytest.raises(TransformError, match="unknown map 'gpt-to-scanned'; expected one of bert-to-scanned"):
+    with pytest.raises(TransformError, match="unknown map 'gpt-to-scanned'. Maps: bert-to-scanned"):
         find_map("gpt-to-scanned")
     with pytest.raises(TransformError, match="requires head_dim: set the number of elements of a head"):
         find_map("llama-to-maxtext", rope_type="default")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -91,7 +92,10 @@ def _missing(part: Skeleton, keys: Sequence[Key], depth: int) -> TreeMismatchErr
     if isinstance(part, Node):
         names = ", ".join(repr(str(key)) for key in part.keys[:20]) + (", ..." if len(part.keys) > 20 else "")
         content = f"{parent} contains {names}" if names else f"{parent} is empty"
+        near = difflib.get_close_matches(str(keys[depth])[:100], [str(key)[:100] for key in part.keys[:1000]], 1)
+        content += f"; did you mean {near[0]!r}?" if near else ""
     else:
         content = f"{parent} is a leaf"
     line = f"{format_path(tuple(keys))} does not exist in the tree: {content}"
-    return TreeMismatchError(f"{line}. Give an existing subtree, or none for the whole tree", [line])
+    end = "" if line.endswith("?") else "."
+    return TreeMismatchError(f"{line}{end} Give an existing subtree, or none for the whole tree", [line])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import ckptcore
 from plugins.tools.tests.cli.conftest import Run
 
 MODULE = """
@@ -63,3 +64,25 @@ def test_a_broken_command_breaks_no_other(name: str, reason: str, run: Run, tmp_
 @pytest.mark.usefixtures("guest")
 def test_our_own_commands_are_not_replaced(run: Run, checkpoint: Path) -> None:
     assert "3 bytes" not in run("ls", checkpoint).stdout
+
+
+@pytest.mark.parametrize(("name", "meant"), [("inspct", "inspect"), ("list", "ls"), ("prune", "gc")])
+def test_a_mistyped_command_gets_a_suggestion(name: str, meant: str, run: Run) -> None:
+    result = run(name, "somewhere")
+    assert result.exit_code == 2 and f"No such command {name!r}. Did you mean {meant!r}?" in result.stderr
+
+
+def test_remedies_are_in_the_language_of_the_shell(run: Run, tmp_path: Path) -> None:
+    run_directory = tmp_path / "run"
+    with ckptcore.Checkpointer(run_directory) as checkpointer:
+        checkpointer.save(1, {"a": 1})
+    errors = [
+        run("inspect", run_directory).stderr,
+        run("copy", run_directory, tmp_path / "copy", "--steps", "7").stderr,
+        run("convert", run_directory / "1", run_directory / "1").stderr,
+        run("convert", run_directory / "1", tmp_path / "c", "--map", "llama-to-maxtext").stderr,
+    ]
+    ckptcore.save(tmp_path / "other", {"a": 2})
+    errors.append(run("copy", run_directory / "1", tmp_path / "other").stderr)
+    assert f"`ckptcore steps {run_directory}`" in errors[0] and "--head-dim" in errors[3] and "--overwrite" in errors[4]
+    assert not any("(" + "'" in error or "=True" in error or "reload" in error for error in errors), errors

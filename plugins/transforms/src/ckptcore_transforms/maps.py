@@ -12,6 +12,7 @@ and ``scale``.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -336,7 +337,10 @@ def find_map(
     back = f"{second}-to-{first}"
     found = MAPS.get(name) or MAPS.get(back)
     if found is None:
-        raise TransformError(f"unknown map {name!r}; expected one of {', '.join(MAPS)}, or with the sides exchanged")
+        names = [*MAPS, *["-to-".join(reversed(known.split("-to-"))) for known in MAPS]]
+        near = difflib.get_close_matches(name[:100], names, 1, 0.9)
+        meant = f"; did you mean {near[0]!r}?" if near else "."
+        raise TransformError(f"unknown map {name!r:.100}{meant} Maps: {', '.join(names)}")
     given: Mapping[str, int | str | None] = {"head_dim": head_dim, "rope_type": rope_type}
     for option, value in given.items():
         if value is None and option in found.needs:

@@ -123,6 +123,8 @@ _SHELL_REMEDIES: Final = (
     (re.compile(r"if_in_use='take over'"), "--take-over"),
     (re.compile(r"overwrite='non-atomic'"), "--overwrite-non-atomic"),
     (re.compile(r"overwrite=True"), "--overwrite"),
+    (re.compile(r"\bset head_dim\b"), "set --head-dim"),
+    (re.compile(r"[:;.,] *reload\(\)[^.;]*"), ""),
     (
         re.compile(r"the newest with CheckpointReader\((['\"])(.*?)\1\)\.load\(\)"),
         r"list them with `ckptcore steps \2`",
@@ -173,7 +175,7 @@ P = ParamSpec("P")
 
 
 def checkpoint_command(
-    name: str, *, epilog: str | None = None
+    name: str, short_help: str, *, epilog: str | None = None
 ) -> Callable[[Callable[Concatenate[bool, P], ExitCode]], click.Command]:
     """Turn a function into a command. The function takes ``as_json`` first and returns the exit code.
 
@@ -182,7 +184,7 @@ def checkpoint_command(
     """
 
     def decorate(function: Callable[Concatenate[bool, P], ExitCode]) -> click.Command:
-        @click.command(name, epilog=epilog)
+        @click.command(name, short_help=short_help, epilog=epilog)
         @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
         @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
         @click.option(

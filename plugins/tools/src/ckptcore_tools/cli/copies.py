@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import click
 
 from ckptcore.context import Context
-from ckptcore.errors import CheckpointNotFoundError, StorageError, UncommittedCheckpointError
+from ckptcore.errors import CheckpointNotFoundError, StorageError, TransformError, UncommittedCheckpointError
 from ckptcore.loading.describe import describe_checkpoint
 from ckptcore.model import JSON, ArrayRecord
 from ckptcore.step_names import StepNames
@@ -53,7 +53,7 @@ def _parse_steps(context: click.Context, parameter: click.Parameter, text: str |
     return frozenset(map(int, numbers))
 
 
-@checkpoint_command("copy")
+@checkpoint_command("copy", "Copy a checkpoint, or the steps of a run, byte for byte.")
 @click.argument("source")
 @click.argument("destination")
 @click.option("--steps", callback=_parse_steps, metavar="N,N", help="Steps of a run to copy. Default: all.")
@@ -225,7 +225,7 @@ def _print_steps(report: StepsCopyReport, destination: str) -> None:
     _print_unverified({key for one in report.steps.values() for key in one.unverified})
 
 
-@checkpoint_command("convert")
+@checkpoint_command("convert", "Convert a checkpoint to another layout.")
 @click.argument("source")
 @click.argument("destination")
 @click.option("--layout", default="safetensors", show_default=True, help="A layout. `ckptcore plugins` lists them.")
@@ -269,9 +269,13 @@ def convert_command(
         try:
             transforms.append(ckptcore.transforms.DequantizeAsConfigured(dequantize))
         except TypeError as error:
-            raise click.UsageError(f"--dequantize: {error}") from error
+            raise click.UsageError(f"--dequantize: {dequantize!r} is not a dtype of NumPy or ml_dtypes") from error
     if map_name is not None:
-        transforms += ckptcore.transforms.maps.find_map(map_name, head_dim, prefix, rope_type)
+        try:
+            transforms += ckptcore.transforms.maps.find_map(map_name, head_dim, prefix, rope_type)
+        except TransformError as error:
+            text = str(error).replace("head_dim", "--head-dim").replace("rope_type", "--rope-type")
+            raise TransformError(f"--map: {text}") from error
     context = command_context()
     with byte_progress("converting") as progress:
         ckptcore.copy(
@@ -336,7 +340,7 @@ def _parse_metadata(context: click.Context, parameter: click.Parameter, entries:
     return {name: text for name, _, text in (entry.partition("=") for entry in entries)}
 
 
-@checkpoint_command("consolidate")
+@checkpoint_command("consolidate", "Write safetensors files for Hugging Face tools.")
 @click.argument("source")
 @click.argument("destination")
 @click.option(

@@ -27,7 +27,7 @@ _FILES: Final = "files"
 """The layout of files that a checkpointable wrote itself."""
 
 
-@checkpoint_command("diff")
+@checkpoint_command("diff", "Compare two checkpoints.")
 @click.argument("a")
 @click.argument("b")
 @click.option("--atol", type=click.FloatRange(min=0), default=0.0, help="Absolute tolerance of elements.")

@@ -184,7 +184,7 @@ Policies (separate several with commas; a step is kept if any of them keeps it):
 """
 
 
-@checkpoint_command("gc", epilog=_POLICIES)
+@checkpoint_command("gc", "Delete old steps of a run, and leftovers of failed saves.", epilog=_POLICIES)
 @click.argument("directory")
 @click.option("--policy", "policy_text", required=True, metavar="POLICY", help="The steps to keep; see below.")
 @click.option("--dry-run", is_flag=True, help="Show what would be deleted, and why the rest is kept. Delete nothing.")

@@ -36,7 +36,7 @@ _EVENT_FIELDS = ("phase", "rank", "began", "seconds", "nbytes", "error")
 """Fields of an event in the JSON document."""
 
 
-@checkpoint_command("inspect")
+@checkpoint_command("inspect", "Show the content of a checkpoint.")
 @click.argument("location")
 @click.option("--depth", type=click.IntRange(min=0), help="Levels of containers to show. Default: all.")
 @click.option("--objects", "show_objects", is_flag=True, help="Also list the objects (files).")

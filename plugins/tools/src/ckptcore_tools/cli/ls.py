@@ -63,7 +63,7 @@ class Entry:
     checkpointables: Sequence[str] | Unset = UNSET
 
 
-@checkpoint_command("ls", epilog=_STATES)
+@checkpoint_command("ls", "List the checkpoints in a directory.", epilog=_STATES)
 @click.argument("directory", default=".")
 def command(as_json: bool, directory: str) -> ExitCode:
     """List the checkpoints in DIRECTORY, with state, layout, size and time.

@@ -22,7 +22,7 @@ _OFFERS = {
 }
 
 
-@checkpoint_command("plugins")
+@checkpoint_command("plugins", "List the installed plugins.")
 def command(as_json: bool) -> ExitCode:
     """List the installed plugins with their handlers, layouts and URL schemes.
 

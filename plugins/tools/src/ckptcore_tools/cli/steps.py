@@ -238,7 +238,7 @@ States:
 """
 
 
-@checkpoint_command("steps", epilog=_STATES)
+@checkpoint_command("steps", "List the steps of a run.", epilog=_STATES)
 @click.argument("directory", default=".")
 @click.option(
     "--last", type=click.IntRange(min=1), metavar="N", help="Show only the newest N steps, and read no others."

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["command", "problem_documents"]
 
 
-@checkpoint_command("verify")
+@checkpoint_command("verify", "Verify the checksums of a checkpoint.")
 @click.argument("location")
 def command(as_json: bool, location: str) -> ExitCode:
     """Read every byte of a checkpoint and verify its checksums.
