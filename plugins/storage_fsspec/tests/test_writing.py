@@ -39,7 +39,7 @@ class Collected:
 
 @pytest.fixture(params=[32 << 20, 3000], ids=["in memory", "in a file"])
 def held_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(writing, "_HELD_BYTES", request.param)
+    monkeypatch.setattr(writing, "_MAX_BUFFERED_BYTES", request.param)
     return int(request.param)
 
 
@@ -54,21 +54,21 @@ def test_any_order_from_many_threads(held_bytes: int, seed: int) -> None:
     writer = InOrderWriter(sink, "it", len(data))
     with ThreadPoolExecutor(4) as threads:
         for _ in threads.map(lambda piece: writer.write_at(piece[0], data[piece[0] : piece[1]]), pieces):
-            assert writer._held <= held_bytes
+            assert writer._buffered_bytes <= held_bytes
     writer.finish()
     assert sink.data == data
     assert sink.state == "finished"
 
 
 def test_what_comes_early_beyond_the_bound_is_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "_HELD_BYTES", 1000)
+    monkeypatch.setattr(writing, "_MAX_BUFFERED_BYTES", 1000)
     writer = InOrderWriter(Collected(), "it", None)
     for start in range(9000, 0, -1000):
         writer.write_at(start, bytes([start // 1000]) * 1000)
-    assert writer._held == 1000
+    assert writer._buffered_bytes == 1000
     assert writer._file is not None
     writer.write_at(0, bytes(1000))
-    assert writer._held == 0
+    assert writer._buffered_bytes == 0
     writer.abort()
     assert writer._file is None
 

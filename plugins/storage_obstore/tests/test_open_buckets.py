@@ -16,7 +16,7 @@ from ckptcore.protocols import StorageOptions
 
 
 def test_the_buckets_that_were_used_last_are_kept() -> None:
-    buckets = OpenBuckets[str, object](most=2)
+    buckets = OpenBuckets[str, object](max_buckets=2)
     first, second = buckets.get("first", object), buckets.get("second", object)
     assert buckets.get("first", object) is first
     buckets.get("third", object)

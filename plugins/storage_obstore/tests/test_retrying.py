@@ -9,7 +9,7 @@ from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
 from ckptcore_obstore.limits import AdaptiveLimit
 from ckptcore_obstore.retrying import RetryPolicy, try_request
 
-POLICY = RetryPolicy(retries=5, first_wait_seconds=0.0)
+POLICY = RetryPolicy(retries=5, initial_wait_seconds=0.0)
 
 
 class Service:

@@ -24,7 +24,7 @@ __all__ = ["MISSING_OBJECT_ERRORS", "converted_errors", "failure", "first_line"]
 MISSING_OBJECT_ERRORS: Final = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """Exceptions that file systems raise for a missing object."""
 
-_LONGEST: Final = 300
+_MAX_MESSAGE_LENGTH: Final = 300
 """Maximum length of an error message."""
 
 _STATUS_NAMES: Final = ("status", "status_code", "code")
@@ -35,7 +35,7 @@ def first_line(error: BaseException) -> str:
     """Return the type and the start of the message of an error, in one line."""
     # redact before cutting, which could hide the end of a password in a URL
     text = redacted(" ".join(str(error).split()))
-    return f"{type(error).__name__}: {text[:_LONGEST]}" if text else type(error).__name__
+    return f"{type(error).__name__}: {text[:_MAX_MESSAGE_LENGTH]}" if text else type(error).__name__
 
 
 @contextmanager

@@ -89,7 +89,7 @@ class Connection:
         Raises:
             StorageError
         """
-        owner = _shared(os.getpid()) if getattr(self._type, "async_impl", False) else _of_this_thread()
+        owner = _process_systems(os.getpid()) if getattr(self._type, "async_impl", False) else _thread_systems()
         key = (self.protocol, self._options)
         found = owner.get(key)
         if found is None:
@@ -119,7 +119,7 @@ class Connection:
 
 
 @functools.lru_cache(maxsize=1)
-def _shared(process: int) -> dict[tuple[str, str], FileSystem]:
+def _process_systems(process: int) -> dict[tuple[str, str], FileSystem]:
     """File systems shared by all threads of a process. Those of a parent process are dropped."""
     return {}
 
@@ -131,12 +131,12 @@ class _ThreadSystems(threading.local):
 
 
 @functools.cache
-def _threads() -> _ThreadSystems:
+def _thread_state() -> _ThreadSystems:
     return _ThreadSystems()
 
 
-def _of_this_thread() -> dict[tuple[str, str], FileSystem]:
-    mine = _threads()
+def _thread_systems() -> dict[tuple[str, str], FileSystem]:
+    mine = _thread_state()
     if mine.process != os.getpid():
         mine.process, mine.systems = os.getpid(), {}
     return mine.systems

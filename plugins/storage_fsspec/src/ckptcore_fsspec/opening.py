@@ -10,8 +10,7 @@ import fsspec  # type: ignore[import-untyped]  # it has no types
 from ckptcore.errors import InvalidLocationError
 from ckptcore.protocols import StorageBackend, StorageOptions
 from ckptcore_fsspec.file_systems import Connection
-from ckptcore_fsspec.read_only import ReadOnlyStorage
-from ckptcore_fsspec.storage import FsspecStorage
+from ckptcore_fsspec.storage import FsspecStorage, ReadOnlyStorage
 from ckptcore_fsspec.web import WebStorage
 
 __all__ = ["PREFIX", "open_url", "opens"]

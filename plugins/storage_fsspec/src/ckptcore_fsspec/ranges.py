@@ -18,7 +18,7 @@ _REQUEST_BYTES: Final = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _BufferRange:
     start: int
     buffer: memoryview
 
@@ -65,14 +65,14 @@ def fill(
             piece.buffer[:] = data[piece.start - start : piece.stop - start]
 
 
-def _cut(offset: int, buffer: memoryview) -> Iterator[_Piece]:
+def _cut(offset: int, buffer: memoryview) -> Iterator[_BufferRange]:
     for start in range(0, len(buffer), _REQUEST_BYTES):
-        yield _Piece(offset + start, buffer[start : start + _REQUEST_BYTES])
+        yield _BufferRange(offset + start, buffer[start : start + _REQUEST_BYTES])
 
 
-def _requests(pieces: Sequence[_Piece]) -> Iterator[Sequence[_Piece]]:
+def _requests(pieces: Sequence[_BufferRange]) -> Iterator[Sequence[_BufferRange]]:
     """Group pieces into requests, sorted by offset."""
-    run: list[_Piece] = []
+    run: list[_BufferRange] = []
     stop = 0
     for piece in sorted(pieces, key=lambda piece: piece.start):
         if run and (piece.start > stop + _MAX_GAP_BYTES or piece.stop > run[0].start + _REQUEST_BYTES):

@@ -9,7 +9,7 @@ from typing import Any, Final
 from fsspec import AbstractFileSystem  # type: ignore[import-untyped]  # it has no types
 from fsspec.asyn import AsyncFileSystem  # type: ignore[import-untyped]  # it has no types
 
-from ckptcore.errors import AtomicityError, ObjectNotFoundError, StorageError
+from ckptcore.errors import AtomicityError, ObjectNotFoundError, StorageError, StoragePermissionError
 from ckptcore.model import check_directory_key, check_key
 from ckptcore.protocols import ObjectWriter, PutCondition, StorageBackend, StorageCapabilities
 from ckptcore.redaction import chainable, redacted
@@ -19,7 +19,7 @@ from ckptcore_fsspec.ranges import fill
 from ckptcore_fsspec.write_methods import WriteMethod, write_method_of
 from ckptcore_fsspec.writing import InOrderWriter
 
-__all__ = ["FsspecStorage"]
+__all__ = ["FsspecStorage", "ReadOnlyStorage"]
 
 
 _UNSIZED_READ_BYTES: Final = 64 << 20
@@ -139,7 +139,7 @@ class FsspecStorage(StorageBackend):
         system = self._connection.get()
         with converted_errors(f"cannot list {self._url}"):
             system.invalidate_cache(below)
-            found = _found(system, below) if _lists_at_once(system) else _walked(system, below)
+            found = _listed_paths(system, below) if _lists_recursively(system) else _walk(system, below)
             keys = {path[len(self._root) + 1 :] for path in found}  # sends the requests
         return iter(sorted(keys))
 
@@ -168,11 +168,34 @@ class FsspecStorage(StorageBackend):
         return write_method_of(self._connection.get(), self._root)
 
 
+class ReadOnlyStorage(FsspecStorage):
+    """Objects below a path of a read-only file system. Any thread."""
+
+    def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
+        """Raise an error without a request."""
+        raise self._read_only_error(key)
+
+    def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
+        """Raise an error without a request."""
+        raise self._read_only_error(key)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Raise an error if there are keys."""
+        for key in keys:
+            raise self._read_only_error(key)
+
+    def _read_only_error(self, key: str) -> StoragePermissionError:
+        self._path(key)
+        return StoragePermissionError(
+            f"cannot change {key!r} in {self._url}: {self._scheme}:// is read-only; save to another storage"
+        )
+
+
 def _tag(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def _lists_at_once(system: FileSystem) -> bool:
+def _lists_recursively(system: FileSystem) -> bool:
     """Return True if a file system lists recursively by itself.
 
     fsspec's own walk skips directories that it cannot list. This must be an error, because missing
@@ -184,7 +207,7 @@ def _lists_at_once(system: FileSystem) -> bool:
     return bool(own.find is not AbstractFileSystem.find)
 
 
-def _found(system: FileSystem, below: str) -> Iterator[str]:
+def _listed_paths(system: FileSystem, below: str) -> Iterator[str]:
     try:
         found = system.find(below, detail=True)
     except MISSING_OBJECT_ERRORS:
@@ -195,10 +218,10 @@ def _found(system: FileSystem, below: str) -> Iterator[str]:
             yield path
 
 
-def _walked(system: FileSystem, below: str) -> Iterator[str]:
+def _walk(system: FileSystem, below: str) -> Iterator[str]:
     for path, is_directory in _entries(system, below):
         if is_directory:
-            yield from _walked(system, path)
+            yield from _walk(system, path)
         else:
             yield path
 

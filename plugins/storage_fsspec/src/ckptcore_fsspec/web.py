@@ -16,8 +16,8 @@ from ckptcore.protocols import RangeReader
 from ckptcore_fsspec.failures import converted_errors
 from ckptcore_fsspec.file_systems import Connection
 from ckptcore_fsspec.ranges import fill
-from ckptcore_fsspec.read_only import ReadOnlyStorage
 from ckptcore_fsspec.requests import Answer, fetch, fetch_to_file
+from ckptcore_fsspec.storage import ReadOnlyStorage
 
 __all__ = ["WebStorage"]
 

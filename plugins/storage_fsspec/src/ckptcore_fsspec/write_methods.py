@@ -27,16 +27,16 @@ _DELETIONS_AT_ONCE: Final = 32
 _PART_BYTES: Final = 8 << 20
 """Size of one request of a stream. An object store accepts 10000 of them."""
 
-_REFUSE_TO_REMOVE_MORE: Final = frozenset({"file", "local", "sftp", "ssh", "ftp", "smb"})
+_REMOVES_EMPTY_DIRECTORIES_ONLY: Final = frozenset({"file", "local", "sftp", "ssh", "ftp", "smb"})
 """File systems whose `rmdir` removes only empty directories.
 
 Some others of fsspec remove the contents too.
 """
 
-_REPLACE_BY_RENAMING: Final = frozenset({"file", "local", "sftp", "ssh"})
+_RENAME_REPLACES: Final = frozenset({"file", "local", "sftp", "ssh"})
 """File systems whose `mv` replaces a file atomically."""
 
-_TRIES: Final = 100
+_MAX_TRIES: Final = 100
 """Number of tries to create a directory that others remove while it is empty."""
 
 
@@ -197,11 +197,11 @@ class _RenamedWrites:
         directory = posixpath.dirname(path)
         part = f"{directory}/.{uuid.uuid4().hex[:16]}.part"
         file = self._in_directory(directory, lambda: self._system.open(part, "wb"))
-        return _Part(self._system, file, part, path, lambda: self._prune(directory))
+        return _RenamedFile(self._system, file, part, path, lambda: self._prune(directory))
 
     def _in_directory(self, directory: str, create: Callable[[], T]) -> T:
         """Call `create`, and create its directory if it is missing."""
-        for tries_left in reversed(range(_TRIES)):
+        for tries_left in reversed(range(_MAX_TRIES)):
             try:
                 return create()
             except MISSING_OBJECT_ERRORS:
@@ -223,7 +223,7 @@ class _RenamedWrites:
 
     def _prune(self, directory: str) -> None:
         """Remove a directory if it is empty, and then its empty parents."""
-        if not _is_one_of(self._system, _REFUSE_TO_REMOVE_MORE):
+        if not _is_one_of(self._system, _REMOVES_EMPTY_DIRECTORIES_ONLY):
             return
         while directory.startswith(f"{self._root}/"):
             try:
@@ -235,7 +235,7 @@ class _RenamedWrites:
             directory = posixpath.dirname(directory)
 
 
-class _Part:
+class _RenamedFile:
     def __init__(self, system: FileSystem, file: IO[bytes], part: str, path: str, prune: Callable[[], None]) -> None:
         self._system = system
         self._file = file
@@ -249,7 +249,7 @@ class _Part:
     def finish(self) -> None:
         self._file.close()
         system = self._system
-        if _is_one_of(system, _REPLACE_BY_RENAMING):
+        if _is_one_of(system, _RENAME_REPLACES):
             system.mv(self._part, self._path)
             return
         with suppress(*MISSING_OBJECT_ERRORS):

@@ -17,10 +17,10 @@ __all__ = ["InOrderWriter"]
 
 logger = logging.getLogger("ckptcore_fsspec.writing")
 
-_HELD_BYTES: Final = 32 << 20
+_MAX_BUFFERED_BYTES: Final = 32 << 20
 """Memory limit for early pieces of one writer. More go to a file."""
 
-_COPIED_BYTES: Final = 1 << 20
+_COPY_BYTES: Final = 1 << 20
 
 
 class InOrderWriter:
@@ -45,7 +45,7 @@ class InOrderWriter:
         self._lock = threading.Lock()
         self._position = 0
         self._early: dict[int, bytes | int] = {}  # by offset: the piece, or its length in the file
-        self._held = 0
+        self._buffered_bytes = 0
         self._file: IO[bytes] | None = None
 
     def write_at(self, offset: int, data: Buffer) -> None:
@@ -68,16 +68,16 @@ class InOrderWriter:
                 raise ValueError(f"cannot write bytes {offset} to {stop} of {self._where}: they are already written")
             with converted_errors(f"cannot write {self._where}"):
                 if offset > self._position:
-                    self._keep(offset, data)
+                    self._store_early(offset, data)
                     return
                 sink.write(data)
                 self._position = stop
-                self._write_kept(sink)
+                self._write_early(sink)
 
-    def _keep(self, offset: int, data: Buffer) -> None:
-        if self._held + len(data) <= _HELD_BYTES:
+    def _store_early(self, offset: int, data: Buffer) -> None:
+        if self._buffered_bytes + len(data) <= _MAX_BUFFERED_BYTES:
             self._early[offset] = bytes(data)
-            self._held += len(data)
+            self._buffered_bytes += len(data)
             return
         if self._file is None:
             self._file = tempfile.TemporaryFile(prefix="ckptcore-")  # noqa: SIM115  # closed with the writer
@@ -86,18 +86,18 @@ class InOrderWriter:
             written += os.pwrite(self._file.fileno(), memoryview(data)[written:], offset + written)
         self._early[offset] = len(data)
 
-    def _write_kept(self, sink: Sink) -> None:
+    def _write_early(self, sink: Sink) -> None:
         """Write the early pieces that are next."""
         while (piece := self._early.pop(self._position, None)) is not None:
             if isinstance(piece, bytes):
-                self._held -= len(piece)
+                self._buffered_bytes -= len(piece)
                 sink.write(piece)
                 self._position += len(piece)
                 continue
             assert self._file is not None
             stop = self._position + piece
             while self._position < stop:
-                copied = os.pread(self._file.fileno(), min(_COPIED_BYTES, stop - self._position), self._position)
+                copied = os.pread(self._file.fileno(), min(_COPY_BYTES, stop - self._position), self._position)
                 sink.write(copied)
                 self._position += len(copied)
 
@@ -118,20 +118,20 @@ class InOrderWriter:
                 )
             with converted_errors(f"cannot complete {self._where}"):
                 sink.finish()
-            self._forget()
+            self._close_file()
 
     def abort(self) -> None:
         """Abort. No complete object remains of the written data."""
         with self._lock:
             sink = self._sink
-            self._forget()
+            self._close_file()
         if sink is not None:
             try:
                 sink.discard()
             except Exception as error:  # noqa: BLE001  # abort never raises
                 logger.warning("cannot remove the written data of %s: %s", self._where, first_line(error))
 
-    def _forget(self) -> None:
+    def _close_file(self) -> None:
         self._sink = None
         self._early = {}
         if self._file is not None:

@@ -12,7 +12,7 @@ from ckptcore_obstore.uploads import PartUpload
 from ckptcore.protocols import PutCondition
 from ckptcore_gcs.json_requests import MAX_BATCH_SIZE, JsonRequests
 from ckptcore_gcs.service import GcsService
-from ckptcore_gcs.uploads import CompositeUpload, NewObjectUpload, temporary_mark
+from ckptcore_gcs.uploads import CompositeUpload, NewObjectUpload, upload_id_of
 
 __all__ = ["GcsBucket"]
 
@@ -37,10 +37,10 @@ class GcsBucket(Bucket):
 
         return super().run(with_token, check)
 
-    def _put(self, key: str, data: bytes | memoryview, condition: PutCondition | None, mark: str) -> str:
+    def _put(self, key: str, data: bytes | memoryview, condition: PutCondition | None, put_id: str) -> str:
         if self._gcs.settings.uploads == "parts":
-            return super()._put(key, data, condition, mark)
-        return self.json.put(key, data, condition, mark)
+            return super()._put(key, data, condition, put_id)
+        return self.json.put(key, data, condition, put_id)
 
     def begin_upload(self, key: str, *, if_absent: bool) -> PartUpload:
         """Begin an upload in parts, as the option ``uploads`` says."""
@@ -55,11 +55,11 @@ class GcsBucket(Bucket):
         count = super().abort_uploads(prefix)
         pieces = [key for page in list_objects(self, prefix) for key in page.keys if self.is_temporary(key)]
         self.delete(pieces)
-        return count + len({temporary_mark(key) for key in pieces})
+        return count + len({upload_id_of(key) for key in pieces})
 
     def is_temporary(self, key: str) -> bool:
         """Return True for the temporary objects of an unfinished upload."""
-        return temporary_mark(key) is not None
+        return upload_id_of(key) is not None
 
     def delete(self, keys: Sequence[str], check: Callable[[], None] = lambda: None) -> None:
         """Delete objects in batches. A missing object is not an error.

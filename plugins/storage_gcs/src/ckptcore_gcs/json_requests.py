@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import quote
 
-from ckptcore_obstore.bucket_requests import MARK, BucketRequests
+from ckptcore_obstore.bucket_requests import PUT_ID_KEY, BucketRequests
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_answer
 
 from ckptcore.protocols import IfAbsent, PutCondition
@@ -46,14 +46,14 @@ class JsonRequests:
         self._uploads = f"{settings.endpoint}/upload/storage/v1/b/{settings.bucket}/o"
         self._batches = f"{settings.endpoint}/batch/storage/v1"
 
-    def put(self, key: str, data: bytes | memoryview, condition: PutCondition | None, mark: str) -> str:
+    def put(self, key: str, data: bytes | memoryview, condition: PutCondition | None, put_id: str) -> str:
         """Put an object in one request, without retries. Return its generation.
 
         Uses a multipart upload, with metadata and data in one body, because all servers enforce
         conditions on it.
         """
         boundary = uuid.uuid4().hex
-        resource = json.dumps({"name": key, **_properties(mark)})
+        resource = json.dumps({"name": key, **_properties(put_id)})
         head = (
             f"--{boundary}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{resource}\r\n"
             f"--{boundary}\r\nContent-Type: application/octet-stream\r\n\r\n"
@@ -64,29 +64,29 @@ class JsonRequests:
         answer = self._bucket.plain.send_to("POST", self._uploads, query=query, headers=headers, body=body)
         return str(_parsed(answer.body).get("generation", ""))
 
-    def compose(self, key: str, sources: Sequence[str], condition: PutCondition | None, mark: str) -> None:
+    def compose(self, key: str, sources: Sequence[str], condition: PutCondition | None, put_id: str) -> None:
         """Compose an object of up to `MAX_COMPONENTS` objects. The sources are kept."""
         resource: dict[str, Any] = {
             "kind": "storage#composeRequest",
             "sourceObjects": [{"name": source} for source in sources],
-            "destination": _properties(mark),
+            "destination": _properties(put_id),
         }
-        self._change(f"{self._objects}/{quote(key, safe='')}/compose", _condition(condition), resource, key, mark)
+        self._change(f"{self._objects}/{quote(key, safe='')}/compose", _condition(condition), resource, key, put_id)
 
-    def copy(self, source: str, key: str, condition: PutCondition | None, mark: str) -> None:
+    def copy(self, source: str, key: str, condition: PutCondition | None, put_id: str) -> None:
         """Copy an object inside the service. The source is kept."""
         url = f"{self._objects}/{quote(source, safe='')}/rewriteTo/b/{self._name}/o/{quote(key, safe='')}"
         query = _condition(condition)
         while True:
             # A long rewrite takes several requests:
             # https://cloud.google.com/storage/docs/json_api/v1/objects/rewrite
-            answer = self._change(url, query, _properties(mark), key, mark)
+            answer = self._change(url, query, _properties(put_id), key, put_id)
             if answer.get("done", True) or "rewriteToken" not in answer:
                 return
             query = {**query, "rewriteToken": str(answer["rewriteToken"])}
 
     def _change(
-        self, url: str, query: Mapping[str, str], resource: Mapping[str, Any], key: str, mark: str
+        self, url: str, query: Mapping[str, str], resource: Mapping[str, Any], key: str, put_id: str
     ) -> Mapping[str, Any]:
         body = json.dumps(resource).encode()
         headers = {"content-type": "application/json; charset=UTF-8"}
@@ -95,7 +95,7 @@ class JsonRequests:
             answer = self._bucket.run(lambda: plain.send_to("POST", url, query=query, headers=headers, body=body))
         except RequestFailed as error:
             # An earlier try may have succeeded although its answer was lost.
-            if error.failure.kind is not FailureKind.CONDITION or self._bucket.own_tag(key, mark) is None:
+            if error.failure.kind is not FailureKind.CONDITION or self._bucket.tag_if_put_by(key, put_id) is None:
                 raise
             return {}
         return _parsed(answer.body)
@@ -117,7 +117,7 @@ class JsonRequests:
             # Permanent failures come first in this order and end the loop. Otherwise all remaining
             # deletions are retried.
             refused = [failure for failure in failures if failure is not None]
-            for failure in sorted(refused, key=lambda found: found.kind.may_pass):
+            for failure in sorted(refused, key=lambda found: found.kind.is_transient):
                 raise RequestFailed(failure)
 
         if left:
@@ -150,8 +150,8 @@ class JsonRequests:
         return [None if failure is None or failure.kind is FailureKind.MISSING else failure for failure in found]
 
 
-def _properties(mark: str) -> dict[str, Any]:
-    return {"contentType": "application/octet-stream", "metadata": {MARK: mark}}
+def _properties(put_id: str) -> dict[str, Any]:
+    return {"contentType": "application/octet-stream", "metadata": {PUT_ID_KEY: put_id}}
 
 
 def _condition(condition: PutCondition | None) -> dict[str, str]:

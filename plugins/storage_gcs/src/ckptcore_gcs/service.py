@@ -108,10 +108,10 @@ class GcsService:
             config={"service_account_key": json.dumps(key), "base_url": settings.endpoint},
             client_options=client,  # type: ignore[arg-type]  # obstore's TypedDict cannot be built step by step
             retry_config={"max_retries": 0},
-            credential_provider=None if settings.anonymous else self._for_obstore,  # type: ignore[arg-type]
+            credential_provider=None if settings.anonymous else self._obstore_token,  # type: ignore[arg-type]
         )
 
-    def _for_obstore(self) -> dict[str, Any]:
+    def _obstore_token(self) -> dict[str, Any]:
         """Return a token in obstore's form. obstore calls this again after it expires."""
         token = self._source.get()
         return {"token": token.text, "expires_at": token.expires}

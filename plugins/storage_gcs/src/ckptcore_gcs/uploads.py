@@ -20,13 +20,13 @@ from ckptcore_obstore.uploads import Upload
 from ckptcore.protocols import IF_ABSENT, Buffer
 from ckptcore_gcs.json_requests import MAX_COMPONENTS, JsonRequests
 
-__all__ = ["CompositeUpload", "NewObjectUpload", "temporary_mark"]
+__all__ = ["CompositeUpload", "NewObjectUpload", "upload_id_of"]
 
 _INFIX: Final = ".ckptcore-upload-"
 _TEMPORARY: Final = re.compile(r"\.ckptcore-upload-([0-9a-f]{32})[^/]*$")
 
 
-def temporary_mark(key: str) -> str | None:
+def upload_id_of(key: str) -> str | None:
     """Return the upload id in the key of a temporary object, or None for any other key."""
     found = _TEMPORARY.search(key)
     return None if found is None else found[1]
@@ -43,8 +43,8 @@ class NewObjectUpload:
         self._bucket = bucket
         self._json = json
         self._key = key
-        self._mark = uuid.uuid4().hex
-        self._temporary = f"{key}{_INFIX}{self._mark}"
+        self._put_id = uuid.uuid4().hex
+        self._temporary = f"{key}{_INFIX}{self._put_id}"
         self._upload = Upload.begin(bucket, self._temporary)
         self._is_whole = False
 
@@ -61,7 +61,7 @@ class NewObjectUpload:
         if not self._is_whole:
             self._upload.complete(tags, if_absent=False)
             self._is_whole = True
-        self._json.copy(self._temporary, self._key, IF_ABSENT if if_absent else None, self._mark)
+        self._json.copy(self._temporary, self._key, IF_ABSENT if if_absent else None, self._put_id)
         self._bucket.delete([self._temporary])
 
     def abort(self) -> None:
@@ -84,7 +84,7 @@ class CompositeUpload:
         self._bucket = bucket
         self._json = json
         self._key = key
-        self._mark = uuid.uuid4().hex
+        self._put_id = uuid.uuid4().hex
         self._pieces: set[str] = set()
 
     def put_part(self, number: int, data: Buffer) -> str:
@@ -104,10 +104,10 @@ class CompositeUpload:
             composed = []
             for number, start in enumerate(range(0, len(pieces), MAX_COMPONENTS), 1):
                 name = self._named(f"{level}-{number:05d}")
-                self._json.compose(name, pieces[start : start + MAX_COMPONENTS], None, self._mark)
+                self._json.compose(name, pieces[start : start + MAX_COMPONENTS], None, self._put_id)
                 composed.append(name)
             pieces = composed
-        self._json.compose(self._key, pieces, IF_ABSENT if if_absent else None, self._mark)
+        self._json.compose(self._key, pieces, IF_ABSENT if if_absent else None, self._put_id)
         self._bucket.delete(sorted(self._pieces))
 
     def abort(self) -> None:
@@ -124,6 +124,6 @@ class CompositeUpload:
         return True
 
     def _named(self, suffix: str) -> str:
-        name = f"{self._key}{_INFIX}{self._mark}-{suffix}"
+        name = f"{self._key}{_INFIX}{self._put_id}-{suffix}"
         self._pieces.add(name)
         return name

@@ -14,11 +14,11 @@ from ckptcore_obstore.plain_requests import PlainRequests
 from ckptcore_obstore.retrying import try_request
 from ckptcore_obstore.services import Service
 
-__all__ = ["MARK", "BucketRequests", "ObjectState"]
+__all__ = ["PUT_ID_KEY", "BucketRequests", "ObjectState"]
 
 T = TypeVar("T")
 
-MARK: Final = "ckptcore-put"
+PUT_ID_KEY: Final = "ckptcore-put"
 """Metadata key with the id of the put that wrote an object.
 
 If an answer was lost, the id shows whether the put succeeded.
@@ -31,11 +31,11 @@ class ObjectState:
 
     Attributes:
         tag: value for conditions.
-        mark: id of the put that wrote the object; empty if unknown.
+        put_id: id of the put that wrote the object; empty if unknown.
     """
 
     tag: str
-    mark: str
+    put_id: str
 
 
 class BucketRequests:
@@ -58,7 +58,7 @@ class BucketRequests:
         self.service.prepare()
         policy = self.service.tuning.retries
         try:
-            return try_request(lambda: _translated(request), policy, self.limit, check)
+            return try_request(lambda: _converting_errors(request), policy, self.limit, check)
         except RequestFailed as error:
             if error.failure.kind is FailureKind.REGION and not error.failure.code:
                 # obstore drops the details of a redirection. Any other request gets the same
@@ -76,18 +76,18 @@ class BucketRequests:
             if error.failure.kind is FailureKind.MISSING:
                 return None
             raise
-        return ObjectState(self._tag(headers), headers.get(self.service.metadata_prefix + MARK, ""))
+        return ObjectState(self._tag(headers), headers.get(self.service.metadata_prefix + PUT_ID_KEY, ""))
 
     def _tag(self, headers: Mapping[str, str]) -> str:
         return self.service.tag(headers.get("etag"), headers.get("x-goog-generation"))
 
-    def own_tag(self, key: str, mark: str) -> str | None:
+    def tag_if_put_by(self, key: str, put_id: str) -> str | None:
         """Return the tag of an object if the put with this id wrote it, else None."""
         there = self.head(key)
-        return there.tag if there is not None and there.mark == mark else None
+        return there.tag if there is not None and there.put_id == put_id else None
 
 
-def _translated(request: Callable[[], T]) -> T:
+def _converting_errors(request: Callable[[], T]) -> T:
     """Run a request of obstore, and convert its errors to `RequestFailed`."""
     from obstore.exceptions import BaseError
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from ckptcore.protocols import IfTag, PutCondition
-from ckptcore_obstore.bucket_requests import MARK, BucketRequests
+from ckptcore_obstore.bucket_requests import PUT_ID_KEY, BucketRequests
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_text
 from ckptcore_obstore.services import Service
 from ckptcore_obstore.uploads import PartUpload, Upload, list_uploads
@@ -19,7 +19,7 @@ from ckptcore_obstore.uploads import PartUpload, Upload, list_uploads
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-__all__ = ["Bucket", "Found"]
+__all__ = ["Bucket", "ReadResult"]
 
 _MAX_DELETED_KEYS: Final = 1000
 """Maximum number of keys in one delete request.
@@ -32,7 +32,7 @@ _CONTENT_RANGE: Final = re.compile(r"bytes (\d{1,19})-")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ReadResult:
     """Data read from an object.
 
     Attributes:
@@ -55,15 +55,15 @@ class Bucket(BucketRequests):
         super().__init__(service)
         self._lock = threading.Lock()
         self._store: ObjectStore | None = None
-        self._bare_tags = False
+        self._unquoted_tags = False
 
-    def read(self, key: str, start: int = 0, stop: int | None = None) -> Found:
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> ReadResult:
         """Read bytes `start` to `stop` of an object, at least one of which must exist."""
         if not _obstore_accepts(key):
             return self.run(lambda: self._read_plain(key, start, stop))
         return self.run(lambda: self._read(key, start, stop))
 
-    def _read(self, key: str, start: int, stop: int | None) -> Found:
+    def _read(self, key: str, start: int, stop: int | None) -> ReadResult:
         import obstore
 
         options: Any = {}
@@ -73,9 +73,9 @@ class Bucket(BucketRequests):
             options = {"range": {"offset": start}}
         result = obstore.get(self._obstore(), key, options=options)
         meta = result.meta
-        return Found(memoryview(result.bytes()), self.service.tag(meta["e_tag"], meta["version"]))
+        return ReadResult(memoryview(result.bytes()), self.service.tag(meta["e_tag"], meta["version"]))
 
-    def _read_plain(self, key: str, start: int, stop: int | None) -> Found:
+    def _read_plain(self, key: str, start: int, stop: int | None) -> ReadResult:
         headers = {}
         is_part = bool(start) or stop is not None
         if is_part:
@@ -89,7 +89,7 @@ class Bucket(BucketRequests):
             if sent is None or int(sent[1]) != start or nbytes > (stop or start + nbytes) - start:
                 words = f"the answer to {headers['range']} has {nbytes} bytes ({content_range or 'the whole object'})"
                 raise RequestFailed(Failure(FailureKind.OTHER, answer.status, "", words))
-        return Found(memoryview(answer.body), self._tag(answer.headers))
+        return ReadResult(memoryview(answer.body), self._tag(answer.headers))
 
     def size(self, key: str) -> int:
         """Return the size of an object in bytes."""
@@ -109,9 +109,9 @@ class Bucket(BucketRequests):
 
     def put(self, key: str, data: bytes | memoryview, condition: PutCondition | None) -> str:
         """Put an object in one request. Return its new tag."""
-        mark = uuid.uuid4().hex
+        put_id = uuid.uuid4().hex
         try:
-            return self.run(lambda: self._put(key, data, condition, mark))
+            return self.run(lambda: self._put(key, data, condition, put_id))
         except RequestFailed as error:
             if isinstance(condition, IfTag) and error.failure.kind is FailureKind.MISSING:
                 # S3 answers 404 if the object that should have the tag is missing.
@@ -121,30 +121,30 @@ class Bucket(BucketRequests):
             # An earlier try, or a duplicate sent by the network, may have succeeded although its
             # answer was lost.
             there = self.head(key)
-            if there is not None and there.mark == mark:
+            if there is not None and there.put_id == put_id:
                 return there.tag
             if there is None or not isinstance(condition, IfTag) or there.tag != condition.tag:
                 raise
-            if self._bare_tags or not condition.tag.startswith('"'):
+            if self._unquoted_tags or not condition.tag.startswith('"'):
                 raise
             # The object has the expected tag: the service compares tags without quotation marks.
-            tag = self.run(lambda: self._put(key, data, IfTag(condition.tag.strip('"')), mark))
-            self._bare_tags = True
+            tag = self.run(lambda: self._put(key, data, IfTag(condition.tag.strip('"')), put_id))
+            self._unquoted_tags = True
             return tag
 
-    def _put(self, key: str, data: bytes | memoryview, condition: PutCondition | None, mark: str) -> str:
+    def _put(self, key: str, data: bytes | memoryview, condition: PutCondition | None, put_id: str) -> str:
         service = self.service
-        if self._bare_tags and isinstance(condition, IfTag):
+        if self._unquoted_tags and isinstance(condition, IfTag):
             condition = IfTag(condition.tag.strip('"'))
         if not _obstore_accepts(key):
             headers = {} if condition is None else dict(service.condition_headers(condition))
             headers |= service.upload_headers
-            headers[service.metadata_prefix + MARK] = mark
+            headers[service.metadata_prefix + PUT_ID_KEY] = put_id
             return self._tag(self.plain.send("PUT", key, headers=headers, body=data).headers)
         import obstore
 
         mode: Any = "overwrite" if condition is None else service.put_mode(condition)
-        attributes: Any = {MARK: mark}
+        attributes: Any = {PUT_ID_KEY: put_id}
         result = obstore.put(self._obstore(), key, data, mode=mode, attributes=attributes, use_multipart=False)
         return service.tag(result["e_tag"], result["version"])
 

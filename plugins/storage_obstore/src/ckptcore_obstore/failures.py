@@ -35,12 +35,12 @@ class FailureKind(enum.Enum):
     OTHER = "the service refused the request"
 
     @property
-    def may_pass(self) -> bool:
+    def is_transient(self) -> bool:
         """True if a retry may succeed."""
-        return self in _PASSING
+        return self in _TRANSIENT
 
 
-_PASSING: Final = frozenset(
+_TRANSIENT: Final = frozenset(
     {FailureKind.THROTTLED, FailureKind.SERVER, FailureKind.TIMEOUT, FailureKind.CONNECTION}
 )  # fmt: skip
 
@@ -196,7 +196,7 @@ def failure_of_answer(status: int, body: bytes, region: str = "") -> Failure:
 _STATUS: Final = re.compile(r"status code: (\d{3})")
 _XML: Final = re.compile(r"<(\w+:)?Error\b.*</(\w+:)?Error>", re.DOTALL)
 _JSON: Final = re.compile(r"\{\s*\"error\".*\}", re.DOTALL)
-_OF_A_KEY: Final = re.compile(r"DeleteObjects request failed for key \S+: (.*) \(code: (\w+)\)", re.DOTALL)
+_DELETE_FAILURE: Final = re.compile(r"DeleteObjects request failed for key \S+: (.*) \(code: (\w+)\)", re.DOTALL)
 """Message for one object of a request that deletes several."""
 
 _DEBUG: Final = re.compile(r"\n+Debug source:.*", re.DOTALL)
@@ -216,7 +216,7 @@ def failure_of_text(text: str) -> Failure:
         return failure_of_answer(int(status[1]), body[0].encode() if body else b"")
     if "redirect without LOCATION" in cleaned:  # object_store's text for a bucket in another region
         return Failure(FailureKind.REGION, 301, "", "the service redirects to another region")
-    if (one := _OF_A_KEY.search(cleaned)) is not None:
+    if (one := _DELETE_FAILURE.search(cleaned)) is not None:
         return Failure(_kind(200, one[2]), None, one[2], _one_line(one[1]))
     kind = FailureKind.OTHER
     if "kind: Timeout" in text or "operation timed out" in text or "TimedOut" in text:

@@ -43,7 +43,7 @@ class AdaptiveLimit:
     def reset_after_fork(self) -> None:
         """Reset to the maximum. A forked child has none of its parent's requests."""
         self._allowed = float(self._most)
-        self._under_way = 0
+        self._running = 0
         self._changed = threading.Condition()
         self._cut_at = float("-inf")
         self._cuts = 0
@@ -62,14 +62,14 @@ class AdaptiveLimit:
     def place(self) -> Iterator[None]:
         """Wait for a slot, and occupy it for one request."""
         with self._changed:
-            while self._under_way >= self.allowed:
+            while self._running >= self.allowed:
                 self._changed.wait()
-            self._under_way += 1
+            self._running += 1
         try:
             yield
         finally:
             with self._changed:
-                self._under_way -= 1
+                self._running -= 1
                 self._changed.notify()
 
     def succeeded(self) -> None:

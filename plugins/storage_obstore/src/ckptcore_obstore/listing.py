@@ -11,11 +11,11 @@ from xml.etree import ElementTree
 from ckptcore_obstore.bucket_requests import BucketRequests
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
 
-__all__ = ["Listed", "list_objects", "parse_answer", "spelling_of", "text_of"]
+__all__ = ["ListPage", "key_decoder_of", "list_objects", "parse_answer", "text_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListPage:
     """One page of a list.
 
     Attributes:
@@ -27,7 +27,7 @@ class Listed:
     prefixes: tuple[str, ...]
 
 
-def list_objects(bucket: BucketRequests, prefix: str, delimiter: str = "") -> Iterator[Listed]:
+def list_objects(bucket: BucketRequests, prefix: str, delimiter: str = "") -> Iterator[ListPage]:
     """List the objects whose keys have a prefix.
 
     Keys are requested with escapes (``encoding-type=url``), because XML cannot represent some
@@ -42,10 +42,10 @@ def list_objects(bucket: BucketRequests, prefix: str, delimiter: str = "") -> It
     while True:
         answer = bucket.run(partial(bucket.plain.send, "GET", query=query))
         root = parse_answer(answer.body)
-        spell = spelling_of(root)
-        yield Listed(
-            tuple([spell(text_of(item, "Key")) for item in root.iterfind("{*}Contents")]),
-            tuple([spell(text_of(item, "Prefix")) for item in root.iterfind("{*}CommonPrefixes")]),
+        decode = key_decoder_of(root)
+        yield ListPage(
+            tuple([decode(text_of(item, "Key")) for item in root.iterfind("{*}Contents")]),
+            tuple([decode(text_of(item, "Prefix")) for item in root.iterfind("{*}CommonPrefixes")]),
         )
         token = text_of(root, "NextContinuationToken")
         if text_of(root, "IsTruncated").lower() != "true":
@@ -78,7 +78,7 @@ def parse_answer(body: bytes) -> ElementTree.Element:
         ) from error
 
 
-def spelling_of(root: ElementTree.Element) -> Callable[[str], str]:
+def key_decoder_of(root: ElementTree.Element) -> Callable[[str], str]:
     """Return the decoder of keys in an answer.
 
     If keys are escaped, S3 writes ``+`` for a space and ``%2B`` for ``+``.

@@ -12,7 +12,7 @@ __all__ = ["OpenBuckets"]
 K = TypeVar("K", bound=Hashable)
 B = TypeVar("B")
 
-_MOST: Final = 64
+_MAX_BUCKETS: Final = 64
 
 
 class OpenBuckets(Generic[K, B]):
@@ -22,19 +22,19 @@ class OpenBuckets(Generic[K, B]):
     so the least recently used bucket is dropped. Directories that use it keep working.
     """
 
-    def __init__(self, most: int = _MOST) -> None:
+    def __init__(self, max_buckets: int = _MAX_BUCKETS) -> None:
         """Open nothing."""
-        self._most = most
+        self._max_buckets = max_buckets
         self._lock = threading.Lock()
-        self._kept: OrderedDict[K, B] = OrderedDict()
+        self._open: OrderedDict[K, B] = OrderedDict()
 
     def get(self, settings: K, open_bucket: Callable[[], B]) -> B:
         """Return the bucket for these settings. Open it if needed, without a request."""
         with self._lock:
-            bucket = self._kept.get(settings)
+            bucket = self._open.get(settings)
             if bucket is None:
-                bucket = self._kept[settings] = open_bucket()
-            self._kept.move_to_end(settings)
-            if len(self._kept) > self._most:
-                self._kept.popitem(last=False)
+                bucket = self._open[settings] = open_bucket()
+            self._open.move_to_end(settings)
+            if len(self._open) > self._max_buckets:
+                self._open.popitem(last=False)
         return bucket

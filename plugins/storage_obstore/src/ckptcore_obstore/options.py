@@ -120,7 +120,7 @@ def tuning_of(given: Mapping[str, Any], *, ca_bundle: str | None = None) -> Tuni
     retries = RetryPolicy(
         retries=given.get("retries", default.retries.retries),
         deadline_seconds=given.get("deadline", default.retries.deadline_seconds),
-        first_wait_seconds=given.get("first_wait", default.retries.first_wait_seconds),
+        initial_wait_seconds=given.get("first_wait", default.retries.initial_wait_seconds),
     )
     return Tuning(
         concurrency=given.get("concurrency", default.concurrency),

@@ -9,7 +9,7 @@ from ckptcore_obstore.uploads import MAX_PARTS
 
 __all__ = ["Part", "PartSizes"]
 
-_PARTS_OF_A_SIZE: Final = 1000
+_PARTS_PER_SIZE: Final = 1000
 """Parts of equal size in an object of unknown size.
 
 After each thousand parts the size doubles, because ten thousand parts are the limit.
@@ -56,9 +56,9 @@ class PartSizes:
             index = position // size
             return Part(index + 1, index * size, min((index + 1) * size, self._size))
         first, index = 0, 0
-        while position >= first + size * _PARTS_OF_A_SIZE:
-            first += size * _PARTS_OF_A_SIZE
-            index += _PARTS_OF_A_SIZE
+        while position >= first + size * _PARTS_PER_SIZE:
+            first += size * _PARTS_PER_SIZE
+            index += _PARTS_PER_SIZE
             size *= 2
         steps = (position - first) // size
         start = first + steps * size

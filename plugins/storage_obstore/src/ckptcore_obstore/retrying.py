@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 _LOG: Final = logging.getLogger("ckptcore.storage")
 
-_TRIES_IN_SILENCE: Final = 3
+_SILENT_TRIES: Final = 3
 """Tries before a warning.
 
 A failure or two are normal in a network, but a long wait needs a reason.
@@ -32,14 +32,14 @@ class RetryPolicy:
     Attributes:
         retries: maximum number of retries.
         deadline_seconds: time after the first try when retries stop.
-        first_wait_seconds: maximum wait before the first retry; doubled for each further one.
-        most_wait_seconds: maximum wait before any retry.
+        initial_wait_seconds: maximum wait before the first retry; doubled for each further one.
+        max_wait_seconds: maximum wait before any retry.
     """
 
     retries: int = 10
     deadline_seconds: float = 180.0
-    first_wait_seconds: float = 0.1
-    most_wait_seconds: float = 15.0
+    initial_wait_seconds: float = 0.1
+    max_wait_seconds: float = 15.0
 
 
 def try_request(
@@ -54,7 +54,7 @@ def try_request(
     Raises:
         RequestFailed: the last failure, with the number of tries.
     """
-    begun = time.monotonic()
+    started = time.monotonic()
     tries = 0
     may_be_done = False
     while True:
@@ -72,15 +72,15 @@ def try_request(
         # may be overloaded.
         if failed.failure.kind is FailureKind.THROTTLED or (failed.failure.kind is FailureKind.SERVER and tries > 1):
             limit.throttled()
-        elif failed.failure.status is not None and not failed.failure.kind.may_pass:
+        elif failed.failure.status is not None and not failed.failure.kind.is_transient:
             limit.succeeded()
-        elapsed = time.monotonic() - begun
-        wait = random.uniform(0, min(policy.most_wait_seconds, policy.first_wait_seconds * 2 ** min(tries - 1, 30)))
-        if not failed.failure.kind.may_pass or tries > policy.retries or elapsed + wait > policy.deadline_seconds:
+        elapsed = time.monotonic() - started
+        wait = random.uniform(0, min(policy.max_wait_seconds, policy.initial_wait_seconds * 2 ** min(tries - 1, 30)))
+        if not failed.failure.kind.is_transient or tries > policy.retries or elapsed + wait > policy.deadline_seconds:
             failed.tried = Tried(tries, elapsed, may_be_done)
             raise failed
         may_be_done = True
-        if tries == _TRIES_IN_SILENCE:
+        if tries == _SILENT_TRIES:
             _LOG.warning(
                 "%s: %d tries of a request failed, the last one with: %s. Retrying for up to "
                     "%.0f seconds",

@@ -30,7 +30,7 @@ class ObjectStoreDirectory(StorageBackend):
         self._service = bucket.service
         tuning = bucket.service.tuning
         self._capabilities = StorageCapabilities(tuning.request_bytes, tuning.concurrency, tuning.part_bytes)
-        self._prefix = _spelled(check_directory_key(directory)) + "/" if directory else ""
+        self._prefix = _check_encodable(check_directory_key(directory)) + "/" if directory else ""
         self._url = f"{bucket.service.url}/{self._prefix}"
 
     def __repr__(self) -> str:
@@ -51,12 +51,12 @@ class ObjectStoreDirectory(StorageBackend):
         """Address for native I/O."""
         return self._service.address(self._prefix)
 
-    def _whole(self, key: str) -> str:
-        return self._prefix + _spelled(check_key(key))
+    def _full_key(self, key: str) -> str:
+        return self._prefix + _check_encodable(check_key(key))
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         """Read bytes `start` to `stop` of an object, or fewer at its end."""
-        whole = self._whole(key)
+        whole = self._full_key(key)
         if stop is not None and stop <= start:
             self.size(key)
             return b""
@@ -69,14 +69,14 @@ class ObjectStoreDirectory(StorageBackend):
 
     def get_with_tag(self, key: str) -> tuple[bytes, str]:
         """Read a small object. Return its data and its tag for conditional puts."""
-        whole = self._whole(key)
+        whole = self._full_key(key)
         with converted_errors(self._service, f"read {self._url}{key}"):
             found = self._bucket.read(whole)
         return bytes(found.data), found.tag
 
     def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
         """Fill each buffer from its offset. Near ranges are read by one request."""
-        whole = self._whole(key)
+        whole = self._full_key(key)
         wanted = sorted([one for one in ranges if len(one[1])], key=lambda one: one[0])
         if not wanted:
             self.size(key)
@@ -123,7 +123,7 @@ class ObjectStoreDirectory(StorageBackend):
 
     def size(self, key: str) -> int:
         """Return the size of an object in bytes."""
-        whole = self._whole(key)
+        whole = self._full_key(key)
         try:
             return self._bucket.size(whole)
         except RequestFailed as failed:
@@ -131,7 +131,7 @@ class ObjectStoreDirectory(StorageBackend):
 
     def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
         """Write an object in one request. Return its new tag."""
-        whole = self._whole(key)
+        whole = self._full_key(key)
         try:
             return self._bucket.put(whole, data, condition)
         except RequestFailed as failed:
@@ -147,11 +147,11 @@ class ObjectStoreDirectory(StorageBackend):
 
         No request is made until a part is complete.
         """
-        return PartWriter(self._bucket, self._whole(key), size, only_new=False)
+        return PartWriter(self._bucket, self._full_key(key), size, only_new=False)
 
     def open_new(self, key: str, size: int | None = None) -> PartWriter:
         """Begin an object that must not exist: `finish` fails if it does. See `open_writer`."""
-        return PartWriter(self._bucket, self._whole(key), size, only_new=True)
+        return PartWriter(self._bucket, self._full_key(key), size, only_new=True)
 
     def list(self, prefix: str = "") -> Iterator[str]:
         """List the keys of all objects in a directory, sorted."""
@@ -160,7 +160,7 @@ class ObjectStoreDirectory(StorageBackend):
         with converted_errors(self._service, f"list {self._service.url}/{below}"):
             for page in list_objects(self._bucket, below):
                 keys += [key[len(self._prefix) :] for key in page.keys]
-        return iter(sorted([key for key in keys if self._is_shown(key)]))
+        return iter(sorted([key for key in keys if self._is_listed(key)]))
 
     def list_names(self, prefix: str = "") -> Sequence[str]:
         """List the names in a directory, sorted. Names of directories end in ``/``."""
@@ -170,7 +170,7 @@ class ObjectStoreDirectory(StorageBackend):
             for page in list_objects(self._bucket, below, "/"):
                 names.update([key[len(below) :] for key in page.keys])
                 names.update([key[len(below) :] for key in page.prefixes])
-        return sorted([name for name in names if self._is_shown(name.removesuffix("/"))])
+        return sorted([name for name in names if self._is_listed(name.removesuffix("/"))])
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects, up to a thousand per request. A missing object is not an error."""
@@ -178,7 +178,7 @@ class ObjectStoreDirectory(StorageBackend):
 
     def delete_while(self, keys: Sequence[str], check: Callable[[], None]) -> None:
         """Delete objects, and call `check` before each try of a request. See `delete`."""
-        whole = [self._whole(key) for key in keys]
+        whole = [self._full_key(key) for key in keys]
         if whole:
             with converted_errors(self._service, f"delete from {self._url}"):
                 self._bucket.delete(whole, check)
@@ -197,18 +197,18 @@ class ObjectStoreDirectory(StorageBackend):
         for key in keys:
             check_key(key)
 
-    def _is_shown(self, key: str) -> bool:
-        return _is_ours(key) and not self._bucket.is_temporary(key)
+    def _is_listed(self, key: str) -> bool:
+        return _is_supported_key(key) and not self._bucket.is_temporary(key)
 
     def _below(self, prefix: str) -> str:
-        directory = _spelled(check_directory_key(prefix))
+        directory = _check_encodable(check_directory_key(prefix))
         return self._prefix + (directory + "/" if directory else "")
 
     def _error(self, failed: RequestFailed, verb: str, key: str) -> Exception:
         return error_of(failed, self._service, f"{verb} {self._url}{key}")
 
 
-def _spelled(key: str) -> str:
+def _check_encodable(key: str) -> str:
     """Return the key if it can be encoded in UTF-8, as object stores require.
 
     Raises:
@@ -223,7 +223,7 @@ def _spelled(key: str) -> str:
     return key
 
 
-def _is_ours(key: str) -> bool:
+def _is_supported_key(key: str) -> bool:
     """Return False for keys of other software that this storage cannot represent."""
     parts = key.split("/")
     return not ({"", ".", ".."} & set(parts) or "\0" in key)

@@ -9,9 +9,9 @@ from typing import Final, Protocol
 from xml.sax.saxutils import escape
 
 from ckptcore.protocols import IF_ABSENT, Buffer
-from ckptcore_obstore.bucket_requests import MARK, BucketRequests
+from ckptcore_obstore.bucket_requests import PUT_ID_KEY, BucketRequests
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_answer
-from ckptcore_obstore.listing import parse_answer, spelling_of, text_of
+from ckptcore_obstore.listing import key_decoder_of, parse_answer, text_of
 
 __all__ = ["MAX_PARTS", "MIN_PART_BYTES", "PartUpload", "Upload", "list_uploads"]
 
@@ -50,12 +50,12 @@ class PartUpload(Protocol):
 class Upload:
     """An upload by the multipart protocol. Any thread. Every method raises `RequestFailed`."""
 
-    def __init__(self, bucket: BucketRequests, key: str, identifier: str, mark: str = "") -> None:
+    def __init__(self, bucket: BucketRequests, key: str, identifier: str, put_id: str = "") -> None:
         """Refer to an existing upload."""
         self._bucket = bucket
         self._key = key
         self._identifier = identifier
-        self._mark = mark
+        self._put_id = put_id
 
     @classmethod
     def begin(cls, bucket: BucketRequests, key: str) -> Upload:
@@ -63,11 +63,11 @@ class Upload:
 
         If the answer is lost, an unfinished upload remains, which `list_uploads` finds.
         """
-        mark = uuid.uuid4().hex
-        headers = {**bucket.service.upload_headers, bucket.service.metadata_prefix + MARK: mark}
+        put_id = uuid.uuid4().hex
+        headers = {**bucket.service.upload_headers, bucket.service.metadata_prefix + PUT_ID_KEY: put_id}
         answer = bucket.run(lambda: bucket.plain.send("POST", key, query={"uploads": ""}, headers=headers))
         identifier = text_of(parse_answer(answer.body), "UploadId")
-        return cls(bucket, key, identifier, mark)
+        return cls(bucket, key, identifier, put_id)
 
     def put_part(self, number: int, data: Buffer) -> str:
         """Upload a part, counted from 1. Return its tag. A part can be put again."""
@@ -112,7 +112,7 @@ class Upload:
             # upload is missing and the object exists.
             if error.failure.kind not in (FailureKind.NO_UPLOAD, FailureKind.CONDITION, FailureKind.MISSING):
                 raise
-            if self._bucket.own_tag(self._key, self._mark) is None:
+            if self._bucket.tag_if_put_by(self._key, self._put_id) is None:
                 raise
 
     def abort(self) -> None:
@@ -135,15 +135,15 @@ def list_uploads(bucket: BucketRequests, prefix: str) -> Iterator[Upload]:
     while True:
         answer = bucket.run(partial(bucket.plain.send, "GET", query=query))
         root = parse_answer(answer.body)
-        spell = spelling_of(root)
+        decode = key_decoder_of(root)
         for item in root.iterfind("{*}Upload"):
-            key = spell(text_of(item, "Key"))
+            key = decode(text_of(item, "Key"))
             if key.startswith(prefix):
                 yield Upload(bucket, key, text_of(item, "UploadId"))
         if text_of(root, "IsTruncated").lower() != "true":
             return
         query = {
             **query,
-            "key-marker": spell(text_of(root, "NextKeyMarker")),
+            "key-marker": decode(text_of(root, "NextKeyMarker")),
             "upload-id-marker": text_of(root, "NextUploadIdMarker"),
         }

@@ -119,7 +119,7 @@ class PartWriter:
             for number in sorted(self._parts):
                 self._put_part(number, self._parts[number].data[: self._parts[number].filled].data)
                 del self._parts[number]  # already uploaded if finish is called again
-            upload = self._begun()
+            upload = self._ensure_upload()
             with converted_errors(self._bucket.service, f"complete {self._url}"):
                 upload.complete(self._tags, if_absent=self._only_new)
         self._done = True
@@ -157,11 +157,11 @@ class PartWriter:
         return buffer.data.data
 
     def _put_part(self, number: int, data: Buffer) -> None:
-        upload = self._begun()
+        upload = self._ensure_upload()
         with converted_errors(self._bucket.service, f"write {self._url}"):
             self._tags[number] = upload.put_part(number, data)
 
-    def _begun(self) -> PartUpload:
+    def _ensure_upload(self) -> PartUpload:
         with self._upload_lock:
             if self._upload is None:
                 if self._done:

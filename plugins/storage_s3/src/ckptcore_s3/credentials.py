@@ -14,7 +14,7 @@ from ckptcore.errors import StorageCredentialsError
 
 __all__ = ["ChainCredentials", "CredentialSource", "Credentials", "FixedCredentials", "environment_credentials"]
 
-_KEPT_SECONDS: Final = 60.0
+_CACHE_SECONDS: Final = 60.0
 """Time for which credentials are reused before the chain is asked, which refreshes them."""
 
 
@@ -75,7 +75,7 @@ class ChainCredentials:
         """
         self._lock = threading.Lock()
         self._found: Any = None
-        self._kept: tuple[datetime, Credentials] | None = None
+        self._cached: tuple[datetime, Credentials] | None = None
 
     def get(self) -> Credentials:
         """Return valid credentials.
@@ -84,8 +84,8 @@ class ChainCredentials:
         """
         with self._lock:
             now = datetime.now(UTC)
-            if self._kept is not None and now < self._kept[0]:
-                return self._kept[1]
+            if self._cached is not None and now < self._cached[0]:
+                return self._cached[1]
             if self._found is None:
                 self._found = self._find()
             try:
@@ -97,7 +97,7 @@ class ChainCredentials:
                     "of the profile"
                 ) from error
             credentials = Credentials(frozen.access_key, frozen.secret_key, frozen.token or "")
-            self._kept = now + timedelta(seconds=_KEPT_SECONDS), credentials
+            self._cached = now + timedelta(seconds=_CACHE_SECONDS), credentials
             return credentials
 
     def _find(self) -> Any:

@@ -108,7 +108,7 @@ class S3Service:
             with open(tuning.ca_bundle, "rb") as file:
                 client["root_certificate"] = file.read()
         # Needed for given keys too: otherwise obstore adds a session token from the environment.
-        provider = None if settings.anonymous else self._for_obstore
+        provider = None if settings.anonymous else self._obstore_token
         return S3Store(
             settings.bucket,
             config=config,  # type: ignore[arg-type]  # obstore's TypedDict cannot be built step by step
@@ -117,7 +117,7 @@ class S3Service:
             credential_provider=provider,  # type: ignore[arg-type]
         )
 
-    def _for_obstore(self) -> dict[str, Any]:
+    def _obstore_token(self) -> dict[str, Any]:
         """Return credentials in obstore's form. obstore calls this again after they expire."""
         found = self._source.get()
         return {
