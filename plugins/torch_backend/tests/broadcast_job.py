@@ -39,7 +39,7 @@ KINDS: Final = ("plain", "fsdp2", "hsdp")
 
 
 def state() -> dict[str, torch.Tensor]:
-    """Tensors that every process wants, small and large."""
+    """Small and large tensors that every process loads."""
     generator = torch.Generator().manual_seed(3)
     return {
         "w": torch.randn(1024, 1024, generator=generator),
@@ -84,14 +84,14 @@ class CountedStorage:
         return self.opened[-1]
 
     def taken(self) -> int:
-        """Bytes read since this was asked last."""
+        """Return the number of bytes read since the previous call."""
         nbytes = sum(storage.nbytes for storage in self.opened)
         self.opened.clear()
         return nbytes
 
 
 def abstract(kind: str) -> dict[str, torch.Tensor]:
-    """Zeros like the state: plain tensors, a module under FSDP2, or DTensors on a mesh of 2 x 2."""
+    """Return zeros in place of the state: plain tensors, a module under FSDP2, or DTensors on a mesh of 2 x 2."""
     tensors = {name: torch.zeros_like(tensor) for name, tensor in state().items()}
     if kind == "fsdp2":
         module = torch.nn.Module()
@@ -114,7 +114,7 @@ def check(found: Mapping[str, Any]) -> None:
 
 
 def check_failure(directory: Path) -> None:
-    """A process that cannot read fails the load on all, and the next load works."""
+    """Check that a read error in one process fails the load on all processes, and that the next load succeeds."""
     storage = CountedStorage()
     storage.fails = dist.get_rank() == 2
     context = Context(job=JobOptions(reads="broadcast"), plugins=PluginOptions(extra=[storage]))

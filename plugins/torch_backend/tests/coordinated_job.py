@@ -20,7 +20,7 @@ ROWS = torch.arange(42.0).reshape(7, 6)
 
 
 def main(directory: Path) -> None:
-    """Save, fail, and load in every way; each process writes ``DIRECTORY/RANK`` when it is done."""
+    """Save, fail and load in every way. Each process writes ``DIRECTORY/RANK`` when it is done."""
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,))
 

@@ -28,7 +28,7 @@ _SIZE: Final = 1 << 18
 
 
 class State:
-    """Tensors to save or to load into, over memory that can be watched: the storage of a tensor cannot."""
+    """Tensors to save or to load into, over memory whose references can be counted, unlike the storage of a tensor."""
 
     def __init__(self, value: float = 1.0) -> None:
         """Make large and small tensors, Parameters, and one that is not contiguous."""
@@ -60,7 +60,7 @@ class State:
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Disable the garbage collector: objects that only the collector would free are kept too long."""
+    """Disable the garbage collector, so that objects in reference cycles stay in memory and are detected."""
     gc.collect()
     gc.disable()
     try:
@@ -71,7 +71,7 @@ def without_collector() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Full:
-    """A storage that is full after some bytes."""
+    """A storage that raises an error after some bytes, as if it were full."""
 
     plan: FaultPlan = field(default_factory=lambda: FaultPlan(FullAfter(1 << 20)))
 

@@ -35,8 +35,8 @@ _BRIEF_SECONDS: Final = 2
 
 
 class BriefAfterMessages:
-    """Waits long for processes that begin late on a busy machine, and not for the one that is gone
-    when messages were sent.
+    """A coordinator with a long timeout for processes that begin late on a busy machine, and a short
+    one for exchanges after the messages of the load.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ def vanish_at_third_message(which: int) -> None:
 
 
 def main(rank: int, size: int, port: int, which: int, directory: Path) -> None:
-    """Load together; write down the error."""
+    """Load collectively, and write the error to a file."""
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     if rank == size - 1:

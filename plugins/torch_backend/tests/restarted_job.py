@@ -26,7 +26,7 @@ from ckptcore.protocols import LeafHandler
 
 
 class Deadly:
-    """A leaf that ends the process that saves it."""
+    """A leaf that ends the process during a save."""
 
 
 class DeadlyLeaves(HostArrayHandler):

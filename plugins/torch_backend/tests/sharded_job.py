@@ -35,7 +35,7 @@ Job = tuple[torch.nn.Module, torch.optim.Optimizer]
 
 
 def layers(seed: int) -> torch.nn.Sequential:
-    """Rows that two processes do not divide evenly, wrapped for activation checkpointing in places."""
+    """A model with rows that two processes do not divide evenly, and with some wrapped modules."""
     torch.manual_seed(seed)
     first = checkpoint_wrapper(torch.nn.Linear(10, 13))
     return torch.nn.Sequential(first, torch.nn.Tanh(), torch.nn.Linear(13, 3, bias=False))
@@ -46,7 +46,7 @@ def optimizer_of(model: torch.nn.Module, rate: float) -> torch.optim.Optimizer:
 
 
 def losses(job: Job, seed: int) -> list[float]:
-    """Train, every process on the same data."""
+    """Train every process on the same data."""
     model, optimizer = job
     generator = torch.Generator().manual_seed(seed)
     found = []
@@ -101,7 +101,7 @@ def both_ways(make: Callable[[int], Job], directory: Path, *, torch_can: bool = 
 
 
 def fsdp1(directory: Path) -> None:
-    """FSDP1 with sharded or full state dicts, and with flat parameters or pieces of them."""
+    """Test FSDP1 with sharded and full state dicts, and with flat parameters or views of them."""
     cpu = torch.device("cpu")
     kinds = (StateDictType.SHARDED_STATE_DICT, StateDictType.FULL_STATE_DICT)
     for use_orig_params, kind in itertools.product((True, False), kinds):
@@ -121,7 +121,7 @@ def fsdp1(directory: Path) -> None:
 
 
 def fsdp2(directory: Path) -> None:
-    """FSDP2, whose state dicts have DTensors."""
+    """Test FSDP2, whose state dicts contain DTensors."""
 
     def make(seed: int) -> Job:
         model = layers(seed)
@@ -147,7 +147,7 @@ def fsdp2(directory: Path) -> None:
 
 
 def sharded(whole: torch.Tensor, places: list[tuple[tuple[int, ...], tuple[int, ...], int]]) -> ShardedTensor:
-    """This process's shards of a tensor; of each shard the offsets, the sizes and the rank."""
+    """Create a ShardedTensor from the offsets, sizes and rank of each shard."""
     shards = [ShardMetadata(list(start), list(sizes), f"rank:{rank}/cpu") for start, sizes, rank in places]
     local = []
     for shard, (start, sizes, rank) in zip(shards, places, strict=True):
@@ -159,7 +159,7 @@ def sharded(whole: torch.Tensor, places: list[tuple[tuple[int, ...], tuple[int, 
 
 
 def state(*, filled: bool) -> dict[str, Any]:
-    """ShardedTensors: one shard per process, uneven ones, and several adjacent ones per process."""
+    """Return ShardedTensors with one shard per process, uneven shards, and several adjacent shards per process."""
     whole = {
         "even": torch.arange(12, dtype=torch.float32).reshape(4, 3),
         "uneven": torch.arange(35).reshape(5, 7).bfloat16(),
@@ -184,12 +184,12 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def golden(directory: Path) -> None:
-    """Save by torch."""
+    """Save with torch."""
     dcp.save(state(filled=True), checkpoint_id=str(directory))
 
 
 def shards(directory: Path) -> None:
-    """ShardedTensors both ways, and as DTensors and whole tensors."""
+    """Load ShardedTensors with both libraries, and as DTensors and whole tensors."""
     saved = state(filled=True)
     golden(directory / "theirs")
     ckptcore.save(directory / "ours", saved, layout="dcp")

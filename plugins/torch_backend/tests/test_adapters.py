@@ -35,7 +35,7 @@ PREFIX = "base_model.model."
 
 
 def lora(inputs: int, outputs: int, *adapters: str, bias: bool = False) -> torch.nn.Module:
-    """A linear layer with adapters, with the names that PEFT gives."""
+    """A linear layer with adapters, under the names of PEFT."""
     layer = torch.nn.Module()
     layer.base_layer = torch.nn.Linear(inputs, outputs)
     layer.lora_A = torch.nn.ModuleDict({name: torch.nn.Linear(inputs, 2, bias=False) for name in adapters})
@@ -44,7 +44,7 @@ def lora(inputs: int, outputs: int, *adapters: str, bias: bool = False) -> torch
 
 
 class Model(torch.nn.Module):
-    """A model as PEFT makes it, with two adapters."""
+    """A model with the structure of a PEFT model, with two adapters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Model(torch.nn.Module):
 
 
 def wrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """A model in the attribute where PEFT has it."""
+    """A wrapper with the model in the attribute that PEFT uses."""
     outer = torch.nn.Module()
     outer.base_model = torch.nn.Module()
     outer.base_model.model = model
@@ -155,7 +155,9 @@ def test_matrices_without_modules_and_adapter_names() -> None:
         f"{PREFIX}query.lora_{part}" for part in ("A.weight", "B.weight", "magnitude_vector")
     ]
     model.query.lora_A = torch.nn.Parameter(torch.ones(5, 2))
-    with pytest.raises(TreeMismatchError, match=r"PEFT needs lora_A as .r, inputs. and lora_B as .outputs, r."):
+    with pytest.raises(
+        TreeMismatchError, match=r"PEFT needs lora_A of shape .r, inputs. and lora_B of shape .outputs, r."
+    ):
         adapter_state(model)
 
 

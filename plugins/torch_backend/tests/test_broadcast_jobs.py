@@ -1,4 +1,4 @@
-"""A job of four real processes that reads each byte once, and gets the rest over gloo."""
+"""A job of four real processes that reads each byte once, and sends it to the others with gloo."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROGRAM = Path(__file__).with_name("broadcast_job.py")
 
 @pytest.fixture(scope="module")
 def read(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, int]]]:
-    """By rank, way to read and kind of tensors, the bytes that were read."""
+    """Return the bytes read, by rank, way to read and kind of tensors."""
     directory = tmp_path_factory.mktemp("broadcast")
     ckptcore.save(directory / "saved", broadcast_job.state())
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
@@ -49,7 +49,7 @@ def test_what_all_want_is_read_once_by_a_group(read: list[dict[str, dict[str, in
 
 @pytest.mark.parametrize(("reads", "times"), [("all", 4), ("broadcast", 1), ("pairs", 2)])
 def test_shards_are_read_by_who_holds_them(read: list[dict[str, dict[str, int]]], reads: str, times: int) -> None:
-    """One tensor is not sharded, so it is sent."""
+    """One tensor is not sharded, so it is read once and sent."""
     assert sum(rank[reads]["fsdp2"] for rank in read) == STORED - ONE_INDEX + times * ONE_INDEX
 
 

@@ -1,4 +1,4 @@
-"""The conformance tests of collectives on torch.distributed: over gloo, and with two lanes through a device."""
+"""The conformance tests of collectives on torch.distributed: over gloo, and with two streams through a device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class TestGloo(CollectivesTests):
-    """Ranks are threads here: each has groups of its own."""
+    """Runs the ranks as threads, each with separate groups."""
 
     def run(self, job: Callable[[Collectives], T], *, timeout_seconds: float) -> Sequence[T]:
         store = dist.HashStore()
@@ -32,14 +32,14 @@ class TestGloo(CollectivesTests):
         )
 
 
-class _Lane:
-    """A lane that executes everything at once, and records the calls."""
+class _SideStream:
+    """A stream that executes everything immediately, and records the calls."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self._name = name
         self._log = log
 
-    def now(self) -> _Lane:
+    def now(self) -> _SideStream:
         return self
 
     @contextmanager
@@ -51,7 +51,7 @@ class _Lane:
     def wait_for(self, moment: object) -> None:
         self._log.append(f"{self._name} waits")
 
-    def mark(self) -> _Lane:
+    def mark(self) -> _SideStream:
         self._log.append(f"mark {self._name}")
         return self
 
@@ -69,8 +69,8 @@ class _ThroughDevice(GlooCollectives):
 
     def connect(self, key: str, groups: Sequence[Sequence[int]]) -> Channels:
         self.log = []
-        lanes = _Lane("up", self.log), _Lane("down", self.log)
-        return DeviceChannels(self._members(key, groups), self.rank, torch.device("cpu"), *lanes)
+        streams = _SideStream("up", self.log), _SideStream("down", self.log)
+        return DeviceChannels(self._join_groups(key, groups), self.rank, torch.device("cpu"), *streams)
 
 
 class TestThroughDevice(CollectivesTests):
@@ -82,11 +82,11 @@ class TestThroughDevice(CollectivesTests):
 
 
 def test_a_message_goes_up_while_the_one_before_is_sent() -> None:
-    """Only the sending itself waits for the one before; and nothing is waited for on the calling thread."""
+    """Only the broadcast waits for the previous one, and the calling thread does not wait."""
 
     class Sent:
         def wait(self) -> bool:
-            log.append("lane waits for the group")
+            log.append("stream waits for the group")
             return True
 
     class Group:
@@ -96,10 +96,10 @@ def test_a_message_goes_up_while_the_one_before_is_sent() -> None:
 
     log: list[str] = []
     channels = DeviceChannels(
-        [JoinedGroup(Group(), (2, 5))], 5, torch.device("cpu"), _Lane("up", log), _Lane("down", log)
+        [JoinedGroup(Group(), (2, 5))], 5, torch.device("cpu"), _SideStream("up", log), _SideStream("down", log)
     )  # fmt: skip
     works = [channels.broadcast(0, sender, channels.memory(8)) for sender in (5, 2)]
-    one = ["enter up", "send from 1", "leave up", "enter down", "lane waits for the group", "mark down", "leave down"]
+    one = ["enter up", "send from 1", "leave up", "enter down", "stream waits for the group", "mark down", "leave down"]
     two = ["enter up", "up waits", "send from 0", *one[2:]]
     assert log == [*one, "mark down", *two, "mark down"]
     works[0].result()

@@ -54,7 +54,7 @@ def test_a_group_of_one_process_is_none() -> None:
 
 
 def test_a_group_without_a_store_is_told_what_to_do_where_it_has_to_agree(tmp_path: Path) -> None:
-    """The fake backend replaces mpi, which is rarely in builds of torch.
+    """The fake backend stands in for mpi, which most builds of torch lack.
 
     Loads of one process need no coordinator.
     """

@@ -1,4 +1,4 @@
-"""The conformance tests of leaf handlers on DTensors, in a job of one process."""
+"""Conformance tests of leaf handlers on DTensors, in a job of one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WHOLE = torch.arange(1, 36, dtype=torch.float32).reshape(5, 7)
 
 @contextmanager
 def job() -> Iterator[None]:
-    """A job of this process alone; the one that runs, if there is one."""
+    """A process group of only this process, or the existing one."""
     if dist.is_initialized():  # pytest collects the tests of a class by making its examples, outside of any
         yield
         return
@@ -63,7 +63,7 @@ def example(name: str, whole: torch.Tensor, *placements: Any, parameter: bool = 
 
 @pytest.mark.usefixtures("alone")
 class TestDTensorsConform(LeafHandlerTests):
-    """A process with all shards."""
+    """Tests a process that has all shards."""
 
     handler = DTensorHandler()
     examples = (
@@ -78,7 +78,7 @@ class TestDTensorsConform(LeafHandlerTests):
 
     @pytest.mark.parametrize("size", [1])
     def test_shards_of_all_processes_make_up_the_array(self, array_example: LeafExample, size: int) -> None:
-        """The mesh has one process, whatever the job is."""
+        """The mesh has one process, independent of the job."""
         super().test_shards_of_all_processes_make_up_the_array(array_example, size)
 
 

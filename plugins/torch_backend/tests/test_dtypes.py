@@ -1,4 +1,4 @@
-"""Every dtype that this PyTorch has is carried or refused by name; none is forgotten."""
+"""Every dtype of the installed PyTorch is either supported or refused with an error that names it."""
 
 from __future__ import annotations
 

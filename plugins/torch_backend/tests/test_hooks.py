@@ -89,7 +89,7 @@ class TestSizeConforms(ContainerHandlerTests):
     )
 
     def replacement(self, child: object) -> object:
-        """A size holds ints only."""
+        """A size contains only ints."""
         return 7
 
 

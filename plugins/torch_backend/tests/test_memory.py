@@ -1,5 +1,5 @@
-"""Nothing holds a tensor after its save or load, and the memory that saves copy into is reused, and
-freed when asked for.
+"""Saves and loads keep no reference to tensors afterwards. The memory of copies is reused, and can be
+freed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def test_nothing_holds_a_tensor(tmp_path: Path, name: str) -> None:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in use, as the system counts it."""
+    """Return the resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * 4096
 
@@ -58,7 +58,7 @@ def test_a_second_save_takes_no_memory_and_all_is_freed_when_asked_for(tmp_path:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_what_saves_copied_into_is_free_again(tmp_path: Path, name: str) -> None:
-    """Also of saves that failed: nothing is in use, so that all can be freed."""
+    """Also after failed saves."""
     kept = OPERATIONS[name](tmp_path, State(), "safetensors")
     contexts = [each for each in (kept if isinstance(kept, tuple) else [kept]) if isinstance(each, ckptcore.Context)]
     for context in contexts:

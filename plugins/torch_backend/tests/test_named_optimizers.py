@@ -30,7 +30,7 @@ HANDLER = NamedOptimizerHandler()
 
 
 class Network(torch.nn.Module):
-    """A tied weight, a frozen parameter, and one that no step reaches."""
+    """A model with a tied weight, a frozen parameter, and a parameter without a gradient."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Network(torch.nn.Module):
 
 
 def steps(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], count: int) -> list[bytes]:
-    """Train, and give the bits of every parameter after each step."""
+    """Train, and return the bits of every parameter after each step."""
     found = []
     for number in range(count):
 
@@ -66,7 +66,7 @@ def steps(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], count
 
 
 def bits(value: Any) -> Any:
-    """A state as something to compare, dtypes and strides of containers included."""
+    """Return a comparable form of a state, with dtypes, strides and container types."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype), tuple(value.shape), value.detach().reshape(-1).contiguous().view(torch.uint8).tolist()
     if isinstance(value, dict):
@@ -75,7 +75,7 @@ def bits(value: Any) -> Any:
 
 
 def groups_of(model: torch.nn.Module) -> list[dict[str, Any]]:
-    """Three groups; two have the same options, and one has parameters of several kinds."""
+    """Three groups: two with the same options, and one with parameters of several kinds."""
     named = dict(model.named_parameters())
     weights = [parameter for name, parameter in named.items() if name.endswith("weight")]
     biases = [parameter for name, parameter in named.items() if name.endswith("bias")]
@@ -109,7 +109,7 @@ def example(name: str, seed: int, count: int) -> NamedOptimizer:
 
 
 class TestNamedOptimizersConform(CheckpointableHandlerTests):
-    """Optimizers by name, also into ones that made no step."""
+    """Conformance tests of named optimizers, also before their first step."""
 
     handler = HANDLER
     examples = tuple(
@@ -246,7 +246,7 @@ def test_several_optimizers_are_one_state_as_torch_has_them(tmp_path: Path) -> N
 def test_state_of_another_dtype_than_its_parameter_comes_back_exactly(
     named: bool, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """PyTorch itself casts it to the dtype of the parameter, also within lists and dicts."""
+    """PyTorch would cast it to the dtype of the parameter, also inside lists and dicts."""
 
     def make(count: int) -> Any:
         model = torch.nn.Linear(2, 2, bias=False).bfloat16()
@@ -310,7 +310,7 @@ def test_what_is_only_on_one_side_is_named(tmp_path: Path) -> None:
 def test_parameters_without_a_name_are_refused(tmp_path: Path) -> None:
     model = Network(0)
     stray = torch.optim.SGD([{"params": list(model.parameters())}, {"params": [torch.nn.Parameter(torch.ones(7))]}])
-    with pytest.raises(UnsupportedLeafError, match=r"parameter 0 of group 1 of the SGD, of the shape \(7,\)"):
+    with pytest.raises(UnsupportedLeafError, match=r"parameter 0 of group 1 of the SGD, with the shape \(7,\)"):
         ckptcore.save(tmp_path / "c", {"o": NamedOptimizer(model, stray)})
     for optimizers in ((), (model,)):
         with pytest.raises(TypeError, match=r"takes torch\.optim\.Optimizer objects"):
@@ -327,7 +327,7 @@ def test_state_that_is_of_no_parameter_goes_along() -> None:
         joined = torch.nn.ModuleList([value.model, rest])
         HANDLER.flatten(NamedOptimizer(joined, *value.optimizers, torch.optim.SGD(rest.parameters())))
     value.optimizers[0].state["first.weight"] = {}  # type: ignore[index]  # a name
-    with pytest.raises(NameCollisionError, match=r"a state under 'first\.weight'"):
+    with pytest.raises(NameCollisionError, match=r"a state with the key 'first\.weight'"):
         HANDLER.flatten(value)
 
 
@@ -365,7 +365,7 @@ def test_rates_that_are_tensors_are_compared_once_they_are_read(tmp_path: Path) 
 
 
 class Scaled(torch.optim.SGD):
-    """Keeps something of its own in its state dict, as optimizers with scaled losses do."""
+    """An optimizer with another entry in its state dict, as optimizers with scaled losses have."""
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "loss_scale": 1024.0}
@@ -374,7 +374,7 @@ class Scaled(torch.optim.SGD):
 def test_what_has_no_place_by_names_is_not_left_out(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     named = NamedOptimizer(model, Scaled(model.parameters(), lr=0.1))
-    with pytest.raises(UnsupportedLeafError, match="the Scaled has loss_scale in"):
+    with pytest.raises(UnsupportedLeafError, match="the Scaled also has loss_scale"):
         ckptcore.save(tmp_path / "c", named)
     ckptcore.save(tmp_path / "c", named.optimizers[0])
     assert ckptcore.load(tmp_path / "c")["loss_scale"] == 1024

@@ -25,7 +25,7 @@ Wrap = Callable[[Module], Module]
 
 @pytest.fixture(scope="module", autouse=True)
 def process_group() -> Iterator[None]:
-    """A job of one process, for DistributedDataParallel, with torch.compile imported, whose import warns."""
+    """A process group of one process, for DistributedDataParallel. Also imports torch.compile, whose import warns."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         compiled(torch.nn.Identity())
@@ -35,7 +35,7 @@ def process_group() -> Iterator[None]:
 
 
 class Block(torch.nn.Module):
-    """Children, a parameter and a buffer with names that wrappers use, tied weights, and a state that is no tensor."""
+    """A model with names that wrappers use, tied weights, and a state that is not a tensor."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -50,16 +50,15 @@ class Block(torch.nn.Module):
         self.seen = seed
 
     def get_extra_state(self) -> dict[str, int]:
-        """Content of a checkpoint besides tensors."""
+        """Return the part of the state that is not tensors."""
         return {"seen": self.seen}
 
     def set_extra_state(self, state: dict[str, int]) -> None:
-        """Take it back."""
         self.seen = state["seen"]
 
 
 def model(seed: int, inner: Wrap = lambda module: module) -> torch.nn.Sequential:
-    """Two blocks, with wrapped parts; the second has one of its children from the first."""
+    """Two blocks with wrapped parts, which share one child."""
     first, second = Block(seed), Block(seed + 50)
     second._orig_mod = first._orig_mod
     first.module = inner(first.module)  # type: ignore[assignment]  # wrapped
@@ -89,7 +88,7 @@ OUTER: dict[str, Wrap] = {
 
 
 def elements(module: Module) -> dict[str, Any]:
-    """Tensors of a model, by plain names."""
+    """Return the tensors of a model by plain names."""
     state: Any = ModuleHandler().flatten(module)
     return {name: held.tolist() if isinstance(held, torch.Tensor) else held for name, held in state.items()}
 

@@ -1,5 +1,5 @@
-"""Optimizers of processes that have different parameters of one model: united by name, and taken
-apart in other ways.
+"""Optimizers of processes with different parameters of one model: merged by name, and loaded with
+other divisions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WHOLE = ("0", "1", "2", "3")
 
 
 def layers(names: Sequence[str], seed: int) -> torch.nn.Module:
-    """Some layers of a model, under their names in the whole of it."""
+    """Some layers of a model, under their names in the whole model."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         found = torch.nn.Module()
@@ -39,7 +39,7 @@ def layers(names: Sequence[str], seed: int) -> torch.nn.Module:
 
 
 def adamw(model: torch.nn.Module, rate: Any = 0.05) -> torch.optim.Optimizer:
-    """Weights decay, and all else does not."""
+    """Two groups: weights with decay, and everything else without."""
     parameters = list(model.parameters())
     return torch.optim.AdamW(
         [
@@ -52,7 +52,7 @@ def adamw(model: torch.nn.Module, rate: Any = 0.05) -> torch.optim.Optimizer:
 
 
 def train(model: Any, optimizer: torch.optim.Optimizer, count: int = 2) -> list[bytes]:
-    """Each layer for itself, so that parts go as the whole does; the bits of every parameter at the end."""
+    """Train each layer separately, so that parts and the whole get equal results. Return the bits of all parameters."""
     for number in range(count):
         optimizer.zero_grad()
         for layer in model.layers.values():
@@ -71,7 +71,7 @@ def part(
 
 
 def bits(value: Any) -> Any:
-    """A state as something to compare."""
+    """Return a comparable form of a state."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype), tuple(value.shape), value.detach().reshape(-1).view(torch.uint8).tolist()
     if isinstance(value, Mapping):
@@ -84,7 +84,7 @@ def by_name(value: NamedOptimizer) -> Any:
 
 
 def save_parts(location: Path, values: Sequence[NamedOptimizer], layout: str = "ocdbt") -> None:
-    """Like a job in which each process has one of them."""
+    """Merge the states as a job does in which each process has one."""
 
     def of_rank(coordinator: Coordinator) -> None:
         context = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator), durability="none")
@@ -100,7 +100,7 @@ def quiet_dcp(call: Callable[[], object]) -> None:
 
 
 class TestPartsConform(CheckpointableHandlerTests):
-    """Parts of optimizers, also ones that made no step."""
+    """Conformance tests of parts of optimizers, also before their first step."""
 
     handler = HANDLER
     examples = tuple(
@@ -166,7 +166,7 @@ def test_stages_go_on(rate: Any, used: int, tmp_path: Path) -> None:
 
 
 def test_groups_of_one_tensor_rate_have_each_their_own(tmp_path: Path) -> None:
-    """PyTorch fills tensor rates in place, each with another value."""
+    """PyTorch fills tensor learning rates in place, with different values."""
     model, other = layers(("0",), 0), layers(("0",), 1)
     together = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.2))
     ckptcore.save(tmp_path / "c", {"o": NamedOptimizerPart(model, together)})

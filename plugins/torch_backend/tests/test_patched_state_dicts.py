@@ -23,7 +23,7 @@ Job = dict[str, Any]
 
 
 def job(seed: int, *, flat: bool | None = None) -> Job:
-    """A model with its optimizer; patched unless `flat` is None."""
+    """Create a model with its optimizer, patched unless `flat` is None."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 + seed)
@@ -35,7 +35,7 @@ def job(seed: int, *, flat: bool | None = None) -> Job:
 
 
 class Both(torch.optim.Optimizer):
-    """An optimizer by its type that has nothing but other optimizers."""
+    """An optimizer that only contains other optimizers."""
 
     def __init__(self, model: torch.nn.Module, rate: float) -> None:
         self.each = [torch.optim.AdamW(part.parameters(), lr=rate) for part in model.children()]

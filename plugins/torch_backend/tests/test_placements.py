@@ -19,7 +19,7 @@ from ckptcore.planning import cuts_of, uncovered
 
 
 def _by_torch(placed: DTensorPlacement, coordinate: Sequence[int]) -> torch.Tensor:
-    """The local tensor of a tensor whose elements are their own global indices."""
+    """Return torch's local tensor of a tensor whose elements are their global indices."""
     local = torch.arange(torch.Size(placed.shape).numel()).reshape(placed.shape)
     for position, extent, placement in zip(coordinate, placed.mesh_shape, placed.placements, strict=True):
         if not isinstance(placement, Replicate):
@@ -61,7 +61,7 @@ def test_every_process_holds_what_torch_gives_it(placed: DTensorPlacement) -> No
 
 
 def test_a_strided_shard_that_is_cut_again_is_one_box() -> None:
-    """FSDP2 over tensor parallelism: the second axis of the mesh cuts the rows first."""
+    """FSDP2 over tensor parallelism: the second mesh axis divides the rows first."""
     placed = DTensorPlacement((8, 8), (2, 2), (_StridedShard(0, split_factor=2), Shard(0)))
     found = {place: tuple(local_part(placed, place).boxes) for place in itertools.product(range(2), range(2))}
     rows = {(0, 0): 0, (0, 1): 4, (1, 0): 2, (1, 1): 6}
@@ -86,6 +86,6 @@ def test_partial_sums_are_refused() -> None:
 
 
 def test_large_meshes_are_cut_quickly() -> None:
-    """The cuts of one axis do not depend on other axes of the mesh: 64 x 64 processes make 128 cuts."""
+    """The cuts of one axis depend only on the mesh axes that shard it, not on all 64 x 64 processes."""
     cuts = sharding_cuts(DTensorPlacement((4096, 4096), (64, 64), (Shard(0), Shard(1))))
     assert cuts is not None and [len(axis) for axis in cuts] == [63, 63]

@@ -1,5 +1,5 @@
-"""Optimizers, schedulers and scalers are saved, loaded into new ones and used further: equal bit by
-bit to an uninterrupted run.
+"""Resumed runs: optimizers, schedulers and scalers loaded into new ones continue bit by bit like an
+uninterrupted run.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def bits(parameters: Parameters) -> list[bytes]:
 @pytest.mark.parametrize("used", [0, 2], ids=["new", "used"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_goes_on(name: str, used: int, tmp_path: Path) -> None:
-    """Also into one that has done other steps: LBFGS then has a history of another length."""
+    """Also into an optimizer after other steps: LBFGS then has a history of another length."""
     parameters = parameters_of()
     optimizer = OPTIMIZERS[name](parameters)
     for _ in range(3):
@@ -159,7 +159,7 @@ def test_a_scaler_goes_on(tmp_path: Path) -> None:
 
 
 def test_moments_keep_the_dtype_in_which_they_were_saved(tmp_path: Path) -> None:
-    """PyTorch itself casts them to that of the parameters."""
+    """PyTorch would cast them to the dtypes of the parameters."""
 
     def make() -> torch.optim.Optimizer:
         return torch.optim.AdamW([torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))])
@@ -179,10 +179,9 @@ def test_moments_keep_the_dtype_in_which_they_were_saved(tmp_path: Path) -> None
 
 
 class Counting(torch.optim.SGD):
-    """Has a state under a name, besides that of the parameters."""
+    """An optimizer with a state under a name, in addition to the states of parameters."""
 
     def step(self, closure: Any = None) -> Any:
-        """Count."""
         # a name
         held = self.state.setdefault("all", {"steps": torch.zeros((), dtype=torch.int64), "last": None})  # type: ignore[arg-type]
         held["steps"] += 1
@@ -208,17 +207,15 @@ def test_an_object_whose_state_grew(tmp_path: Path) -> None:
     """State that the checkpoint lacks is removed from the target."""
 
     class Records:
-        """Keeps every loss in a tensor that grows."""
+        """A scheduler with a tensor of losses that grows."""
 
         def __init__(self) -> None:
             self.losses = torch.zeros(0)
 
         def state_dict(self) -> dict[str, object]:
-            """The losses, if there are any."""
             return {"losses": self.losses} if len(self.losses) else {}
 
         def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-            """Take them back."""
             self.losses = state.get("losses", torch.zeros(0))
 
     few, many = Records(), Records()

@@ -1,4 +1,4 @@
-"""PyTorch through `ckptcore`: saved, loaded, loaded into, from and for other frameworks."""
+"""PyTorch with ckptcore's public functions: save, load, load_into, also with other frameworks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DTYPES = [
 
 
 def bits(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
-    """All properties of a tensor."""
+    """Return all properties of a tensor."""
     dense = torch.view_as_real(tensor) if tensor.dtype is torch.complex128 else tensor
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dense.dtype.itemsize]
     return tensor.dtype, tuple(tensor.shape), dense.detach().view(integers).contiguous().numpy().tobytes()
@@ -61,7 +61,7 @@ def like_meta(tree: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def flipped(tree: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Other elements in memory of their own, with the same strides."""
+    """Return other elements in new memory, with the same strides."""
     made = {}
     for name, leaf in tree.items():
         integers = torch.view_as_real(leaf).view(torch.int64) if leaf.dtype is torch.complex128 else leaf
@@ -252,7 +252,7 @@ def test_a_module_of_another_shape_is_refused_and_left_alone(tmp_path: Path) -> 
 
 
 class Training:
-    """A network with everything that a training step depends on."""
+    """Create a network and everything that a training step depends on."""
 
     def __init__(self, seed: int, optimizer: type[torch.optim.Optimizer], **options: Any) -> None:
         self.network = make_network(seed)

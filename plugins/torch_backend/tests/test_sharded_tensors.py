@@ -1,4 +1,4 @@
-"""ShardedTensors: shards of one process among many, conformance, and DCP checkpoints of a real job that had them."""
+"""ShardedTensors: shards of one process among many, conformance, and DCP checkpoints of a real job."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def alone() -> Iterator[None]:
 def sharded(
     whole: torch.Tensor, places: Sequence[tuple[tuple[int, ...], tuple[int, ...], int]], group: Any = None
 ) -> ShardedTensor:
-    """The shards of rank 0 of a tensor.
+    """Create a ShardedTensor with the shards of rank 0.
 
     Args:
         whole: the elements.
@@ -94,7 +94,7 @@ WHOLE = torch.arange(35, dtype=torch.float32).reshape(5, 7)
 
 @pytest.mark.usefixtures("alone")
 class TestShardedTensorsConform(LeafHandlerTests):
-    """A process with all shards."""
+    """Tests a process that has all shards."""
 
     handler = HANDLER
     examples = (
@@ -180,7 +180,7 @@ def test_what_does_not_say_who_has_the_same_is_refused(tmp_path: Path) -> None:
 def test_shards_of_another_shape_than_they_say_are_refused() -> None:
     leaf = example(WHOLE)
     leaf.local_shards()[0].tensor = torch.zeros(1, 2)
-    with pytest.raises(UnsupportedLeafError, match=r"shape \(1, 2\); expected \(3, 2\)"):
+    with pytest.raises(UnsupportedLeafError, match=r"shape \(1, 2\), but its metadata has \(3, 2\)"):
         HANDLER.shards(leaf, 0, 1)
     with pytest.raises(TreeMismatchError, match="a str is stored"):
         HANDLER.build(leaf, ValueRecord("str", "x"), [])
@@ -195,7 +195,7 @@ def test_dcp_checkpoints_of_them_load() -> None:
 
 
 def golden_state() -> dict[str, torch.Tensor]:
-    """The checkpoint of the job of `GOLDEN`."""
+    """The checkpoint that the job in `GOLDEN` wrote."""
     return {
         "even": torch.arange(12, dtype=torch.float32).reshape(4, 3),
         "uneven": torch.arange(35).reshape(5, 7).bfloat16(),
@@ -224,7 +224,7 @@ def elements_of_bfloat16(leaf: Any) -> Any:
 
 
 def sharded_copy(leaf: ShardedTensor) -> ShardedTensor:
-    """The same in float32: NumPy has no bfloat16 of its own."""
+    """Return the elements as float32, because NumPy has no bfloat16."""
     made = sharded_like(leaf, torch.float32)
     for new, old in zip(made.local_shards(), leaf.local_shards(), strict=True):
         new.tensor.copy_(old.tensor)

@@ -13,7 +13,7 @@ import torch
 from ckptcore_testing import CheckpointableExample, CheckpointableHandlerTests
 from ckptcore_torch.modules import ModuleHandler
 from ckptcore_torch.optimizers import OptimizerHandler
-from ckptcore_torch.stateful import GeneratorHandler, StateDictHandler, handler_of_type
+from ckptcore_torch.stateful import GeneratorHandler, StateDictHandler, checkpointable_handler_of_type
 
 from ckptcore.errors import TreeMismatchError
 from ckptcore.model import AbstractArray
@@ -21,7 +21,7 @@ from ckptcore.protocols import CheckpointableHandler
 
 
 def fingerprint(state: Any) -> object:
-    """A comparable form of a state dict or of an object with one."""
+    """Return a comparable form of a state dict, or of an object that has one."""
     if isinstance(state, torch.Tensor):
         detached = state.detach()
         return (
@@ -39,7 +39,7 @@ def fingerprint(state: Any) -> object:
 
 
 class TiedNetwork(torch.nn.Module):
-    """A weight with two names, a buffer, one that is not persistent, and a state that is no tensor."""
+    """A model with a tied weight, a buffer, a buffer that is not persistent, and a state that is not a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,11 +56,10 @@ class TiedNetwork(torch.nn.Module):
         return hidden
 
     def get_extra_state(self) -> dict[str, int]:
-        """Content of a checkpoint besides tensors."""
+        """Return the part of the state that is not tensors."""
         return {"steps": self.steps}
 
     def set_extra_state(self, state: dict[str, int]) -> None:
-        """Take it back."""
         self.steps = state["steps"]
 
 
@@ -78,7 +77,7 @@ def network(seed: int = 0) -> TiedNetwork:
 
 
 class TestModulesConform(CheckpointableHandlerTests):
-    """Modules."""
+    """Conformance tests of modules."""
 
     handler = ModuleHandler()
     examples = (
@@ -114,7 +113,7 @@ def momentum(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 
 class TestOptimizersConform(CheckpointableHandlerTests):
-    """Optimizers, also into ones that made no step."""
+    """Conformance tests of optimizers, also before their first step."""
 
     handler = OptimizerHandler()
     examples = (
@@ -143,7 +142,7 @@ def scaler(scale: float) -> torch.amp.GradScaler:
 
 
 class TestStateDictsConform(CheckpointableHandlerTests):
-    """Schedulers and scalers."""
+    """Conformance tests of schedulers and scalers."""
 
     handler = StateDictHandler()
     examples = (
@@ -153,7 +152,7 @@ class TestStateDictsConform(CheckpointableHandlerTests):
 
 
 class TestGeneratorsConform(CheckpointableHandlerTests):
-    """Generators of random numbers."""
+    """Conformance tests of random generators."""
 
     handler = GeneratorHandler()
     examples = (
@@ -262,7 +261,7 @@ def test_a_lazy_module_asks_for_the_shapes_that_are_stored() -> None:
 
 
 def _stored(optimizer: torch.optim.Optimizer) -> Any:
-    """Metadata of an optimizer's checkpoint."""
+    """Return the metadata of an optimizer's checkpoint."""
 
     def abstract(node: Any) -> Any:
         if isinstance(node, torch.Tensor):
@@ -339,7 +338,7 @@ def test_parameters_that_the_optimizer_does_not_have_are_left_to_the_core() -> N
 
 
 def test_state_of_its_own_dtype_keeps_it() -> None:
-    """Left to itself an optimizer casts its state to the dtype of the parameter, and drops bits."""
+    """PyTorch would cast the state to the dtype of the parameter, and lose bits."""
     optimizer = train(adam, 2)
     parameter = optimizer.param_groups[1]["params"][0]
     moment = torch.full((2, 2), 1 + 2.0**-20)
@@ -359,7 +358,7 @@ def test_tensors_of_an_optimizer_stay_the_same_objects() -> None:
 
 
 def test_a_module_that_gives_more_than_its_state_dict_is_left_to_that() -> None:
-    """A model of Keras: its state dict has no optimizer."""
+    """A class like a Keras model, whose state dict lacks its optimizer."""
 
     class WithTree(torch.nn.Module):
         def get_state_tree(self) -> dict[str, object]:
@@ -368,5 +367,5 @@ def test_a_module_that_gives_more_than_its_state_dict_is_left_to_that() -> None:
         def set_state_tree(self, tree: dict[str, object]) -> None:
             pass
 
-    assert handler_of_type(WithTree) is None
-    assert isinstance(handler_of_type(torch.nn.Module), ModuleHandler)
+    assert checkpointable_handler_of_type(WithTree) is None
+    assert isinstance(checkpointable_handler_of_type(torch.nn.Module), ModuleHandler)

@@ -1,4 +1,4 @@
-"""The coordinator over a store of torch.distributed: as the protocol asks, with real processes."""
+"""Conformance tests of the coordinator over a torch.distributed store, with real processes."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.system
 
 
 def life(store: dist.HashStore, size: int, *, timeout_seconds: float = 30.0) -> list[StoreCoordinator]:
-    """Processes that were started together and given a store that may have been used before."""
+    """Start coordinators over a store that may have been used before."""
     make: Any = dist.PrefixStore
     return [StoreCoordinator(make("job", store), rank, size, timeout_seconds=timeout_seconds) for rank in range(size)]
 
@@ -62,7 +62,7 @@ def test_what_a_former_life_told_is_not_heard() -> None:
 
 
 def test_a_life_that_ended_as_it_met_is_none() -> None:
-    """The leader answers an old hello of a failed process, and then that of the new one."""
+    """The leader answers an old hello of a failed process, and then the hello of the new process."""
     store = dist.HashStore()
     failed = life(store, 3, timeout_seconds=0.1)
     for rank in (1, 2):
@@ -123,7 +123,7 @@ assert any(thread.name == "ckptcore-handshake" for thread in threading.enumerate
 
 
 def test_the_leader_that_ends_leaves_no_thread_in_the_store() -> None:
-    """A thread that is in it when the interpreter ends aborts the process, now and then."""
+    """A thread inside the store at interpreter exit can abort the process."""
     ended = subprocess.run([sys.executable, "-c", _ENDS], capture_output=True, text=True, timeout=300, check=False)
     assert (ended.returncode, ended.stdout.strip()) == (0, "[]"), ended.stderr
 
@@ -154,7 +154,7 @@ def test_nothing_is_left_where_all_came() -> None:
 
 
 class _Broken:
-    """A store that does something else than to answer."""
+    """A store that fails or hangs."""
 
     def __init__(self, instead: Callable[[], Any]) -> None:
         self._instead = instead
@@ -167,7 +167,7 @@ class _Broken:
 def test_a_store_that_does_not_answer_is_left_at_the_deadline(
     rank: int, missing: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptcore_torch.store_coordinator._own_part", lambda store: store)
+    monkeypatch.setattr("ckptcore_torch.store_coordinator._with_prefix", lambda store: store)
     goes_on = threading.Event()
     coordinator = StoreCoordinator(_Broken(goes_on.wait), rank, 2, timeout_seconds=0.3)
     with pytest.raises(CoordinationTimeoutError, match="store of the job did not answer for 0.3 s") as caught:
@@ -177,7 +177,7 @@ def test_a_store_that_does_not_answer_is_left_at_the_deadline(
 
 
 def test_a_store_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptcore_torch.store_coordinator._own_part", lambda store: store)
+    monkeypatch.setattr("ckptcore_torch.store_coordinator._with_prefix", lambda store: store)
 
     def fail() -> None:
         raise dist.DistNetworkError("Connection reset by peer")

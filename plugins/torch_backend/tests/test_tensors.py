@@ -1,4 +1,4 @@
-"""Tensors of every dtype, stride and sort, to NumPy and back, bit for bit."""
+"""Tensors of every dtype, stride and kind convert to NumPy and back, bit for bit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def integers_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers, without the handler."""
+    """Return the same memory as integers, without the handler."""
     tensor = tensor.detach()
     if tensor.dtype is torch.complex128:
         return torch.view_as_real(tensor).view(torch.int64)
@@ -50,7 +50,7 @@ def integers_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def elements_of(tensor: torch.Tensor) -> HostArray:
-    """A copy of the elements, without the handler."""
+    """Copy the elements, without the handler."""
     if tensor.dtype.is_complex and tensor.is_conj():
         tensor = tensor.resolve_conj()
     if tensor.is_neg():
@@ -61,7 +61,7 @@ def elements_of(tensor: torch.Tensor) -> HostArray:
 
 
 def flip(tensor: torch.Tensor) -> None:
-    """Change every element, in place."""
+    """Change every element in place."""
     if tensor.is_conj() or tensor.is_neg():
         tensor.mul_(2)
         return
@@ -77,7 +77,7 @@ def tensor_of(array: HostArray, dtype: torch.dtype) -> torch.Tensor:
 
 
 def pattern(dtype: torch.dtype, shape: tuple[int, ...]) -> HostArray:
-    """Bits of every sort; bytes of a dtype that NumPy does not have."""
+    """Return elements with many bit patterns, as bytes for a dtype that NumPy lacks."""
     return bit_patterns(ArraySpec(shape, encoding_of(dtype).name))
 
 
@@ -147,7 +147,7 @@ def _sparse(layout: torch.layout) -> torch.Tensor:
 
 
 class TestTensorsConform(LeafHandlerTests):
-    """The conformance tests over every dtype, shape and stride."""
+    """Conformance tests over every dtype, shape and stride."""
 
     handler = TensorHandler()
     examples = (*_dtype_examples(), *_shape_examples(), *STRIDED)
@@ -182,7 +182,7 @@ def _tagged() -> torch.Tensor:
 
 
 class TestSubclassesConform(LeafHandlerTests):
-    """The conformance tests over subclasses."""
+    """Conformance tests over subclasses."""
 
     handler = SubclassHandler()
     examples = (
@@ -286,7 +286,7 @@ def test_nothing_is_loaded_into_a_tensor_whose_storage_was_freed(tmp_path: Path)
 
 
 class Opaque(torch.Tensor):
-    """A wrapper that answers nothing."""
+    """A wrapper that raises an error on every access."""
 
     @staticmethod
     def __new__(cls, shape: tuple[int, ...]) -> Self:

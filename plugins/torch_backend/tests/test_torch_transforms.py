@@ -63,7 +63,7 @@ def test_a_module_is_filled_with_what_another_calls_otherwise(tmp_path: Path) ->
 
 
 class _Alone:
-    """A coordinator of one process: the job is only played."""
+    """A coordinator of one process, for a simulated job."""
 
     rank, size = 0, 1
 

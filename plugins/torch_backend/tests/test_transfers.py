@@ -1,4 +1,4 @@
-"""Copies from a device, on a device that is made up: its copies happen only when it is waited for."""
+"""Copies from a simulated device, whose copies run only when a thread waits for them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class LateDevice:
 
 
 class _LateBuffer(torch.Tensor):
-    """Staging memory to which a copy that need not be waited for is put off."""
+    """Staging memory that delays asynchronous copies."""
 
     device_of: LateDevice
 

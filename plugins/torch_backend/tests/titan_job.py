@@ -32,7 +32,7 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def meet(place: int) -> None:
-    """A collective: every rank is in the same method of the same object."""
+    """Check with a collective that every rank is in the same method of the same object."""
     places: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(places, place)
     assert set(places) == {place}, f"the ranks are in different methods: {places}"
@@ -52,7 +52,7 @@ class ModelWrapper(Stateful):
 
 
 class OptimizersContainer(torch.optim.Optimizer, Stateful):
-    """An optimizer by type, whose state is that of other optimizers, under the names of parameters."""
+    """An optimizer that contains other optimizers, whose states it saves by names of parameters."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
@@ -87,7 +87,7 @@ class SchedulersContainer(Stateful):
 
 
 class Dataloader(Stateful):
-    """Each rank has its place in the data, as bytes under a key of its own."""
+    """A data loader. Each rank saves its position as bytes under a separate key."""
 
     def __init__(self) -> None:
         self.place = 0
@@ -116,7 +116,7 @@ class TrainState(Stateful):
 
 
 def tree(seed: int) -> dict[str, Any]:
-    """TorchTitan's, with the keys in another order on every second rank."""
+    """Return a tree like TorchTitan's, with another order of keys on every second rank."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(4, 10), torch.nn.Linear(10, 3))
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
@@ -132,7 +132,7 @@ def tree(seed: int) -> dict[str, Any]:
 
 
 def train(made: dict[str, Any]) -> None:
-    """The same batch on every rank, so that the loss does not depend on how many there are."""
+    """Return the same batch on every rank, so that the loss does not depend on their number."""
     made["dataloader"].place += 10 + dist.get_rank()
     batch = torch.arange(8.0).reshape(2, 4)
     loss = made["model"].model(batch).square().mean()

@@ -62,7 +62,7 @@ class Hosts:
 
 
 def shards_key(save_id: str, rank: int) -> str:
-    """Return the key of the object with which a process tells the others on its host during a save which shards it has.
+    """Return the key of the temporary object in which a process lists its shards for its host during a save.
 
     `find_hosts` removes objects that a killed job left.
     """

@@ -137,7 +137,7 @@ def check_stored_name(name: str) -> None:
         expected = found.stored
     if name != expected:
         raise TreeMismatchError(
-            f"PEFT does not use the name {name[:200]!r}, but {expected[:200]!r}: pass the model, "
+            f"PEFT does not use the name {name[:200]!r}; expected {expected[:200]!r}: pass the model, "
             "the result of adapter_state, or arrays by the names that PEFT writes",
             [f"{name}: expected {expected}"],
         )

@@ -17,7 +17,7 @@ HERE = Path(__file__).resolve().parent
 
 
 class Model(torch.nn.Module):
-    """Something of everything that LoRA knows."""
+    """A model with every kind of parameter that LoRA supports."""
 
     def __init__(self) -> None:
         super().__init__()
