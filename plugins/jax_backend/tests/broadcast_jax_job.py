@@ -1,4 +1,4 @@
-"""One process of a jax.distributed job whose processes share data that one has read.
+"""One process of a jax.distributed job whose processes send data that one of them has read.
 
 ``broadcast_jax_job.py ADDRESS RANK SIZE DEVICES TASK PLACE``. Raises an error on a wrong result.
 """
@@ -35,7 +35,7 @@ SPECS: Mapping[str, tuple[str | None, ...]] = {"w": ("x", "y"), "e": (None, "y")
 
 
 def state() -> dict[str, Any]:
-    """Arrays so large that reads of gaps are negligible."""
+    """Arrays that are so large that bytes read between them are negligible."""
     generator = np.random.default_rng(5)
     return {
         "w": generator.standard_normal((1024, 1024)).astype(np.float32),

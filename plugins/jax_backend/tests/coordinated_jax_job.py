@@ -35,7 +35,7 @@ ROWS: Final = np.arange(12 * 8, dtype=np.float32).reshape(12, 8)
 
 
 def over_all(*shape: int) -> Mesh:
-    """A mesh with the axes x and y over every device of the job."""
+    """Return a mesh with the axes x and y over all devices of the job."""
     return Mesh(np.array(jax.devices()).reshape(shape), ("x", "y"))
 
 
@@ -45,7 +45,7 @@ def sharded(elements: Any, sharding: Any) -> jax.Array:
 
 
 def state(mesh: Mesh, step: int) -> dict[str, Any]:
-    """Arrays that are cut, that all have, that some have, and that each process has for itself."""
+    """Return arrays that are sharded, replicated, on some processes, and separate on each process."""
     key = jax.random.key(7)
     return {
         "both": sharded(ROWS + step, NamedSharding(mesh, P("x", "y"))),
@@ -71,7 +71,7 @@ def blank(like: Any) -> Any:
 
 
 def same(found: Any, expected: Any) -> None:
-    """Abstract arrays with the same shardings on devices of this process."""
+    """Return abstract arrays with the same shardings on devices of this process."""
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for (path, one), other in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
         if not isinstance(other, jax.Array):
@@ -99,7 +99,7 @@ def small(directory: Path) -> None:
 
 
 def layouts(directory: Path) -> None:
-    """Save on one mesh; load on it, on another, in the notes' own words, and as NumPy."""
+    """Save on one mesh. Load on it, on another one, with the stored shardings, and as NumPy."""
     mesh, other = over_all(SIZE, DEVICES), over_all(1, SIZE * DEVICES)
     saved, wanted = state(mesh, 3), state(other, 3)
     for layout in ("zarr3", "ocdbt", "dcp"):
@@ -112,7 +112,7 @@ def layouts(directory: Path) -> None:
 
 
 def reshard(directory: Path) -> None:
-    """Load what a job of another size saved, and save it again."""
+    """Load a checkpoint of a job of another size, and save it again."""
     here = state(over_all(SIZE * DEVICES, 1), 3)
     for layout in ("zarr3", "ocdbt", "dcp"):
         loaded = ckptcore.load(directory / layout, blank(here))
@@ -121,7 +121,7 @@ def reshard(directory: Path) -> None:
 
 
 def once(directory: Path) -> None:
-    """Arrays on all devices are written once, also those replicated on two halves."""
+    """Check that arrays on all devices are written once, also arrays that are replicated on two halves."""
     random = np.frombuffer(np.random.default_rng(0).bytes(1 << 20), np.uint8)
     mesh = over_all(2, 2)
     held = {
@@ -136,7 +136,7 @@ def once(directory: Path) -> None:
 
 
 def run(directory: Path) -> None:
-    """Saves in the background, in steps and over each other, and one that fails on one rank."""
+    """Save in the background, as steps and as overwrites, and fail a save on one rank."""
     mesh = over_all(2, 2)
     job = runtime_of(Context()).job()
     assert isinstance(job, KeyValueCoordinator) and (job.rank, job.size) == (RANK, SIZE)
@@ -173,7 +173,7 @@ def run(directory: Path) -> None:
 
 
 def orbax(directory: Path) -> None:
-    """Checkpoints of the job are exchanged with Orbax in both directions.
+    """Exchange checkpoints of the job with Orbax in both directions.
 
     They load onto the mesh of the save and onto another one.
     """
@@ -193,7 +193,7 @@ def orbax(directory: Path) -> None:
 
 
 def _save_in_two_jobs(directory: Path, job: KeyValueCoordinator) -> None:
-    """The processes are also a job of torch.distributed, so a coordinator must be selected."""
+    """Check that a coordinator must be selected if the processes are also a job of torch.distributed."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=RANK, world_size=SIZE)
@@ -210,7 +210,7 @@ def _save_in_two_jobs(directory: Path, job: KeyValueCoordinator) -> None:
 
 
 def part(directory: Path) -> None:
-    """Arrays on devices of one process, which other processes omit, and processes that save alone."""
+    """Save arrays on devices of one process, which other processes omit, and save from processes alone."""
 
     def over_one(owner: int) -> jax.Array:
         theirs = [device for device in jax.devices() if device.process_index == owner]
@@ -233,7 +233,7 @@ def part(directory: Path) -> None:
 
 
 def killed(directory: Path) -> None:
-    """The last rank fails during a save.
+    """Fail the last rank during a save.
 
     The others get an error within the timeout, and save without it.
     """
@@ -241,7 +241,7 @@ def killed(directory: Path) -> None:
 
 
 def leader_killed(directory: Path) -> None:
-    """The leader dies in the middle of a save, and with it JAX's service: JAX ends the other processes."""
+    """Kill the leader, and JAX's service with it, during a save: JAX terminates the other processes."""
     _die(directory, 0)
 
 
@@ -279,7 +279,7 @@ def _die(directory: Path, rank: int) -> None:
 
 
 def again(directory: Path) -> None:
-    """The restarted job continues from the last save, and repeats the failed one."""
+    """Continue in a restarted job from the last save, and repeat the failed save."""
     mesh = over_all(2, 2)
     loaded = ckptcore.load(directory / "before", blank(state(mesh, 1)))
     same(loaded, state(mesh, 1))

@@ -1,4 +1,4 @@
-"""The workers that JAX's colocated Python reaches are an executor as the protocol asks for."""
+"""Conformance tests of the executor over JAX's colocated Python."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckptcore.protocols import Executor
 
 
 def two_workers() -> ColocatedExecutor:
-    """The devices of this process as those of two hosts."""
+    """Return the devices of this process as devices of two hosts."""
     devices = jax.devices()
     return ColocatedExecutor([devices[:4], devices[4:]])
 

@@ -41,7 +41,7 @@ MOST_BYTES = 40_000
 
 @pytest.fixture(scope="module")
 def executor() -> ColocatedExecutor:
-    """The devices of this process as those of two hosts."""
+    """Return the devices of this process as devices of two hosts."""
     devices = jax.devices()
     return ColocatedExecutor([devices[:4], devices[4:]])
 
@@ -56,7 +56,7 @@ def grid() -> Mesh:
 
 
 def state() -> dict[str, Any]:
-    """Arrays in every place that the workers have."""
+    """Return arrays with different placements on the workers."""
     mesh, second = grid(), Mesh(np.array(jax.devices()[4:]), ("c",))
     numbers = np.arange(256 * 256, dtype=np.float32).reshape(256, 256)
     return {
@@ -101,10 +101,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, bytes]) -> None:
 
 @contextmanager
 def watched() -> Iterator[list[int]]:
-    """Record the size of each message and report.
-
-    Access to elements outside of a worker fails meanwhile.
-    """
+    """Record the size of each message and report, and fail on access to elements outside of a worker."""
     messages: list[int] = []
     encode = worker_links._encode_message
 
@@ -252,7 +249,7 @@ def test_arrays_of_few_elements(shape: tuple[int, ...], context: ckptcore.Contex
 
 @dataclass(frozen=True)
 class Reads:
-    """Has read these arrays."""
+    """A pending result with these arrays."""
 
     arrays: list[list[np.ndarray[Any, Any]]]
 
@@ -285,7 +282,7 @@ def test_weak_types_are_kept(context: ckptcore.Context, tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class FailingLayout(ckptcore.SafetensorsLayout):
-    """Safetensors, that the second worker cannot write."""
+    """The safetensors layout with an error on the second worker."""
 
     def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
         if snapshot.plan.rank == 2:

@@ -238,7 +238,7 @@ def test_the_sharding_of_the_data_of_keys_is_taken_for_that_of_the_keys():
 
 @pytest.mark.parametrize("impl", ["nonsense", "", None, 3, ["rbg"], "rbg"])
 def test_keys_that_are_none_are_their_data(impl):
-    """Two numbers are no key of rbg, which has four."""
+    """A key of rbg has four numbers, not two."""
     record = ArrayRecord(ArraySpec((8, 2), "uint32"), "jax.key", notes={"impl": impl})
     assert abstract_arrays(metadata_of(record))["w"] == jax.ShapeDtypeStruct((8, 2), jnp.uint32)
 
@@ -262,7 +262,7 @@ def test_devices_can_be_chosen(tmp_path):
 @pytest.mark.system
 @pytest.mark.parametrize("count", [1, 4, 8])
 def test_a_checkpoint_of_eight_devices_loads_on_fewer(tmp_path, count):
-    """In a process of its own, which has other devices."""
+    """In a separate process, which has other devices."""
     state = new_state()
     saved(tmp_path / "c", state)
     program = f"""

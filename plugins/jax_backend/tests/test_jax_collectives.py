@@ -1,4 +1,4 @@
-"""Real processes of jax.distributed that share data that one has read."""
+"""Real processes of jax.distributed that send data that one of them has read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROGRAM = Path(__file__).with_name("broadcast_jax_job.py")
 
 
 def _process(arguments: Sequence[str], errors: str) -> None:
-    """The program, in a process that has imported JAX already and started nothing of it."""
+    """The job's program, in a process that has imported JAX but not started a backend."""
     with open(errors, "wb") as file:
         os.dup2(file.fileno(), 2)
     sys.argv = [str(PROGRAM), *arguments]
@@ -38,7 +38,7 @@ def _process(arguments: Sequence[str], errors: str) -> None:
 
 
 def _run(size: int, devices: int, task: str, directory: Path) -> None:
-    """Run a task in a job of so many processes with so many devices each."""
+    """Run a task in a job of `size` processes with `devices` devices each."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ckptcore_jax.collectives", "ckptcore_testing", "jax"])
     with socket.socket() as listener:
@@ -78,7 +78,7 @@ class TestDeviceCollectives(CollectivesTests):
 
 
 def _state() -> dict[str, Any]:
-    """The state of the program, which is not imported because importing it sets JAX flags."""
+    """The state of the job's program, which is not imported because its import sets JAX flags."""
     generator = np.random.default_rng(5)
     import ml_dtypes
 
@@ -91,7 +91,7 @@ def _state() -> dict[str, Any]:
 
 
 def test_two_processes_read_each_byte_once(tmp_path: Path) -> None:
-    """Over a mesh of 2 x 2 they want halves, columns that both have, and the whole."""
+    """On a mesh of 2 x 2, processes need halves, columns that two of them share, and whole arrays."""
     state = _state()
     ckptcore.save(tmp_path / "saved", state)
     _run(2, 2, "loads", tmp_path)

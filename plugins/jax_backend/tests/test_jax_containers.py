@@ -55,7 +55,7 @@ class WithoutKeys:
 
 
 class WithKeys:
-    """Registered under keys that the tests give."""
+    """A container registered under keys that the tests choose."""
 
     def __init__(self, keys, children):
         self.keys, self.children = keys, children

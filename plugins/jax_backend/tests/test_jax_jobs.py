@@ -1,4 +1,4 @@
-"""Jobs of several real processes, each with devices of its own, that save and load together."""
+"""Jobs of several real processes with separate devices, which save and load together."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROGRAM = Path(__file__).with_name("coordinated_jax_job.py")
 
 
 def _process(arguments: Sequence[str], errors: str) -> None:
-    """The program, in a process that has imported JAX already and started nothing of it."""
+    """The job's program, in a process that has imported JAX but not started a backend."""
     with open(errors, "wb") as file:
         os.dup2(file.fileno(), 2)
     sys.argv = [str(PROGRAM), *arguments]

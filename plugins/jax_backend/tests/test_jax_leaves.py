@@ -42,7 +42,7 @@ def mesh(**axes: int) -> Mesh:
 
 
 def numbers(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
-    """Elements with every bit pattern the dtype has, NaN among them."""
+    """Return elements with many bit patterns, also NaN."""
     numpy_dtype = np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
     generator = np.random.default_rng(seed)
     if dtype == "bool" or numpy_dtype.itemsize == 1 and dtype in ("int2", "int4", "uint2", "uint4", "float4_e2m1fn"):
@@ -52,7 +52,7 @@ def numbers(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
 
 
 def aligned(array: np.ndarray) -> np.ndarray:
-    """Return the same elements at a multiple of 64 bytes, where JAX can use them without a copy."""
+    """Return the same elements at an address that is a multiple of 64 bytes, which JAX can use without a copy."""
     memory = np.empty(array.nbytes + 64, np.uint8)
     start = -memory.ctypes.data % 64
     made = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -61,7 +61,7 @@ def aligned(array: np.ndarray) -> np.ndarray:
 
 
 def elements(leaf: jax.Array) -> np.ndarray:
-    """The elements by JAX's own means."""
+    """Return the elements with JAX's own functions."""
     return np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
 
 
@@ -72,12 +72,12 @@ def on_host(leaf: jax.Array, handler: JaxLeafHandler = HANDLER) -> dict[Box, np.
 
 
 def on_device(number: int) -> dict[str, object]:
-    """Notes of an array on one device."""
+    """Return the notes of an array on one device."""
     return {"sharding": {"type": "SingleDeviceSharding", "device": f"cpu:{number}"}}
 
 
 def read(array: np.ndarray, boxes) -> list[tuple[Box, np.ndarray]]:
-    """Arguments that a load passes to `build`."""
+    """Return the arguments that a load passes to `build`."""
     return [(box, aligned(array[box.slices])) for box in boxes]
 
 
@@ -519,7 +519,7 @@ def test_a_box_that_no_device_holds_is_refused():
 
 @st.composite
 def shardings(draw):
-    """A mesh over devices in any order, and an array shape with a spec that fits it."""
+    """Draw a mesh over devices in any order, an array shape, and a spec that fits it."""
     sizes = draw(st.sampled_from([(8,), (2, 4), (4, 2), (2, 2, 2), (4,), (2, 2), (2,), (1, 8), (2, 1, 3), (1,)]))
     order = draw(st.permutations(range(8)))[: math.prod(sizes)]
     names = tuple("xyz"[: len(sizes)])

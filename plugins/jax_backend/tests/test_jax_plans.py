@@ -1,4 +1,4 @@
-"""Plans of saves of JAX states: no transfers, no elements, shardings of existing devices."""
+"""Plans of saves of JAX states need no transfers and no elements, only shardings of existing devices."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Layout:
-    """A sharding as one process sees it: a row of the first axis for each device, `copies` devices to a row."""
+    """A sharding as seen by one process: one row of the first axis for each `copies` devices."""
 
     devices: tuple[Device, ...]
     process: int
@@ -84,7 +84,7 @@ def test_a_process_without_devices_of_an_array_only_knows_of_it(owners):
 
 
 def test_those_that_hold_an_array_share_it_by_themselves():
-    """Asked with their place among the holders, and the number of these."""
+    """Each process gets its position among the holders, and their number."""
     for place, process in enumerate((1, 3)):
         sharding = Layout((Device(2, 1), Device(6, 3)), process, 2)
         assert shards_of(sharding, (1, 3), place, 2) == (Shard(Box((0, 0), (1, 3)), place, 2),)

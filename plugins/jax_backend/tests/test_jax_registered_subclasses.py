@@ -1,4 +1,4 @@
-"""Registered subclasses of Python containers keep their registered state besides their items."""
+"""Registered subclasses of Python containers keep their registered state in addition to their items."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import ckptcore
 
 
 class Extended(dict[str, Any]):
-    """A dict with one array besides its items."""
+    """A dict with an array in addition to its items."""
 
     extra: Any = None
 

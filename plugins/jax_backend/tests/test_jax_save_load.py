@@ -34,7 +34,7 @@ def mesh(**axes: int) -> Mesh:
 
 
 def abstract_of(tree: Any, sharding=None) -> Any:
-    """The tree with every array abstract, on its own sharding or on another."""
+    """Return the tree with abstract arrays, with their own or another sharding."""
 
     def one(leaf):
         if not isinstance(leaf, jax.Array):
@@ -50,7 +50,7 @@ def data(leaf: Any) -> np.ndarray:
 
 
 def assert_same(found: Any, expected: Any) -> None:
-    """The same structure, and in it the same types, dtypes, shardings and bits."""
+    """Check for the same structure, types, dtypes, shardings and bits."""
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         if callable(other):
@@ -276,7 +276,7 @@ def test_nnx_modules_and_their_state_come_back(tmp_path):
 
 
 class Watching(JaxLeafHandler):
-    """Keeps the arrays returned for a save."""
+    """A handler that keeps the arrays that it returned for a save."""
 
     def __init__(self):
         super().__init__(copy=False)
@@ -335,7 +335,7 @@ def test_arrays_can_be_deleted_and_donated_once_save_async_returned(tmp_path, sh
 
 
 class LateLayout(ckptcore.SafetensorsLayout):
-    """Writes nothing before it may."""
+    """A layout that waits before it writes."""
 
     def __init__(self):
         super().__init__()

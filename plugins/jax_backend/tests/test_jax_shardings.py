@@ -1,4 +1,4 @@
-"""Shardings in the notes of arrays, and made again from there."""
+"""Conversion of shardings to notes of arrays and back."""
 
 import json
 import math
@@ -28,7 +28,7 @@ def mesh_of(ids, **axes: int) -> Mesh:
 
 
 def notes_of(sharding, shape=(16, 8)) -> dict:
-    """The notes of an array, as they are read."""
+    """Return the notes of an array, as a load reads them."""
     return json.loads(json.dumps(dict(HANDLER.describe(jax.device_put(jnp.zeros(shape), sharding)).notes)))
 
 

@@ -1,4 +1,4 @@
-"""The coordinator over the key-value service of JAX: as the protocol asks, with real processes."""
+"""Conformance tests of the coordinator over the key-value service of JAX, with real processes."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class TestMoreAndFewerRanks(TestKeyValueCoordinator):
 
 
 def _left_behind(coordinator: KeyValueCoordinator) -> list[str]:
-    """The names that are set after exchanges of small and large payloads."""
+    """Return the keys that are set after exchanges of small and large payloads."""
     for number, nbytes in enumerate((0, 10, 3_000_000)):
         coordinator.gather(f"a/b#{number}", bytes(nbytes))
         coordinator.broadcast(f"a/b#{number}", bytes(nbytes) if coordinator.rank == 0 else None)
@@ -101,7 +101,7 @@ def _left_behind_without_counter(coordinator: KeyValueCoordinator) -> list[str]:
 
 
 class _WithoutCounter:
-    """A client as jaxlib 0.4.34 has it."""
+    """A client with the methods of jaxlib 0.4.34."""
 
     def __init__(self, client: KeyValueClient) -> None:
         self.key_value_set_bytes = client.key_value_set_bytes
@@ -114,7 +114,7 @@ class _WithoutCounter:
 
 
 class _FailingClient:
-    """Every call fails as the service's do when it is gone."""
+    """A client whose calls fail like those of a failed service."""
 
     def key_value_set_bytes(self, key: str, value: bytes, allow_overwrite: bool = False) -> None:
         raise RuntimeError("UNAVAILABLE: failed to connect to all addresses")
@@ -131,7 +131,7 @@ class _FailingClient:
 
 @pytest.fixture
 def in_job(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Makes this process one of so many."""
+    """Simulate a job of this size."""
 
     def join(size: int) -> None:
         monkeypatch.setattr(distributed.global_state, "client", _FailingClient())
@@ -180,7 +180,7 @@ def test_a_jax_that_keeps_its_service_elsewhere_is_told(monkeypatch: pytest.Monk
 
 
 class _OtherLauncher:
-    """A plugin that knows of a job, too."""
+    """Another plugin that returns a coordinator."""
 
     @hookimpl
     def ckpt_coordinator(self) -> Coordinator:

@@ -24,31 +24,31 @@ T = TypeVar("T")
 
 
 def new_name() -> str:
-    """A name that no job has."""
+    """Return an unused job name."""
     return f"job {uuid.uuid4().hex[:8]}"
 
 
 class Rank:
-    """A process that is a rank of any job; one call of a method at a time."""
+    """An actor that can be a rank of any job. Runs one method at a time."""
 
     def __init__(self) -> None:
         self._coordinator: RayCoordinator | None = None
 
     def run(self, job: str, rank: int, size: int, timeout_seconds: float, work: Callable[[Coordinator], T]) -> T:
-        """Join a job and work."""
+        """Join a job, and run the work."""
         return work(RayCoordinator(job, rank, size, timeout_seconds=timeout_seconds))
 
     def join(self, job: str, rank: int, size: int, timeout_seconds: float = 60.0) -> int:
-        """Join a job, and be in it with the methods below; its incarnation."""
+        """Join a job for the methods below. Return its incarnation."""
         self._coordinator = RayCoordinator(job, rank, size, timeout_seconds=timeout_seconds)
         return self._coordinator.incarnation
 
     def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
-        """A gather."""
+        """Run a gather."""
         return self._joined().gather(key, payload)
 
     def broadcast(self, key: str, payload: bytes | None) -> bytes:
-        """A broadcast."""
+        """Run a broadcast."""
         return self._joined().broadcast(key, payload)
 
     def save(self, location: Path, step: int) -> None:
@@ -61,11 +61,11 @@ class Rank:
         time.sleep(seconds)
 
     def process(self) -> int:
-        """The number of the process."""
+        """Return the process id."""
         return os.getpid()
 
     def die(self) -> None:
-        """End without a word."""
+        """End the process abruptly."""
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _joined(self) -> RayCoordinator:
@@ -74,12 +74,12 @@ class Rank:
 
 
 def state(step: int) -> dict[str, Any]:
-    """State that the ranks save."""
+    """Return the state that a rank saves."""
     return {"weights": np.arange(12.0) + step, "step": step}
 
 
 class Ranks:
-    """Actors by number, made when they are first asked for."""
+    """Actors by number, created on first use."""
 
     def __init__(self) -> None:
         self._actors: list[Any] = []
@@ -87,11 +87,11 @@ class Ranks:
         self._class: Any = ray.remote(num_cpus=0)(Rank)
 
     def new(self, **options: object) -> Any:
-        """An actor of a test's own."""
+        """Create an actor for one test."""
         return self._class.options(**options).remote()
 
     def first(self, count: int) -> list[Any]:
-        """So many actors, which go on to live after the test."""
+        """Return actors that are reused after the test."""
         while len(self._actors) < count:
             self._actors.append(self.new())
         return self._actors[:count]

@@ -1,4 +1,4 @@
-"""Actors on hosts with separate disks: a path that is not the same directory on all of them is detected."""
+"""Actors on hosts with separate disks: saves detect a path that is not the same directory on all hosts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from plugins.ray_coordinator.tests.ranks import Ranks
 
 
 def save_step(context: ckptcore.Context) -> None:
-    """A save of its own."""
+    """Save."""
     ckptcore.save("run/step", {"w": np.ones(4)}, context=context)
 
 
 def open_run(context: ckptcore.Context) -> None:
-    """A run."""
+    """Open a run."""
     ckptcore.Checkpointer("run", context=context).close()
 
 

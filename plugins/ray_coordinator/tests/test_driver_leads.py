@@ -1,4 +1,4 @@
-"""A driver that is rank 0 of its job: it has no array, and claims, decides, merges, commits, deletes."""
+"""A driver that is rank 0 of its job: it has no arrays, and claims, decides, merges, commits and deletes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS = (0, 3, 4)
 
 
 class Worker:
-    """A rank with rows, which saves when the driver calls it."""
+    """A rank with rows of an array, which saves when the driver calls it."""
 
     def __init__(self, job: str, rank: int) -> None:
         from ckptcore_ray.membership import join_job
@@ -32,7 +32,7 @@ class Worker:
         self.run: ckptcore.Checkpointer | None = None
 
     def part(self, value: float | None) -> ckptcore.ShardedArray:
-        """The rows of this rank, filled; or asked for."""
+        """Return the rows of this rank, with elements or as a request."""
         start, stop = ROWS[self.rank - 1 : self.rank + 1]
         box = ckptcore.model.Box((start, 0), (stop, 2))
         elements = None if value is None else np.full(box.shape, value, np.float32)
@@ -51,7 +51,7 @@ class Worker:
         self.run = ckptcore.Checkpointer(directory, save_policy=FixedInterval(2))
 
     def step(self, step: int) -> bool:
-        """A step of training; whether it was saved."""
+        """Run a step of training. Return True if it was saved."""
         assert self.run is not None
         handle = self.run.save(step, {"rows": self.part(float(step)), "same": np.arange(3.0)})
         if handle is not None:
@@ -59,7 +59,7 @@ class Worker:
         return handle is not None
 
     def resume(self) -> float:
-        """Load the newest step; an element of it."""
+        """Load the newest step. Return an element of it."""
         assert self.run is not None
         loaded = self.run.load(abstract={"rows": self.part(None), "same": np.zeros(3)})
         self.run.close()
@@ -68,7 +68,7 @@ class Worker:
 
 @pytest.fixture
 def led(ranks: Ranks) -> Iterator[tuple[ckptcore.Context, list[Any]]]:
-    """The Context of a driver that leads, and two workers."""
+    """Yield the Context of the leading driver, and two workers."""
     with make_job(new_name(), 3) as job:
         yield lead(job), workers(job)
 

@@ -1,4 +1,4 @@
-"""Exchanges of an incarnation: who waits, what each rank gets, and that nothing remains."""
+"""Exchanges of an incarnation: which ranks wait, the results of each rank, and that no state remains."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def progress(exchanges: Exchanges) -> JobProgress:
 
 
 async def begun(*exchanges: Coroutine[object, object, object]) -> list[asyncio.Task[object]]:
-    """Tasks of these, each gone on until it waits."""
+    """Start tasks, and run each until it waits."""
     tasks = [asyncio.create_task(exchange) for exchange in exchanges]
     for _ in range(5):
         await asyncio.sleep(0)
@@ -26,7 +26,7 @@ async def begun(*exchanges: Coroutine[object, object, object]) -> list[asyncio.T
 
 
 def in_loop(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
-    """Run a test on an event loop of its own."""
+    """Run a test on a separate event loop."""
 
     def run() -> None:
         asyncio.run(asyncio.wait_for(test(), LONG))  # type: ignore[arg-type]  # it is a coroutine

@@ -32,7 +32,7 @@ BOUNDS = {3: (0, 1, 5, 7), 2: (0, 4, 7)}
 
 
 class Worker:
-    """A rank of a job, with a part of an array."""
+    """A rank of a job, with its part of an array."""
 
     def join(self, job: str, rank: int, size: int, timeout_seconds: float) -> None:
         """Join the job."""
@@ -114,14 +114,14 @@ class Pool:
         self._living: list[Any] = []
 
     def take(self, count: int) -> list[Any]:
-        """So many, each in a process that answers."""
+        """Return workers whose processes answer."""
         self._living = [worker for worker in self._living if _answers(worker)]
         while len(self._living) < count:
             self._living.append(self._class.remote())
         return self._living[:count]
 
     def end(self) -> None:
-        """Release all."""
+        """Kill the actors."""
         for worker in self._living:
             ray.kill(worker)
 

@@ -24,18 +24,18 @@ class Member:
         self.run: ckptcore.Checkpointer | None = None
 
     def join(self, job: str, rank: int) -> int:
-        """Join, or join again; the incarnation."""
+        """Join, or join again. Return the incarnation."""
         from ckptcore_ray.membership import join_job
 
         return join_job(job, rank, 2, timeout_seconds=30).incarnation
 
     def save(self, location: Path, step: int) -> None:
-        """Save by the Context that there always was, and by the default one."""
+        """Save with the first Context, and with the default one."""
         ckptcore.save(location, state(step), context=self.context, overwrite=True)
         ckptcore.save(location, state(step), overwrite=True)
 
     def open(self, directory: Path) -> int | None:
-        """Take part in a run; the newest step."""
+        """Take part in a run. Return the newest step."""
         if self.run is not None:
             self.run.close()
         self.run = ckptcore.Checkpointer(directory, context=self.context)

@@ -1,4 +1,4 @@
-"""The coordinator of Ray actors: as the protocol asks, with real actors."""
+"""Conformance tests of the coordinator of Ray actors, with real actors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class TestRayCoordinator(CoordinatorTests):
-    """Each rank is an actor, and so a process."""
+    """Runs each rank as an actor, in a separate process."""
 
     sizes = (1, 3)
 
@@ -24,5 +24,5 @@ class TestRayCoordinator(CoordinatorTests):
         self.ranks = ranks
 
     def run(self, size: int, job: Callable[[Coordinator], T], *, timeout_seconds: float) -> Sequence[T]:
-        """In a job of its own, on actors that are kept."""
+        """Run in a new job, on reused actors."""
         return self.ranks.run(size, job, timeout_seconds=timeout_seconds)

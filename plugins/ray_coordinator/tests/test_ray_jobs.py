@@ -1,4 +1,4 @@
-"""Jobs of Ray actors: they save together, one that dies is noticed, one that is started again spoils nothing."""
+"""Jobs of Ray actors: they save together, detect a failed actor, and continue after a restart."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def join(job: RayJob, *actors: Any) -> list[int]:
 
 
 def until_waiting(job: RayJob, rank: int) -> str:
-    """Wait until a rank waits in an exchange; its key."""
+    """Wait until a rank waits in an exchange. Return its key."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         if waiting := job.progress().ranks[rank].waiting:
@@ -81,7 +81,7 @@ def test_a_dead_actor_is_noticed_before_the_deadline_and_replaced(ranks: Ranks, 
 
 @pytest.mark.slow
 def test_an_actor_that_ray_restarts_is_another(ranks: Ranks, job: RayJob) -> None:
-    """The new process answers for the old one, which had joined; it has not."""
+    """The new process answers probes, but only the old process had joined."""
     (first,) = ranks.first(1)
     second = ranks.new(max_restarts=-1)
     join(job, first, second)
@@ -144,12 +144,12 @@ class Asynchronous:
         self.beats = 0
 
     async def beat(self) -> int:
-        """Another method that the actor runs during a save."""
+        """A method that the actor can run during a save."""
         self.beats += 1
         return self.beats
 
     async def save(self, location: Path) -> None:
-        """Without a Context: the actor has joined a job."""
+        """Save without a Context, in the job that the actor has joined."""
         handle = await asyncio.to_thread(ckptcore.save_async, location, state(5))
         await asyncio.to_thread(handle.result)
 
@@ -158,7 +158,7 @@ class Asynchronous:
         ckptcore.save(location, state(5))
 
     async def leave(self) -> int:
-        """Return the number of processes of a save after this one left the job."""
+        """Save after this process left the job. Return the number of processes of the save."""
         from ckptcore_ray.membership import leave_job
 
         leave_job()
