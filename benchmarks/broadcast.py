@@ -53,10 +53,10 @@ def _job(directory: Path, side: int, rounds: int) -> None:
     location = directory / "saved"
 
     def model(fill: Callable[[int], torch.Tensor]) -> torch.nn.Module:
-        made = torch.nn.Module()
+        module = torch.nn.Module()
         for number in range(_MATRICES):
-            made.register_parameter(f"w{number}", torch.nn.Parameter(fill(number), requires_grad=False))
-        return made
+            module.register_parameter(f"w{number}", torch.nn.Parameter(fill(number), requires_grad=False))
+        return module
 
     if rank == 0:
         whole = model(lambda number: torch.from_numpy(_elements(number, side)).view(torch.bfloat16))

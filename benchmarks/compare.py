@@ -217,8 +217,8 @@ class _Process:
         if not line:
             self._process.wait()
             self._errors.seek(0)
-            told = self._errors.read().decode(errors="replace")[-4000:]
-            raise RuntimeError(f"{self._name} failed: {told}")
+            error = self._errors.read().decode(errors="replace")[-4000:]
+            raise RuntimeError(f"{self._name} failed: {error}")
         reply: Mapping[str, Any] = json.loads(line)
         return reply
 
@@ -230,8 +230,8 @@ def _python_of(tree: Path) -> str:
 
 def _environment(tree: Path) -> Mapping[str, str]:
     sources = [tree, *sorted((tree / "plugins").glob("*/src"))]
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    return {**kept, "PYTHONPATH": os.pathsep.join(map(str, sources))}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**environment, "PYTHONPATH": os.pathsep.join(map(str, sources))}
 
 
 def compare_trees(benchmark: str, options: Options) -> Iterator[Comparison | str]:
@@ -241,7 +241,7 @@ def compare_trees(benchmark: str, options: Options) -> Iterator[Comparison | str
         RuntimeError: the benchmark failed in one of them.
     """
     old, new = (_listed(tree, benchmark, options) for tree in (options.old, options.new))
-    cases = _common(list(old["cases"]), list(new["cases"]))
+    cases = _cases_of_both(list(old["cases"]), list(new["cases"]))
     launches = min(options.launches, options.pairs) if cases else options.pairs
     samples: dict[tuple[str, str], Samples] = {}
     for launch in range(launches):
@@ -250,10 +250,10 @@ def compare_trees(benchmark: str, options: Options) -> Iterator[Comparison | str
     for (case, contender), of_row in samples.items():
         yield summarise(case, contender, of_row)
     rows = [_names(of_tree) for of_tree in (old, new)]
-    for own, other, told in ((rows[0], rows[1], "old"), (rows[1], rows[0], "new")):
+    for own, other, name in ((rows[0], rows[1], "old"), (rows[1], rows[0], "new")):
         for case, contender in own:
             if (case, contender) not in other or (case, contender) not in samples:
-                yield f"only in the {told} worktree: {case}, {contender}"
+                yield f"only in the {name} worktree: {case}, {contender}"
 
 
 def _listed(tree: Path, benchmark: str, options: Options) -> Mapping[str, Any]:
@@ -261,7 +261,7 @@ def _listed(tree: Path, benchmark: str, options: Options) -> Mapping[str, Any]:
         return process.begin()
 
 
-def _common(old: Sequence[str], new: Sequence[str]) -> Sequence[str]:
+def _cases_of_both(old: Sequence[str], new: Sequence[str]) -> Sequence[str]:
     """Return the cases that both worktrees run, in an order that both have."""
     blocks = difflib.SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
     return [old[block.a + number] for block in blocks for number in range(block.size)]

@@ -88,10 +88,10 @@ def rows(setting: Setting) -> Iterator[Row]:
         needed = _MATRICES * side * side * 2
         for row in joined_rows(f"dcp: {case.saved} loaded as {case.loaded}", results, nbytes=needed, targets={}):
             share = read[row.contender] / needed
-            told = replace(row, note=f"{share:.3f} bytes read for each byte")
+            noted = replace(row, note=f"{share:.3f} bytes read for each byte")
             if case.lies_together and row.contender != "dcp.load":
-                told = replace(told, target=f"at most {_MOST_READ} read", reached=share <= _MOST_READ)
-            yield told
+                noted = replace(noted, target=f"at most {_MOST_READ} read", reached=share <= _MOST_READ)
+            yield noted
 
 
 def _launch(mesh: Mesh, task: str, directory: Path, results: Path, side: int, rounds: int) -> None:

@@ -164,8 +164,8 @@ def _async_cases(directory: Path, state: State) -> Sequence[Case]:
     ours = directory / "ours"
     views = [tensor.view(torch.int16).numpy().reshape(-1) for tensor in state.values()]
     total = sum(view.nbytes for view in views)
-    kept = [np.zeros_like(view) for view in views]
-    for view in kept:
+    targets = [np.zeros_like(view) for view in views]
+    for view in targets:
         view[:] = 0
     reused = ckptcore.Context(durability="none")
     clear = Clearing(ours)
@@ -192,7 +192,7 @@ def _async_cases(directory: Path, state: State) -> Sequence[Case]:
             "save_async blocks, later saves",
             [
                 Contender("ckptcore.save_async", lambda: save(reused), clear, after=finish),
-                Contender("memcpy into touched pages", lambda: _copy_all(kept, views), clear, target=1 / 1.2),
+                Contender("memcpy into touched pages", lambda: _copy_all(targets, views), clear, target=1 / 1.2),
             ],
             total,
             writes=True,

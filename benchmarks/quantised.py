@@ -62,11 +62,11 @@ def _float8(setting: Setting) -> Case:
         return {name: owner._dequantize_one(held[name], held[f"{name}_scale_inv"], torch.bfloat16) for name in names}
 
     def torch_way() -> State:
-        made = {name: torch.empty(side, side, dtype=torch.bfloat16) for name in names}
+        loaded = {name: torch.empty(side, side, dtype=torch.bfloat16) for name in names}
         reader = QuantizedHuggingFaceStorageReader(str(directory), target_dtype=torch.bfloat16)
         with warnings.catch_warnings(action="ignore", category=UserWarning):
-            state_dict_loader.load(made, storage_reader=reader, no_dist=True)
-        return made
+            state_dict_loader.load(loaded, storage_reader=reader, no_dist=True)
+        return loaded
 
     ways = {
         "ckptcore.load": lambda: _ours(directory, target),
@@ -97,8 +97,8 @@ def _mxfp4(setting: Setting) -> Case:
 
 
 def _ours(directory: Path, target: State) -> State:
-    made: State = ckptcore.load(directory, target, transforms=[DequantizeAsConfigured("bfloat16")])
-    return made
+    loaded: State = ckptcore.load(directory, target, transforms=[DequantizeAsConfigured("bfloat16")])
+    return loaded
 
 
 def _case(name: str, ways: Mapping[str, Callable[[], State]]) -> Case:
@@ -110,9 +110,9 @@ def _case(name: str, ways: Mapping[str, Callable[[], State]]) -> Case:
     first, *others = ways
     expected = ways[first]()
     for other in others:
-        made = ways[other]()
+        loaded = ways[other]()
         for key, tensor in expected.items():
-            same = made[key].dtype == tensor.dtype and torch.equal(made[key].contiguous(), tensor.contiguous())
+            same = loaded[key].dtype == tensor.dtype and torch.equal(loaded[key].contiguous(), tensor.contiguous())
             assert same, f"{other} makes something else of {key}"
     nbytes = sum(tensor.nbytes for tensor in expected.values())
     return Case(name, [Contender(way, run, target=_TARGETS.get(way)) for way, run in ways.items()], nbytes)

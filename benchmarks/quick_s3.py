@@ -138,17 +138,19 @@ def _get(state: _Objects, method: str, key: str, headers: dict[str, str]) -> _An
     if there is None:
         return _error("404 Not Found", "NoSuchKey")
     data, tag = there
-    told = (f"ETag: {tag}", f"Last-Modified: {_MODIFIED}", "Accept-Ranges: bytes")
+    reply_headers = (f"ETag: {tag}", f"Last-Modified: {_MODIFIED}", "Accept-Ranges: bytes")
     if method == "HEAD":
-        return _Answer("200 OK", told, length=len(data))
+        return _Answer("200 OK", reply_headers, length=len(data))
     if "range" not in headers:
-        return _Answer("200 OK", told, data)
+        return _Answer("200 OK", reply_headers, data)
     first, _, last = headers["range"].removeprefix("bytes=").partition("-")
     start, stop = int(first), min(int(last) + 1, len(data)) if last else len(data)
     if start >= len(data):
         return _error("416 Range Not Satisfiable", "InvalidRange")
     return _Answer(
-        "206 Partial Content", (*told, f"Content-Range: bytes {start}-{stop - 1}/{len(data)}"), data[start:stop]
+        "206 Partial Content",
+        (*reply_headers, f"Content-Range: bytes {start}-{stop - 1}/{len(data)}"),
+        data[start:stop],
     )
 
 

@@ -91,9 +91,9 @@ class Row:
         spread = "" if self.spread is None else f"{self.spread:.0%}"
         verdict = f"{self.target}: {'reached' if self.reached else 'MISSED'}" if self.target else ""
         speed = f"{self.nbytes / self.median / 1e9:.2f} GB/s" if self.nbytes and self.unit == "s" else ""
-        told = [verdict, speed, self.note, str(self.page_cache or "")]
+        remarks = [verdict, speed, self.note, str(self.page_cache or "")]
         numbers = f"{_amount(self.median, self.unit):>11} {ratio:>7} {spread:>6}"
-        return f"{self.case:44} {self.contender:38} {numbers}  {'; '.join(filter(None, told))}".rstrip()
+        return f"{self.case:44} {self.contender:38} {numbers}  {'; '.join(filter(None, remarks))}".rstrip()
 
 
 def _amount(value: float, unit: str) -> str:

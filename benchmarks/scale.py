@@ -205,11 +205,11 @@ class Simulation:
 
     def _hear(self, key: str, *, tokens: bool) -> bytes:
         """Receive the reply on all processes but the leader."""
-        told = b""
+        reply = b""
         for rank in range(1, self._job.size):
             gathering = Gathering(self._coordinator(rank))
-            told = gathering.tell_blocks(key, None) if tokens else gathering.tell(key, None)
-        return told
+            reply = gathering.tell_blocks(key, None) if tokens else gathering.tell(key, None)
+        return reply
 
     def _exchange(self, key: str, payload: Callable[[int], Any], *, first: bool = False) -> str:
         """Run a stage with short messages. Return the prefix of the next keys."""

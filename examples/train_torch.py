@@ -100,7 +100,7 @@ def train(directory: str, *, steps: int, save_every: int) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, and train."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", required=True, help="of the run; it is made, and what is there is resumed")
+    parser.add_argument("--directory", required=True, help="directory of the run, which is created or resumed")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--save-every", type=int, default=20)
     options = parser.parse_args(arguments)

@@ -25,31 +25,33 @@ def main() -> int:
     """Run the demo. Return the exit code: 1 if a claim is false."""
     report = Report()
     with tempfile.TemporaryDirectory(prefix="ckptcore-demo-") as scratch:
-        tell(report, Path(scratch) / "run")
+        run_steps(report, Path(scratch) / "run")
     return report.finish()
 
 
-def tell(report: Report, directory: Path) -> None:
+def run_steps(report: Report, directory: Path) -> None:
     """Run all steps of the demo in the directory of a run."""
-    report.step("Train in PyTorch, and die in the middle of a save")
+    report.step("Train in PyTorch, and kill it in the middle of a save")
     killed = train_and_kill(directory, after=_KILL_AFTER)
     reader = ckptcore.CheckpointReader(directory)
     report.say(
-        f"a process trained on scikit-learn's digits, saved every {SAVE_EVERY} steps, and got SIGKILL while it wrote"
+        f"a process trained on digits of scikit-learn, saved every {SAVE_EVERY} steps, and was killed while it wrote"
     )
-    report.say(f"{killed.leftover}, with {killed.nbytes / 1e6:.1f} MB in it; it had come to step {len(killed.losses)}")
+    report.say(f"{killed.leftover} ({killed.nbytes / 1e6:.1f} MB), after step {len(killed.losses)}")
     last = killed.step - SAVE_EVERY
-    report.claim(f"step {killed.step} was not committed: nobody sees it", killed.step not in reader.steps)
-    report.claim(f"step {last} was, and is whole", reader.latest == last and ckptcore.verify(directory / str(last)).ok)
-    report.claim("what the dead save left is still there", hidden_directories(directory) == [killed.leftover])
+    report.claim(f"step {killed.step} was not committed: no reader sees it", killed.step not in reader.steps)
+    report.claim(
+        f"step {last} was committed, and is valid", reader.latest == last and ckptcore.verify(directory / str(last)).ok
+    )
+    report.claim("the files of the killed save still exist", hidden_directories(directory) == [killed.leftover])
 
-    report.step("Resume in JAX: weights, Adam's moments, and the place in the data")
+    report.step("Resume in JAX: weights, moments of Adam, position in the data")
     found = dict(enumerate(killed.losses[:last], 1))
     with ckptcore.Checkpointer(directory, save_policy=FixedInterval(SAVE_EVERY)) as checkpointer:
         training = in_jax.Training(checkpointer)
         checkpointer.wait()
-        report.claim("opening the directory removed what the dead save left", hidden_directories(directory) == [])
-        report.claim(f"JAX goes on from step {checkpointer.restored_step}", checkpointer.restored_step == last)
+        report.claim("opening the directory removed the files of the killed save", hidden_directories(directory) == [])
+        report.claim(f"JAX resumes from step {checkpointer.restored_step}", checkpointer.restored_step == last)
         # Steps after the last save of PyTorch are lost, and are repeated.
         for step, loss in zip(range(last + 1, STEPS + 1), training.losses(), strict=False):
             found[step] = loss
@@ -59,10 +61,11 @@ def tell(report: Report, directory: Path) -> None:
     steps = ckptcore.CheckpointReader(directory).steps
     report.say(f"steps {', '.join(map(str, steps))}")
     report.claim(
-        "every save of JAX stands beside those of PyTorch", steps == tuple(range(SAVE_EVERY, STEPS + 1, SAVE_EVERY))
+        "the steps of JAX are in the same directory as those of PyTorch",
+        steps == tuple(range(SAVE_EVERY, STEPS + 1, SAVE_EVERY)),
     )
 
-    report.step("Compare with PyTorch that was not killed")
+    report.step("Compare with a run in PyTorch that was not killed")
     straight = dict(enumerate(islice(in_torch.Training().losses(), STEPS), 1))
     shown = [1, last // 2, last, last + 1, last + 2, (last + STEPS) // 2, STEPS]
     report.say(f"{'step':>6}  {'this run':>9}            {'not killed':>10}")
@@ -70,11 +73,11 @@ def tell(report: Report, directory: Path) -> None:
         who = "PyTorch" if step <= last else "JAX    "
         report.say(f"{step:>6}  {found[step]:>9.5f}  {who}   {straight[step]:>10.5f}")
     report.claim(
-        f"the losses agree at every step, by {_CLOSE:.1%} or better: {_furthest(found, straight):.1e}",
+        f"the losses agree at every step within {_CLOSE:.1%}: {_furthest(found, straight):.1e}",
         found.keys() == straight.keys() and _furthest(found, straight) < _CLOSE,
     )
     report.claim(
-        f"and the loss goes on down: {_mean(found, last - 9, last):.3f} over the last ten steps of PyTorch, "
+        f"the loss decreases further: {_mean(found, last - 9, last):.3f} over the last ten steps of PyTorch, "
         f"{_mean(found, STEPS - 9, STEPS):.3f} over those of JAX",
         _mean(found, STEPS - 9, STEPS) < _mean(found, last - 9, last) < _mean(found, 1, 10),
     )

@@ -39,11 +39,11 @@ def main() -> int:
     """Run the demo. Return the exit code: 1 if a claim is false."""
     report = Report()
     with tempfile.TemporaryDirectory(prefix="ckptcore-demo-") as scratch:
-        tell(report, model_directory(), Path(scratch))
+        run_steps(report, model_directory(), Path(scratch))
     return report.finish()
 
 
-def tell(report: Report, pretrained: Path, scratch: Path) -> None:
+def run_steps(report: Report, pretrained: Path, scratch: Path) -> None:
     """Run all steps with the weights of a Hugging Face directory, in a scratch directory."""
     source = pretrained / "model.safetensors"
     sizes = Sizes.of(pretrained)
@@ -57,13 +57,13 @@ def tell(report: Report, pretrained: Path, scratch: Path) -> None:
 
     in_torch = network_torch.SentenceEncoder(sizes)
     ckptcore.load_into(source, in_torch)
-    report.claim("PyTorch's module holds the bits of the file", same_bits(in_torch.state_dict(), in_numpy))
+    report.claim("the module of PyTorch has the bits of the file", same_bits(in_torch.state_dict(), in_numpy))
 
     four = network_jax.mesh_over(jax.devices())
     in_jax = ckptcore.load(source, abstract_weights(in_numpy, four))
-    report.claim("JAX's arrays hold the bits of the file", same_bits(in_jax, in_numpy))
+    report.claim("the arrays of JAX have the bits of the file", same_bits(in_jax, in_numpy))
     split = [name for name, array in in_jax.items() if is_split(array)]
-    report.claim(f"{len(split)} of them are spread over {four.size} devices", four.size == 4 and len(split) == 61)
+    report.claim(f"{len(split)} of them are sharded over {four.size} devices", four.size == 4 and len(split) == 61)
 
     report.step("Embed the same sentences with each")
     from_numpy = network_numpy.embed(in_numpy, tokens, sizes)
@@ -85,7 +85,7 @@ def tell(report: Report, pretrained: Path, scratch: Path) -> None:
     ckptcore.load_into(location, fresh_torch)
     report.claim("every array is bit-equal", same_bits(fresh_torch.state_dict(), in_numpy))
     again = network_torch.embed(fresh_torch, tokens).numpy()
-    report.claim("the embeddings are those from before, to the bit", np.array_equal(again, from_torch))
+    report.claim("the embeddings are bit-equal", np.array_equal(again, from_torch))
 
     report.step("Save from PyTorch, load into JAX on half of the devices")
     ckptcore.save(scratch / "from_torch", fresh_torch)
@@ -97,20 +97,20 @@ def tell(report: Report, pretrained: Path, scratch: Path) -> None:
 
     change_the_tree(report, source, scratch, in_numpy, from_torch)
 
-    report.step("Look at it from the command line")
+    report.step("Inspect it on the command line")
     run(report, "inspect", str(location), "--objects")
     run(report, "verify", str(location))
     run(report, "diff", str(source), str(location))
 
-    report.step("Kill a save half-way")
+    report.step("Kill a save")
     left = kill_save_halfway(location, lambda: ckptcore.save(location, in_jax, overwrite=True))
-    report.say(f"a process that saved something larger to the same place got SIGKILL; it left\n{left}")
-    report.claim("the earlier checkpoint is still the one that loads", same_bits(ckptcore.load(location), in_numpy))
-    report.claim("and it is whole", ckptcore.verify(location).ok)
-    report.claim("what the dead save left is still there", len(leftovers(location)) == 1)
+    report.say(f"a process that saved a larger state to the same location was killed; it left\n{left}")
+    report.claim("the earlier checkpoint still loads", same_bits(ckptcore.load(location), in_numpy))
+    report.claim("and it is valid", ckptcore.verify(location).ok)
+    report.claim("the files of the killed save still exist", len(leftovers(location)) == 1)
     ckptcore.save(location, fresh_torch, overwrite=True)
     report.claim("the next save succeeds", same_bits(ckptcore.load(location), in_numpy))
-    report.claim("and removes what the dead one left", leftovers(location) == [])
+    report.claim("and removes the files of the killed save", leftovers(location) == [])
 
 
 def change_the_tree(
@@ -121,7 +121,7 @@ def change_the_tree(
     expected: npt.NDArray[np.float32],
 ) -> None:
     """Load the weights with the names and stacks of another program, and map them back."""
-    report.step("Load it as a tree for jax.lax.scan, save that for Orbax, and take it back by the same map")
+    report.step("Load it as a tree for jax.lax.scan, save it for Orbax, and map it back")
     pretrained = source.parent
     sizes, tokens = Sizes.of(pretrained), tokenise(SENTENCES, pretrained)
     scanned = bert_to_scanned()
@@ -149,7 +149,7 @@ def change_the_tree(
     report.claim(f"the embeddings agree: {agreement(again, expected)}", agree(again, expected))
     ckptcore.save(scratch / "scanned", tree, layout="ocdbt")
     ckptcore.copy(scratch / "scanned", scratch / "named", layout="safetensors", transforms=inverse(scanned))
-    report.claim("taken back, every array is bit-equal", same_bits(ckptcore.load(scratch / "named"), in_numpy))
+    report.claim("mapped back, every array is bit-equal", same_bits(ckptcore.load(scratch / "named"), in_numpy))
 
 
 def abstract_weights(arrays: Mapping[str, npt.NDArray[Any]], mesh: jax.sharding.Mesh) -> dict[str, object]:
@@ -201,4 +201,4 @@ def run(report: Report, *arguments: str) -> None:
     if len(lines) > 24:
         lines = [*lines[:16], f"... {len(lines) - 22} more lines ...", *lines[-6:]]
     report.say("\n".join(lines))
-    report.claim(f"`ckptcore {arguments[0]}` is content", finished.returncode == 0)
+    report.claim(f"`ckptcore {arguments[0]}` succeeds", finished.returncode == 0)

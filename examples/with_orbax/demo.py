@@ -32,11 +32,11 @@ def main() -> int:
     """Run the demo. Return the exit code: 1 if a claim is false."""
     report = Report()
     with tempfile.TemporaryDirectory(prefix="ckptcore-demo-") as scratch:
-        tell(report, model_directory(), Path(scratch))
+        run_steps(report, model_directory(), Path(scratch))
     return report.finish()
 
 
-def tell(report: Report, pretrained: Path, scratch: Path) -> None:
+def run_steps(report: Report, pretrained: Path, scratch: Path) -> None:
     """Run all steps with the weights of a Hugging Face directory, in a scratch directory."""
     source = pretrained / "model.safetensors"
     sizes = Sizes.of(pretrained)
@@ -50,16 +50,16 @@ def tell(report: Report, pretrained: Path, scratch: Path) -> None:
     ours = scratch / "ours"
     layout = OcdbtLayout(chunk_bytes=4 << 20)
     ckptcore.save(ours, weights, layout=layout, metadata={"model": "all-MiniLM-L6-v2"})
-    report.say(f"{len(weights)} arrays over {four.size} devices, {megabytes(ours)} in {len(files(ours))} files")
+    report.say(f"{len(weights)} arrays on {four.size} devices, {megabytes(ours)} in {len(files(ours))} files")
     loaded = ocp.load(ours, abstract_for_orbax(weights))
-    report.claim("Orbax's arrays hold the bits that were saved", same_bits(loaded, original))
+    report.claim("the arrays of Orbax have the bits that were saved", same_bits(loaded, original))
     report.claim(
         "on the same devices", all(loaded[name].sharding == weights[name].sharding for name in arrays_of(weights))
     )
     again = np.asarray(network_jax.embed(loaded, tokens, sizes))
-    report.claim("the network in them gives the same answers, to the bit", np.array_equal(again, vectors))
+    report.claim("the network returns the same vectors, bit for bit", np.array_equal(again, vectors))
     said = ocp.metadata(ours).custom_metadata
-    report.claim(f"and Orbax knows the metadata: {said}", said == {"model": "all-MiniLM-L6-v2"})
+    report.claim(f"and Orbax reads the metadata: {said}", said == {"model": "all-MiniLM-L6-v2"})
 
     report.step("Save with Orbax, load with ckptcore on half of the devices, and into PyTorch")
     theirs = scratch / "theirs"
@@ -69,29 +69,29 @@ def tell(report: Report, pretrained: Path, scratch: Path) -> None:
     halved = ckptcore.load(theirs, abstract_weights(original, two))
     report.claim("every array is bit-equal", same_bits(halved, original))
     again = np.asarray(network_jax.embed(halved, tokens, sizes))
-    report.claim(f"on {two.size} devices the answers agree: {agreement(again, vectors)}", agree(again, vectors))
+    report.claim(f"on {two.size} devices the vectors agree: {agreement(again, vectors)}", agree(again, vectors))
     module = network_torch.SentenceEncoder(sizes)
     ckptcore.load_into(theirs, module)
     again = network_torch.embed(module, tokens).numpy()
     report.claim(f"and in PyTorch: {agreement(again, vectors)}", agree(again, vectors))
 
-    report.step("Convert what Orbax saved to safetensors")
+    report.step("Convert the checkpoint of Orbax to safetensors")
     published = scratch / "published"
     ckptcore.copy(theirs, published, layout="safetensors")
     opened = safetensors.numpy.load_file(published / "model.safetensors")
-    report.claim("the safetensors library reads the bits of the file this began with", same_bits(opened, original))
+    report.claim("the safetensors library reads the bits of the original file", same_bits(opened, original))
 
-    report.step("Go on with a run that Orbax began")
+    report.step("Continue a run of Orbax")
     run = scratch / "run"
     with ocp.training.Checkpointer(run) as theirs_run:
         theirs_run.save(1, weights)
     with ckptcore.Checkpointer(run, layout=layout) as ours_run:
-        report.claim("ckptcore's Checkpointer finds step 1", ours_run.steps == (1,))
+        report.claim("the Checkpointer of ckptcore finds step 1", ours_run.steps == (1,))
         ours_run.save(2, ours_run.load(1, abstract_weights(original, four)), metrics={"loss": 0.5})
     with ocp.training.Checkpointer(run) as theirs_run:
         latest = theirs_run.latest
         report.claim(
-            "and Orbax's finds step 2, with its metrics",
+            "and that of Orbax finds step 2, with its metrics",
             latest is not None and (latest.step, latest.metrics) == (2, {"loss": 0.5}),
         )
         report.claim("and loads it", same_bits(theirs_run.load(2, abstract_for_orbax(weights)), original))
@@ -99,10 +99,8 @@ def tell(report: Report, pretrained: Path, scratch: Path) -> None:
     report.step("Flip one bit of the elements")
     flip_a_bit(ours)
     damaged = damaged_array(ours, report)
-    report.claim(f"ckptcore tells which array it is in: {damaged}", damaged in weights)
-    report.claim(
-        "Orbax notices too, by the CRC32C that stands behind each chunk", refused_by_orbax(ours, weights, str(damaged))
-    )
+    report.claim(f"ckptcore names the damaged array: {damaged}", damaged in weights)
+    report.claim("Orbax notices it too, by the CRC32C after each chunk", refused_by_orbax(ours, weights, str(damaged)))
 
 
 def abstract_for_orbax(weights: Mapping[str, Any]) -> dict[str, Any]:

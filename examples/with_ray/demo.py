@@ -33,13 +33,13 @@ def main(steps: int) -> int:
     ray.init(num_cpus=SIZE, include_dashboard=False, log_to_driver=False)
     try:
         with tempfile.TemporaryDirectory(prefix="ckptcore-demo-") as scratch:
-            tell(report, Path(scratch), steps)
+            run_steps(report, Path(scratch), steps)
     finally:
         ray.shutdown()
     return report.finish()
 
 
-def tell(report: Report, scratch: Path, steps: int) -> None:
+def run_steps(report: Report, scratch: Path, steps: int) -> None:
     """Run all steps in a scratch directory."""
     middle = steps // 2 // SAVE_EVERY * SAVE_EVERY
 
@@ -72,14 +72,14 @@ def tell(report: Report, scratch: Path, steps: int) -> None:
         latest = ckptcore.CheckpointReader(scratch / "run").latest
         report.claim(f"the newest checkpoint is the one before: {latest}", latest == middle)
 
-        report.step("Start it again with an empty disk, and go on")
+        report.step("Restart it with an empty disk, and resume")
         shutil.rmtree(scratch / f"another disk {SIZE - 1}")  # the machine is lost with its disk
         workers[-1] = start(SIZE - 1, scratch / "an empty disk")
         resumed = join(job, workers, scratch / "run")
-        report.claim(f"every worker goes on from step {middle}", resumed == [middle] * SIZE)
-        report.say(f"it is incarnation {job.progress().incarnation} of the job; the old worker could not speak in it")
+        report.claim(f"every worker resumes from step {middle}", resumed == [middle] * SIZE)
+        report.say(f"it is incarnation {job.progress().incarnation} of the job; messages of the old worker are ignored")
         losses += train(workers, middle, steps)
-        report.claim(f"all {steps} losses are those of the run without an accident, to the bit", losses == expected)
+        report.claim(f"all {steps} losses equal those of the run without an accident", losses == expected)
         ray.get([worker.close.remote() for worker in workers])
     report.say(f"checkpoints at the end: {', '.join(map(str, ckptcore.CheckpointReader(scratch / 'run').steps))}")
 
