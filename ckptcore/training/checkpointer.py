@@ -30,7 +30,7 @@ from ckptcore.training.run_directory import (
     check_step_names,
     exchanges_of,
 )
-from ckptcore.training.save_decisions import Past, PreemptionNotice, SaveDecider
+from ckptcore.training.save_decisions import LastSave, PreemptionNotice, SaveDecider
 from ckptcore.training.step_saving import StepOptions, StepSaver, StepSaveRequest, StepSaves
 
 __all__ = ["Checkpointer", "WhenBusy"]
@@ -150,11 +150,11 @@ class Checkpointer(CheckpointReader):
             return [step, summary.progress.get("epoch") if summary is not None else None, began]
 
         found: Any = self._agree("look-back").lead("look-back", read)
-        self._decider.past = Past(*found)
+        self._decider.last_save = LastSave(*found)
 
     def _set_back(self, step: int) -> None:
         """Set the run back to a loaded step, so that policies compare with this step and not with later ones."""
-        if step != self._decider.past.step:
+        if step != self._decider.last_save.step:
             self._read_past(lambda: step)
 
     # --- saving -------------------------------------------------------------------------------------------------------
@@ -281,12 +281,12 @@ class Checkpointer(CheckpointReader):
         self._expect_open()
         step = as_integer("step", step)
         self._run.delete(step, self._agree("delete"))
-        if step == self._decider.past.step:
+        if step == self._decider.last_save.step:
             self._read_past(self._steps.latest)
 
     def _last_steps(self) -> set[int]:
         """Return the steps that this run saved or loaded last."""
-        return {step for step in (self._saves.last_committed, self._decider.past.step) if step is not None}
+        return {step for step in (self._saves.last_committed, self._decider.last_save.step) if step is not None}
 
     # --- ending -------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""PathDirectory: the steps of a run in one directory that all processes of a job share."""
+"""PathDirectory: the steps of a run in one directory that all processes of a job share, and its ownership."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class PathDirectory:
-    """A `RunDirectory` in one place.
+    """A `RunDirectory` that is one directory.
 
     Attributes:
         location: a path or URL.
@@ -55,7 +55,7 @@ class PathDirectory:
 
 
 def as_run_directory(directory: LocationLike | RunDirectory) -> RunDirectory:
-    """Return what a user passed as a `RunDirectory`."""
+    """Return the argument of a user as a `RunDirectory`."""
     if not isinstance(directory, str | os.PathLike) and isinstance(directory, RunDirectory):
         return directory
     return PathDirectory(directory)
@@ -66,9 +66,9 @@ class OwnedDirectory:
 
     Attributes:
         steps: its steps.
-        policy: which steps are kept.
+        policy: chooses the steps to keep.
         store: the storage, opened at the directory for writing.
-        hold: the ownership.
+        lock: the lock of the owner.
         deleter: deletes steps.
     """
 
@@ -85,45 +85,45 @@ class OwnedDirectory:
 
         Args:
             steps: the directory.
-            policy: which steps are kept.
+            policy: chooses the steps to keep.
             context: options.
             if_in_use: as for `Checkpointer`.
-            looks_whole: returns whether a step at a place seems to be undamaged.
+            looks_whole: returns True if the files of a step seem complete.
 
         Raises:
-            DirectoryInUseError: if another job owns it.
-            StorageError: if it cannot be written.
+            DirectoryInUseError: another job owns it.
+            StorageError: it cannot be written.
         """
         steps.expect_directory()
         self.steps = steps
         self.policy = policy
         self.store: StorageBackend = steps.open_to_write()
-        self.hold: Lock = commit_method(self.store).locks(steps.display).own(if_in_use)
-        self.deleter = StepDeleter(steps, self.store, self.hold, context, looks_whole=looks_whole)
+        self.lock: Lock = commit_method(self.store).locks(steps.display).own(if_in_use)
+        self.deleter = StepDeleter(steps, self.store, self.lock, context, looks_whole=looks_whole)
 
     def infos(self) -> Sequence[StepInfo]:
-        """Return what the policy decides over."""
+        """Return the steps that the policy decides over."""
         return policy_infos(self.steps, self.steps.broken)
 
     def collect(self, *, keep: Callable[[], Collection[int]]) -> None:
-        """Delete what the policy gives up. Damaged steps are left alone.
+        """Delete the steps that the policy does not keep. Damaged steps are left alone.
 
         Args:
-            keep: returns the steps that stay whatever the policy says.
+            keep: returns the steps that are not deleted in any case.
 
         Raises:
-            StorageError, SaveLostError: some steps may be deleted.
+            StorageError, SaveLostError: some steps may have been deleted.
         """
         if not isinstance(self.policy, PreserveAll):
             self.deleter.collect(self.policy, keep=keep, broken=frozenset(self.steps.broken))
 
     def close(self) -> None:
-        """Give up the ownership."""
-        self.hold.close()
+        """Release the ownership."""
+        self.lock.close()
 
 
 def refuse_existing(step: int, directories: Sequence[StepDirectory]) -> None:
-    """Refuse to save a new step that is in one of the directories. A copy that is known to be damaged does not count.
+    """Refuse to save a step that exists in one of the directories. Copies that are known to be damaged do not count.
 
     Raises:
         CheckpointExistsError
@@ -141,7 +141,7 @@ class _PathRun:
 
     Attributes:
         steps: the steps of the directory.
-        directory: the directory; None if another process leads.
+        directory: the owned directory; None on other ranks than the leader.
     """
 
     def __init__(self, steps: StepDirectory, context: Context, ownership: Ownership) -> None:
@@ -149,7 +149,7 @@ class _PathRun:
         self.steps = steps
         self.directory: OwnedDirectory | None = None
         self._saves = ownership.saves
-        self._cleaner = DeletionQueue(steps.display)
+        self._deletions = DeletionQueue(steps.display)
         agreement = ownership.agreement
         try:
             with agreement.stage("own"):
@@ -165,7 +165,7 @@ class _PathRun:
     def begin(self) -> None:
         """See `OwnedRun`."""
         if self.directory is not None:
-            self._cleaner.begin(self.directory.deleter.clean)
+            self._deletions.begin(self.directory.deleter.clean)
 
     def target(self, step: int, name: str) -> StepTarget:
         """See `OwnedRun`."""
@@ -173,7 +173,7 @@ class _PathRun:
         if self.directory is None:
             return StepTarget(place, is_broken)
         self.directory.deleter.spare(step)
-        return StepTarget(place, is_broken, self.directory.hold.check)
+        return StepTarget(place, is_broken, self.directory.lock.check)
 
     def allow(self, step: int, *, is_new: bool) -> None:
         """See `OwnedRun`."""
@@ -186,11 +186,11 @@ class _PathRun:
         """See `OwnedRun`."""
         self.steps.add(saved.step, saved.name)
         if self.directory is not None and not isinstance(self.directory.policy, PreserveAll):
-            self._cleaner.begin(partial(self.directory.collect, keep=self._saves.kept))
+            self._deletions.begin(partial(self.directory.collect, keep=self._saves.kept))
 
     def delete(self, step: int, agreement: Agreement) -> None:
         """See `OwnedRun`. The leader decides at once, and removes the files in the background."""
-        deleted = agreement.part("deleted")  # a rank that completes the stage counts as the leader does
+        deleted = agreement.part("deleted")  # before the stage, so that all ranks count their exchanges equally
         begun: BegunDeletion | None = None
         try:
             with agreement.stage("delete"):
@@ -201,41 +201,41 @@ class _PathRun:
                 begun.cancel()
             raise
         if begun is not None:
-            self._cleaner.begin(partial(deleted.lead, "deleted", begun.perform))
+            self._deletions.begin(partial(deleted.lead, "deleted", begun.perform))
             return
         name = self.steps.name(step) if step in self.steps.candidates() else None
         self.steps.forget([step])
-        self._cleaner.begin(partial(self._await_deletion, step, name, deleted))
+        self._deletions.begin(partial(self._await_deletion, step, name, deleted))
 
     def _await_deletion(self, step: int, name: str | None, deleted: Agreement) -> None:
-        """Wait until the leader has deleted a step. The step exists again if that failed."""
+        """Wait until the leader has deleted a step. Show the step again if this failed."""
         try:
             deleted.lead("deleted", _nothing)
         except BaseException:
             if name is not None:
                 self.steps.add(step, name)
-                self.steps.distrust(step)  # it may be deleted all the same
+                self.steps.distrust(step)  # it may have been deleted nevertheless
             raise
 
     def take_errors(self) -> Sequence[BaseException]:
         """See `OwnedRun`."""
-        return self._cleaner.take_errors()
+        return self._deletions.take_errors()
 
     def close(self) -> None:
-        """See `OwnedRun`. Nothing outlasts saves here."""
+        """See `OwnedRun`. No work continues after the saves."""
 
     def release(self) -> None:
         """See `OwnedRun`."""
-        self._cleaner.refuse()
+        self._deletions.refuse()
         try:
-            self._cleaner.close()
+            self._deletions.close()
         finally:
             if self.directory is not None:
                 self.directory.close()
 
 
 def _nothing() -> None:
-    """The part of other processes in what the leader does."""
+    """Do nothing: only the leader has work to do."""
 
 
 _KEY: Final = f"{ADMINISTRATION}/metadata.json"
@@ -246,7 +246,7 @@ def read_directory_metadata(store: StorageBackend) -> dict[str, JSON]:
     """Return the stored metadata of a directory of steps; empty if there is none.
 
     Raises:
-        CorruptCheckpointError: if it is no JSON object.
+        CorruptCheckpointError: it is no JSON object.
     """
     try:
         data = store.get(_KEY, 0, _MAX_BYTES)
@@ -264,24 +264,24 @@ def read_directory_metadata(store: StorageBackend) -> dict[str, JSON]:
 
 
 def write_directory_metadata(store: StorageBackend, metadata: Mapping[str, JSON]) -> None:
-    """Replace the stored metadata of a directory of steps. Writes nothing if it is the same.
+    """Replace the stored metadata of a directory of steps. Writes nothing if it is equal.
 
     Raises:
-        ValueError: if it is no JSON, or longer than 16 MiB.
+        ValueError: it is no JSON, or longer than 16 MiB.
     """
     try:
         data = json.dumps(dict(metadata), allow_nan=False).encode("ascii")
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"metadata= must be JSON, with str keys and finite numbers: {error}") from error
     if not _has_str_keys(metadata):
-        raise ValueError("metadata= must be JSON, with str keys; it would come back changed")
+        raise ValueError("metadata= must be JSON, with str keys; other keys would be loaded as str")
     if len(data) > _MAX_BYTES:
-        raise ValueError(f"metadata= has {len(data)} bytes as JSON; at most {_MAX_BYTES} can be kept with a directory")
+        raise ValueError(f"metadata= has {len(data)} bytes as JSON; the maximum for a directory is {_MAX_BYTES}")
     try:
-        is_there = read_directory_metadata(store) == json.loads(data)
+        is_stored = read_directory_metadata(store) == json.loads(data)
     except CorruptCheckpointError:
-        is_there = False  # what is damaged is written again
-    if not is_there:
+        is_stored = False  # damaged metadata is written again
+    if not is_stored:
         store.put(_KEY, data)
 
 

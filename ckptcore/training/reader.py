@@ -28,7 +28,7 @@ from ckptcore.runtime import runtime_of
 from ckptcore.saving.requests import as_integer
 from ckptcore.step_names import StepNames
 from ckptcore.training.path_directory import as_run_directory, read_directory_metadata
-from ckptcore.training.restoring import Loading, SkippedStep, StepLoader
+from ckptcore.training.restoring import SkippedStep, StepLoad, StepLoader
 from ckptcore.training.run_directory import RunDirectory, RunSteps, check_step_names, exchanges_of
 from ckptcore.training.steps import StepDirectory
 
@@ -168,7 +168,7 @@ class StepReader(ExplainsAttributes):
             The errors of `ckptcore.load`.
         """
         request = LoadRequest(select=select, transforms=transforms, matching=matching, report=report)
-        return self._load(step, Loading(functools.partial(self._load_value, abstract, request)))
+        return self._load(step, StepLoad(functools.partial(self._load_value, abstract, request)))
 
     def _load_value(self, abstract: object, request: LoadRequest, place: Place, recording: Recording) -> Any:
         return load_value(place, abstract, self._context, recording, request)
@@ -200,7 +200,7 @@ class StepReader(ExplainsAttributes):
         def into(place: Place, recording: Recording) -> Any:
             return load_into_target(place, target, self._context, recording, request)
 
-        return self._load(step, Loading(into, "the target"))
+        return self._load(step, StepLoad(into, "the target"))
 
     @explains_arguments
     def load_checkpointables(
@@ -229,7 +229,7 @@ class StepReader(ExplainsAttributes):
             return CompositeLoad(place, wanted, self._context, recording).run()
 
         changes = "the state of the objects in into=" if into else None
-        return self._load(step, Loading(run, changes))
+        return self._load(step, StepLoad(run, changes))
 
     @contextmanager
     def pin(self, step: int) -> Iterator[None]:
@@ -304,13 +304,13 @@ class StepReader(ExplainsAttributes):
             newer = self._agree("newer").lead("newer", functools.partial(self._newer, last))
             for step in newer:
                 last = step
-                if self._agree("there").lead("there", functools.partial(self._steps.look_again, step)):
+                if self._agree("there").lead("there", functools.partial(self._steps.recheck, step)):
                     yield step
 
     def _newer(self, last: int) -> Sequence[int]:
         return sorted(itertools.takewhile(lambda step: step > last, self._steps.newest_first()))
 
-    def _load(self, step: int | None, loading: Loading[T]) -> T:
+    def _load(self, step: int | None, loading: StepLoad[T]) -> T:
         if step is None and self._before_newest is not None:
             self._before_newest()
         loaded = self._loader.load(step, loading)

@@ -28,7 +28,7 @@ from ckptcore.model.tree import JSON
 from ckptcore.saving.requests import as_integer
 from ckptcore.training.run_directory import RunSteps
 
-__all__ = ["Loading", "SkippedStep", "StepLoader"]
+__all__ = ["SkippedStep", "StepLoad", "StepLoader"]
 
 logger = logging.getLogger("ckptcore.training")
 
@@ -52,7 +52,7 @@ class SkippedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Loading(Generic[T]):
+class StepLoad(Generic[T]):
     """A function that loads a step.
 
     Attributes:
@@ -141,7 +141,7 @@ class StepLoader:
         self.restored_step: int | None = None
         self.skipped_steps: tuple[SkippedStep, ...] = ()
 
-    def load(self, step: int | None, loading: Loading[T]) -> T:
+    def load(self, step: int | None, loading: StepLoad[T]) -> T:
         """Load a step; None: the newest step that is not damaged. Of several copies, load the best valid one.
 
         Raises:
@@ -156,7 +156,7 @@ class StepLoader:
             return loaded
         return self._load_newest(loading)
 
-    def _load_named(self, step: int, loading: Loading[T]) -> T:
+    def _load_named(self, step: int, loading: StepLoad[T]) -> T:
         """Load a step. If no copy can be loaded, raise the error of the last one."""
         skipped = _SkippedCopies()
         *better, last = self._copies_of(step)
@@ -188,7 +188,7 @@ class StepLoader:
     def _display(self, number: int) -> str:
         return self._directories[number].display
 
-    def _load_newest(self, loading: Loading[T]) -> T:
+    def _load_newest(self, loading: StepLoad[T]) -> T:
         """Load the newest step that every process can load."""
         skipped = _SkippedCopies()
         for _ in range(_LISTINGS):
@@ -226,7 +226,7 @@ class StepLoader:
                     return [step, number]
         return None
 
-    def _try(self, copy: _StepCopy, loading: Loading[T], skipped: _SkippedCopies) -> tuple[T] | None:
+    def _try(self, copy: _StepCopy, loading: StepLoad[T], skipped: _SkippedCopies) -> tuple[T] | None:
         """Load a copy of a step. Return None if any process finds it damaged or deleted."""
         loaded: tuple[T] | None = None
         agreement = self._agree(f"load-{copy.step}")
@@ -268,7 +268,7 @@ class StepLoader:
             self._directories[copy.directory].broken.add(copy.step)
         return None
 
-    def _attempt(self, copy: _StepCopy, loading: Loading[T], agreement: Agreement) -> T:
+    def _attempt(self, copy: _StepCopy, loading: StepLoad[T], agreement: Agreement) -> T:
         """Load a copy of a step. All processes of `agreement` begin, or none."""
         steps, step = self._directories[copy.directory], copy.step
         place = self._steps.copy_place(step, copy.directory)

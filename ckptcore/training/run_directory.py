@@ -70,7 +70,7 @@ class RunSteps(Protocol):
         """Return the newest committed step; None if there is none."""
         ...
 
-    def look_again(self, step: int) -> bool:
+    def recheck(self, step: int) -> bool:
         """Return True if a step is committed, without using cached results."""
         ...
 

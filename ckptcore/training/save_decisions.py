@@ -18,7 +18,7 @@ from ckptcore.job.agreement import Agreement
 from ckptcore.model.tree import JSON
 from ckptcore.policies import AnySave, PreemptionCheckpointing, SaveContext, SavePolicy
 
-__all__ = ["Past", "PreemptionNotice", "SaveDecider", "TerminationSignal"]
+__all__ = ["LastSave", "PreemptionNotice", "SaveDecider", "TerminationSignal"]
 
 PreemptionNotice: TypeAlias = Callable[[int], bool]
 """Returns True if this process will be preempted. Called with each step, on the training thread."""
@@ -111,7 +111,7 @@ def _pass_on(previous: _Handler, own: _Handler, number: int, frame: FrameType | 
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
+class LastSave:
     """The last save, for save policies. Equal in every process of a job, except the time.
 
     Attributes:
@@ -144,7 +144,7 @@ class SaveDecider:
         self._skips_when_busy = skips_when_busy
         self._notice: PreemptionNotice | None = None
         self._signal: TerminationSignal | None = None
-        self.past = Past()
+        self.last_save = LastSave()
         self.last_save_ended: float | None = None
         self.preempted = False
         self.was_skipped = False
@@ -161,7 +161,7 @@ class SaveDecider:
 
     def begin(self, step: int, epoch: int | None) -> None:
         """Record that a save begins."""
-        self.past = Past(step, epoch, time.time())
+        self.last_save = LastSave(step, epoch, time.time())
 
     def end(self) -> None:
         """Record that a save ended. Any thread."""
@@ -217,9 +217,9 @@ class SaveDecider:
             step=step,
             now=time.time(),
             epoch=epoch,
-            last_step=self.past.step,
-            last_epoch=self.past.epoch,
-            last_save_began=self.past.began,
+            last_step=self.last_save.step,
+            last_epoch=self.last_save.epoch,
+            last_save_began=self.last_save.began,
             last_save_ended=self.last_save_ended,
             saving=saving,
             preempted=self.preempted or (self._notice is not None and bool(self._notice(step))),

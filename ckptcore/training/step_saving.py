@@ -19,7 +19,7 @@ from ckptcore.protocols import Coordinator, Layout, SaveStrategy, StepStrategy
 from ckptcore.saving.requests import Destination, OneTree, Save, SaveDraft, SaveHooks, SaveNotes, SaveRequest
 from ckptcore.saving.save import begin_save, perform_save
 from ckptcore.training.run_directory import OwnedRun, SavedStep
-from ckptcore.training.save_decisions import Past, SaveDecider
+from ckptcore.training.save_decisions import LastSave, SaveDecider
 
 __all__ = ["StepOptions", "StepSaveRequest", "StepSaver", "StepSaves"]
 
@@ -217,9 +217,9 @@ class StepSaver:
         return self._steps.names.name(request.step)
 
     @contextmanager
-    def _begun(self, request: StepSaveRequest) -> Iterator[Past]:
+    def _begun(self, request: StepSaveRequest) -> Iterator[LastSave]:
         """Record for policies that a save has begun, unless it fails to begin. Yield the last save before it."""
-        past = self._decider.past
+        past = self._decider.last_save
         with self._saves.beginning(request.step):
             self._decider.begin(request.step, request.epoch)
             try:
@@ -227,10 +227,10 @@ class StepSaver:
             except BaseException:
                 # In a job it may have begun in other processes, and the policies of all processes must see the same.
                 if self._job.size == 1:
-                    self._decider.past = past
+                    self._decider.last_save = past
                 raise
 
-    def _request(self, request: StepSaveRequest, name: str, before: Past) -> SaveRequest:
+    def _request(self, request: StepSaveRequest, name: str, before: LastSave) -> SaveRequest:
         step = request.step
         target, chosen = self._run.target(step, name), self._options.strategy
         return SaveRequest(

@@ -1,4 +1,4 @@
-"""StepDirectory: the steps in one directory."""
+"""StepDirectory: the steps in one directory, with what is known about each."""
 
 from __future__ import annotations
 
@@ -43,52 +43,52 @@ T = TypeVar("T")
 
 
 class StepDirectory:
-    """The steps of a directory as last listed, with the changes of this process since then. Any thread.
+    """The steps in a directory: the last listing, and the changes by this process since then. Any thread.
 
-    One listing finds all names. The first call about a name checks with one small request that it is a committed step;
-    the result is remembered until the step is deleted.
+    One listing finds all names. The first call about a name checks with one small request that it is a committed step.
+    The result is cached until the step is deleted.
 
     Attributes:
         directory: the absolute path or URL.
-        names: how steps are named.
-        broken: the steps that this process found to be damaged and has not replaced.
+        names: the names of steps.
+        broken: the steps that this process found damaged and has not replaced.
     """
 
     def __init__(self, directory: LocationLike, names: StepNames, context: Context) -> None:
-        """List nothing yet.
+        """Open a directory. Lists nothing yet.
 
         Args:
             directory: a path or URL; it need not exist.
-            names: how steps are named.
+            names: the names of steps.
             context: options.
         """
         self._display = redacted(os.fspath(directory))
-        # Resolved once: a program may change its working directory.
+        # Resolved only once, because a program may change its working directory.
         self.directory = absolute_location(directory)
         self.names = names
         self._context = context
         self._store = open_directory(self.directory, runtime_of(context).storages)
         self._found: dict[int, str] = {}
         self._ours: dict[str, bool] = {}
-        """By name of a committed step: whether ckptcore wrote it."""
+        """By name of a committed step: True if ckptcore wrote it."""
         self._summaries: dict[str, Summary] = {}
         self._unlisted: set[str] = set()
-        """Names of committed steps that the last listing lacks; they are checked before they count as deleted."""
-        self._led_out: set[str] = set()
-        """Names of links out of the directory that have been logged."""
+        """Names of committed steps that the last listing lacks. They are checked before they count as deleted."""
+        self._ignored_links: set[str] = set()
+        """Names of links out of the directory, which were logged."""
         self._hidden: set[int] = set()
         """Steps that are being deleted."""
         self._changes: dict[int, tuple[int, str | None]] = {}
-        """By step: the number of the last change by this process, and the name since then; None after a deletion."""
+        """By step: the number of the last change by this process, and the new name; None after a deletion."""
         self._number = 0
         self._leftovers: tuple[str, ...] = ()
-        self._holds: Locks | None = None
+        self._locks: Locks | None = None
         self.broken: set[int] = set()
         self.reset_after_fork()
         reset_in_children(self)
 
     def reset_after_fork(self) -> None:
-        """Replace the lock in a forked child: a thread of the parent may hold the old one."""
+        """Replace the lock in a forked child: a thread of the parent may have the old one."""
         self._lock = threading.Lock()
 
     @property
@@ -109,9 +109,9 @@ class StepDirectory:
         """List the names of steps, committed or not, by step, with one request. Changes nothing.
 
         Raises:
-            InvalidLocationError: if the directory is a checkpoint itself.
+            InvalidLocationError: the directory is a checkpoint.
         """
-        self._open_anew()
+        self._reopen()
         found = self._store.list_names()
         if ROOT_KEY in found:
             raise self._no_directory()
@@ -120,11 +120,11 @@ class StepDirectory:
         return self.names.find(entries)
 
     def list_visible(self) -> Mapping[int, str]:
-        """Return what `list_names` does, without the steps that are being deleted."""
+        """Return the result of `list_names` without the steps that are being deleted."""
         return {step: name for step, name in self.list_names().items() if not self.is_hidden(step)}
 
     def reload(self, agreement: Agreement) -> None:
-        """List the directory again. On every rank; the leader's listing counts."""
+        """List the directory again. Called on every rank. All ranks use the leader's listing."""
         since = self.changes()
         found = agreement.lead("list", lambda: {str(step): name for step, name in self.list_visible().items()})
         self.replace({int(step): name for step, name in found.items()}, since)
@@ -133,7 +133,7 @@ class StepDirectory:
         """Check that this can be a directory of steps; it need not exist.
 
         Raises:
-            InvalidLocationError: if it is a checkpoint itself.
+            InvalidLocationError: it is a checkpoint.
         """
         if commit_method(self._store).is_committed("") is not None:
             raise self._no_directory()
@@ -143,8 +143,8 @@ class StepDirectory:
             f"{self.display} is a checkpoint itself, not a directory of steps; pass the directory that contains it"
         )
 
-    def _open_anew(self) -> None:
-        # A storage may cache what it listed.
+    def _reopen(self) -> None:
+        # The storage may have cached its listings.
         self._store = open_directory(self.directory, runtime_of(self._context).storages)
 
     @property
@@ -153,7 +153,7 @@ class StepDirectory:
         return self._leftovers
 
     def changes(self) -> int:
-        """Return the number of changes by this process; called before a listing, for `replace`."""
+        """Return the number of changes by this process. Call it before a listing, for `replace`."""
         with self._lock:
             return self._number
 
@@ -163,11 +163,11 @@ class StepDirectory:
             return self._changes.get(step, (0, None))[0] > since
 
     def replace(self, found: Mapping[int, str], since: int = 0) -> None:
-        """Replace the known names by a listing, and keep the changes that this process made since it began.
+        """Replace the known names by a listing. Changes by this process since the listing began are kept.
 
         Args:
-            found: names by step.
-            since: the result of `changes` before the listing; 0 if nothing was changed yet.
+            found: the listing: names by step.
+            since: the result of `changes` before the listing; 0 if there were no changes yet.
         """
         with self._lock:
             known = {step: name for step, name in self._found.items() if self._ours.get(name)}
@@ -180,12 +180,12 @@ class StepDirectory:
                 else:
                     self._found[step] = name
             there = set(self._found.values())
-            # A listing may be stale: committed steps that it lacks are checked once.
+            # A listing may be stale, so committed steps that it lacks are checked once.
             self._unlisted = {name for step, name in known.items() if step not in self._found}
             for step, name in known.items():
                 self._found.setdefault(step, name)
             self._ours = {name: ours for name, ours in self._ours.items() if name in there}
-            # A step that was deleted and saved again has another root.
+            # A step may have been deleted and saved again with another root.
             self._summaries = {}
 
     def add(self, step: int, name: str) -> None:
@@ -212,17 +212,17 @@ class StepDirectory:
                     self._summaries.pop(name, None)
 
     def hide(self, step: int) -> None:
-        """Hide a step that is being deleted from all users of this process."""
+        """Hide a step from all callers in this process, because it is being deleted."""
         with self._lock:
             self._hidden.add(step)
 
     def show(self, step: int) -> None:
-        """Show a step again whose deletion was cancelled."""
+        """Show a step again, because its deletion was cancelled."""
         with self._lock:
             self._hidden.discard(step)
 
     def distrust(self, step: int) -> None:
-        """Forget the check of a step, which may have been deleted; the next call checks it again."""
+        """Check a step again in the next call, because it may have been deleted."""
         with self._lock:
             name = self._found.get(step)
             if name is not None:
@@ -240,48 +240,48 @@ class StepDirectory:
             return sorted(self._found.keys() - self._hidden if self._hidden else self._found)
 
     def name(self, step: int) -> str:
-        """Return the name of a step, or the name that a save would use."""
+        """Return the name of a step, or the name that a save would give it."""
         with self._lock:
             return self._found.get(step) or self.names.name(step)
 
     def place(self, step: int) -> Within:
-        """Return where a step is, or where a save would write it."""
+        """Return the location of a step, or the location where a save would write it."""
         return Within(self.directory, self.name(step))
 
     @property
     def directories(self) -> tuple[StepDirectory, ...]:
-        """Itself: see `RunSteps`."""
+        """This directory. See `RunSteps`."""
         return (self,)
 
     @property
     def main(self) -> StepDirectory:
-        """Itself: see `RunSteps`."""
+        """This directory. See `RunSteps`."""
         return self
 
     def copies(self, step: int) -> Sequence[int]:
-        """Return ``(0,)`` if the step is committed, else nothing: see `RunSteps`."""
+        """Return ``(0,)`` if the step is committed, else ``()``. See `RunSteps`."""
         return (0,) if self.is_committed(step) else ()
 
     def copy_place(self, step: int, number: int) -> Place:
-        """Return where a step is: see `RunSteps`."""
+        """Return the location of a step. See `RunSteps`."""
         return self.place(step)
 
     def pin(self, step: int) -> Lock:
         """Keep a step from being deleted until the result is closed.
 
         Raises:
-            CheckpointNotFoundError: if the step does not exist.
-            StorageError: if the pin cannot be written to the directory.
+            CheckpointNotFoundError: the step does not exist.
+            StorageError: the pin cannot be written to the directory.
         """
-        if self._holds is None:
+        if self._locks is None:
             store = open_directory(self.directory, runtime_of(self._context).storages)
-            self._holds = commit_method(store).locks(self.display)
+            self._locks = commit_method(store).locks(self.display)
         if not self.is_committed(step):
             raise CheckpointNotFoundError(self.missing(step))  # before anything is written to the directory
-        pin = self._holds.pin(self.name(step))
+        pin = self._locks.pin(self.name(step))
         try:
-            # Check after the pin is written: the step may have been deleted before.
-            if not self.look_again(step):
+            # Check again after the pin is written, because the step may have been deleted before.
+            if not self.recheck(step):
                 raise CheckpointNotFoundError(self.missing(step))
         except BaseException:
             pin.close()
@@ -296,23 +296,23 @@ class StepDirectory:
                 return False
             if name in self._ours:
                 return True
-        return self._find_out(step, name)
+        return self._check(step, name)
 
-    def look_again(self, step: int) -> bool:
-        """Check again whether a step is committed; one small request for a step that ckptcore wrote."""
+    def recheck(self, step: int) -> bool:
+        """Check again if a step is committed, with one small request for a step that ckptcore wrote."""
         with self._lock:
             name = self._found.get(step)
             if name is None or step in self._hidden:
                 return False
-        self._open_anew()
-        return self._find_out(step, name)
+        self._reopen()
+        return self._check(step, name)
 
-    def _find_out(self, step: int, name: str) -> bool:
-        """Ask the storage whether a step is committed, and remember the answer."""
+    def _check(self, step: int, name: str) -> bool:
+        """Check in the storage if a step is committed, and cache the result."""
         try:
             ours = commit_method(self._store).is_committed(name)
         except InvalidLocationError as error:
-            self._pass_over(name, error)
+            self._ignore_link(name, error)
             return False
         with self._lock:
             listed = name not in self._unlisted
@@ -321,7 +321,7 @@ class StepDirectory:
                 del self._found[step]
         committed = ours is True
         if ours is None and listed:
-            committed, ours = self._look_inside(name)
+            committed, ours = self._inspect(name)
         with self._lock:
             if committed and self._found.get(step) == name:
                 self._ours[name] = ours is True
@@ -331,29 +331,29 @@ class StepDirectory:
                 self._summaries.pop(name, None)
         return committed
 
-    def _pass_over(self, name: str, error: InvalidLocationError) -> None:
-        """Log once that a name is a link out of the directory, so that nothing here reads or deletes it."""
+    def _ignore_link(self, name: str, error: InvalidLocationError) -> None:
+        """Log once that a name is a link out of the directory. Such links are neither read nor deleted."""
         with self._lock:
-            is_known = name in self._led_out
-            self._led_out.add(name)
+            is_known = name in self._ignored_links
+            self._ignored_links.add(name)
         if not is_known:
             logger.warning("%s in %s is passed over and left alone: %s", name, self.display, error)
 
-    def _look_inside(self, name: str) -> tuple[bool, bool]:
-        """Look for a checkpoint that had no root. Return whether it exists, and whether it now has a root."""
+    def _inspect(self, name: str) -> tuple[bool, bool]:
+        """Look for a checkpoint without a root. Return whether it exists, and whether it has a root by now."""
         try:
             return True, ConsistentRead(
                 Within(self.directory, name), self._context, open_either
             ).open().root is not None
         except (CheckpointNotFoundError, ObjectNotFoundError):
-            return False, False  # ObjectNotFoundError: a stale listing shows deleted objects
+            return False, False  # ObjectNotFoundError: a stale listing contains deleted objects
         except InvalidLocationError as error:
-            self._pass_over(name, error)
+            self._ignore_link(name, error)
             return False, False
         except CompositeCheckpointError:
-            return True, False  # of several checkpointables
+            return True, False
         except CorruptCheckpointError:
-            return True, False  # it is a checkpoint of some layout, and damaged
+            return True, False  # a layout recognised it, and it is damaged
 
     def is_ours(self, step: int) -> bool:
         """Return True if a step is committed and ckptcore wrote it."""
@@ -371,10 +371,10 @@ class StepDirectory:
         )
 
     def ask_each(self, steps: Sequence[int], ask: Callable[[int], T]) -> Sequence[T]:
-        """Call a function for each step, as many at once as suits the storage.
+        """Call a function for each step, on several threads if the storage benefits from that.
 
         Raises:
-            What `ask` raises. Any thread may call it.
+            The errors of `ask`.
         """
         parallelism = requests_of(self._store).concurrency
         if parallelism == 1:
@@ -382,7 +382,7 @@ class StepDirectory:
         return ask_each(runtime_of(self._context).io_threads, steps, ask, parallelism=parallelism)
 
     def look_ahead(self, steps: Sequence[int]) -> None:
-        """Read the roots of steps ahead of calls of `summary`. Ignores errors: `summary` raises them."""
+        """Read the roots of steps before `summary` needs them. Errors are ignored, because `summary` raises them."""
         if requests_of(self._store).concurrency > 1:
             self.ask_each(steps, self._look_ahead)
 
@@ -390,10 +390,10 @@ class StepDirectory:
         try:
             self.summary(step)
         except CheckpointError:
-            return  # `summary` raises it again
+            return
 
     def newest_first(self) -> Iterator[int]:
-        """Yield every committed step, the newest first; checks no further than the caller iterates."""
+        """Yield every committed step, newest first. Checks no further than the caller iterates."""
         return (step for step in reversed(self.candidates()) if self.is_committed(step))
 
     def latest(self) -> int | None:
@@ -404,8 +404,8 @@ class StepDirectory:
         """Return the summary of the root of a step; None if other software wrote the step.
 
         Raises:
-            CheckpointNotFoundError: if the step does not exist.
-            CorruptCheckpointError, UnsupportedVersionError: if its root cannot be read.
+            CheckpointNotFoundError: the step does not exist.
+            CorruptCheckpointError, UnsupportedVersionError: its root cannot be read.
         """
         if not self.is_committed(step):
             raise CheckpointNotFoundError(self.missing(step))
@@ -425,10 +425,10 @@ class StepDirectory:
         return found
 
     def info(self, step: int) -> StepInfo:
-        """Return the facts for preservation policies; `created` is NaN if other software wrote the step.
+        """Return the facts about a step for preservation policies. `created` is NaN if other software wrote the step.
 
         Raises:
-            What `summary` raises.
+            The errors of `summary`.
         """
         summary = self.summary(step)
         if summary is None:
@@ -450,4 +450,4 @@ def _seconds(created: str) -> float:
     try:
         return datetime.datetime.fromisoformat(created).timestamp()
     except (ValueError, OverflowError, OSError) as error:
-        raise CorruptCheckpointError(f"a root states that it was created at {created[:80]!r}") from error
+        raise CorruptCheckpointError(f"a root has an invalid time of creation: {created[:80]!r}") from error

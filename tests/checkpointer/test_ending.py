@@ -105,7 +105,7 @@ def test_who_lost_the_directory_commits_nothing(directory: str) -> None:
     handle = run.save(1, tree(1))
     assert handle is not None and gate.arrived.wait(60)
     assert run._run.directory is not None  # type: ignore[attr-defined]
-    run._run.directory.hold.close()  # type: ignore[attr-defined]
+    run._run.directory.lock.close()  # type: ignore[attr-defined]
     gate.open()
     with pytest.raises(SaveLostError):
         handle.result()

@@ -308,7 +308,7 @@ class HostSender:
         try:
             _send_host_part(part, store, context, _ignore_progress, self._stopped.is_set)
         except CheckpointError:
-            if not self._near.look_again(step):
+            if not self._near.recheck(step):
                 return False  # deleted meanwhile
             raise
         self._store.put(_mark_key(part.manifest.copy_id, self._rank), b"")

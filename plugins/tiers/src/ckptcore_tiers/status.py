@@ -8,7 +8,7 @@ from typing import Final
 from ckptcore.errors import UploadError
 from ckptcore.io.background import Progress
 from ckptcore.training.restoring import SkippedStep
-from ckptcore.training.save_decisions import Past
+from ckptcore.training.save_decisions import LastSave
 
 __all__ = ["UploadState", "UploadStatus"]
 
@@ -66,7 +66,7 @@ class UploadState:
     cancelled: set[int] = field(default_factory=set)
     again: set[int] = field(default_factory=set)
     stopped: bool = False
-    last_chosen: Past = field(default_factory=Past)
+    last_chosen: LastSave = field(default_factory=LastSave)
     error: str | None = None
     uploaded: list[int] = field(default_factory=list)
     skipped: list[SkippedStep] = field(default_factory=list)

@@ -106,7 +106,7 @@ class TieredRun:
         return StepTarget(
             Within(near.directory, name),
             is_worthless=is_incomplete or step in near.broken,
-            before_commit=None if self.near is None else self.near.hold.check,
+            before_commit=None if self.near is None else self.near.lock.check,
             strategy=PlainSave()
             if self.hosts is None
             else HostSave(self.hosts, partial(self._steps_to_keep, step), self._keep_on_host),

@@ -87,9 +87,9 @@ class TieredSteps:
         """See `RunSteps`."""
         return next(self.newest_first(), None)
 
-    def look_again(self, step: int) -> bool:
+    def recheck(self, step: int) -> bool:
         """See `RunSteps`."""
-        return any(tier.look_again(step) for tier in self.directories)
+        return any(tier.recheck(step) for tier in self.directories)
 
     def copy_place(self, step: int, number: int) -> Place:
         """See `RunSteps`. Objects that a host lacks are read from the far directory."""

@@ -27,7 +27,7 @@ from ckptcore.io.background import Progress
 from ckptcore.io.threads import reset_in_children
 from ckptcore.policies import PreservationPolicy, SaveContext, StepInfo, what_to_delete
 from ckptcore.training.path_directory import OwnedDirectory
-from ckptcore.training.save_decisions import Past
+from ckptcore.training.save_decisions import LastSave
 from ckptcore.training.steps import StepDirectory
 from ckptcore_tiers.near_tier import NearTier
 from ckptcore_tiers.sending import StepSender
@@ -103,12 +103,12 @@ class Uploader:
         in_far = set(self._far.steps.steps())
         newest = max(in_far, default=None)
         if newest is not None:
-            self._state.last_chosen = self._past(self._far.steps, newest)
+            self._state.last_chosen = self._last_save(self._far.steps, newest)
         for step in self._near.steps():
             try:
                 differs = step in in_far and self._differs(step)
                 if step not in in_far or differs:
-                    self._queue_if_chosen(step, self._past(self._near, step), preempted=False, replaces=differs)
+                    self._queue_if_chosen(step, self._last_save(self._near, step), preempted=False, replaces=differs)
             except _UNREADABLE as error:
                 logger.warning("step %d in %s is not uploaded: %s", step, self._near.display, error)
 
@@ -116,14 +116,14 @@ class Uploader:
             self._is_clean = True
             self._far.deleter.clean()
 
-    def _past(self, steps: StepDirectory, step: int) -> Past:
+    def _last_save(self, steps: StepDirectory, step: int) -> LastSave:
         """Return the facts about a step that an upload policy uses. Unreadable fields are None."""
         try:
             summary = steps.summary(step)
             epoch = None if summary is None else summary.progress.get("epoch")
-            return Past(step, epoch, steps.info(step).created)
+            return LastSave(step, epoch, steps.info(step).created)
         except _UNREADABLE:
-            return Past(step)
+            return LastSave(step)
 
     def _differs(self, step: int) -> bool:
         """Return True if the near copy is from a later save than the far copy, or if the far copy is unreadable."""
@@ -147,9 +147,9 @@ class Uploader:
             preempted: True if this process received a preemption notice.
         """
         in_far = step in self._far.steps.candidates()
-        self._queue_if_chosen(step, Past(step, epoch, time.time()), preempted=preempted, replaces=in_far)
+        self._queue_if_chosen(step, LastSave(step, epoch, time.time()), preempted=preempted, replaces=in_far)
 
-    def _queue_if_chosen(self, step: int, saved: Past, *, preempted: bool, replaces: bool) -> None:
+    def _queue_if_chosen(self, step: int, saved: LastSave, *, preempted: bool, replaces: bool) -> None:
         with self._changed:
             last = self._state.last_chosen
             context = SaveContext(
@@ -365,9 +365,9 @@ class Uploader:
 
     def _send_if_missing(self, step: int) -> int:
         """Copy a step to the far directory, unless it or a later save of it exists there. Return the bytes sent."""
-        self._far.hold.check()
+        self._far.lock.check()
         steps = self._far.steps
-        replaces = steps.look_again(step)
+        replaces = steps.recheck(step)
         if replaces and step not in self._far.steps.broken and not self._differs(step):
             logger.info("step %d or a later save of it is already in %s", step, steps.display)
             return 0
@@ -379,7 +379,7 @@ class Uploader:
             replaces=replaces,
             progress=self._note_progress,
             is_stopped=functools.partial(self._is_cancelled, step),
-            before_commit=self._far.hold.check,
+            before_commit=self._far.lock.check,
         )
         steps.add(step, name)
         self._far.steps.broken.discard(step)

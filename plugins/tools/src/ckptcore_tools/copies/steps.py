@@ -163,7 +163,7 @@ class _RunCopy:
                 progress=None if self._progress is None else partial(self._progress, step),
             )
         except (CheckpointNotFoundError, ObjectNotFoundError, CorruptCheckpointError) as error:
-            if not self._source.look_again(step):
+            if not self._source.recheck(step):
                 self._gone.append(step)
                 return
             if not isinstance(error, CorruptCheckpointError):

@@ -56,8 +56,8 @@ class _Steps:
     def latest(self):
         return next(self.newest_first(), None)
 
-    def look_again(self, step):
-        return any(part.look_again(step) for part in self._parts)
+    def recheck(self, step):
+        return any(part.recheck(step) for part in self._parts)
 
     def copies(self, step):
         return [number for number, part in enumerate(self._parts) if part.copies(step)]
