@@ -24,13 +24,13 @@ from ckptcore.protocols import (
 from ckptcore.redaction import redacted
 
 __all__ = [
-    "IndirectPlace",
+    "AnyLocation",
+    "IndirectLocation",
     "Location",
     "LocationAddress",
     "LocationLike",
-    "Place",
     "Storages",
-    "Within",
+    "SubPath",
     "absolute_location",
     "commit_method",
     "open_address",
@@ -48,7 +48,7 @@ _BROKEN_URL: Final = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
-class Within:
+class SubPath:
     """A directory within a location.
 
     Attributes:
@@ -56,11 +56,11 @@ class Within:
         directory: a relative key.
     """
 
-    location: Place
+    location: AnyLocation
     directory: str
 
     def __str__(self) -> str:
-        outer = self.location if isinstance(self.location, Within | IndirectPlace) else os.fspath(self.location)
+        outer = self.location if isinstance(self.location, SubPath | IndirectLocation) else os.fspath(self.location)
         return f"{redacted(str(outer)).rstrip('/')}/{self.directory}"
 
 
@@ -93,12 +93,12 @@ class Storages(NamedTuple):
         return storage
 
 
-class IndirectPlace(ABC):
-    """A checkpoint that resolves itself to a storage, such as one that falls back to a copy."""
+class IndirectLocation(ABC):
+    """A location that resolves itself to a storage, such as a checkpoint that falls back to a copy."""
 
     @property
     @abstractmethod
-    def place(self) -> Within:
+    def path(self) -> SubPath:
         """The directory of the checkpoint."""
 
     @abstractmethod
@@ -106,10 +106,10 @@ class IndirectPlace(ABC):
         """Open it; see `resolve_location`."""
 
     def __str__(self) -> str:
-        return str(self.place)
+        return str(self.path)
 
 
-Place: TypeAlias = LocationLike | Within | IndirectPlace
+AnyLocation: TypeAlias = LocationLike | SubPath | IndirectLocation
 """A path or URL, a directory within one, or an object that resolves itself."""
 
 
@@ -206,7 +206,7 @@ def commit_method(directory: StorageBackend) -> CommitMethod:
     return ConditionalPutMethod(directory)
 
 
-def resolve_location(location: Place, storages: Storages, *, to_write: bool = False) -> Location:
+def resolve_location(location: AnyLocation, storages: Storages, *, to_write: bool = False) -> Location:
     """Open the parent directory of a location.
 
     Args:
@@ -218,9 +218,9 @@ def resolve_location(location: Place, storages: Storages, *, to_write: bool = Fa
         InvalidLocationError: it is neither a path nor a URL, or cannot be a checkpoint.
         UnknownPluginError: no plugin supports the scheme.
     """
-    if isinstance(location, IndirectPlace):
+    if isinstance(location, IndirectLocation):
         return location.resolve(storages, to_write=to_write)
-    if isinstance(location, Within):
+    if isinstance(location, SubPath):
         return _resolve_within(location, storages, to_write)
     scheme, address = _address(location)
     if scheme == "file":
@@ -236,13 +236,13 @@ def resolve_location(location: Place, storages: Storages, *, to_write: bool = Fa
     return open_address(LocationAddress(redacted(text), scheme, parent, name), storages, to_write=to_write)
 
 
-def _resolve_within(place: Within, storages: Storages, to_write: bool) -> Location:
-    if isinstance(place.location, IndirectPlace):
-        outer = resolve_location(place.location, storages, to_write=to_write)
-        identity = f"{outer.identity}/{place.directory}"
-        return replace(outer, display=str(place), parent=outer.store, name=place.directory, identity=identity)
-    scheme, address = _address(place.location)
-    return open_address(LocationAddress(str(place), scheme, address, place.directory), storages, to_write=to_write)
+def _resolve_within(path: SubPath, storages: Storages, to_write: bool) -> Location:
+    if isinstance(path.location, IndirectLocation):
+        outer = resolve_location(path.location, storages, to_write=to_write)
+        identity = f"{outer.identity}/{path.directory}"
+        return replace(outer, display=str(path), parent=outer.store, name=path.directory, identity=identity)
+    scheme, address = _address(path.location)
+    return open_address(LocationAddress(str(path), scheme, address, path.directory), storages, to_write=to_write)
 
 
 def open_address(address: LocationAddress, storages: Storages, *, to_write: bool = False) -> Location:
@@ -284,15 +284,15 @@ def open_directory(directory: LocationLike, storages: Storages, *, to_write: boo
     return storages.open(*_address(directory), to_write)
 
 
-def _address(location: Place) -> tuple[str, str]:
+def _address(location: AnyLocation) -> tuple[str, str]:
     """Return the scheme of a location, and its address: an absolute path or a URL.
 
     Raises:
         InvalidLocationError: it is neither a path nor a URL.
     """
-    if isinstance(location, IndirectPlace):
-        return _address(location.place)
-    if isinstance(location, Within):
+    if isinstance(location, IndirectLocation):
+        return _address(location.path)
+    if isinstance(location, SubPath):
         scheme, address = _address(location.location)
         return scheme, f"{address.rstrip('/')}/{location.directory}"
     try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import xxhash
 
 from ckptcore.builtin.files import FilesLayout
-from ckptcore.commit.location import Location, Place
+from ckptcore.commit.location import AnyLocation, Location
 from ckptcore.commit.root import Composite, Member, Root
 from ckptcore.commit.target import LocationVersion
 from ckptcore.context import Context
@@ -180,7 +180,7 @@ def reader_of(storage: StorageBackend, objects: Mapping[str, ObjectRecord], cont
     return ObjectReader(storage, objects, runtime_of(context).io_threads, verify=context.io.verify, strict=True)
 
 
-Source: TypeAlias = Place | Checkpoint
+Source: TypeAlias = AnyLocation | Checkpoint
 """A location of a checkpoint, or an open one."""
 
 

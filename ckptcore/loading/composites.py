@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from ckptcore.commit.location import Place, Within
+from ckptcore.commit.location import AnyLocation, SubPath
 from ckptcore.commit.root import Member
 from ckptcore.context import Context
 from ckptcore.errors import (
@@ -114,7 +114,7 @@ class CompositeLoad:
         attempts: the attempts to read the checkpoint.
     """
 
-    def __init__(self, location: Place, wanted: Wanted, context: Context, recording: Recording) -> None:
+    def __init__(self, location: AnyLocation, wanted: Wanted, context: Context, recording: Recording) -> None:
         """Open nothing yet."""
         self.location = location
         self.context = context
@@ -184,7 +184,7 @@ class CompositeLoad:
     def take_part(self, composite: CompositeCheckpoint, name: str) -> None:
         """Take part in the collective load of a checkpointable that this process does not want."""
         opened = open_member(composite, name, name, self.location, self.context)
-        source = opened if opened.root is None else Within(self.location, name)
+        source = opened if opened.root is None else SubPath(self.location, name)
         load_nothing(source, self.context, self.recording)
 
     def _add_changed(self, name: str) -> None:
@@ -198,7 +198,7 @@ class CompositeLoad:
 
 
 def _plan_requests(
-    composite: CompositeCheckpoint, location: Place, wanted: Wanted, context: Context
+    composite: CompositeCheckpoint, location: AnyLocation, wanted: Wanted, context: Context
 ) -> Iterator[Request]:
     """Plan requests in the order of the save. Checks that each member exists, and that its target can take it.
 
@@ -235,7 +235,7 @@ def _plan_requests(
             )
         opened = open_member(composite, name, directory, location, context)
         # Do not retry without a root: there is no save id to compare.
-        source = opened if opened.root is None else Within(location, directory)
+        source = opened if opened.root is None else SubPath(location, directory)
         request = _request(name, source, member, like, how, in_place, context)
         if in_place and member.kind == "tree":
             check_target(opened, like, context, how)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptcore.builtin.files import FilesLayout
-from ckptcore.commit.location import Place
+from ckptcore.commit.location import AnyLocation
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -172,7 +172,7 @@ class CheckpointMetadata:
         return self.contents
 
 
-def describe_checkpoint(place: Place, context: Context) -> CheckpointMetadata:
+def describe_checkpoint(place: AnyLocation, context: Context) -> CheckpointMetadata:
     """Describe a checkpoint of one tree or of several objects. See `ckptcore.metadata`.
 
     Raises:
@@ -187,7 +187,7 @@ def describe_checkpoint(place: Place, context: Context) -> CheckpointMetadata:
     return ConsistentRead(place, context, open_either).retry_if_replaced(describe)
 
 
-def describe_tree(place: Place, context: Context, transforms: Transforms = ()) -> CheckpointMetadata:
+def describe_tree(place: AnyLocation, context: Context, transforms: Transforms = ()) -> CheckpointMetadata:
     """Describe a checkpoint of one tree, or the tree that `ckptcore.load` loads.
 
     Raises:
@@ -229,7 +229,7 @@ def _metadata(
     )
 
 
-def _describe_composite(composite: CompositeCheckpoint, location: Place, context: Context) -> CheckpointMetadata:
+def _describe_composite(composite: CompositeCheckpoint, location: AnyLocation, context: Context) -> CheckpointMetadata:
     root, members = composite.root, composite.members
     present = present_members(composite)
     found: dict[str, CheckpointMetadata] = {}
@@ -267,7 +267,7 @@ def _contents_to_load(composite: CompositeCheckpoint, context: Context) -> TreeC
 
 
 def _describe_first(
-    composite: CompositeCheckpoint, name: str, directories: Sequence[str], location: Place, context: Context
+    composite: CompositeCheckpoint, name: str, directories: Sequence[str], location: AnyLocation, context: Context
 ) -> CheckpointMetadata | None:
     """Describe the checkpoint in the first directory that still exists; None if none does."""
     for directory in directories:

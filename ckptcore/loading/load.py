@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from ckptcore.commit.location import Place
+from ckptcore.commit.location import AnyLocation
 from ckptcore.context import Context
 from ckptcore.events import Recording
 from ckptcore.loading.checkpoint import Checkpoint, Source
@@ -162,7 +162,7 @@ def choose_strategy(context: Context, runtime: Runtime) -> CollectiveRead | None
 
 
 @contextmanager
-def recorded_load(location: Place, context: Context, *, step: int | None = None) -> Iterator[Recording]:
+def recorded_load(location: AnyLocation, context: Context, *, step: int | None = None) -> Iterator[Recording]:
     """Record a load until the end of the block."""
     recording = Recording("load", str(location), context.observers, step=step, rank=runtime_of(context).job().rank)
     try:

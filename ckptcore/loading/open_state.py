@@ -12,7 +12,7 @@ from urllib.parse import unquote
 import numpy as np
 
 from ckptcore.builtin.local_files import LocalFile
-from ckptcore.commit.location import Place
+from ckptcore.commit.location import AnyLocation
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, NotMappableError
 from ckptcore.io.block_cache import BlockCache
@@ -46,7 +46,7 @@ class OpenState:
         is_closed: True after `close`.
     """
 
-    def __init__(self, location: Place, context: Context) -> None:
+    def __init__(self, location: AnyLocation, context: Context) -> None:
         """Open a checkpoint. Reads its root and no array.
 
         Raises:
@@ -166,7 +166,7 @@ def _replaced(opened: Checkpoint) -> CheckpointNotFoundError:
 
 @dataclass(frozen=True, slots=True)
 class PlainPlace:
-    """Place of all elements of an array: uncompressed, little endian and in C order.
+    """AnyLocation of all elements of an array: uncompressed, little endian and in C order.
 
     Attributes:
         key: the object.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from typing import Final, Generic, TypeAlias, TypeVar
 
-from ckptcore.commit.location import Location, Place, Within, resolve_location
+from ckptcore.commit.location import AnyLocation, Location, SubPath, resolve_location
 from ckptcore.commit.root import ROOT_KEY, Claim, Composite, KnownRoots, PartialSave, Root
 from ckptcore.commit.root_json import is_claim
 from ckptcore.commit.subdirectory import subdirectory
@@ -72,7 +72,7 @@ _OF_RANK: Final = re.compile(r"(.+)\.rank_(0|[1-9][0-9]{0,8})", re.DOTALL)
 class ConsistentRead(Generic[Found]):
     """Attempts to read a checkpoint. Each opens it; the last one is not interrupted by a replacement."""
 
-    def __init__(self, location: Place, context: Context, opener: Opener[Found]) -> None:
+    def __init__(self, location: AnyLocation, context: Context, opener: Opener[Found]) -> None:
         """Open nothing yet."""
         self._location = location
         self._context = context
@@ -160,7 +160,7 @@ def tree_read(source: Source, context: Context, known: Known | None = None) -> C
     return ConsistentRead(source, context, opener)
 
 
-def open_checkpoint(location: Place, context: Context) -> Checkpoint:
+def open_checkpoint(location: AnyLocation, context: Context) -> Checkpoint:
     """Open the tree at a location. The caller checks for replacement after reading.
 
     Raises:
@@ -169,7 +169,7 @@ def open_checkpoint(location: Place, context: Context) -> Checkpoint:
     return ConsistentRead(location, context, open_tree).open()
 
 
-def replaced_too_often(location: Place) -> CorruptCheckpointError:
+def replaced_too_often(location: AnyLocation) -> CorruptCheckpointError:
     """The error for a checkpoint that was replaced in every one of `ATTEMPTS`."""
     return CorruptCheckpointError(
         f"{location} was replaced {ATTEMPTS} times while it was read; load it when it is saved less often"
@@ -375,7 +375,7 @@ def _is_file(location: Location, name: str) -> bool:
 
 
 def open_member(
-    composite: CompositeCheckpoint, name: str, directory: str, location: Place, context: Context
+    composite: CompositeCheckpoint, name: str, directory: str, location: AnyLocation, context: Context
 ) -> Checkpoint:
     """Open a member of a composite.
 
@@ -385,7 +385,7 @@ def open_member(
     """
     if composite.root is None:
         return _open_foreign_member(composite, name, directory, location, context)
-    opened = open_checkpoint(Within(location, directory), context)
+    opened = open_checkpoint(SubPath(location, directory), context)
     if opened.root is None or opened.root.role != "member" or opened.root.save_id != composite.root.save_id:
         raise CorruptCheckpointError(
             f"{opened.location.display} was replaced by something else than it was saved with; load it by its own "
@@ -401,13 +401,13 @@ def open_member(
 
 
 def _open_foreign_member(
-    composite: CompositeCheckpoint, name: str, directory: str, location: Place, context: Context
+    composite: CompositeCheckpoint, name: str, directory: str, location: AnyLocation, context: Context
 ) -> Checkpoint:
     opener = open_files if composite.members[name].kind == "files" else open_tree
     others = names_shown([other for other in composite.members if other != name])
     hint = f"ask load_checkpointables for the names that you need, to load the others without it: {others}"
     try:
-        return ConsistentRead(Within(location, directory), context, opener).open()
+        return ConsistentRead(SubPath(location, directory), context, opener).open()
     except (CheckpointNotFoundError, CompositeCheckpointError) as error:
         raise CheckpointNotFoundError(
             f"{name!r} in {composite.location.display} is nothing that an installed plugin reads: {error}; {hint}"

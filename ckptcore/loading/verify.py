@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
-from ckptcore.commit.location import Place, Within
+from ckptcore.commit.location import AnyLocation, SubPath
 from ckptcore.commit.references import stored_leaves
 from ckptcore.commit.root import ROOT_KEY, Root
 from ckptcore.context import Context
@@ -94,7 +94,7 @@ class VerifyReport:
         return not self.problems
 
 
-def verify_checkpoint(location: Place, context: Context, progress: ProgressCallback | None) -> VerifyReport:
+def verify_checkpoint(location: AnyLocation, context: Context, progress: ProgressCallback | None) -> VerifyReport:
     """Check the root, its parts and every block of every object.
 
     Raises:
@@ -112,7 +112,7 @@ def verify_checkpoint(location: Place, context: Context, progress: ProgressCallb
         return VerifyReport((_problem(error),), 1, 0, ())
 
 
-def has_its_sizes(location: Place, context: Context) -> bool:
+def has_its_sizes(location: AnyLocation, context: Context) -> bool:
     """Return True if every object of a checkpoint exists with its recorded size. Reads roots and no array.
 
     Raises:
@@ -144,16 +144,16 @@ def _sizes_fit(opened: Checkpoint) -> bool:
 
 
 def _open_directory(
-    composite: CompositeCheckpoint, name: str, directory: str, location: Place, context: Context
+    composite: CompositeCheckpoint, name: str, directory: str, location: AnyLocation, context: Context
 ) -> Checkpoint:
     """Open the checkpoint in a directory of a composite. The caller checks that it is the member that was saved."""
     if composite.root is None:
         return open_member(composite, name, directory, location, context)
-    return open_checkpoint(Within(location, directory), context)
+    return open_checkpoint(SubPath(location, directory), context)
 
 
 def _verify_composite(
-    composite: CompositeCheckpoint, location: Place, context: Context, progress: ProgressCallback | None
+    composite: CompositeCheckpoint, location: AnyLocation, context: Context, progress: ProgressCallback | None
 ) -> VerifyReport:
     """Verify every checkpointable that still exists. Keys begin with its directory."""
     root, present = composite.root, present_members(composite)

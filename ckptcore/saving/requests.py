@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NoReturn
 
-from ckptcore.commit.location import Location, Place
+from ckptcore.commit.location import AnyLocation, Location
 from ckptcore.commit.root import Claim, Member, Role
 from ckptcore.commit.target import IsForeign, Overwrite
 from ckptcore.context import Context
@@ -64,7 +64,7 @@ class Destination:
         name: the name of the place on every rank of a job, if its path differs between them; None: the place itself.
     """
 
-    place: Place
+    place: AnyLocation
     overwrite: Overwrite = False
     name: str | None = None
 

@@ -14,7 +14,7 @@ from threading import RLock
 from typing import Final
 
 from ckptcore.commit.delete import bases_in, find_bases, referring_to
-from ckptcore.commit.location import Location, Place, commit_method, resolve_location
+from ckptcore.commit.location import AnyLocation, Location, commit_method, resolve_location
 from ckptcore.commit.locks import Lock
 from ckptcore.commit.root import Base, new_save_id
 from ckptcore.context import Context
@@ -175,7 +175,7 @@ class BegunDeletion:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _Decision:
     """The facts that a decision to delete is based on.
 
     Attributes:
@@ -201,7 +201,7 @@ class StepDeleter:
         owned: Lock,
         context: Context,
         *,
-        looks_whole: Callable[[Place, Context], bool] = has_its_sizes,
+        looks_whole: Callable[[AnyLocation, Context], bool] = has_its_sizes,
     ) -> None:
         """Create the deleter of a directory.
 
@@ -298,7 +298,7 @@ class StepDeleter:
 
             def is_deleted(step: int) -> bool:
                 try:
-                    return self._delete(step, _Plan(since, keep))
+                    return self._delete(step, _Decision(since, keep))
                 except CheckpointExistsError as error:  # its directory contains another checkpoint
                     logger.warning("step %d in %s stays: %s", step, self._steps.display, error)
                     return False
@@ -357,7 +357,7 @@ class StepDeleter:
                 )
             if step in under_way():
                 raise StepPinnedError(f"step {step} in {self._steps.display} is being saved; delete it later")
-            ended = self._hide(step, _Plan(self._steps.changes(), under_way), elsewhere)
+            ended = self._hide(step, _Decision(self._steps.changes(), under_way), elsewhere)
             if ended is None:
                 raise OnlyStepError(
                     f"step {step} is the only valid one in {self._steps.display}, and deleting it would lose the run; "
@@ -381,7 +381,7 @@ class StepDeleter:
         if ended is not None:
             ended.wait()
 
-    def _delete(self, step: int, plan: _Plan) -> bool:
+    def _delete(self, step: int, decision: _Decision) -> bool:
         """Delete a step, unless it must stay. Return whether it was deleted."""
         intent = self._locks.intend_deletion(self._steps.name(step))
         if intent is None:
@@ -393,7 +393,7 @@ class StepDeleter:
                 self._referred.add(step)
                 logger.info("step %d in %s stays: %s refer to it", step, self._steps.display, ", ".join(names))
                 return False
-            ended = self._hide(step, plan) if self._steps.is_committed(step) else None
+            ended = self._hide(step, decision) if self._steps.is_committed(step) else None
             if ended is not None:
                 self._remove(step, intent, ended)
         return ended is not None
@@ -441,13 +441,13 @@ class StepDeleter:
         others = (other for other in self._steps.newest_first() if other != step and other not in broken)
         return any(self._is_whole(other) for other in others)
 
-    def _hide(self, step: int, plan: _Plan, elsewhere: Callable[[], bool] = bool) -> threading.Event | None:
+    def _hide(self, step: int, decision: _Decision, elsewhere: Callable[[], bool] = bool) -> threading.Event | None:
         """Hide a step from this process. Return the event of the end of its deletion; None if it must stay.
 
         It must stay if no other step is valid, if it is being saved, or if it was saved after the decision.
         """
         with self._deciding:
-            if step in plan.keep() or self._steps.changed_since(step, plan.since):
+            if step in decision.keep() or self._steps.changed_since(step, decision.since):
                 return None
             if step not in self._steps.broken and not self.has_another(step) and not elsewhere():
                 return None

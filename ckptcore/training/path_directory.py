@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from ckptcore.commit.location import LocationLike, Place, Within, commit_method
+from ckptcore.commit.location import AnyLocation, LocationLike, SubPath, commit_method
 from ckptcore.commit.locks import IfInUse, Lock
 from ckptcore.commit.target import ADMINISTRATION
 from ckptcore.context import Context
@@ -79,7 +79,7 @@ class OwnedDirectory:
         context: Context,
         *,
         if_in_use: IfInUse,
-        looks_whole: Callable[[Place, Context], bool] = has_its_sizes,
+        looks_whole: Callable[[AnyLocation, Context], bool] = has_its_sizes,
     ) -> None:
         """Own the directory.
 
@@ -169,7 +169,7 @@ class _PathRun:
 
     def target(self, step: int, name: str) -> StepTarget:
         """See `OwnedRun`."""
-        place, is_broken = Within(self.steps.directory, name), step in self.steps.broken
+        place, is_broken = SubPath(self.steps.directory, name), step in self.steps.broken
         if self.directory is None:
             return StepTarget(place, is_broken)
         self.directory.deleter.spare(step)

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
-from ckptcore.commit.location import LocationLike, Place
+from ckptcore.commit.location import AnyLocation, LocationLike
 from ckptcore.context import Context, default_context
 from ckptcore.errors import CheckpointNotFoundError
 from ckptcore.events import Recording
@@ -170,7 +170,7 @@ class StepReader(ExplainsAttributes):
         request = LoadRequest(select=select, transforms=transforms, matching=matching, report=report)
         return self._load(step, StepLoad(functools.partial(self._load_value, abstract, request)))
 
-    def _load_value(self, abstract: object, request: LoadRequest, place: Place, recording: Recording) -> Any:
+    def _load_value(self, abstract: object, request: LoadRequest, place: AnyLocation, recording: Recording) -> Any:
         return load_value(place, abstract, self._context, recording, request)
 
     @explains_arguments
@@ -197,7 +197,7 @@ class StepReader(ExplainsAttributes):
         """
         request = LoadRequest(select=select, transforms=transforms, matching=matching, report=report)
 
-        def into(place: Place, recording: Recording) -> Any:
+        def into(place: AnyLocation, recording: Recording) -> Any:
             return load_into_target(place, target, self._context, recording, request)
 
         return self._load(step, StepLoad(into, "the target"))
@@ -225,7 +225,7 @@ class StepReader(ExplainsAttributes):
         # A run must not resume without a part of its state, unless the caller names the step.
         wanted = Wanted(abstract, into, absent="error" if step is None else "skip")
 
-        def run(place: Place, recording: Recording) -> dict[str, Any]:
+        def run(place: AnyLocation, recording: Recording) -> dict[str, Any]:
             return CompositeLoad(place, wanted, self._context, recording).run()
 
         changes = "the state of the objects in into=" if into else None

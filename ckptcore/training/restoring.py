@@ -9,7 +9,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
-from ckptcore.commit.location import Place
+from ckptcore.commit.location import AnyLocation
 from ckptcore.commit.locks import Lock
 from ckptcore.context import Context
 from ckptcore.errors import (
@@ -60,7 +60,7 @@ class StepLoad(Generic[T]):
         changes: what `run` changes in place, in words; None if nothing.
     """
 
-    run: Callable[[Place, Recording], T]
+    run: Callable[[AnyLocation, Recording], T]
     changes: str | None = None
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from ckptcore.commit.location import LocationLike, Place, Within
+from ckptcore.commit.location import AnyLocation, LocationLike, SubPath
 from ckptcore.commit.locks import IfInUse
 from ckptcore.context import Context
 from ckptcore.job.agreement import Agreement
@@ -82,7 +82,7 @@ class RunSteps(Protocol):
         """
         ...
 
-    def copy_place(self, step: int, number: int) -> Place:
+    def copy_place(self, step: int, number: int) -> AnyLocation:
         """Return the location of the copy of a step in one of the directories."""
         ...
 
@@ -137,7 +137,7 @@ class StepTarget:
         strategy: the strategy of the save.
     """
 
-    place: Within
+    place: SubPath
     is_worthless: bool = False
     before_commit: Callable[[], None] | None = None
     strategy: SaveStrategy[SaveDraft, Save] = field(default_factory=PlainSave)

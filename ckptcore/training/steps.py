@@ -10,7 +10,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from ckptcore.commit.location import LocationLike, Place, Within, absolute_location, commit_method, open_directory
+from ckptcore.commit.location import (
+    AnyLocation,
+    LocationLike,
+    SubPath,
+    absolute_location,
+    commit_method,
+    open_directory,
+)
 from ckptcore.commit.locks import Lock, Locks
 from ckptcore.commit.root import ROOT_KEY, Summary
 from ckptcore.commit.root_json import summarize_root
@@ -244,9 +251,9 @@ class StepDirectory:
         with self._lock:
             return self._found.get(step) or self.names.name(step)
 
-    def place(self, step: int) -> Within:
+    def place(self, step: int) -> SubPath:
         """Return the location of a step, or the location where a save would write it."""
-        return Within(self.directory, self.name(step))
+        return SubPath(self.directory, self.name(step))
 
     @property
     def directories(self) -> tuple[StepDirectory, ...]:
@@ -262,7 +269,7 @@ class StepDirectory:
         """Return ``(0,)`` if the step is committed, else ``()``. See `RunSteps`."""
         return (0,) if self.is_committed(step) else ()
 
-    def copy_place(self, step: int, number: int) -> Place:
+    def copy_place(self, step: int, number: int) -> AnyLocation:
         """Return the location of a step. See `RunSteps`."""
         return self.place(step)
 
@@ -343,7 +350,7 @@ class StepDirectory:
         """Look for a checkpoint without a root. Return whether it exists, and whether it has a root by now."""
         try:
             return True, ConsistentRead(
-                Within(self.directory, name), self._context, open_either
+                SubPath(self.directory, name), self._context, open_either
             ).open().root is not None
         except (CheckpointNotFoundError, ObjectNotFoundError):
             return False, False  # ObjectNotFoundError: a stale listing contains deleted objects

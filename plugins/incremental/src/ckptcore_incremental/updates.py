@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final
 
 from ckptcore.commit.delete import base_locks, pin_name
 from ckptcore.commit.leases import SYSTEM_CLOCK
-from ckptcore.commit.location import Location, LocationLike, Place, absolute_location
+from ckptcore.commit.location import AnyLocation, Location, LocationLike, absolute_location
 from ckptcore.commit.references import stored_tree
 from ckptcore.commit.root import Base, Composite, References, Root
 from ckptcore.context import Context
@@ -181,7 +181,7 @@ def _wait_until_unchanging(base: Location) -> None:
         pause = min(2 * pause, _LAST_POLL_SECONDS)
 
 
-def _plan_update(draft: SaveDraft, base: Place) -> tuple[_PlannedReferences, TreeDescription]:
+def _plan_update(draft: SaveDraft, base: AnyLocation) -> tuple[_PlannedReferences, TreeDescription]:
     """Open the base and overlay the given tree on it. Every rank must call this. Writes nothing.
 
     Raises:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from ckptcore.commit.location import IndirectPlace, Location, Storages, Within, resolve_location
+from ckptcore.commit.location import IndirectLocation, Location, Storages, SubPath, resolve_location
 from ckptcore.commit.root import ROOT_KEY, Root
 from ckptcore.commit.root_json import decode_root
 from ckptcore.errors import ObjectNotFoundError
@@ -22,7 +22,7 @@ from ckptcore.protocols import (
     StorageCapabilities,
 )
 
-__all__ = ["FallbackPlace", "FallbackStorage"]
+__all__ = ["FallbackLocation", "FallbackStorage"]
 
 logger = logging.getLogger("ckptcore.tiers")
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class FallbackPlace(IndirectPlace):
+class FallbackLocation(IndirectLocation):
     """A checkpoint in a near directory whose missing objects are read from its far copy.
 
     Attributes:
@@ -38,16 +38,16 @@ class FallbackPlace(IndirectPlace):
         far: the copy. It is used only if its root has the same bytes.
     """
 
-    near: Within
-    far: Within
+    near: SubPath
+    far: SubPath
 
     @property
-    def place(self) -> Within:
-        """See `IndirectPlace`."""
+    def path(self) -> SubPath:
+        """See `IndirectLocation`."""
         return self.near
 
     def resolve(self, storages: Storages, *, to_write: bool) -> Location:
-        """See `IndirectPlace`."""
+        """See `IndirectLocation`."""
         near, far = (resolve_location(place, storages, to_write=to_write) for place in (self.near, self.far))
         return replace(near, parent=FallbackStorage(near.parent, near.name, far.parent, far.name), of_host=True)
 

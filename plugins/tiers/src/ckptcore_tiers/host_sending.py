@@ -21,7 +21,7 @@ from typing import Any, Final
 from ckptcore_tools.copies.manifests import Manifest, StoredRoot
 from ckptcore_tools.copies.transfers import Transfer
 
-from ckptcore.commit.location import Location, Within, resolve_location
+from ckptcore.commit.location import Location, SubPath, resolve_location
 from ckptcore.commit.root import HOST_COPIES, ROOT_KEY, Claim, PartialSave, Root
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.commit.target import ADMINISTRATION, LocationVersion, parse_root, read_root, root_bytes
@@ -164,7 +164,7 @@ class LeaderSender:
         near = resolve_location(self._near.place(step), runtime_of(context).storages)
         part = _read_host_part(near)
         copy_id, total = part.manifest.copy_id, part.manifest.nbytes
-        to = resolve_location(Within(self._far.directory, name), runtime_of(context).storages, to_write=True)
+        to = resolve_location(SubPath(self._far.directory, name), runtime_of(context).storages, to_write=True)
         claimed = Claim(copy_id, save_created())
         claim = to.commits.begin(to, claimed, "non-atomic" if replaces else False, resume=True)
         done = 0
@@ -300,7 +300,7 @@ class HostSender:
         part = _read_host_part(near)
         if part.manifest.copy_id != copy_id:
             return False  # another save of the step
-        to = resolve_location(Within(self._far.directory, name), runtime_of(context).storages, to_write=True)
+        to = resolve_location(SubPath(self._far.directory, name), runtime_of(context).storages, to_write=True)
         store = to.commits.store_of(to, part.manifest.copy_id)
         claimed = read_root(store)
         if not isinstance(claimed, Claim) or claimed.save_id != copy_id:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ckptcore.commit.location import Location, Place, Within, resolve_location
+from ckptcore.commit.location import AnyLocation, Location, SubPath, resolve_location
 from ckptcore.commit.root import Claim, PartialSave, Root, new_save_id
 from ckptcore.commit.root_json import summarize_root
 from ckptcore.commit.subdirectory import subdirectory
@@ -186,12 +186,12 @@ class HostSteps:
             step, name = int(text), str(found[0])  # type: ignore[index]  # a list, from `list_local`
             if step < newest and step not in self._steps.candidates() and not self._steps.is_hidden(step):
                 logger.info("removing step %d from %s: other hosts lack it", step, self._steps.display)
-                place = Within(self._steps.directory, name)
+                place = SubPath(self._steps.directory, name)
                 location = resolve_location(place, runtime_of(self._context).storages, to_write=True)
                 location.commits.remove(location, new_save_id())
 
 
-def has_its_sizes_on_host(place: Place, context: Context) -> bool:
+def has_its_sizes_on_host(place: AnyLocation, context: Context) -> bool:
     """Return True if the objects of a step on this host have the sizes in its root. Other hosts can have the rest.
 
     Raises:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from ckptcore_tools.copies import copy_whole
 
-from ckptcore.commit.location import Within
+from ckptcore.commit.location import SubPath
 from ckptcore.context import Context
 from ckptcore.training.steps import StepDirectory
 
@@ -78,7 +78,7 @@ class WholeStepSender:
         # Copy the arrays of bases, too: policies decide whether the bases themselves are uploaded.
         report = copy_whole(
             self._near.place(step),
-            Within(self._far.directory, name),
+            SubPath(self._far.directory, name),
             self._context,
             overwrite="non-atomic" if replaces else False,
             progress=progress,

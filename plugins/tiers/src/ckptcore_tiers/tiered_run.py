@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from ckptcore.commit.location import Within
+from ckptcore.commit.location import SubPath
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointNotFoundError, UploadError
 from ckptcore.job.agreement import Agreement
@@ -104,7 +104,7 @@ class TieredRun:
         if self.near is not None:
             self.near.deleter.spare(step)
         return StepTarget(
-            Within(near.directory, name),
+            SubPath(near.directory, name),
             is_worthless=is_incomplete or step in near.broken,
             before_commit=None if self.near is None else self.near.lock.check,
             strategy=PlainSave()

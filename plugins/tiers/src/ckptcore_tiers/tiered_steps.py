@@ -8,12 +8,12 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ckptcore.commit.location import Place
+from ckptcore.commit.location import AnyLocation
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, UnsupportedVersionError
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.tree import JSON
 from ckptcore.training.steps import StepDirectory
-from ckptcore_tiers.fallback_places import FallbackPlace
+from ckptcore_tiers.fallback_places import FallbackLocation
 from ckptcore_tiers.hosts import HostSteps
 
 __all__ = ["TieredSteps"]
@@ -91,11 +91,11 @@ class TieredSteps:
         """See `RunSteps`."""
         return any(tier.recheck(step) for tier in self.directories)
 
-    def copy_place(self, step: int, number: int) -> Place:
+    def copy_place(self, step: int, number: int) -> AnyLocation:
         """See `RunSteps`. Objects that a host lacks are read from the far directory."""
         near, far = self.directories
         if self.host_steps is not None and number == 0:
-            return FallbackPlace(near.place(step), far.place(step))
+            return FallbackLocation(near.place(step), far.place(step))
         return self.directories[number].place(step)
 
     def copies(self, step: int) -> Sequence[int]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from ckptcore.commit.location import Location, LocationLike, Place, Within, absolute_location, resolve_location
+from ckptcore.commit.location import AnyLocation, Location, LocationLike, SubPath, absolute_location, resolve_location
 from ckptcore.commit.root import Member, Role, new_save_id
 from ckptcore.commit.target import refuse_to_replace
 from ckptcore.context import Context
@@ -41,7 +41,7 @@ class Export:
             relative to it. With several checkpointables it starts with the name of one. Empty: everything.
     """
 
-    location: Place
+    location: AnyLocation
     layout: str | Layout = "safetensors"
     subtree: SubtreePath = ()
 
@@ -193,7 +193,7 @@ class StepExport:
 
     def of_step(self, name: str) -> Export:
         """Return the export of a step."""
-        return Export(location=Within(self.directory, name), layout=self.layout, subtree=self.subtree)
+        return Export(location=SubPath(self.directory, name), layout=self.layout, subtree=self.subtree)
 
 
 @dataclass(frozen=True, slots=True)

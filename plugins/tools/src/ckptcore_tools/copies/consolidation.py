@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from ckptcore.builtin.safetensors import SafetensorsLayout
-from ckptcore.commit.location import LocationLike, Within, resolve_location
+from ckptcore.commit.location import LocationLike, SubPath, resolve_location
 from ckptcore.commit.root import Composite, Root, new_save_id
 from ckptcore.commit.target import Overwrite, refuse_to_replace
 from ckptcore.context import Context
@@ -212,7 +212,7 @@ def _open(source: LocationLike, path: SubtreePath, context: Context) -> _Source:
     def open_found(found: Checkpoint | CompositeCheckpoint) -> _Source:
         if isinstance(found, Checkpoint):
             return open_below(found, keys)
-        member = Within(source, str(keys[0]))
+        member = SubPath(source, str(keys[0]))
         return tree_read(member, reading).retry_if_replaced(functools.partial(open_below, below=keys[1:]))
 
     if keys and isinstance(keys[0], str):

@@ -14,7 +14,7 @@ import numpy as np
 
 from ckptcore.builtin import SingleProcess
 from ckptcore.builtin.files import FilesLayout, empty_directories, state_of_files
-from ckptcore.commit.location import Location, Place, resolve_location
+from ckptcore.commit.location import AnyLocation, Location, resolve_location
 from ckptcore.commit.root import Member, check_name, new_save_id
 from ckptcore.commit.target import Overwrite, read_root, refuse_to_replace
 from ckptcore.context import Context
@@ -73,8 +73,8 @@ class SourceReplacedError(Exception):
 
 
 def convert_checkpoint(
-    source: Place,
-    destination: Place,
+    source: AnyLocation,
+    destination: AnyLocation,
     layout: str | Layout,
     overwrite: Overwrite,
     progress: ProgressCallback | None,
@@ -136,7 +136,7 @@ class _Conversion:
         self._written: str | None = None
         """The save id of the previous attempt, which is invalid because the source was replaced."""
 
-    def convert(self, source: Place, found: Checkpoint | CompositeCheckpoint) -> None:
+    def convert(self, source: AnyLocation, found: Checkpoint | CompositeCheckpoint) -> None:
         """Convert one tree, or several checkpointables."""
         if self._expected_root is not None and found.version.root != self._expected_root:
             self._remove_previous_attempt()
@@ -172,7 +172,7 @@ class _Conversion:
             )
         return transformed(opened, self._transforms, self.reading_context)
 
-    def _convert_composite(self, source: Place, composite: CompositeCheckpoint) -> None:
+    def _convert_composite(self, source: AnyLocation, composite: CompositeCheckpoint) -> None:
         """Write every checkpointable that is not deleted. Files are copied."""
         save_id = new_save_id()
         members: dict[str, Member] = {}
@@ -192,7 +192,7 @@ class _Conversion:
                 parts.append(self._part(name, directory, opened, save_id, own=member.processes is not None))
         self._write(save_id, parts, members, composite)
 
-    def _open(self, composite: CompositeCheckpoint, name: str, directory: str, source: Place) -> Checkpoint:
+    def _open(self, composite: CompositeCheckpoint, name: str, directory: str, source: AnyLocation) -> Checkpoint:
         try:
             return open_member(composite, name, directory, source, self.reading_context)
         except CheckpointNotFoundError as error:

@@ -12,7 +12,7 @@ from typing import Final, Literal, TypeAlias
 
 import xxhash
 
-from ckptcore.commit.location import Location, Place, resolve_location
+from ckptcore.commit.location import AnyLocation, Location, resolve_location
 from ckptcore.commit.root import ROOT_KEY, Claim, Root
 from ckptcore.commit.root_json import (
     bases_of_root,
@@ -84,8 +84,8 @@ class CopyReport:
 
 
 def copy_checkpoint(
-    source: Place,
-    destination: Place,
+    source: AnyLocation,
+    destination: AnyLocation,
     context: Context,
     *,
     overwrite: Overwrite = False,
@@ -365,8 +365,8 @@ def _add_size(store: StorageBackend, sizes: dict[str, int], key: str) -> None:
 
 
 def copy_whole(
-    source: Place,
-    destination: Place,
+    source: AnyLocation,
+    destination: AnyLocation,
     context: Context,
     *,
     overwrite: Overwrite = False,
@@ -438,7 +438,7 @@ def _copy_id(source: str) -> str:
     return xxhash.xxh3_64_hexdigest(f"whole copy of {source}".encode())
 
 
-def _report(destination: Place, context: Context, *, kept: bool, verify: CopyVerification) -> CopyReport:
+def _report(destination: AnyLocation, context: Context, *, kept: bool, verify: CopyVerification) -> CopyReport:
     location = resolve_location(destination, runtime_of(context).storages)
     root = read_root(location.store)
     if not isinstance(root, Root):

@@ -9,7 +9,7 @@ from typing import Final
 
 import xxhash
 
-from ckptcore.commit.location import Location, Place
+from ckptcore.commit.location import AnyLocation, Location
 from ckptcore.commit.root import ROOT_KEY
 from ckptcore.commit.root_json import decode_root
 from ckptcore.commit.target import LocationVersion, is_hidden_name
@@ -112,7 +112,7 @@ class Manifest:
         return digest.hexdigest()
 
 
-def read_manifest(source: Place, context: Context, *, without: Location | None = None) -> Manifest:
+def read_manifest(source: AnyLocation, context: Context, *, without: Location | None = None) -> Manifest:
     """List the objects of a checkpoint. Reads the roots and the size of every object, but no other object.
 
     The manifest includes objects that no root names, such as metadata files of formats and files that users added. It
@@ -133,7 +133,7 @@ def read_manifest(source: Place, context: Context, *, without: Location | None =
 
 
 class _ManifestReader:
-    def __init__(self, source: Place, context: Context, without: Location | None) -> None:
+    def __init__(self, source: AnyLocation, context: Context, without: Location | None) -> None:
         self._source = source
         self._context = context
         self._without = without

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
-from ckptcore.commit.location import LocationLike, Within, commit_method
+from ckptcore.commit.location import LocationLike, SubPath, commit_method
 from ckptcore.commit.locks import IfInUse, Lock
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.commit.target import Overwrite
@@ -156,7 +156,7 @@ class _RunCopy:
         try:
             self._copied[step] = copy_whole(
                 self._source.place(step),
-                Within(self._destination.directory, name),
+                SubPath(self._destination.directory, name),
                 self._context,
                 overwrite=self._overwrite,
                 verify=self._verify,

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, NoReturn, TypeVar
 
-from ckptcore.commit.location import Place
+from ckptcore.commit.location import AnyLocation
 from ckptcore.commit.target import Overwrite
 from ckptcore.context import Context
 from ckptcore.errors import PluginError
@@ -258,7 +258,7 @@ class PlanRequest:
         exports: the exports of `WithExports`.
     """
 
-    location: Place | None
+    location: AnyLocation | None
     layout: str | Layout
     overwrite: Overwrite
     exports: Sequence[Export]
